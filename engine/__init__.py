@@ -1,0 +1,1 @@
+"""Time and bookkeeping: requests, KV blocks, schedule, sampling, the step loop, metrics."""

@@ -1,0 +1,1 @@
+"""The batch-inference daemon: HTTP, store, intake. No torch and no MPI in its process."""

@@ -1,0 +1,1 @@
+"""Doors: command line, mpirun and Slurm command lines, worker entry, supervisor. No decisions about tokens."""

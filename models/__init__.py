@@ -1,0 +1,1 @@
+"""Mathematics: configuration, residual wirings, parallel layers, attention, KV tensors, weights; the reference."""
