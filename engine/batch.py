@@ -12,9 +12,12 @@ later Batch.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
-from .request import SamplingParams
+from .request import SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,16 @@ class NewSequence:
     params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Positions [start, start + count) of a slot are computed in this step. Where `samples`, the logits of the last
-    one yield the slot's next token. `prompt_logprobs`: the logits of every position of the chunk are scored against
-    the token that follows it."""
+class Chunk(NamedTuple):
+    """Positions [start, start + count) of a slot are computed in this step; a slot has at most one chunk in a step.
+    Where `samples`, the logits of the last one yield the slot's next token. `prompt_logprobs`: the logits of every
+    position of the chunk that is followed by a prompt token are scored against that token.
+
+    A named tuple, because a step makes one for each running sequence and a frozen dataclass costs thrice as much."""
 
     slot: int
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     samples: bool
     prompt_logprobs: bool = False
 
@@ -60,11 +64,23 @@ class Batch:
         return sum(chunk.count for chunk in self.chunks)
 
 
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave, on the host. `tokens` is aligned with the batch's chunks that sample, in their order; the rest
+    goes by slot and is empty unless asked for (`params.logprobs`, `Chunk.prompt_logprobs`) or something went wrong."""
+
+    tokens: Sequence[int]
+    nonfinite: Collection[int] = ()
+    """Slots whose logits held NaN or Inf; their token, if they sample, means nothing."""
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
+    """For a chunk that asks: one entry for each of its positions that a prompt token follows, in order."""
+
+
 MAGIC = 0x4C544231  # "LTB1"
 _HEAD = struct.Struct("<IQ5I")
 _SEQ = struct.Struct("<4I")
 _PARAMS = struct.Struct("<IQI6dIIiiIII")
-_CHUNK = struct.Struct("<3IB")
 
 
 def _ints(values: tuple[int, ...]) -> bytes:
@@ -117,7 +133,8 @@ def encode(batch: Batch) -> bytes:
         out.append(struct.pack("<I", slot))
         out.append(_ints(blocks))
     out.extend(struct.pack("<2I", src, dst) for src, dst in batch.copies)
-    out.extend(_CHUNK.pack(c.slot, c.start, c.count, c.samples | c.prompt_logprobs << 1) for c in batch.chunks)
+    flat = [(c[0], c[1], c[2], c[3] | c[4] << 1) for c in batch.chunks]
+    out.append(struct.pack(f"<{4 * len(flat)}I", *chain.from_iterable(flat)))
     return b"".join(out)
 
 
@@ -133,7 +150,9 @@ class _Reader:
     def ints(self, count: int) -> tuple[int, ...]:
         if count * 4 > len(self.data) - self.at:
             raise ValueError(f"step plan: {count} integers announced, {len(self.data) - self.at} bytes left")
-        return tuple(int(v) for v in self.take(struct.Struct(f"<{count}I")))
+        values: tuple[int, ...] = struct.unpack_from(f"<{count}I", self.data, self.at)
+        self.at += 4 * count
+        return values
 
     def raw(self, count: int) -> bytes:
         if count > len(self.data) - self.at:
@@ -190,10 +209,9 @@ def decode(frame: bytes | memoryview) -> Batch:
         blocks.append((slot, reader.ints(count)))
     flat = reader.ints(2 * n_copies)
     copies = tuple(zip(flat[::2], flat[1::2], strict=True))
-    chunks = []
-    for _ in range(n_chunks):
-        slot, start, count, flags = (int(v) for v in reader.take(_CHUNK))
-        chunks.append(Chunk(slot, start, count, bool(flags & 1), bool(flags & 2)))
+    flat = reader.ints(4 * n_chunks)
+    columns = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
+    chunks = tuple(Chunk(slot, start, count, flags & 1 == 1, flags & 2 == 2) for slot, start, count, flags in columns)
     if reader.at != len(reader.data):
         raise ValueError(f"step plan: {len(reader.data) - reader.at} bytes left over")
-    return Batch(step, released, admitted, tuple(blocks), copies, tuple(chunks))
+    return Batch(step, released, admitted, tuple(blocks), copies, chunks)
