@@ -1,0 +1,220 @@
+"""The deployment file: `load(path, overrides) -> Deployment`, frozen, strict, every fault reported at once.
+
+Reads one YAML file and `--set section.key=value` overrides, and touches nothing else: whether folders exist is for
+`laddertron check` and for those who open them. No torch; also read by ranks, which get it as JSON (`from_json`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .config_bind import Binder, did_you_mean, fault, hints
+from .config_reader import ConfigError, Table, from_values, graft, read_file
+from .config_schema import (
+    CPU_KV_CACHE_MEMORY,
+    Daemon,
+    Deployment,
+    Engine,
+    Kubernetes,
+    Launch,
+    Limits,
+    Metrics,
+    Model,
+    Parallel,
+    Slurm,
+)
+
+__all__ = [
+    "CPU_KV_CACHE_MEMORY",
+    "ConfigError",
+    "Daemon",
+    "Deployment",
+    "Engine",
+    "Kubernetes",
+    "Launch",
+    "Limits",
+    "Loaded",
+    "Metrics",
+    "Model",
+    "Parallel",
+    "Slurm",
+    "digest",
+    "from_json",
+    "load",
+    "read",
+    "to_json",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A deployment and where each of its keys was said, for those who find faults later."""
+
+    deployment: Deployment
+    name: str
+    places: Mapping[str, str]
+
+    def fault(self, key: str, text: str) -> str:
+        """`file:line: key: text`, at the key's line, or else its section's, or else the file's first."""
+        return fault(_place(self.places, key, self.name), key, text)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
+    """The deployment that the file and the overrides (`engine.max_num_seqs=8`) describe, defaults filled in. Relative
+    paths stand against the file's folder, those in overrides against the working directory. Raises ConfigError."""
+    return read(path, overrides).deployment
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """As `load`, with the places of the keys."""
+    file = Path(path)
+    tree, faults = read_file(file, str(path))
+    for override in overrides:
+        tree, more = graft(tree, override)
+        faults += more
+    base = Path(os.path.abspath(file)).parent
+    return _bound(tree, str(path), base, Path.cwd(), faults)
+
+
+def to_json(deployment: Deployment) -> dict[str, Any]:
+    """As plain JSON values; `from_json` is its inverse."""
+    data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(deployment)))
+    return data
+
+
+def from_json(data: Mapping[str, Any]) -> Deployment:
+    """Raises ConfigError on anything that `to_json` would not have written."""
+    tree = from_values(data, "config")
+    if not isinstance(tree, Table):
+        raise ConfigError(["config: a deployment is a table of sections"])
+    return _bound(tree, "config", Path("/"), Path("/"), []).deployment
+
+
+def digest(deployment: Deployment) -> str:
+    """BLAKE2b of the deployment's canonical JSON, 32 hex digits: equal exactly where all keys are."""
+    text = json.dumps(to_json(deployment), sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class _Binder(Binder):
+    def hint(self, key: str, path: str, known: Mapping[str, Any]) -> str:
+        for section in hints(Deployment):
+            if section != path and key in _keys(section):
+                return f" (did you mean {section}.{key}?)"
+        return did_you_mean(key, list(known))
+
+
+def _keys(section: str) -> Mapping[str, Any]:
+    return hints(hints(Deployment)[section])
+
+
+def _bound(tree: Table, name: str, base: Path, cwd: Path, faults: list[str]) -> Loaded:
+    binder = _Binder(base, cwd)
+    deployment = binder.section(Deployment, tree, "", {"model.path": "/"})
+    found = faults + binder.faults
+    for keys, text in rules(deployment):
+        if binder.bad.isdisjoint(keys):
+            said = next((k for k in keys if k in binder.places), keys[0])
+            found.append(fault(_place(binder.places, said, name), said, text))
+    if found:
+        raise ConfigError(sorted(found, key=_order))
+    return Loaded(deployment, name, binder.places)
+
+
+def _place(places: Mapping[str, str], key: str, name: str) -> str:
+    while key:
+        if key in places:
+            return places[key]
+        key = key.rpartition(".")[0]
+    return f"{name}:1" if name != "config" else name
+
+
+def _order(line: str) -> tuple[int, int]:
+    parts = line.split(":", 2)
+    return (0, int(parts[1])) if len(parts) > 1 and parts[1].isdigit() else (1, 0)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What keys ask of each other: (the keys concerned, what is wrong and its mend) for each rule that is broken."""
+    model, parallel, launch, engine, daemon = d.model, d.parallel, d.launch, d.engine, d.daemon
+    if model.wiring == "hybrid" and model.ladder_layers is None:
+        yield ("model.wiring", "model.ladder_layers"), "hybrid needs model.ladder_layers: last n, or a list"
+    if model.wiring not in ("auto", "hybrid") and model.ladder_layers is not None:
+        yield ("model.ladder_layers", "model.wiring"), f"has no meaning with wiring {model.wiring}: set wiring: hybrid"
+    if parallel.collective != "emulated":
+        for key in ("emulated_delay", "emulated_bandwidth"):
+            if getattr(parallel, key):
+                yield (
+                    (f"parallel.{key}", "parallel.collective"),
+                    f"has no effect with collective {parallel.collective}: set collective: emulated, or leave it out",
+                )
+    if parallel.backend == "nccl" and engine.device == "cpu":
+        yield ("parallel.backend", "engine.device"), "nccl needs engine.device: cuda; on a CPU use auto"
+    if engine.kv_cache_dtype == "fp8" and engine.device == "cpu":
+        yield ("engine.kv_cache_dtype", "engine.device"), "fp8 needs engine.device: cuda; on a CPU use auto"
+    if engine.attention == "flashinfer" and engine.device == "cpu":
+        yield ("engine.attention", "engine.device"), "flashinfer needs engine.device: cuda; on a CPU use auto or torch"
+    yield from _launch_rules(parallel.tensor_parallel_size, parallel.replicas, launch)
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        yield (
+            ("engine.max_num_batched_tokens", "engine.max_num_seqs"),
+            f"{engine.max_num_batched_tokens} < max_num_seqs={engine.max_num_seqs}: every running sequence needs a "
+            f"token a step: raise it or lower engine.max_num_seqs",
+        )
+    if not engine.enable_chunked_prefill and engine.max_num_batched_tokens < (model.max_model_len or 0):
+        yield (
+            ("engine.enable_chunked_prefill", "engine.max_num_batched_tokens", "model.max_model_len"),
+            f"false needs max_num_batched_tokens ({engine.max_num_batched_tokens}) >= model.max_model_len "
+            f"({model.max_model_len}): a prompt would not fit one step",
+        )
+    if (daemon.tls_cert is None) != (daemon.tls_key is None):
+        given, other = ("tls_cert", "tls_key") if daemon.tls_cert else ("tls_key", "tls_cert")
+        yield (f"daemon.{given}", f"daemon.{other}"), f"needs daemon.{other} too: TLS takes the pair"
+    if not is_loopback(daemon.host) and daemon.api_key_file is None:
+        yield (
+            ("daemon.host", "daemon.api_key_file"),
+            f"{daemon.host} can be reached from other machines: set daemon.api_key_file (laddertron keys add), "
+            f"or use 127.0.0.1",
+        )
+    if daemon.limits.max_line_bytes > daemon.limits.max_body_bytes:
+        yield (
+            ("daemon.limits.max_line_bytes", "daemon.limits.max_body_bytes"),
+            f"{daemon.limits.max_line_bytes} is more than limits.max_body_bytes={daemon.limits.max_body_bytes}: "
+            f"a line is part of a file",
+        )
+    if d.metrics.enabled and d.metrics.port and (d.metrics.host, d.metrics.port) == (daemon.host, daemon.port):
+        yield ("metrics.port", "daemon.port"), f"{d.metrics.port} is the daemon's: leave it out to share its listener"
+
+
+def _launch_rules(tp: int, replicas: int, launch: Launch) -> Iterator[tuple[tuple[str, ...], str]]:
+    if launch.hosts and launch.hostfile:
+        yield ("launch.hostfile", "launch.hosts"), "stands beside launch.hosts: keep one of them"
+    names = [host.partition(":")[0] for host in (*launch.hosts, *launch.spare_hosts)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        yield ("launch.hosts", "launch.spare_hosts"), f"{', '.join(twice)} stands twice: name each host once"
+    per_node = launch.ranks_per_node
+    if per_node is not None and tp > per_node and tp % per_node:
+        yield (
+            ("launch.ranks_per_node", "parallel.tensor_parallel_size"),
+            f"{tp} ranks are no multiple of {per_node} a node: use a divisor of {tp}",
+        )
+    slots = [int(host.partition(":")[2] or per_node or 0) for host in launch.hosts]
+    if slots and all(slots) and sum(slots) < tp * replicas:
+        yield (
+            ("launch.hosts", "parallel.tensor_parallel_size", "parallel.replicas"),
+            f"{' + '.join(map(str, slots))} = {sum(slots)} slots for {tp} x {replicas} = {tp * replicas} ranks: "
+            f"add hosts, or lower parallel.tensor_parallel_size or parallel.replicas",
+        )

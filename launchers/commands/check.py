@@ -1,0 +1,100 @@
+"""`laddertron check`: a deployment file and the files it names, validated without running anything.
+
+No torch, no MPI: quick enough for an editor's save hook and for CI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from ...engine.config import ConfigError, Deployment, Loaded, read
+
+FILES = (
+    "model.tokenizer",
+    "parallel.tuning_file",
+    "launch.hostfile",
+    "launch.fabric",
+    "daemon.api_key_file",
+    "daemon.tls_cert",
+    "daemon.tls_key",
+)
+
+
+def _value(deployment: Deployment, key: str) -> str | None:
+    section, name = key.split(".")
+    value: str | None = getattr(getattr(deployment, section), name)
+    return value
+
+
+def missing_files(loaded: Loaded) -> Iterator[str]:
+    """One fault for each file that the deployment names and this machine has not."""
+    for key in FILES:
+        path = _value(loaded.deployment, key)
+        if path is not None and not Path(path).exists():
+            yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
+
+
+def model_faults(loaded: Loaded) -> Iterator[str]:
+    """What the model folder's config.json and the deployment ask of each other: readable, splits over the ranks,
+    long enough."""
+    from ...models.config import from_folder
+    from ...models.shapes import ShapeError, check_shapes
+
+    d = loaded.deployment
+    folder = Path(d.model.path)
+    if not folder.is_dir():
+        yield loaded.fault("model.path", f"{folder}: no such folder (check --no-model skips the model)")
+        return
+    try:
+        model = from_folder(folder)
+    except (OSError, ValueError) as error:
+        yield loaded.fault("model.path", " ".join(str(error).split()))
+        return
+    try:
+        check_shapes(model, d.parallel.tensor_parallel_size)
+    except ShapeError as error:
+        yield loaded.fault("parallel.tensor_parallel_size", str(error))
+    if d.model.max_model_len is not None and d.model.max_model_len > model.max_position_embeddings:
+        yield loaded.fault(
+            "model.max_model_len",
+            f"{d.model.max_model_len} is more than the model's max_position_embeddings={model.max_position_embeddings}",
+        )
+    layers = d.model.ladder_layers
+    last = layers if isinstance(layers, int) else max((n + 1 for n in layers or ()), default=0)
+    if last > model.num_layers:
+        yield loaded.fault("model.ladder_layers", f"names {last} layers, the model has {model.num_layers}")
+
+
+def summary(loaded: Loaded) -> str:
+    """What the deployment is, in one line."""
+    d = loaded.deployment
+    p = d.parallel
+    where = f"{len(d.launch.hosts)} hosts" if d.launch.hosts else d.launch.hostfile or "this host or the allocation"
+    return (
+        f"{loaded.name}: OK: {d.served_model_name}, tp {p.tensor_parallel_size} x {p.replicas} "
+        f"= {d.world_size} ranks on {where}, wiring {d.model.wiring}, collective {p.collective}"
+    )
+
+
+@click.command(short_help="Validate a deployment file without running anything.")
+@click.argument("config", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@click.option("--no-model", is_flag=True, help="The weights and other files are elsewhere: check the file alone.")
+def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
+    """Validate CONFIG, the files it names and how its model splits over the ranks.
+
+    \b
+    Every fault is one line, FILE:LINE: KEY: what is wrong, what is allowed; exit code 2.
+      laddertron check deploy.yaml
+      laddertron check configs/llama-3.1-405b-tp16.yaml --no-model
+      laddertron check deploy.yaml --set parallel.tensor_parallel_size=4
+    """
+    loaded = read(config, overrides)
+    if not no_model:
+        faults = [*missing_files(loaded), *model_faults(loaded)]
+        if faults:
+            raise ConfigError(faults)
+    click.echo(summary(loaded))
