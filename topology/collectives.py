@@ -23,5 +23,9 @@ class Pending(Protocol):
 class Collective(Protocol):
     """All-reduces over one group, in program order, the same on every rank."""
 
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
     def start(self, x: Tensor) -> Pending:
         """Sets off the sum of x (contiguous; any shape) over the group. x must stay untouched until `wait`."""

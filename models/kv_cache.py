@@ -1,0 +1,45 @@
+"""Keys and values of all layers in fixed-size blocks. Tensors only: which block is whose is the scheduler's matter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .shard import Shard
+
+
+def block_bytes(shard: Shard, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank: block_size positions, all layers, keys and values."""
+    per_position = 2 * shard.config.num_layers * shard.num_kv_heads * shard.config.head_dim
+    return block_size * per_position * dtype.itemsize
+
+
+class KVCache:
+    """`keys[l]` and `values[l]` are [blocks, K, block_size, C]: a head's positions lie together, as attention reads
+    them."""
+
+    def __init__(
+        self, shard: Shard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
+        layers = range(shard.config.num_layers)
+        # zeros, not empty: what lies beyond a sequence's end is masked, but NaN times a zero weight is still NaN.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values [T, K, C] at (blocks[t], offsets[t])."""
+        self.keys[layer][blocks, :, offsets] = keys.to(self.keys[layer].dtype)
+        self.values[layer][blocks, :, offsets] = values.to(self.values[layer].dtype)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks src -> dst in every layer (copy-on-write)."""
+        if not pairs:
+            return
+        source = torch.tensor([src for src, _ in pairs], device=self.keys[0].device)
+        target = torch.tensor([dst for _, dst in pairs], device=self.keys[0].device)
+        for tensor in (*self.keys, *self.values):
+            tensor[target] = tensor[source]

@@ -1,0 +1,235 @@
+"""The model on one page: embedding, layers through a wiring, norm, head; one rank's share of it.
+
+Llama and its kin (Mistral, Qwen2, Qwen3, the ladder checkpoints): what differs is in ModelConfig. Takes groups and
+collectives as arguments and tensors as they come; knows no requests. Called by engine/runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..topology.collectives import Collective
+from . import residual, weights
+from .attention import AttentionBackend, StepLayout
+from .config import ModelConfig
+from .layers import ColumnLinear, RowLinear, VocabEmbedding, megatron_config
+from .ops import Ops, Product
+from .rotary import RotaryTable
+from .shard import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class LayerWeights(nn.Module):
+    """One layer's parameters on this rank, under the names that models/weights.py fills."""
+
+    def __init__(self, shard: Shard, layer: int, megatron: object, group: ProcessGroup, make: _Maker) -> None:
+        super().__init__()
+        c, dim = shard.config, shard.config.head_dim
+        outputs = c.num_heads * dim + 2 * shard.kv_heads_in_all * dim
+        self.attention_norm = _Scale(make(c.hidden_size))
+        self.qkv = ColumnLinear(c.hidden_size, outputs, c.qkv_bias, megatron, group)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = _Scale(make(dim)), _Scale(make(dim))
+        self.o = RowLinear(c.num_heads * dim, c.hidden_size, c.o_bias, megatron, group)
+        if c.wiring.kinds[layer] != "parallel":
+            self.mlp_norm = _Scale(make(c.hidden_size))
+        self.gate_up = ColumnLinear(c.hidden_size, 2 * c.ffn_size, c.mlp_bias, megatron, group)
+        self.down = RowLinear(c.ffn_size, c.hidden_size, c.mlp_bias, megatron, group)
+
+
+_Maker = Callable[..., Tensor]
+
+
+class _Scale(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer as the forward pass uses it: scales as tensors, weights as products."""
+
+    attention_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: Product
+    o: Product
+    mlp_norm: Tensor | None
+    gate_up: Product
+    down: Product
+
+
+def _scale_of(layer: LayerWeights, name: str) -> Tensor | None:
+    scale = getattr(layer, name, None)
+    return None if scale is None else scale.weight.detach()
+
+
+class LlamaModel(nn.Module):
+    """One rank's share. Construct, `load`, then `forward` a step at a time (under torch.inference_mode)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: ProcessGroup,
+        all_reduce: Collective,
+        ops: Ops,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        positions: int,
+        replicate_embedding: bool = False,
+    ) -> None:
+        """positions: the longest sequence. Shapes must have passed models/shapes.py."""
+        super().__init__()
+        self.config, self.ops, self.all_reduce = config, ops, all_reduce
+        self.shard = Shard(config, group.size(), group.rank())
+        self.replicate_embedding = replicate_embedding
+        megatron = megatron_config(group.size(), dtype, device)
+
+        def make(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.embedding: nn.Module
+        if replicate_embedding:
+            self.embedding = _Scale(make(config.vocab_size, config.hidden_size))
+        else:
+            self.embedding = VocabEmbedding(self.shard.padded_vocab, config.hidden_size, megatron, group)
+        layers = [LayerWeights(self.shard, i, megatron, group, make) for i in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = _Scale(make(config.hidden_size))
+        self.head: ColumnLinear | None = None
+        if not config.tied_embeddings or replicate_embedding:
+            self.head = ColumnLinear(config.hidden_size, self.shard.padded_vocab, False, megatron, group)
+        self.rotary = RotaryTable(config.rope, config.head_dim, positions, device)
+        self._layers: list[_Layer] = []
+        self._head: Product | None = None
+        self._cos = self._sin = torch.empty(0)
+        self._attention: AttentionBackend | None = None
+
+    def load(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
+        """Reads this rank's slices into place and prepares the products. Raises CheckpointError."""
+        parameters = dict(self.named_parameters())
+        weights.load(folder, self.shard, parameters, replicate_embedding=self.replicate_embedding, progress=progress)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Hands the loaded weights to the operators."""
+        self._layers = [self._prepared(layer) for layer in self.layers if isinstance(layer, LayerWeights)]
+        if self.head is not None:
+            self._head = self.head.prepare(self.ops)
+        else:
+            self._head = self.ops.product(self._table(), None)
+
+    def _prepared(self, layer: LayerWeights) -> _Layer:
+        return _Layer(
+            attention_norm=layer.attention_norm.weight.detach(),
+            q_norm=_scale_of(layer, "q_norm"),
+            k_norm=_scale_of(layer, "k_norm"),
+            qkv=layer.qkv.prepare(self.ops),
+            o=layer.o.prepare(self.ops),
+            mlp_norm=_scale_of(layer, "mlp_norm"),
+            gate_up=layer.gate_up.prepare(self.ops),
+            down=layer.down.prepare(self.ops),
+        )
+
+    def _table(self) -> Tensor:
+        """The embedding's rows on this rank."""
+        table: Tensor = self.embedding.get_parameter("weight").detach()
+        return table
+
+    def forward(
+        self,
+        tokens: Tensor,
+        layout: StepLayout,
+        attention: AttentionBackend,
+        rows: Tensor,
+        on_travelling: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R].
+
+        on_travelling is called once, while the first sub-block's all-reduce travels: host work that fits there costs
+        nothing.
+        """
+        self._attention = attention
+        attention.plan(layout)
+        self._cos, self._sin = self.rotary.cos[layout.positions], self.rotary.sin[layout.positions]
+        stream = residual.flow(self._embed(tokens), self.config.wiring, self, self.all_reduce)
+        try:
+            next(stream)
+            if on_travelling is not None:
+                on_travelling()
+            while True:
+                next(stream)
+        except StopIteration as end:
+            x: Tensor = end.value
+        if self._head is None:
+            raise RuntimeError("forward before load")
+        x = self.ops.rms_norm(x[rows], self.norm.weight, self.config.norm_eps)
+        logits = self._head(x).float()
+        return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self.replicate_embedding:
+            x = functional.embedding(tokens, self._table())
+        else:
+            x = self.embedding(tokens)
+            if self.config.wiring.kinds[0] != "none":
+                x = self.all_reduce.start(x).wait()
+        return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
+
+    # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].
+
+    def attention(self, layer: int, residual: Tensor) -> Tensor:
+        part = self._layers[layer]
+        return self._scaled(self._attend(layer, part, self._norm(residual, part.attention_norm)))
+
+    def mlp(self, layer: int, residual: Tensor) -> Tensor:
+        part = self._layers[layer]
+        if part.mlp_norm is None:
+            raise RuntimeError(f"layer {layer} has one shared norm: it is of the parallel wiring")
+        return self._scaled(self._feed_forward(part, self._norm(residual, part.mlp_norm)))
+
+    def attention_and_mlp(self, layer: int, residual: Tensor) -> Tensor:
+        part = self._layers[layer]
+        normed = self._norm(residual, part.attention_norm)
+        return self._scaled(self._attend(layer, part, normed) + self._feed_forward(part, normed))
+
+    def _norm(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, scale, self.config.norm_eps)
+
+    def _scaled(self, partial: Tensor) -> Tensor:
+        m = self.config.residual_multiplier
+        return partial if m == 1.0 else partial * m
+
+    def _attend(self, layer: int, part: _Layer, x: Tensor) -> Tensor:
+        heads, kv_heads = self.shard.num_heads, self.shard.num_kv_heads
+        qkv = part.qkv(x).view(-1, heads + 2 * kv_heads, self.config.head_dim)
+        if part.q_norm is not None and part.k_norm is not None:
+            q = self.ops.rotate(self._norm(qkv[:, :heads], part.q_norm), self._cos, self._sin)
+            k = self.ops.rotate(self._norm(qkv[:, heads : heads + kv_heads], part.k_norm), self._cos, self._sin)
+        else:
+            turned = self.ops.rotate(qkv[:, : heads + kv_heads], self._cos, self._sin)
+            q, k = turned[:, :heads], turned[:, heads:]
+        if self._attention is None:
+            raise RuntimeError("attention outside of forward")
+        return part.o(self._attention.attend(layer, q, k, qkv[:, heads + kv_heads :]))
+
+    def _feed_forward(self, part: _Layer, x: Tensor) -> Tensor:
+        return part.down(self.ops.silu_and_mul(part.gate_up(x)))
+
+
+def replicate_embedding(config: ModelConfig, dtype: torch.dtype, spans_nodes: bool) -> bool:
+    """`parallel.embedding: auto`: a whole table on every rank saves one exposed all-reduce a step; taken where that
+    crosses nodes and the table is small beside the rest (a sixteenth of the weights)."""
+    table = config.vocab_size * config.hidden_size
+    return spans_nodes and dtype.itemsize * table <= 64 << 20 and table * 16 <= config.num_parameters * 4
