@@ -50,9 +50,10 @@ class JobListener(Protocol):
         """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: whatever
         had no `finish` is reported through `on_lost`."""
 
-    def on_lost(self, request_ids: list[str], reason: str) -> None:
+    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
         """Requests that were in flight in a job that died. The owner submits them again (with the next epoch) or
-        gives them up; suspects for a poison request are those that were running, named first."""
+        gives them up. The first `running` of them were in the step (the latest to enter it first): suspects for a
+        poison request; the others only waited. Called when the job's processes are gone: no token of theirs follows."""
 
     def on_state(self, state: JobState) -> None: ...
 
