@@ -1,0 +1,140 @@
+"""Which nodes a group's ranks are divided over, and the words for what cannot be divided. Pure; placement.py asks.
+
+The rule: every node of a group holds equally many of its ranks, as many as possible, so on as few nodes as possible;
+the ranks that there are must divide into groups, or hosts are left out by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from .fabric import Fabric, Node
+
+Suits = Callable[[int], str | None]
+"""Why a tensor_parallel_size does not suit the model, or None if it does."""
+
+
+class Problem:
+    """What may be laid out on a fabric: capacities, the search, and the words for what cannot."""
+
+    def __init__(
+        self, fabric: Fabric, replicas: int, slots: Mapping[str, int], ranks_per_node: int | None, suits: Suits | None
+    ) -> None:
+        self.fabric, self.replicas, self.slots, self.suits = fabric, replicas, slots, suits
+        self.ranks_per_node = ranks_per_node
+        self.gpus = any(n.devices for n in fabric.nodes)
+        self.elastic = not self.gpus and not slots and ranks_per_node is None
+        self.capacity = [self._capacity(n) for n in fabric.nodes]
+        kinds = [n.traits() for n in fabric.nodes]
+        self.kind = [kinds.index(kind) for kind in kinds]
+        self.order = sorted(range(len(kinds)), key=lambda i: (-fabric.nodes[i].nvlinks, self.kind[i], i))
+
+    def _capacity(self, node: Node) -> int:
+        room = len(node.devices) if self.gpus else len(node.cores)
+        if not self.gpus and node.hostname in self.slots:
+            room = self.slots[node.hostname]  # who names slots on a CPU host may oversubscribe it
+        room = min(room, self.slots.get(node.hostname, 0 if self.slots else room))
+        return room if self.ranks_per_node is None else min(room, self.ranks_per_node)
+
+    @property
+    def total(self) -> int:
+        return sum(self.capacity)
+
+    def layout(self, size: int) -> tuple[tuple[int, ...], ...] | None:
+        """Each group's nodes, as indices into the fabric, or None. A group's ranks are divided evenly over them."""
+        if self.suits is not None and self.suits(size) is not None:
+            return None
+        if not self.elastic:
+            return self._search(size, self.capacity) if self.total % size == 0 else None
+        for each in range(1, max(self.capacity) + 1):
+            capacity = [min(each * len(n.numa), room) for n, room in zip(self.fabric.nodes, self.capacity, strict=True)]
+            found = self._search(size, capacity)
+            if found is not None:
+                return found
+        return None
+
+    def _search(self, size: int, capacity: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        if size * self.replicas > sum(capacity):
+            return None
+        for per_node in range(min(size, max(capacity)), 0, -1):
+            if size % per_node == 0:
+                free = [room // per_node for room in capacity]
+                for by_preference in (True, False):
+                    found = self._deal(size // per_node, list(free), by_preference)
+                    if found is not None:
+                        return found
+        return None
+
+    def _deal(self, span: int, free: list[int], by_preference: bool) -> tuple[tuple[int, ...], ...] | None:
+        """Gives each group `span` distinct nodes. By preference: of one kind and in order. Else the emptiest first,
+        which finds a deal whenever there is one."""
+        groups = []
+        for _ in range(self.replicas):
+            room = [i for i in self.order if free[i]]
+            if by_preference:
+                alike = [
+                    [i for i in room if self.kind[i] == kind] for kind in dict.fromkeys(self.kind[i] for i in room)
+                ]
+                chosen = next((nodes for nodes in alike if len(nodes) >= span), room)[:span]
+            else:
+                chosen = sorted(sorted(room, key=lambda i: -free[i])[:span], key=self.order.index)
+            if len(chosen) < span:
+                return None
+            for i in chosen:
+                free[i] -= 1
+            groups.append(tuple(chosen))
+        return tuple(groups)
+
+    def refusal(self, size: int) -> str:
+        what = f"tensor_parallel_size={size}"
+        reason = self.suits(size) if self.suits is not None else None
+        have = f"{self.total} ranks ({self._arithmetic()})"
+        if reason is not None:
+            text = f"{what}: {reason}"
+        elif size * self.replicas > self.total:
+            product = (
+                f" x replicas={self.replicas} needs {size * self.replicas}" if self.replicas > 1 else f" needs {size}"
+            )
+            text = f"{what}{product} ranks, the fabric has {have}"
+        elif self.total % size and not self.elastic:
+            text = f"{what} does not divide {have}"
+        else:
+            several = f" {self.replicas} times" if self.replicas > 1 else ""
+            text = f"{what} does not fit{several} on {have} with equally many ranks on each node of a group"
+        return f"{text}: {self._mend(size)}"
+
+    def _mend(self, size: int) -> str:
+        can = [n for n in range(1, self.total + 1) if self.layout(n) is not None]
+        near = sorted(sorted(can, key=lambda n: (abs(n - size), n))[:8])
+        ways = [f"use {'' if near == can else 'for example '}{_either(near)}"] if near else []
+        if self.replicas > 1:
+            most = next((r for r in range(self.replicas - 1, 0, -1) if self._with(r).layout(size) is not None), 0)
+            ways += [f"replicas={most}"] if most else []
+        fewer = self._fewer_hosts(size)
+        ways += [f"only the hosts {fewer} (launch.hosts)"] if fewer else []
+        return ", or ".join(ways) if ways else "no layout of this model fits these hosts: add hosts"
+
+    def _with(self, replicas: int) -> Problem:
+        return Problem(self.fabric, replicas, self.slots, self.ranks_per_node, self.suits)
+
+    def _fewer_hosts(self, size: int) -> str:
+        """The most hosts, first ones first, that the wanted layout fits as it stands."""
+        names = [self.fabric.nodes[i].hostname for i in self.order if self.capacity[i]]
+        for count in range(len(names) - 1, 0, -1):
+            slots = {n: s for n, s in self.slots.items() if n in names[:count]}
+            some = Problem(self.fabric.only(names[:count]), self.replicas, slots, self.ranks_per_node, self.suits)
+            if some.layout(size) is not None:
+                return ", ".join(names[:count]) if count <= 4 else f"{names[0]} … {names[count - 1]} ({count} of them)"
+        return ""
+
+    def _arithmetic(self) -> str:
+        counts = sorted(Counter(c for c in self.capacity if c).items(), reverse=True)
+        if not counts:
+            return "no host has room"
+        return " + ".join(f"{count} node{'s' if count > 1 else ''} x {room}" for room, count in counts)
+
+
+def _either(numbers: Sequence[int]) -> str:
+    texts = [str(n) for n in numbers]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

@@ -1,0 +1,169 @@
+"""(Fabric, tensor_parallel_size, replicas) -> Placement: every rank's node, device, HCA, NUMA node and cores, and the
+groups as GroupLayout. Pure. The launcher, the groups and the explain table all use its result.
+
+A group stays on one node if it fits, else it takes equally many ranks on as few nodes as it can.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .fabric import Device, Fabric, Node
+from .grid import Problem, Suits
+from .layout import GroupLayout
+from .seating import assign_hcas, common_interfaces, common_layer, pick_devices, share_cores, spread_over_numa
+
+
+class PlacementError(ValueError):
+    """It cannot be laid out; the message has the arithmetic and the nearest layouts that can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One rank's place. `device` is a CUDA ordinal (None: the rank computes on `cores`), `hca` the key of the port its
+    cross-node traffic takes, `path` the PCIe path to it, `interface` the one to meet the other nodes on."""
+
+    rank: int
+    hostname: str
+    local_rank: int
+    device: int | None
+    hca: str | None
+    path: str
+    numa: int | None
+    cores: tuple[int, ...]
+    interface: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`seats[rank]`; `groups[i]` is replica i's tensor-parallel group. Ranks are numbered node by node, as launchers
+    fill them. `notes` say in words what is less than ideal."""
+
+    tensor_parallel_size: int
+    replicas: int
+    seats: tuple[Seat, ...]
+    groups: tuple[GroupLayout, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return len(self.seats)
+
+    @property
+    def hosts(self) -> tuple[tuple[str, int], ...]:
+        """(hostname, ranks on it) in rank order: the lines of a hostfile."""
+        return tuple(Counter(seat.hostname for seat in self.seats).items())
+
+    def replica(self, index: int) -> Placement:
+        """Group `index` as a job of its own: ranks and local ranks counted from 0, everything else as it was."""
+        group = self.groups[index]
+        number = {rank: new for new, rank in enumerate(group.ranks)}
+        seats = tuple(
+            replace(self.seats[rank], rank=new, local_rank=new % group.per_node) for rank, new in number.items()
+        )
+        nodes = tuple(tuple(number[rank] for rank in node) for node in group.nodes)
+        return Placement(self.tensor_parallel_size, 1, seats, (GroupLayout(nodes),), self.notes)
+
+
+def place(
+    fabric: Fabric,
+    tensor_parallel_size: int,
+    replicas: int = 1,
+    *,
+    slots: Mapping[str, int] | None = None,
+    ranks_per_node: int | None = None,
+    suits: Suits | None = None,
+) -> Placement:
+    """Lays `replicas` groups of `tensor_parallel_size` ranks over the fabric, one rank a GPU. `slots` (by hostname) and
+    `ranks_per_node` bound the ranks of a host; without them a fabric of CPU hosts gets one rank a NUMA node, and more
+    only if that is too few. Raises PlacementError."""
+    problem = Problem(fabric, replicas, slots or {}, ranks_per_node, suits)
+    if tensor_parallel_size < 1 or replicas < 1:
+        raise PlacementError(
+            f"tensor_parallel_size={tensor_parallel_size} and replicas={replicas}: both must be 1 or more"
+        )
+    unknown = set(problem.slots) - {n.hostname for n in fabric.nodes}
+    if unknown:
+        raise PlacementError(f"slots name the host {min(unknown)!r}, the fabric has {_hosts(fabric)}")
+    chosen = problem.layout(tensor_parallel_size)
+    if chosen is None:
+        raise PlacementError(problem.refusal(tensor_parallel_size))
+    return _seat(fabric, tensor_parallel_size, chosen)
+
+
+def _seat(fabric: Fabric, size: int, chosen: tuple[tuple[int, ...], ...]) -> Placement:
+    per_node = size // len(chosen[0])
+    used = list(dict.fromkeys(i for group in chosen for i in group))
+    nodes = [fabric.nodes[i] for i in used]
+    layer = common_layer(nodes)
+    interfaces = common_interfaces(nodes)
+    seats: list[Seat] = []
+    ranks: dict[tuple[int, int], tuple[int, ...]] = {}
+    for i, node, nic in zip(used, nodes, interfaces, strict=True):
+        here = [g for g, group in enumerate(chosen) if i in group]
+        places = _places(node, len(here), per_node)
+        ports = assign_hcas(node, [(device, numa) for device, numa, _ in places], layer)
+        first = len(seats)
+        for local_rank, ((device, numa, cores), port) in enumerate(zip(places, ports, strict=True)):
+            seats.append(
+                Seat(
+                    rank=first + local_rank,
+                    hostname=node.hostname,
+                    local_rank=local_rank,
+                    device=None if device is None else device.index,
+                    hca=port[0].key if port else None,
+                    path=port[1] if port else "",
+                    numa=numa,
+                    cores=cores,
+                    interface=nic.name if nic else "",
+                )
+            )
+        for turn, group in enumerate(here):
+            start = first + turn * per_node
+            ranks[group, i] = tuple(range(start, start + per_node))
+    groups = tuple(GroupLayout(tuple(ranks[g, i] for i in group)) for g, group in enumerate(chosen))
+    return Placement(size, len(chosen), tuple(seats), groups, tuple(_notes(fabric, chosen, nodes, layer, interfaces)))
+
+
+def _places(node: Node, groups: int, per_node: int) -> list[tuple[Device | None, int | None, tuple[int, ...]]]:
+    """(device, NUMA node, cores) of each seat of a node, group after group."""
+    if not node.devices:
+        return [(None, numa, cores) for numa, cores in spread_over_numa(node, groups * per_node)]
+    free, picked = list(node.devices), list[Device]()
+    for _ in range(groups):
+        chosen = pick_devices(node, free, per_node)
+        picked.extend(chosen)
+        free = [d for d in free if d not in chosen]
+    cores = share_cores(node, [d.numa for d in picked])
+    return [(device, device.numa, share) for device, share in zip(picked, cores, strict=True)]
+
+
+def _notes(
+    fabric: Fabric,
+    chosen: tuple[tuple[int, ...], ...],
+    nodes: Sequence[Node],
+    layer: str | None,
+    interfaces: Sequence[object | None],
+) -> list[str]:
+    notes = []
+    for g, group in enumerate(chosen):
+        kinds = Counter((fabric.nodes[i].traits()["gpus"]) for i in group)
+        if len(kinds) > 1:
+            notes.append(f"group {g} mixes {' with '.join(kinds)}: its slowest device sets the pace")
+    if any(n.devices for n in fabric.nodes):
+        bare = [n.hostname for n in fabric.nodes if not n.devices]
+        notes += [f"left out, having no GPU: {', '.join(bare)}"] if bare else []
+    if any(len(group) > 1 for group in chosen):
+        if layer is None and any(n.devices for n in nodes):
+            without = [n.hostname for n in nodes if not any(h.active for h in n.hcas)]
+            why = f"no active HCA on {', '.join(without)}" if without else "no link layer that all nodes share"
+            notes.append(f"{why}: traffic between nodes goes over TCP")
+        if interfaces[0] is None:
+            notes.append("no network that all nodes have an address in: name one with launch.interface")
+    return notes
+
+
+def _hosts(fabric: Fabric) -> str:
+    return ", ".join(n.hostname for n in fabric.nodes)
