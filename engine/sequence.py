@@ -1,0 +1,146 @@
+"""The scheduler's own record of a request (`Group`) and of each of its choices (`Sequence`): mutable, seen by no rank
+but the one that plans. Knows no policy; engine/scheduler.py changes it, engine/queues.py orders it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from .prefix import DigestChain
+from .request import Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from .queues import Flow
+
+State = Literal["waiting", "running", "leaving", "ended"]
+"""leaving: its last token is planned, so slot and blocks are given back already, but the token is not known yet."""
+
+
+class Group:
+    """One request. `number` counts arrivals; `arrival`, `admitted`, `first_token` are unix seconds (None: not yet)."""
+
+    __slots__ = (
+        "admitted",
+        "arrival",
+        "cached_tokens",
+        "first_token",
+        "flow",
+        "held",
+        "logprobs",
+        "min_tokens",
+        "number",
+        "open",
+        "output_tokens",
+        "prompt_len",
+        "request",
+        "sequences",
+        "stops",
+        "unforked",
+    )
+
+    def __init__(self, request: Request, number: int, arrival: float) -> None:
+        self.request = request
+        # What every step asks of every sequence stands here, one attribute away.
+        self.prompt_len = len(request.prompt)
+        self.stops = frozenset(request.params.stop_token_ids)
+        self.min_tokens = request.params.min_tokens
+        self.logprobs = request.params.logprobs is not None
+        self.number = number
+        self.arrival = arrival
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.flow: Flow
+        self.sequences: list[Sequence] = []
+        self.open = request.params.n
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.unforked = request.params.n - 1
+        """Choices that have not had the prompt yet, neither shared nor computed."""
+        self.held: list[int] = []
+        """The prompt's blocks, referenced in the name of the choices still to be forked from them."""
+
+
+class Sequence:
+    """One choice. All counts are in tokens. With `len(tokens)` known and `inflight` planned but not yet known,
+    positions [0, computed) have been planned; the next plan goes on from there, up to `end`."""
+
+    __slots__ = (
+        "blocks",
+        "chain",
+        "choice",
+        "computed",
+        "draws",
+        "end",
+        "fresh",
+        "group",
+        "inflight",
+        "lockstep",
+        "number",
+        "prompt_len",
+        "prompt_logprobs",
+        "prompt_scored",
+        "rank",
+        "registered",
+        "room",
+        "slot",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, group: Group, choice: int, chain: DigestChain | None, max_model_len: int) -> None:
+        params = group.request.params
+        self.group = group
+        self.number = group.number
+        self.choice = choice
+        self.prompt_len = group.prompt_len
+        self.state: State = "waiting"
+        self.rank = group.request.priority
+        self.tokens = list(group.request.prompt)
+        self.inflight = 0
+        self.computed = 0
+        self.end = end_position(len(self.tokens), params.max_tokens, max_model_len)
+        self.draws = params.max_tokens > 0
+        """False for max_tokens=0: the prompt is computed, nothing is drawn."""
+        self.fresh = choice > 0
+        """A further choice that was not admitted yet: it waits for the prompt's blocks."""
+        self.lockstep = params.grammar is not None
+        """Never planned ahead: the grammar's next mask depends on the token that is not known yet."""
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.room = 0
+        """Positions that `blocks` hold: len(blocks) * block_size."""
+        self.registered = 0
+        self.chain = chain
+        scored = params.prompt_logprobs is not None and choice == 0
+        self.prompt_scored = not scored
+        """False while prompt logprobs are still to be computed."""
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] * len(self.tokens) if scored else None
+
+    @property
+    def outputs(self) -> int:
+        """Known output tokens."""
+        return len(self.tokens) - self.group.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Positions that the next plans are to compute before a token can be drawn."""
+        return len(self.tokens) + self.inflight - self.computed
+
+    @property
+    def finishing(self) -> bool:
+        """Every position that it may ever compute is planned: it is certain to end with what is in flight."""
+        return self.computed >= self.end
+
+    def age(self) -> tuple[int, int]:
+        """Orders sequences by arrival."""
+        return self.number, self.choice
+
+    def order(self) -> tuple[int, int, int]:
+        """Orders running sequences: the last one is the first to be preempted."""
+        return self.rank, self.number, self.choice
+
+
+def end_position(prompt_len: int, max_tokens: int, max_model_len: int) -> int:
+    """How many positions a choice computes at most. The last token drawn is never computed; with max_tokens=0 the
+    prompt is, for its logprobs."""
+    return prompt_len + max(min(max_tokens, max_model_len - prompt_len), 1) - 1
