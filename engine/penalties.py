@@ -1,0 +1,101 @@
+"""What changes a sequence's logits before anything is drawn: penalties, logit_bias, min_tokens.
+
+In this order, on fp32 copies of this rank's columns: repetition_penalty (positive logits divided, others multiplied,
+for ids of prompt or output), frequency_penalty x count and presence_penalty (ids of the output), logit_bias; then the
+stop ids are forbidden until min_tokens are out. Keeps one small state a slot; the sampler owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .batch import NewSequence
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+class SlotEdits:
+    """One sequence's edits to the columns [first, first + columns) of the vocabulary."""
+
+    def __init__(self, sequence: NewSequence, first: int, columns: int) -> None:
+        params = sequence.params
+        self.first, self.columns = first, columns
+        self.repetition = params.repetition_penalty
+        self.frequency = params.frequency_penalty
+        self.presence = params.presence_penalty
+        self.penalised = params.penalised
+        self.min_tokens = params.min_tokens
+        bias = {token - first: value for token, value in params.logit_bias if 0 <= token - first < columns}
+        self.bias_columns = np.fromiter(bias.keys(), np.int64, len(bias))
+        self.bias = np.fromiter(bias.values(), np.float32, len(bias))
+        self.stops = np.unique([t - first for t in params.stop_token_ids if 0 <= t - first < columns]).astype(np.int64)
+        self._index: dict[int, int] = {}
+        self._seen: Ints = np.empty(64, np.int64)
+        self._counts: Floats = np.zeros(64, np.float32)
+        if self.penalised:
+            if self.repetition != 1.0:
+                for token in sequence.tokens[: sequence.prompt_len]:
+                    self._note(token, 0)
+            for token in sequence.tokens[sequence.prompt_len :]:
+                self._note(token, 1)
+
+    def append(self, token: int) -> None:
+        """Counts a drawn token."""
+        if self.penalised:
+            self._note(token, 1)
+
+    def _note(self, token: int, times: int) -> None:
+        column = token - self.first
+        if not 0 <= column < self.columns:
+            return
+        at = self._index.setdefault(column, len(self._index))
+        if at == len(self._seen):
+            self._seen = np.concatenate([self._seen, np.empty_like(self._seen)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._seen[at] = column
+        self._counts[at] += times
+
+    @property
+    def seen(self) -> tuple[Ints, Floats]:
+        """Columns that penalties touch, and how often the output holds each."""
+        n = len(self._index)
+        return self._seen[:n], self._counts[:n]
+
+
+def apply(x: Tensor, edits: Sequence[SlotEdits], positions: Sequence[int]) -> None:
+    """Changes x [C, n] (fp32, this rank's columns) in place; `positions` are the output tokens each row has so far."""
+    _penalise(x, edits)
+    _put(x, [e.bias_columns for e in edits], [e.bias for e in edits])
+    early = [e.stops if p < e.min_tokens else e.stops[:0] for e, p in zip(edits, positions, strict=True)]
+    _put(x, early, [np.full(len(c), -np.inf, np.float32) for c in early])
+
+
+def _places(columns: Sequence[Ints], device: torch.device) -> tuple[Tensor, Tensor]:
+    rows = np.repeat(np.arange(len(columns)), [len(c) for c in columns])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(columns)).to(device)
+
+
+def _put(x: Tensor, columns: Sequence[Ints], added: Sequence[Floats]) -> None:
+    if any(len(c) for c in columns):
+        where = _places(columns, x.device)
+        x[where] += torch.from_numpy(np.concatenate(added)).to(x.device)
+
+
+def _penalise(x: Tensor, edits: Sequence[SlotEdits]) -> None:
+    seen = [e.seen for e in edits]
+    columns = [c for c, _ in seen]
+    if not any(len(c) for c in columns):
+        return
+    rows, cols = _places(columns, x.device)
+    terms = np.array([(e.repetition, e.frequency, e.presence) for e in edits], np.float32)
+    repetition, frequency, presence = torch.from_numpy(terms).to(x.device)[rows].unbind(1)
+    counts = torch.from_numpy(np.concatenate([c for _, c in seen])).to(x.device)
+    value = x[rows, cols]
+    value = torch.where(value > 0, value / repetition, value * repetition)
+    x[rows, cols] = value - frequency * counts - presence * (counts > 0)

@@ -1,0 +1,204 @@
+"""What one rank computes over its shard of the logits: peaks, masses, noisy bests, candidate lists.
+
+Two implementations of one small interface with the same results: C for logits on a CPU (engine/noise.c), torch for
+any device and for builds without a compiler. Knows nothing of other ranks, requests or filters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..topology import native
+from .philox import gumbel as torch_gumbel
+
+NOISE, MASS, LIMIT = 1, 2, 4
+
+ROW = np.dtype(
+    [
+        ("logits", "<u8"),
+        ("seed", "<u8"),
+        ("inv_temperature", "<f8"),
+        ("reference", "<f8"),
+        ("position", "<u4"),
+        ("choice", "<u4"),
+        ("dtype", "<i4"),
+        ("flags", "<i4"),
+        ("limit", "<f4"),
+        ("limit_id", "<i4"),
+        ("peak", "<f8"),
+        ("mass", "<f8"),
+        ("best", "<f8"),
+        ("count", "<i8"),
+        ("peak_id", "<i4"),
+        ("best_id", "<i4"),
+        ("bad", "<i4"),
+        ("unused", "<i4"),
+    ]
+)
+"""One row of a scan; engine/noise.c's row_t. In: seed, inv_temperature, position, choice, flags; `reference` of the
+mass (NaN: the row's own peak); with LIMIT only ids that come before (limit, limit_id) in order of falling logit, rising
+id. Out: peak and its id (the lowest of equals; -1: none), bad (a NaN or +inf), with MASS the sum of
+exp((x - reference) / T), with NOISE the best x / T + Gumbel and its id, with LIMIT how many ids come before it."""
+
+Rows = npt.NDArray[Any]
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Rows of one step. `raw` [B, n] as the model gave them (a row is contiguous), `changed` [C, n] fp32 copies of
+    those that penalties, biases or masks changed, `where` [B] the index into `changed`, -1 for an unchanged row."""
+
+    raw: Tensor
+    changed: Tensor | None = None
+    where: npt.NDArray[np.int64] | None = None
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """The processed rows, fp32, [len(rows), n]."""
+        picked = self.raw[torch.from_numpy(rows).to(self.raw.device)].float()
+        if self.changed is not None and self.where is not None:
+            source = self.where[rows]
+            (hit,) = np.nonzero(source >= 0)
+            if len(hit):
+                device = self.raw.device
+                picked[torch.from_numpy(hit).to(device)] = self.changed[torch.from_numpy(source[hit]).to(device)]
+        return picked
+
+
+class Shard(Protocol):
+    """Results do not depend on the implementation: ids and noise to the last bit, masses within 1e-12."""
+
+    def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
+        """Fills the outputs of `rows` (ROW) for the processed logits of the rows `picked`."""
+
+    def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+        """The columns of the k largest logits of each picked row, best first, the lowest id of equals first; [R, k]
+        local columns, 1 <= k <= n."""
+
+    def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Noise of global ids [R, C] with the seeds, positions and choices of `rows` [R]."""
+
+
+class TorchShard:
+    """Any device; the definition that the C code is tested against. `first` is the global id of column 0."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
+        for flags in np.unique(rows["flags"]):
+            (same,) = np.nonzero(rows["flags"] == flags)
+            part = rows[same]
+            self._scan(logits.take(picked[same]), part, int(flags))
+            rows[same] = part
+
+    def _scan(self, x: Tensor, rows: Rows, flags: int) -> None:
+        device = x.device
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            values = rows[name].astype(np.int64 if dtype == torch.int64 else np.float64)
+            return torch.from_numpy(values).to(device, dtype)[:, None]
+
+        ids = torch.arange(self.first, self.first + x.shape[1], device=device)[None]
+        if flags & LIMIT:
+            limit = column("limit", torch.float32)
+            before = (x > limit) | ((x == limit) & (ids < column("limit_id", torch.int64)))
+            rows["count"] = before.sum(1).cpu().numpy()
+            x = torch.where(before, x, -torch.inf)
+        peak, at = x.max(1)
+        rows["peak"] = peak.double().cpu().numpy()
+        rows["peak_id"] = np.where(rows["peak"] > -np.inf, at.cpu().numpy() + self.first, -1)
+        rows["bad"] = ~(rows["peak"] < np.inf)
+        rows["best"], rows["best_id"], rows["mass"] = -np.inf, -1, 0.0
+        scale = column("inv_temperature", torch.float64)
+        if flags & MASS:
+            reference = column("reference", torch.float64)
+            reference = torch.where(reference.isnan(), peak[:, None].double(), reference)
+            rows["mass"] = ((x.double() - reference) * scale).exp().sum(1).cpu().numpy()
+            rows["mass"][rows["peak_id"] < 0] = 0.0
+        if flags & NOISE:
+            seed, position, choice = (column(name, torch.int64) for name in _KEYS)
+            noise = torch_gumbel(seed, position, choice, ids.expand_as(x))
+            best, at = (x.double() * scale + noise).max(1)
+            rows["best"] = best.cpu().numpy()
+            rows["best_id"] = np.where(rows["best"] > -np.inf, at.cpu().numpy() + self.first, -1)
+
+    def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+        x = logits.take(picked)
+        bits = (x + 0.0).view(torch.int32)  # -0 and +0 are one value
+        # An int64 that orders as (x, -column) does: no two are equal, so that topk has no choice to make.
+        ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits).long() << 32
+        keys = ordered | (0x7FFFFFFF - torch.arange(x.shape[1], device=x.device))
+        columns: npt.NDArray[np.int64] = torch.topk(keys, k, dim=1).indices.cpu().numpy()
+        return columns
+
+    def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        seed, position, choice = (torch.from_numpy(rows[name].astype(np.int64))[:, None] for name in _KEYS)
+        noise: npt.NDArray[np.float64] = torch_gumbel(seed, position, choice, torch.from_numpy(ids)).numpy()
+        return noise
+
+
+_KEYS = ("seed", "position", "choice")
+
+
+class NativeShard:
+    """engine/noise.c over float32 and bfloat16 logits in host memory; other dtypes are made float32 first."""
+
+    def __init__(self, library: ctypes.CDLL, first: int) -> None:
+        self.first = first
+        size, pointer = ctypes.c_long, ctypes.c_void_p
+        self._scan = library.laddertron_scan
+        self._scan.argtypes, self._scan.restype = [pointer, size, size, size], None
+        self._top = library.laddertron_top
+        self._top.argtypes, self._top.restype = [pointer, ctypes.c_int, size, size, pointer], ctypes.c_int
+        self._gumbel = library.laddertron_gumbel
+        self._gumbel.argtypes, self._gumbel.restype = [*[pointer] * 5, size], None
+
+    def _point(self, logits: Logits, picked: npt.NDArray[np.int64]) -> tuple[Logits, Any, Any]:
+        """Address and dtype of each picked row; the Logits returned must outlive them."""
+        raw = logits.raw
+        if raw.dtype not in _DTYPES or (raw.shape[1] > 1 and raw.stride(1) != 1):
+            logits = Logits(raw.float().contiguous(), logits.changed, logits.where)
+            raw = logits.raw
+        address = raw.data_ptr() + picked * (raw.stride(0) * raw.element_size())
+        kind = np.full(len(picked), _DTYPES[raw.dtype])
+        if logits.changed is not None and logits.where is not None:
+            source, changed = logits.where[picked], logits.changed
+            hit = source >= 0
+            address = np.where(hit, changed.data_ptr() + source * (changed.stride(0) * 4), address)
+            kind[hit] = 0
+        return logits, address, kind
+
+    def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
+        logits, rows["logits"], rows["dtype"] = self._point(logits, picked)
+        self._scan(rows.ctypes.data, len(rows), logits.raw.shape[1], self.first)
+
+    def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+        logits, address, kind = self._point(logits, picked)
+        out = np.empty((len(picked), k), np.int32)
+        for row, (at, dtype) in enumerate(zip(address.tolist(), kind.tolist(), strict=True)):
+            if self._top(at, dtype, logits.raw.shape[1], k, out.ctypes.data + row * k * 4) != 0:
+                raise MemoryError(f"no memory for {k} candidates of one row")
+        return out.astype(np.int64)
+
+    def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        repeat = ids.shape[1]
+        seed, position, choice = (np.repeat(rows[name], repeat) for name in _KEYS)
+        flat = np.ascontiguousarray(ids, np.uint32).ravel()
+        out = np.empty(ids.shape, np.float64)
+        arrays = [a.ctypes.data for a in (seed, position, choice, flat, out)]
+        self._gumbel(*arrays, out.size)
+        return out
+
+
+def make_shard(first: int, device: torch.device) -> Shard:
+    """The fastest that this device and build have."""
+    library = native.load("laddertron.engine._noise") if device.type == "cpu" else None
+    return TorchShard(first) if library is None else NativeShard(library, first)
