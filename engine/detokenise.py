@@ -233,7 +233,7 @@ class OutputText:
         for token in ids:
             self.n_tokens += 1
             out.append(self._settle(self._detokeniser.push((token,))))
-            if self.ended:
+            if self.matched:
                 break
         return "".join(out)
 
