@@ -1,0 +1,158 @@
+"""Text for small training runs that is on every machine with Python: the standard library's documentation strings.
+
+Sources are parsed, never imported, in a fixed order, so that the same Python gives the same corpus. Also trains the
+byte-level BPE tokenizer on it. Knows texts and ids, nothing of models.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
+SPECIAL_TOKENS = (BOS, EOS, END, "<|system|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{- raise_exception('role must be system, user or assistant, not ' + message['role']) }}{%- endif %}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter"}
+"""Folders of the standard library that distributions leave out or that hold no documentation."""
+SKIPPED |= {"turtledemo", "ensurepip", "distutils"}
+MAX_PIECE = 1600
+HELD_OUT_PERCENT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text, rendered as training text in one or more ways (special tokens spelled out). `held_out`: none of the
+    renderings is trained on."""
+
+    renderings: tuple[str, ...]
+    held_out: bool
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _document(title: str, question: str, text: str) -> Document:
+    plain = f"{BOS}{title}\n\n{text}{EOS}"
+    number = _hash(text)
+    answer = text.split("\n\n")[0].strip()
+    chat = f"{BOS}<|user|>{question}{END}<|assistant|>{answer}{END}"
+    both = (plain, chat) if number // 100 % 2 and 20 <= len(answer) <= 500 else (plain,)
+    return Document(both, number % 100 < HELD_OUT_PERCENT)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Whole paragraphs, joined up to MAX_PIECE characters."""
+    piece = ""
+    for paragraph in text.split("\n\n"):
+        if piece and len(piece) + len(paragraph) > MAX_PIECE:
+            yield piece
+            piece = ""
+        piece = f"{piece}\n\n{paragraph}" if piece else paragraph[: 2 * MAX_PIECE]
+    if piece.strip():
+        yield piece
+
+
+def _in_source(tree: ast.Module, module: str) -> Iterator[Document]:
+    """Documentation strings of a module, its classes and its functions."""
+    stack: list[tuple[str, ast.AST]] = [(module, tree)]
+    while stack:
+        name, node = stack.pop(0)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
+            first, *rest = _pieces(text.strip()) if text.strip() else [""]
+            if isinstance(node, ast.Module):
+                title, question = f"module {name}", f"What is the module {name} for?"
+            elif isinstance(node, ast.ClassDef):
+                title, question = f"class {name}", f"What is {name}?"
+            else:
+                title, question = f"{name}({ast.unparse(node.args)})"[:160], f"What does {name} do?"
+            if first:
+                yield _document(title, question, first)
+            yield from (_document(f"{title} (continued)", f"What else about {name}?", piece) for piece in rest)
+        for child in getattr(node, "body", ()):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                stack.append((f"{name}.{child.name}", child))
+
+
+def _topics(tree: ast.Module) -> Iterator[Document]:
+    """The language reference that `help("topic")` shows: one dict literal of name -> text."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            for name, text in ast.literal_eval(node.value).items():
+                for number, piece in enumerate(_pieces(str(text).strip())):
+                    title = f"topic {name}" + (" (continued)" if number else "")
+                    yield _document(title, f"What does Python say about {name}?", piece)
+
+
+def python_documentation(library: Path | None = None) -> list[Document]:
+    """The standard library's documentation strings, each text once. `library` defaults to this Python's."""
+    root = library or Path(sysconfig.get_paths()["stdlib"])
+    found: list[Document] = []
+    for file in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).parts):
+        parts = file.relative_to(root).parts
+        if SKIPPED & set(parts):
+            continue
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue  # sources kept for tools' own tests need not parse
+        module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
+        found.extend(_topics(tree) if module == "pydoc_data.topics" else _in_source(tree, module))
+    return list({document.renderings[0].split("\n\n", 1)[1]: document for document in reversed(found)}.values())[::-1]
+
+
+def text_files(paths: Sequence[Path]) -> list[Document]:
+    """Plain-text files (UTF-8), or folders of *.txt and *.md, in pieces of whole paragraphs."""
+    files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    chosen = [f for f in files if f.is_file() and (f in paths or f.suffix in (".txt", ".md"))]
+    pieces = [piece for file in chosen for piece in _pieces(file.read_text(encoding="utf-8"))]
+    if not pieces:
+        raise ValueError(f"{', '.join(map(str, paths))}: no text found; give UTF-8 files, or folders of *.txt and *.md")
+    return [Document((f"{BOS}{piece}{EOS}",), _hash(piece) % 100 < HELD_OUT_PERCENT) for piece in pieces]
+
+
+def digest(documents: Sequence[Document]) -> str:
+    """SHA-256 over all renderings in order: what a model card names its corpus by."""
+    whole = hashlib.sha256()
+    for document in documents:
+        whole.update(json.dumps(document.renderings).encode())
+    return whole.hexdigest()
+
+
+def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of exactly vocab_size entries, special tokens first, trained on what is not held
+    out. Encoding with special tokens puts <|bos|> in front."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [
+        document.renderings[0].removeprefix(BOS).removesuffix(EOS) for document in documents if not document.held_out
+    ]
+    tokenizer.train_from_iterator(texts, trainer)
+    if (size := tokenizer.get_vocab_size()) != vocab_size:
+        raise ValueError(f"the corpus yields {size} tokens, not {vocab_size}: use vocab_size={size} or more text")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
