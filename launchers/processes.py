@@ -1,6 +1,6 @@
 """Processes of this host by pid and start time, so that a pid that was given out again is never taken for the old one.
 
-Linux only (/proc, prctl, pidfd). Standard library only, no relative imports: `keeper.py` runs beside it as a script.
+Linux only (/proc, prctl, pidfd).
 """
 
 from __future__ import annotations

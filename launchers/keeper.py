@@ -1,0 +1,122 @@
+"""A small process between the daemon and one mpirun: it sees to it that nothing of the launch outlives either.
+
+`python -P -m laddertron.launchers.keeper GRACE -- mpirun ...` runs the command in a session of its own and adopts its
+orphans. When a line or the end of its standard input comes (the daemon asks, or is gone), the command gets SIGTERM
+(mpirun then ends its ranks on every node) and after GRACE seconds SIGKILL, with every descendant. It ends when no
+descendant is left, as the command did: same status, or by the same signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from typing import NoReturn
+
+from . import processes
+
+_LOOK_AGAIN_S = 0.05
+_ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _become(command: list[str], keeper: int) -> NoReturn:
+    """In the forked child."""
+    try:
+        os.setsid()
+        processes.die_with_parent()
+        if os.getppid() != keeper:
+            os._exit(1)
+        for signum in (*_ASKS_TO_STOP, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"laddertron: cannot start {command[0]}: {error.strerror}\n".encode())
+    os._exit(127)
+
+
+class _Keeper:
+    def __init__(self, command: list[str], grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._stopping = False
+        self._deadline: float | None = None
+        self._status: int | None = None
+        self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for signum in _ASKS_TO_STOP:
+            signal.signal(signum, self._ask)
+        me = os.getpid()
+        self._child = os.fork()
+        if self._child == 0:
+            _become(command, me)
+
+    def _ask(self, *_: object) -> None:
+        self._stopping = True
+
+    def _reap(self) -> bool:
+        """False when no descendant is left."""
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return True
+                if pid == self._child:
+                    self._status = status
+        except ChildProcessError:
+            return False
+
+    def run(self) -> int:
+        """Returns the command's wait status once everything is gone."""
+        while self._reap():
+            sweeping = self._status is not None
+            if self._stopping and self._deadline is None:
+                self._deadline = time.monotonic() + self._grace_s
+                if not sweeping:
+                    os.kill(self._child, signal.SIGTERM)
+            if sweeping or (self._deadline is not None and time.monotonic() >= self._deadline):
+                sweeping = True
+                for process in processes.descendants(os.getpid()):
+                    processes.kill(process)
+            self._wait(sweeping)
+        return self._status or 0
+
+    def _wait(self, sweeping: bool) -> None:
+        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if sweeping:
+            timeout = _LOOK_AGAIN_S  # what forks while it is killed shows up on the next look
+        watched = [self._wake] if self._stopping else [self._wake, 0]
+        readable, _, _ = select.select(watched, [], [], timeout)
+        if self._wake in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+        if 0 in readable:
+            self._stopping = True
+
+
+def main(argv: list[str]) -> int:
+    """argv: [GRACE, "--", command, ...]. A scratch folder stands as TMPDIR for the command, and is removed: what a
+    killed mpirun leaves behind is in it."""
+    processes.adopt_orphans()
+    processes.die_with_parent(signal.SIGTERM)
+    scratch = tempfile.mkdtemp(prefix="laddertron-")
+    os.environ["TMPDIR"] = scratch
+    try:
+        status = _Keeper(argv[2:], float(argv[0])).run()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if os.WIFSIGNALED(status):
+        # by its signal rather than 128 + n: mpirun exits with 137 where a rank was killed, and that is another story
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
