@@ -11,104 +11,20 @@ import heapq
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from .batch import Batch, Chunk, NewSequence, StepResult
+from .batch import Batch, StepResult
+from .limits import RequestTooLarge, SchedulerLimits, check_request
+from .planner import Counters, Planner
 from .prefix import DigestChain
 from .queues import WaitingQueues
 from .request import FinishReason, Request, TokenLogprob, TokensEvent
-from .residency import Residency, Reuse
-from .sequence import Group, Sequence, end_position
+from .residency import Residency
+from .sequence import Group, RequestTimes, Sequence
 
-BLOCKED_STEPS = 8
-"""Without chunked prefill: steps that a prompt waits for room beside the running sequences before it gets a step of
-its own."""
+__all__ = ["RequestTimes", "RequestTooLarge", "Scheduler", "SchedulerLimits"]
+
 _RECORDS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Tokens, sequences and blocks of one replica. `ageing_s` seconds of waiting outweigh one priority;
-    `watermark` is the share of the blocks that admission leaves free for those who run already."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    ageing_s: float = 60.0
-    watermark: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is below 1: a step needs at least one of each")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
-                "every running sequence needs one token a step, raise the one or lower the other"
-            )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_model_len="
-                f"{self.max_model_len}: a prompt must fit a step, enable chunked prefill or raise the former"
-            )
-
-
-class RequestTooLarge(ValueError):
-    """The request could never run, however empty the engine: `value` is what was asked, `rule` what it breaks, `mend`
-    what would do."""
-
-    def __init__(self, value: str, rule: str, mend: str) -> None:
-        super().__init__(f"{value}: {rule}; {mend}")
-        self.value, self.rule, self.mend = value, rule, mend
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """One ended request, for the histograms; unix seconds, None for what never came."""
-
-    request_id: str
-    priority: int
-    arrival: float
-    admitted: float | None
-    first_token: float | None
-    finished: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start. Prefix queries and hits are in tokens; `surplus` tokens were computed for nothing."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    surplus_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A Batch in the making. `sequences` is aligned with `chunks`."""
-
-    budget: int
-    chunks: list[Chunk] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    admitted: list[NewSequence] = field(default_factory=list)
-    blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    prefilled: list[Sequence] = field(default_factory=list)
-    preempted: bool = False
-    blocked: bool = False
-    invited: Sequence | None = None
-    """The waiting sequence for whom others were preempted: it need not leave the watermark free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +45,20 @@ class Scheduler:
         self._residency = Residency(
             limits.max_num_seqs, limits.block_size, limits.num_blocks, limits.enable_prefix_caching
         )
+        self._planner = Planner(limits, self._waiting, self._residency, self.counters)
         self._uncommitted: deque[_Uncommitted] = deque()
         self._deadlines: list[tuple[float, int, str]] = []
         self._events: list[TokensEvent] = []
         self._ended: deque[RequestTimes] = deque(maxlen=_RECORDS)
         self._arrivals = 0
-        self._step = 0
-        self._blocked_steps = 0
-        self._reserve = int(limits.watermark * limits.num_blocks)
         self._now = 0.0
-
-    # ---- what is asked from outside
 
     def add(self, request: Request, now: float) -> None:
         """`now` in unix seconds, like the request's deadline. Raises RequestTooLarge if it can never fit, ValueError
         if it is no request at all or its id is in use."""
-        self._check(request)
+        check_request(request, self.limits)
+        if request.request_id in self._groups:
+            raise ValueError(f"request {request.request_id} is running: ids are unique, choose another")
         group = Group(request, self._arrivals, now)
         self._arrivals += 1
         self._groups[request.request_id] = group
@@ -164,8 +78,10 @@ class Scheduler:
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
         """The choice ends with "stop" after `n_tokens`; unknown or ended ones are ignored."""
         group = self._groups.get(request_id)
-        if group is not None and 0 <= choice < len(group.sequences) and group.sequences[choice].state != "ended":
-            self._finish(group.sequences[choice], "stop", start=n_tokens)
+        if group is not None and 0 <= choice < group.request.params.n:
+            self._planner.spawn(group)
+            if group.sequences[choice].state != "ended":
+                self._finish(group.sequences[choice], "stop", start=n_tokens)
 
     def take_events(self) -> list[TokensEvent]:
         """Ends that no step brought (cancelled, timeout, stop), for whenever `schedule` returns None; `commit` returns
@@ -231,8 +147,6 @@ class Scheduler:
             "steps_total": float(counters.steps),
         }
 
-    # ---- planning
-
     def schedule(self, now: float) -> Batch | None:
         """The next step, or None when nothing can be planned now: there is no work, or what there is waits for a
         commit. Raises RuntimeError when two plans are uncommitted already."""
@@ -240,222 +154,12 @@ class Scheduler:
             raise RuntimeError("two plans are uncommitted: commit one before the next is made")
         self._now = now
         self._expire(now)
-        plan = _Plan(self.limits.max_num_batched_tokens)
-        alone = self._blocked_steps >= BLOCKED_STEPS
-        self._invite(plan, alone)
-        prefills: list[Sequence] = []
-        if not alone:
-            self._decode(plan, prefills)
-        self._prefill(plan, prefills)
-        if alone and not plan.chunks:
-            self._decode(plan, prefills)
-        self._blocked_steps = self._blocked_steps + 1 if plan.blocked else 0
-        return self._seal(plan) if plan.chunks else None
-
-    def _decode(self, plan: _Plan, prefills: list[Sequence]) -> None:
-        """One position for each sequence that needs one. Where blocks run out, the last of the order goes."""
-        running = self._residency.running
-        chunks, planned, left = plan.chunks, plan.sequences, False
-        for sequence in running:
-            at = sequence.computed
-            inflight = sequence.inflight
-            if at >= sequence.end:
-                self._residency.vacate(sequence)
-                sequence.state = "leaving"
-                left = True
-                continue
-            if at < sequence.prompt_len or len(sequence.tokens) + inflight - at != 1:
-                prefills.append(sequence)
-                continue
-            if inflight and sequence.lockstep:
-                continue
-            if at == sequence.room and not self._grow(plan, sequence):
-                break
-            chunks.append(Chunk(sequence.slot, at, 1, True))
-            planned.append(sequence)
-            sequence.computed = at + 1
-            sequence.inflight = inflight + 1
-        if left:
-            self._residency.running = [sequence for sequence in running if sequence.state == "running"]
-        plan.budget -= len(chunks)
-
-    def _grow(self, plan: _Plan, sequence: Sequence) -> bool:
-        """One block more for a running sequence, at the price of the held prompts, then of those after it in the
-        order, then of itself: False."""
-        residency = self._residency
-        while not residency.pool.available:
-            if residency.holders:
-                residency.unhold(residency.holders[next(reversed(residency.holders))])
-                continue
-            victim = residency.running[-1]
-            self._preempt(plan, victim)
-            if victim is sequence:
-                return False
-        plan.blocks.append((sequence.slot, (residency.grow(sequence),)))
-        return True
-
-    def _preempt(self, plan: _Plan, victim: Sequence) -> None:
-        """The last in the order leaves its slot; what it has computed is to be computed again."""
-        residency = self._residency
-        assert residency.running[-1] is victim
-        residency.running.pop()
-        if victim.state != "running":
-            return
-        residency.vacate(victim)
-        if victim.finishing:
-            victim.state = "leaving"
-            return
-        victim.state = "waiting"
-        victim.computed = 0
-        plan.preempted = True
-        self.counters.preemptions += 1
-        self._waiting.push_back(victim)
-
-    def _invite(self, plan: _Plan, alone: bool) -> None:
-        """Where the next in line is of a better rank than some who run and lacks a slot or blocks, they make room."""
-        residency = self._residency
-        running, pool = residency.running, residency.pool
-        turn = self._waiting.peek(self._now)
-        if turn is None or not running or running[-1].rank <= turn[1] or turn[0].inflight:
-            return
-        head, rank = turn
-        if head.group.request.priority != rank:
-            return  # ageing gives turns, it evicts nobody
-        reuse = residency.reuse(head)
-        if residency.slots and pool.available - residency.need(head, reuse) >= self._spare():
-            return
-        remaining = len(head.tokens) - reuse.start
-        if any(other.rank <= rank and other.remaining > 1 for other in running):
-            return  # its prompt would not be begun in this step
-        if not self.limits.enable_chunked_prefill and not alone and remaining + len(running) > plan.budget:
-            return
-        lower = [other for other in running if other.rank > rank]
-        gain = sum(pool.references(block) == 1 for other in lower for block in other.blocks)
-        if pool.available + gain - residency.need(head, reuse) < len(running) - len(lower):
-            return
-        while running[-1].rank > rank:
-            self._preempt(plan, running[-1])
-            if pool.available - residency.need(head, reuse) >= len(running):
-                break
-        plan.invited = head
-
-    def _spare(self) -> int:
-        """Blocks that admission leaves free: enough that a newcomer is not at once preempted by those who run."""
-        running = len(self._residency.running)
-        return max(self._reserve, running) if running else 0
-
-    def _prefill(self, plan: _Plan, prefills: list[Sequence]) -> None:
-        """What is left of the budget goes to prompts begun, then to those who wait; a better rank goes first."""
-        for sequence in prefills:
-            if sequence.state != "running":
-                continue
-            self._admit(plan, sequence.rank)
-            if plan.budget == 0:
-                return
-            self._extend(plan, sequence)
-        self._admit(plan, None)
-
-    def _admit(self, plan: _Plan, below: int | None) -> None:
-        """Those whose turn it is, while there are slots, blocks and tokens; only ranks better than `below`."""
-        residency = self._residency
-        while plan.budget and residency.slots:
-            turn = self._waiting.peek(self._now)
-            if turn is None or (below is not None and turn[1] >= below):
-                return
-            sequence, rank = turn
-            invited = sequence is plan.invited
-            # A sequence that was preempted with a token under way cannot come back before that token is known.
-            if sequence.inflight or (plan.preempted and not invited):
-                return
-            reuse = residency.reuse(sequence)
-            if not self.limits.enable_chunked_prefill and len(sequence.tokens) - reuse.start > plan.budget:
-                plan.blocked = True
-                return
-            if not residency.running and residency.pool.available < residency.need(sequence, reuse):
-                for group in list(residency.holders.values()):
-                    residency.unhold(group)
-                reuse = residency.reuse(sequence)
-            spare = 0 if invited else self._spare()
-            if residency.pool.available - residency.need(sequence, reuse) < spare:
-                return
-            self._waiting.pop(self._now)
-            self._enter(plan, sequence, rank, reuse)
-
-    def _enter(self, plan: _Plan, sequence: Sequence, rank: int, reuse: Reuse) -> None:
-        residency, group = self._residency, sequence.group
-        residency.enter(sequence, rank, reuse)
-        slot, blocks = sequence.slot, tuple(sequence.blocks)
-        plan.admitted.append(
-            NewSequence(slot, sequence.choice, group.prompt_len, tuple(sequence.tokens), group.request.params)
-        )
-        plan.blocks.append((slot, blocks))
-        if reuse.copied is not None:
-            plan.copies.append((reuse.copied, blocks[len(reuse.shared)]))
-        if reuse.cached and self.limits.enable_prefix_caching and sequence.prompt_scored:
-            self.counters.prefix_queries += len(sequence.tokens)
-            self.counters.prefix_hits += reuse.start
-        if sequence.fresh:
-            sequence.fresh = False
-            group.unforked -= 1
-        elif group.admitted is None:
-            group.admitted = self._now
-            group.cached_tokens = reuse.start
-            group.flow.served += group.prompt_len
-            self.counters.prompt_tokens += group.prompt_len
-        self._extend(plan, sequence)
-
-    def _extend(self, plan: _Plan, sequence: Sequence) -> None:
-        """The next chunk of what the sequence knows, as large as the budget allows."""
-        start, known = sequence.computed, len(sequence.tokens)
-        count = min(known - start, plan.budget)
-        last = start + count == known
-        scores = not sequence.prompt_scored and start < sequence.group.prompt_len - 1
-        plan.chunks.append(Chunk(sequence.slot, start, count, last and sequence.draws, scores))
-        plan.sequences.append(sequence)
-        plan.prefilled.append(sequence)
-        plan.budget -= count
-        sequence.computed = start + count
-        if last and sequence.draws:
-            sequence.inflight += 1
-
-    def _seal(self, plan: _Plan) -> Batch:
-        """The plan as a Batch, and what holds only once it is made: blocks that it fills are known by content, prompts
-        that it completes can be forked."""
-        residency = self._residency
-        for sequence in plan.prefilled:
-            residency.register(sequence)
-            group = sequence.group
-            if group.unforked and not group.held and sequence.computed >= group.prompt_len:
-                self._fork(sequence)
-        for group in [group for group in residency.holders.values() if not group.unforked]:
-            residency.unhold(group)
-        batch = Batch(
-            self._step,
-            tuple(residency.released),
-            tuple(plan.admitted),
-            tuple(plan.blocks),
-            tuple(plan.copies),
-            tuple(plan.chunks),
-        )
-        residency.released.clear()
-        self._step += 1
-        self.counters.steps += 1
+        planned = self._planner.plan(now)
+        if planned is None:
+            return None
+        batch, plan = planned
         self._uncommitted.append(_Uncommitted(batch, plan.sequences, bool(plan.prefilled)))
         return batch
-
-    def _fork(self, sequence: Sequence) -> None:
-        """The prompt is planned: hold it for the choices to come, and let them wait for their slots."""
-        group = sequence.group
-        self._residency.hold(sequence)
-        if len(group.sequences) == 1:
-            full = group.prompt_len // self.limits.block_size
-            for choice in range(1, group.request.params.n):
-                chain = None if sequence.chain is None else sequence.chain.fork(full)
-                other = Sequence(group, choice, chain, self.limits.max_model_len)
-                group.sequences.append(other)
-                self._waiting.push_back(other)
-
-    # ---- what came of it
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[TokensEvent]:
         """The oldest uncommitted plan's tokens, in; what is to be released, out, in order. A batch without chunks is
@@ -564,8 +268,6 @@ class Scheduler:
             self._finish(sequence, "numerical_error", message=message)
         self._residency.pool.forget(digests)
 
-    # ---- ends
-
     def _finish(
         self,
         sequence: Sequence,
@@ -626,31 +328,16 @@ class Scheduler:
 
     def _end_group(self, group: Group, reason: FinishReason, message: str | None = None) -> None:
         """Every choice that has not ended does, those that never came to be included."""
-        for choice in range(len(group.sequences), group.request.params.n):
-            group.sequences.append(Sequence(group, choice, None, self.limits.max_model_len))
-            self._waiting.push_back(group.sequences[-1])
+        self._planner.spawn(group)
         for sequence in group.sequences:
             if sequence.state != "ended":
                 self._finish(sequence, reason, message=message)
 
     def _close(self, group: Group) -> None:
-        request = group.request
         self._residency.unhold(group)
         self._waiting.leave(group)
-        del self._groups[request.request_id]
-        self._ended.append(
-            RequestTimes(
-                request.request_id,
-                request.priority,
-                group.arrival,
-                group.admitted,
-                group.first_token,
-                self._now,
-                group.prompt_len,
-                group.output_tokens,
-                group.cached_tokens,
-            )
-        )
+        del self._groups[group.request.request_id]
+        self._ended.append(group.times(self._now))
 
     def _expire(self, now: float) -> None:
         deadlines = self._deadlines
@@ -663,30 +350,3 @@ class Scheduler:
             numbers = {group.number for group in self._groups.values()}
             self._deadlines = [entry for entry in deadlines if entry[1] in numbers]
             heapq.heapify(self._deadlines)
-
-    def _check(self, request: Request) -> None:
-        limits, params, prompt_len = self.limits, request.params, len(request.prompt)
-        if not prompt_len or params.n < 1 or params.max_tokens < 0:
-            raise ValueError(
-                f"request {request.request_id}: {prompt_len} prompt tokens, n={params.n}, "
-                f"max_tokens={params.max_tokens}: at least one, one and none are needed"
-            )
-        if request.request_id in self._groups:
-            raise ValueError(f"request {request.request_id} is running: ids are unique, choose another")
-        room = limits.max_model_len - (params.max_tokens > 0)
-        if prompt_len > room:
-            raise RequestTooLarge(
-                f"a prompt of {prompt_len} tokens",
-                f"max_model_len={limits.max_model_len} leaves room for {room}",
-                "shorten the prompt",
-            )
-        end = end_position(prompt_len, params.max_tokens, limits.max_model_len)
-        needed = self._residency.blocks_for(end)
-        if needed > limits.num_blocks:
-            has = limits.num_blocks * limits.block_size
-            raise RequestTooLarge(
-                f"a prompt of {prompt_len} tokens with max_tokens={params.max_tokens}",
-                f"it may need {end} KV positions, {needed} blocks of {limits.block_size}, and there are "
-                f"{limits.num_blocks} ({has} tokens)",
-                f"keep the prompt and max_tokens together below {has + 2}, or give the cache more memory",
-            )

@@ -4,6 +4,7 @@ but the one that plans. Knows no policy; engine/scheduler.py changes it, engine/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from .prefix import DigestChain
@@ -14,6 +15,21 @@ if TYPE_CHECKING:
 
 State = Literal["waiting", "running", "leaving", "ended"]
 """leaving: its last token is planned, so slot and blocks are given back already, but the token is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """One ended request, for the histograms; unix seconds, None for what never came."""
+
+    request_id: str
+    priority: int
+    arrival: float
+    admitted: float | None
+    first_token: float | None
+    finished: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
 
 
 class Group:
@@ -58,6 +74,19 @@ class Group:
         """Choices that have not had the prompt yet, neither shared nor computed."""
         self.held: list[int] = []
         """The prompt's blocks, referenced in the name of the choices still to be forked from them."""
+
+    def times(self, finished: float) -> RequestTimes:
+        return RequestTimes(
+            self.request.request_id,
+            self.request.priority,
+            self.arrival,
+            self.admitted,
+            self.first_token,
+            finished,
+            self.prompt_len,
+            self.output_tokens,
+            self.cached_tokens,
+        )
 
 
 class Sequence:
