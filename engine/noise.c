@@ -191,11 +191,25 @@ VECTOR static double chunk_mass(const float *restrict x, double reference, doubl
     return sum[0];
 }
 
-/* Whether any x[i] * scale + Gumbel can reach `best`. v = 1 - u <= -log u, so that takes v <= exp(x * scale - best); the
+/* Columns that do not come before (limit, limit_id) become -inf; returns how many do. */
+VECTOR static int64_t chunk_limit(float *restrict x, long count, float limit, long limit_at)
+{
+    int32_t before[CHUNK], n = count < CHUNK ? (int32_t)count : CHUNK, total = 0;
+    int32_t at = limit_at > CHUNK ? CHUNK : limit_at < 0 ? 0 : (int32_t)limit_at;
+    for (int i = 0; i < CHUNK; i++)
+        before[i] = (x[i] > limit) | ((x[i] == limit) & (i < at));
+    for (int i = 0; i < CHUNK; i++) {
+        x[i] = before[i] ? x[i] : -INFINITY;
+        total += i < n ? before[i] : 0;
+    }
+    return total;
+}
+
+/* Whether any x[i] * scale + Gumbel can reach `best`, and which (hope). v = 1 - u <= -log u, so that takes v <= exp(x * scale - best); the
  * exponential is bounded from above by interpolating 2^t between whole t: that is reading a fixed-point number as a
  * float. */
 VECTOR static int chunk_hopeful(const float *restrict x, const uint32_t *restrict high, float peak, double scale,
-                                double best)
+                                double best, uint8_t *restrict hope)
 {
     /* relative to the peak, so that large logits at a small temperature lose no bits */
     float slope = (float)(scale * 12102203.161561485);
@@ -211,7 +225,9 @@ VECTOR static int chunk_hopeful(const float *restrict x, const uint32_t *restric
                 float f;
             } bound = {.i = (int32_t)t + 1065353216};
             float v = (float)(int32_t)((~high[i + l]) >> 1);
-            any[l] |= v <= bound.f * 2150000000.0f + 1.0f ? 1 : 0;
+            int32_t can = v <= bound.f * 2150000000.0f + 1.0f ? 1 : 0;
+            any[l] |= can;
+            hope[i + l] = (uint8_t)can;
         }
     for (int l = 1; l < 16; l++)
         any[0] |= any[l];
@@ -239,6 +255,7 @@ static void scan_row(row_t *row, long columns, long first)
     const void *logits = (const void *)(uintptr_t)row->logits;
     float x[CHUNK] __attribute__((aligned(64)));
     uint32_t high[CHUNK] __attribute__((aligned(64))), low[CHUNK] __attribute__((aligned(64)));
+    uint8_t hope[CHUNK] __attribute__((aligned(64)));
     float peak = -INFINITY;
     long peak_at = -1;
     row->bad = 0;
@@ -248,15 +265,8 @@ static void scan_row(row_t *row, long columns, long first)
     row->best_id = -1;
     for (long at = 0; at < columns; at += CHUNK) {
         load(row->dtype, logits, at, columns - at, x);
-        if (row->flags & LIMIT) {
-            long n = columns - at < CHUNK ? columns - at : CHUNK;
-            for (long i = 0; i < n; i++) {
-                int before = x[i] > row->limit || (x[i] == row->limit && first + at + i < row->limit_id);
-                row->count += before;
-                if (!before)
-                    x[i] = -INFINITY;
-            }
-        }
+        if (row->flags & LIMIT)
+            row->count += chunk_limit(x, columns - at, row->limit, row->limit_id - first - at);
         float top = chunk_peak(x, &row->bad);
         if (top > peak) {
             long i = 0;
@@ -282,23 +292,22 @@ static void scan_row(row_t *row, long columns, long first)
         long n = columns - at < CHUNK ? columns - at : CHUNK;
         load(row->dtype, logits, at, columns - at, x);
         if (row->flags & LIMIT)
-            for (long i = 0; i < n; i++)
-                if (!(x[i] > row->limit || (x[i] == row->limit && first + at + i < row->limit_id)))
-                    x[i] = -INFINITY;
-        if (row->flags & MASS)
+            chunk_limit(x, n, row->limit, row->limit_id - first - at);
+        int32_t ignored = 0;
+        double top = chunk_peak(x, &ignored);
+        /* What lies 60 below the reference is beyond the last bit of a sum that holds its 1. */
+        if ((row->flags & MASS) && (top - reference) * row->inv_temperature > -60.0)
             row->mass += chunk_mass(x, reference, row->inv_temperature);
         if (!(row->flags & NOISE))
             continue;
-        int32_t ignored = 0;
-        double top = chunk_peak(x, &ignored);
         /* No Gumbel value is above 36.8. */
         if (!(top * row->inv_temperature + 37.0 >= best.score))
             continue;
         philox_words(row->seed, row->position, row->choice, (uint32_t)(first + at), high, low);
-        if (!chunk_hopeful(x, high, peak, row->inv_temperature, best.score))
+        if (!chunk_hopeful(x, high, peak, row->inv_temperature, best.score, hope))
             continue;
         for (long i = 0; i < n; i++)
-            if (x[i] > -INFINITY)
+            if (hope[i] && x[i] > -INFINITY)
                 try_column(&best, row, x[i], at + i, high[i], low[i]);
     }
     row->best = best.score;

@@ -117,9 +117,9 @@ def kept_there(x: Array, count: Array, mass_before: Array, peak: Array, mass: Ar
 def disagreement(digests: Array) -> tuple[tuple[int, ...], bool] | None:
     """Ranks whose digest is not the majority's, and whether there is a majority (else all ranks are named); None if
     all agree."""
-    values, counts = np.unique(digests, return_counts=True)
-    if len(values) == 1:
+    if bool((digests == digests[0]).all()):
         return None
+    values, counts = np.unique(digests, return_counts=True)
     if (counts == counts.max()).sum() > 1:
         return tuple(range(len(digests))), False
     (minority,) = np.nonzero(digests != values[counts.argmax()])
