@@ -70,7 +70,7 @@ class Sampler:
 
     def admit(self, sequence: NewSequence) -> None:
         """Fills a slot; the noise goes on at output position len(tokens) - prompt_len. Raises ValueError if the slot is
-        taken, or the grammar cannot be compiled."""
+        taken, or it wants a grammar and there are none."""
         self._slots.admit(sequence)
 
     def release(self, slot: int) -> None:

@@ -42,7 +42,7 @@ class Grammars(Protocol):
     """Structured output (engine/grammar.py), by slot."""
 
     def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
-        """A sequence of grammar `spec` that has put out `output` so far. Raises ValueError."""
+        """A sequence of grammar `spec` that has put out `output` so far. A spec that fails allows nothing."""
 
     def release(self, slot: int) -> None: ...
 
@@ -50,6 +50,9 @@ class Grammars(Protocol):
         """Which of these global ids may come next; none at all if the grammar failed."""
 
     def advance(self, slot: int, token: int) -> None: ...
+
+    def failure(self, slot: int) -> str | None:
+        """Why nothing may come next, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class SlotTable:
         self._last: tuple[tuple[int, ...], Plan] | None = None
 
     def admit(self, sequence: NewSequence) -> None:
-        """Raises ValueError if the slot is taken, or the grammar cannot be."""
+        """Raises ValueError if the slot is taken, or a grammar wanted where there are none."""
         slot, params = sequence.slot, sequence.params
         if self._slots["live"][slot]:
             raise ValueError(f"slot {slot} is taken: release it before admitting another sequence")

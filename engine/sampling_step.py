@@ -6,7 +6,7 @@ The effects of engine/sampler.py's rule between a Plan and its ids; the decision
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +28,13 @@ Exchange = Callable[[list[Array]], list[Array]]
 @dataclass(frozen=True)
 class Sampled:
     """Of the rows of one step, in order. `nonfinite`: the row's logits held NaN or +inf, or nothing above -inf (also:
-    its masks left no id); its id is 0 and means nothing."""
+    its masks left no id); its id is 0 and means nothing. `failures`: for those of them whose grammar is to blame, why.
+    """
 
     ids: npt.NDArray[np.int32]
     logprobs: list[TokenLogprob | None]
     nonfinite: npt.NDArray[np.bool_]
+    failures: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,16 @@ class Step:
             entries = self.tools.scorer.report(head, tops, self.ids[scored], self.raw[scored], plan.logprobs[scored])
             for row, entry in zip(scored.tolist(), entries, strict=True):
                 logprobs[row] = None if bad[row] else entry
-        return Sampled(self.ids.astype(np.int32), logprobs, bad)
+        return Sampled(self.ids.astype(np.int32), logprobs, bad, self._failures(bad) if bad.any() else {})
+
+    def _failures(self, bad: npt.NDArray[np.bool_]) -> dict[int, str]:
+        slots, found = self.tools.slots, {}
+        for row in np.flatnonzero(bad).tolist():
+            slot = int(self.plan.at[row])
+            why = slots.grammars.failure(slot) if slots.grammars is not None and slot in slots.grammatical else None
+            if why is not None:
+                found[row] = why
+        return found
 
     # ---- before the gather ----
 

@@ -1,0 +1,147 @@
+"""Structured output through llguidance: response_format json_object and json_schema, regex and choice.
+
+The door turns what users ask into a *spec* (the library's own JSON) and validates it; every rank compiles the spec for
+its slot, masks its shard of the logits by it and advances it with each drawn id. An extra (`laddertron[grammar]`):
+without it `available` is False and asking for a grammar is a ValueError. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+try:
+    import llguidance
+except ImportError:
+    llguidance = None
+
+available = llguidance is not None
+
+MAX_SPEC = 1 << 18
+"""Characters of a spec; a plan that admits a request carries it to every rank."""
+MAX_PROTOTYPES = 64
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"  # bounded: small models like to go on with blanks for ever
+
+
+def from_response_format(response_format: dict[str, Any]) -> str | None:
+    """The spec of OpenAI's `response_format`, None for plain text. Raises ValueError."""
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return from_json_schema({"type": "object"})
+    if kind == "json_schema":
+        inner = response_format.get("json_schema")
+        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+            raise ValueError("response_format of type json_schema needs json_schema.schema, an object")
+        return from_json_schema(inner["schema"])
+    raise ValueError(f"response_format.type={kind!r} is unknown: use text, json_object or json_schema")
+
+
+def from_json_schema(schema: dict[str, Any]) -> str:
+    """JSON texts that the schema accepts, with bounded white space. Raises ValueError."""
+    spec: str = _library().LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    )
+    return _checked(spec)
+
+
+def from_regex(regex: str) -> str:
+    """Texts that match the whole of a regular expression (Rust's syntax). Raises ValueError."""
+    spec: str = _library().LLMatcher.grammar_from_regex(regex)
+    return _checked(spec)
+
+
+def from_choice(choices: Sequence[str]) -> str:
+    """One of the given texts. Raises ValueError."""
+    if not choices or not all(choices):
+        raise ValueError("choice needs at least one text, and none of them empty")
+    lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    spec: str = _library().LLMatcher.grammar_from_lark(lark)
+    return _checked(spec)
+
+
+def validate(spec: str) -> None:
+    """Raises ValueError with the library's reason if a spec is too long or cannot be compiled."""
+    if len(spec) > MAX_SPEC:
+        raise ValueError(f"a grammar of {len(spec)} characters: at most {MAX_SPEC} are allowed")
+    message = _library().LLMatcher.validate_grammar(spec, None, limits=_limits())
+    if message and not message.startswith("WARNING"):
+        raise ValueError(f"the grammar cannot be used: {_brief(message)}")
+
+
+def _checked(spec: str) -> str:
+    validate(spec)
+    return spec
+
+
+def _library() -> Any:
+    if llguidance is None:
+        raise ValueError("structured output needs the llguidance library: install laddertron[grammar]")
+    return llguidance
+
+
+def _limits() -> Any:
+    return _library().LLParserLimits(verbose_errors=False)
+
+
+def _brief(message: str) -> str:
+    return " ".join(message.split())[:300]
+
+
+class GrammarSlots:
+    """The matchers of one rank's slots, for the sampler. A failed matcher (a spec that slipped through the door, a
+    resource limit of the library) allows nothing: the sampler then ends that request alone, with `failure`'s words."""
+
+    def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Raises ValueError if the library is missing or cannot read the folder's tokenizer.json."""
+        options: dict[str, Any] = {"n_vocab": vocab_size}
+        if eos_token_ids:
+            options["eos_token"] = list(eos_token_ids)
+        self._tokenizer = _library().LLTokenizer(str(tokenizer_folder / "tokenizer.json"), **options)
+        self._slots: dict[int, Any] = {}
+        self._prototypes: OrderedDict[str, Any] = OrderedDict()
+
+    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
+        """A sequence of grammar `spec` that has put out `output` so far (more than nothing after a preemption)."""
+        prototype = self._prototypes.pop(spec, None)
+        if prototype is None:
+            prototype = _library().LLMatcher(self._tokenizer, spec, log_level=0, limits=_limits())
+        self._prototypes[spec] = prototype
+        if len(self._prototypes) > MAX_PROTOTYPES:
+            self._prototypes.popitem(last=False)
+        self._slots[slot] = prototype.deep_copy()
+        for token in output:
+            self.advance(slot, token)
+
+    def release(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def allowed(self, slot: int, ids: range) -> npt.NDArray[np.bool_]:
+        """Which of these global ids may come next, [len(ids)]; after the end the EOS ids alone."""
+        matcher = self._slots[slot]
+        if matcher.is_error() or len(ids) == 0:
+            return np.zeros(len(ids), np.bool_)
+        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            return np.zeros(len(ids), np.bool_)
+        start = ids.start // 8
+        bits = np.unpackbits(packed[start : ids.stop // 8 + 1], bitorder="little")
+        out: npt.NDArray[np.bool_] = bits[ids.start - 8 * start :][: len(ids)].astype(np.bool_)
+        return out
+
+    def advance(self, slot: int, token: int) -> None:
+        matcher = self._slots[slot]
+        if not (matcher.is_stopped() and not matcher.is_error()):
+            matcher.consume_token(token)
+
+    def failure(self, slot: int) -> str | None:
+        """Why the slot's matcher allows nothing, or None if it works."""
+        matcher = self._slots[slot]
+        return _brief(matcher.get_error()) if matcher.is_error() else None
