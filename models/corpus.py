@@ -89,16 +89,6 @@ def _in_source(tree: ast.Module, module: str) -> Iterator[Document]:
                 stack.append((f"{name}.{child.name}", child))
 
 
-def _topics(tree: ast.Module) -> Iterator[Document]:
-    """The language reference that `help("topic")` shows: one dict literal of name -> text."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            for name, text in ast.literal_eval(node.value).items():
-                for number, piece in enumerate(_pieces(str(text).strip())):
-                    title = f"topic {name}" + (" (continued)" if number else "")
-                    yield _document(title, f"What does Python say about {name}?", piece)
-
-
 def python_documentation(library: Path | None = None) -> list[Document]:
     """The standard library's documentation strings, each text once. `library` defaults to this Python's."""
     root = library or Path(sysconfig.get_paths()["stdlib"])
@@ -112,7 +102,7 @@ def python_documentation(library: Path | None = None) -> list[Document]:
         except (SyntaxError, ValueError):
             continue  # sources kept for tools' own tests need not parse
         module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
-        found.extend(_topics(tree) if module == "pydoc_data.topics" else _in_source(tree, module))
+        found.extend(_in_source(tree, module))
     return list({document.renderings[0].split("\n\n", 1)[1]: document for document in reversed(found)}.values())[::-1]
 
 

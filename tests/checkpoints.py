@@ -211,8 +211,8 @@ def _to_dolomite(folder: Path, dtype: str, bias: bool) -> None:
                     for name in names
                 }
                 rows = read["q_proj"].shape[0] // heads
-                q = read["q_proj"].split(rows * heads // kv)
-                k, v = read["k_proj"].split(rows), read["v_proj"].split(rows)
+                q = torch.split(read["q_proj"], rows * heads // kv)
+                k, v = torch.split(read["k_proj"], rows), torch.split(read["v_proj"], rows)
                 groups = [part for group in zip(q, k, v, strict=True) for part in group]
                 out[f"{target}sequence_mixer.c_attn.{leaf}"] = torch.cat(groups)
                 out[f"{target}sequence_mixer.c_proj.{leaf}"] = read["o_proj"]

@@ -17,7 +17,9 @@ from laddertron.models.reference import Reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def ids(batch: int = 2, length: int = 40, seed: int = 7) -> Tensor:
@@ -32,7 +34,7 @@ def test_stock_families_agree_with_transformers(recipe: str, tmp_path: Path) -> 
     theirs, ours = checkpoints.oracle(folder), reference.load(folder)
     with torch.inference_mode():
         expected = theirs(ids(), use_cache=False).logits
-    torch.testing.assert_close(reference.logits(ours, ids()), expected, **CLOSE)
+    assert_close(reference.logits(ours, ids()), expected)
 
 
 @pytest.mark.parametrize("recipe", ["llama", "mistral"])
@@ -74,7 +76,7 @@ def by_definition(model: Reference, ids_BT: Tensor) -> Tensor:
         seen.append(layer.mlp_of(torch.stack(seen[: len(seen) - lag]).sum(0)))  # type: ignore[operator]
     normed = model.model.norm(torch.stack(seen).sum(0))
     head = model.model.embed_tokens.weight if c.tied_embeddings else model.lm_head.weight
-    return torch.nn.functional.linear(normed, head) / c.logits_divisor  # type: ignore[arg-type]
+    return torch.nn.functional.linear(normed, head) / c.logits_divisor
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_wirings_agree_with_their_definition(recipe: str, tmp_path: Path) -> Non
     """Every mix of standard and ladder layers, both boundaries included, against sums over what has arrived."""
     model = reference.load(checkpoints.save(tmp_path, recipe, tokenizer=False))
     with torch.inference_mode():
-        torch.testing.assert_close(model(ids()), by_definition(model, ids()), **CLOSE)
+        assert_close(model(ids()), by_definition(model, ids()))
 
 
 def rewired(folder: Path, **wiring: object) -> Reference:
@@ -103,14 +105,12 @@ def test_wirings_differ_and_meet_where_they_must(tmp_path: Path) -> None:
     half = rewired(folder, kind="hybrid", ladder_layers=[1])(ids())
     assert min((half - standard).abs().max(), (half - ladder).abs().max()) > 0.1
     every_layer = rewired(folder, kind="hybrid", ladder_layers=range(config.num_layers))(ids())
-    torch.testing.assert_close(every_layer, ladder, **CLOSE)
-    torch.testing.assert_close(rewired(folder, kind="hybrid", ladder_layers=[])(ids()), standard, **CLOSE)
+    assert_close(every_layer, ladder)
+    assert_close(rewired(folder, kind="hybrid", ladder_layers=[])(ids()), standard)
     for tp in (1, 2, 4, 8):
         in_step = rewired(folder, kind="desync", every=1, tensor_parallel_size=tp)(ids())
-        torch.testing.assert_close(in_step, standard, **CLOSE)
-    torch.testing.assert_close(
-        rewired(folder, kind="desync", every=3, tensor_parallel_size=1)(ids()), standard, **CLOSE
-    )
+        assert_close(in_step, standard)
+    assert_close(rewired(folder, kind="desync", every=3, tensor_parallel_size=1)(ids()), standard)
     drifted = rewired(folder, kind="desync", every=2, tensor_parallel_size=2)(ids())
     assert (drifted - standard).abs().max() > 0.1
 
@@ -149,7 +149,7 @@ def test_desync_agrees_with_masked_copies(recipe: str, tmp_path: Path) -> None:
                 x = [total for _ in ranks]
         final = torch.stack(x).mean(0)
         expected = model.lm_head(model.model.norm(final))
-        torch.testing.assert_close(model(ids()), expected, **CLOSE)
+        assert_close(model(ids()), expected)
 
 
 def test_parallel_has_one_norm_and_one_sum(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_parallel_has_one_norm_and_one_sum(tmp_path: Path) -> None:
         for layer in model.model.layers:
             n = layer.input_layernorm(x)  # type: ignore[operator]
             x = x + layer.self_attn(n, angle.cos(), angle.sin(), 0, 1) + layer.mlp(n, 0, 1)  # type: ignore[operator]
-        torch.testing.assert_close(model(ids()), model.lm_head(model.model.norm(x)), **CLOSE)
+        assert_close(model(ids()), model.lm_head(model.model.norm(x)))
 
 
 @pytest.mark.parametrize("recipe", ["dolomite", "dolomite_bias"])
@@ -188,7 +188,7 @@ def test_dolomite_is_a_ladder_llama_with_its_multipliers_folded_in(recipe: str, 
         }
 
     checkpoints.edit_tensors(folder, fold)
-    torch.testing.assert_close(reference.logits(fused, ids()), reference.logits(reference.load(folder), ids()), **CLOSE)
+    assert_close(reference.logits(fused, ids()), reference.logits(reference.load(folder), ids()))
 
 
 def test_no_communication_is_standard_on_one_rank_and_nonsense_on_two(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_no_communication_is_standard_on_one_rank_and_nonsense_on_two(tmp_path: 
     alone, apart = Reference(config), Reference(config, tp=2)
     for model in (alone, apart):
         model.load_state_dict(standard.state_dict())
-    torch.testing.assert_close(alone(ids()), standard(ids()), **CLOSE)
+    assert_close(alone(ids()), standard(ids()))
     assert (apart(ids()) - standard(ids())).abs().max() > 0.1
 
 
@@ -253,6 +253,4 @@ def test_state_dict_is_a_checkpoint(tmp_path: Path) -> None:
     assert set(model.state_dict()) == set(load_file(folder / "model.safetensors"))
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     with torch.inference_mode():
-        torch.testing.assert_close(
-            checkpoints.oracle(folder)(ids(), use_cache=False).logits, reference.logits(model, ids()), **CLOSE
-        )
+        assert_close(checkpoints.oracle(folder)(ids(), use_cache=False).logits, reference.logits(model, ids()))
