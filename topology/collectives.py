@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 
@@ -16,16 +18,75 @@ class Pending(Protocol):
     """An all-reduce under way."""
 
     def wait(self) -> Tensor:
-        """The sum over the group, in x's shape and dtype; valid until the group's second next `start`. On a GPU this
-        makes the current stream wait, never the host. Raises CollectiveTimeout naming rank, collective and peer."""
+        """The sum over the group, in x's shape and dtype: x itself, overwritten. On a GPU this makes the current
+        stream wait, never the host. A second call returns the same again. Raises CollectiveTimeout or PeerLost, which
+        name the peer and the collective."""
 
 
 class Collective(Protocol):
-    """All-reduces over one group, in program order, the same on every rank."""
-
-    @property
-    def size(self) -> int:
-        """Ranks in the group."""
+    """All-reduces over one group, in program order, the same on every rank, started and awaited by one thread."""
 
     def start(self, x: Tensor) -> Pending:
-        """Sets off the sum of x (contiguous; any shape) over the group. x must stay untouched until `wait`."""
+        """Sets off the sum of x (contiguous, not empty; any shape; float32, bfloat16 or float16) over the group. x
+        belongs to the collective until `wait`, which gives it back holding the sum: do not read, write or free it
+        meanwhile. At most four travel at once: a fifth `start` first waits for the oldest."""
+
+
+class Gathering(Protocol):
+    """A gather under way."""
+
+    def wait(self) -> NDArray[np.uint8]:
+        """uint8 [size, n]: every rank's bytes in rank order. Raises as `Pending.wait`."""
+
+
+class Gather(Protocol):
+    """Gathers of equally many bytes from every rank, in program order with the all-reduces."""
+
+    def start(self, payload: NDArray[np.uint8]) -> Gathering:
+        """Sets off the gathering of payload, uint8 [n], n the same on every rank."""
+
+
+class CommunicationError(RuntimeError):
+    """A group cannot go on: the job has to be ended and launched again."""
+
+
+class _PeerError(CommunicationError):
+    """`peer`: the rank in the group (-1: unknown), `seq`: which collective of the group it was."""
+
+    def __init__(self, message: str, peer: int, seq: int) -> None:
+        super().__init__(message)
+        self.peer, self.seq = peer, seq
+
+
+class CollectiveTimeout(_PeerError):
+    """A peer did not deliver in time."""
+
+
+class PeerLost(_PeerError):
+    """A peer's process or connection has ended."""
+
+
+class RanksDisagree(_PeerError):
+    """A peer is in another collective than this rank."""
+
+
+class Done:
+    """A Pending whose sum is there."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def wait(self) -> Tensor:
+        return self._x
+
+
+class Blocking:
+    """The same collective without overlap: `start` returns when the sum is there. Bitwise the same numbers."""
+
+    def __init__(self, inner: Collective) -> None:
+        self._inner = inner
+
+    def start(self, x: Tensor) -> Pending:
+        return Done(self._inner.start(x).wait())

@@ -1,0 +1,116 @@
+"""All-reduces and gathers on real ranks: right, the same everywhere, the same again, and never a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laddertron.topology.groups import CommOptions
+from rank_pool import Rank, RankError
+
+Ranks = Callable[..., list[Any]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _vectors(size: int, count: int, dtype: str, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, generator=generator).to(DTYPES[dtype]) for _ in range(size)]
+
+
+def case_sums(rank: Rank, per_node: int, collective: str, counts: list[int], dtypes: list[str]) -> list[str]:
+    """Two all-reduces in flight of every size and dtype; returns the sums' bytes (hashed) for the ranks to compare."""
+    import hashlib
+
+    digests = []
+    options = CommOptions(collective=collective, process_groups=False, timeout_s=20)  # type: ignore[arg-type]
+    with rank.connect(per_node, options) as comm:
+        for count in counts:
+            for dtype in dtypes:
+                a, b = (_vectors(rank.size, count, dtype, seed) for seed in (1, 2))
+                x, y = a[rank.rank].clone(), b[rank.rank].clone()
+                first = comm.all_reduce.start(x)
+                second = comm.all_reduce.start(y)
+                sums = first.wait(), second.wait()
+                assert sums[0] is x, "the sum must be x itself"
+                for got, parts in zip(sums, (a, b), strict=True):
+                    want = torch.stack(parts).double().sum(0)
+                    tolerance = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
+                    scale = torch.stack(parts).double().abs().sum(0).clamp_min(1e-3)
+                    assert ((got.double() - want).abs() / scale).max() <= tolerance
+                    digests.append(hashlib.sha256(got.view(torch.uint8).numpy().tobytes()).hexdigest())
+    return digests
+
+
+SIZES = [1, 3, 1000, 4096, 30_000, 70_001, 300_007]
+
+
+@pytest.mark.parametrize(
+    ("size", "per_node", "collective"),
+    [
+        (1, 1, "auto"),
+        (2, 2, "auto"),
+        (2, 1, "exchange"),
+        (2, 1, "doubling"),
+        (4, 4, "auto"),
+        (4, 2, "exchange"),
+        (4, 2, "two_level"),
+        (4, 1, "doubling"),
+    ],
+)
+def test_every_rank_gets_the_same_sum_and_gets_it_again(
+    ranks: Ranks, size: int, per_node: int, collective: str
+) -> None:
+    """Each strategy on each shape of group, small and chunked messages, three dtypes. All ranks hold the same bits,
+    and a second run, with its own timing, holds them again."""
+    args = {"per_node": per_node, "collective": collective, "counts": SIZES, "dtypes": list(DTYPES)}
+    if collective == "doubling":
+        args["counts"] = [n for n in SIZES if n <= 30_000]
+    first = ranks(size, "test_collectives:case_sums", args)
+    again = ranks(size, "test_collectives:case_sums", args)
+    assert all(digests == first[0] for digests in first + again)
+
+
+def case_raise(rank: Rank) -> int:
+    if rank.rank == 1:
+        raise ValueError("as planned")
+    return rank.rank
+
+
+def case_rank(rank: Rank) -> int:
+    return rank.rank
+
+
+def test_a_failing_case_names_its_rank_and_the_pool_goes_on(ranks: Ranks) -> None:
+    """The pool itself: rank 1 raises, the error carries rank and traceback, and the next case runs on fresh ranks."""
+    with pytest.raises(RankError, match=r"rank 1 of 2(.|\n)*as planned"):
+        ranks(2, "test_collectives:case_raise")
+    assert ranks(2, "test_collectives:case_rank") == [0, 1]
+
+
+def case_groups(rank: Rank, per_node: int) -> dict[str, Any]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    with rank.connect(per_node) as comm:
+        groups = comm.process_groups
+        answer = {
+            "tp": dist.get_process_group_ranks(groups.tp),
+            "intra": dist.get_process_group_ranks(comm.subgroups["intra"]),
+            "rail": dist.get_process_group_ranks(comm.subgroups["rail"]),
+            "backend": comm.backend,
+            "parallel_state": parallel_state.is_initialized() or parallel_state.model_parallel_is_initialized(),
+        }
+    assert not dist.is_initialized()
+    return answer
+
+
+def test_megatron_groups_follow_the_layout_and_parallel_state_stays_uninitialised(ranks: Ranks) -> None:
+    """4 ranks on 2 nodes: tensor-parallel group of all, node groups of neighbours, rails across; nothing global."""
+    got = ranks(4, "test_collectives:case_groups", {"per_node": 2})
+    assert [g["tp"] for g in got] == [[0, 1, 2, 3]] * 4
+    assert [g["intra"] for g in got] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [g["rail"] for g in got] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert not any(g["parallel_state"] for g in got)
+    assert {g["backend"] for g in got} == {"native"}

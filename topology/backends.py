@@ -1,0 +1,127 @@
+"""The collectives that other libraries carry: gloo and NCCL through torch.distributed, MPI through mpi4py (mpi.py).
+
+Beside transport.py, behind the same interface. Knows no strategy: those libraries have their own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .bootstrap import Bootstrap, MpiBootstrap
+from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, PeerLost
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from .groups import CommOptions
+    from .layout import GroupLayout
+    from .ledger import Ledger
+
+Parts = tuple[Collective, Gather, Callable[[float], None], Callable[[], None]]
+"""All-reduces, gathers, how to set the timeout, how to end."""
+
+
+def other_backend(
+    name: str, bootstrap: Bootstrap, layout: GroupLayout, groups: Any, options: CommOptions, ledger: Ledger
+) -> Parts:
+    """The parts of the backend `name` (mpi, gloo or nccl). Raises ValueError for one that cannot be had here."""
+    link = "net" if len(layout.nodes) > 1 else "node"
+    if name == "mpi":
+        if not isinstance(bootstrap, MpiBootstrap):
+            raise ValueError("backend: mpi needs ranks started by mpirun or srun: use native or gloo here")
+        from .mpi import MpiBackend
+
+        backend = MpiBackend(bootstrap, layout, options, ledger, link)
+        return backend, backend.gathers, backend.set_timeout, backend.close
+    timeout = [options.timeout_s]
+
+    def set_timeout(seconds: float) -> None:
+        timeout[0] = seconds
+
+    if name == "nccl":
+        if not torch.cuda.is_available():
+            raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
+        from .nccl import NcclCollective, NcclGather
+
+        return NcclCollective(groups.tp, ledger, link), NcclGather(groups.tp), set_timeout, lambda: None
+    return GlooCollective(groups.tp, ledger, link, timeout), GlooGather(groups.tp, timeout), set_timeout, lambda: None
+
+
+class GlooCollective:
+    """gloo's all-reduce on a torch group; its own threads make progress, if they get processor time."""
+
+    def __init__(self, group: Any, ledger: Ledger, link: str, timeout: list[float]) -> None:
+        self._group, self._ledger, self._link, self._timeout = group, ledger, link, timeout
+        self._seq = 0
+
+    def start(self, x: Tensor) -> _GlooPending:
+        if not x.is_contiguous():
+            raise ValueError(f"cannot all-reduce {tuple(x.shape)} with strides {x.stride()}: contiguous is needed")
+        began = time.monotonic()
+        work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
+        self._seq += 1
+        return _GlooPending(self, work, x, began, self._seq - 1)
+
+    def _finish(self, work: Any, x: Tensor, began: float, seq: int) -> None:
+        asked = time.monotonic()
+        _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
+        self._ledger.add("all_reduce", "gloo", self._link, x.nbytes, began, time.monotonic(), asked)
+
+
+class _GlooPending:
+    __slots__ = ("_began", "_owner", "_seq", "_work", "_x")
+
+    def __init__(self, owner: GlooCollective, work: Any, x: Tensor, began: float, seq: int) -> None:
+        self._owner, self._work, self._x, self._began, self._seq = owner, work, x, began, seq
+
+    def wait(self) -> Tensor:
+        work, self._work = self._work, None
+        if work is not None:
+            self._owner._finish(work, self._x, self._began, self._seq)
+        return self._x
+
+
+class GlooGather:
+    """gloo's all-gather of bytes."""
+
+    def __init__(self, group: Any, timeout: list[float]) -> None:
+        self._group, self._timeout = group, timeout
+        self._size = dist.get_world_size(group)
+
+    def start(self, payload: NDArray[np.uint8]) -> _GlooGathering:
+        mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8).copy())
+        out = [torch.empty_like(mine) for _ in range(self._size)]
+        work = _guard(lambda: dist.all_gather(out, mine, group=self._group, async_op=True), -1) if len(mine) else None
+        return _GlooGathering(work, out, self._timeout)
+
+
+class _GlooGathering:
+    def __init__(self, work: Any, out: list[Tensor], timeout: list[float]) -> None:
+        self._work, self._out, self._timeout = work, out, timeout
+
+    def wait(self) -> NDArray[np.uint8]:
+        if self._work is not None:
+            _guard(lambda: self._work.wait(timedelta(seconds=self._timeout[0])), -1)
+            self._work = None
+        return torch.stack(self._out).numpy()
+
+
+def _guard(call: Callable[[], Any], seq: int) -> Any:
+    """torch names neither peer nor collective; its words tell a time out from a lost peer."""
+    try:
+        return call()
+    except RuntimeError as error:
+        words = str(error)
+        if "imed out" in words or "imeout" in words:
+            raise CollectiveTimeout(f"collective {seq}: {words.splitlines()[0]}", -1, seq) from error
+        if "closed" in words or "reset" in words or "refused" in words:
+            raise PeerLost(f"collective {seq}: {words.splitlines()[0]}", -1, seq) from error
+        raise CommunicationError(f"collective {seq}: {words}") from error

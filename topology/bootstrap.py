@@ -1,0 +1,112 @@
+"""How ranks first find one another: every rank gives a few bytes, every rank gets them all. Over MPI, or over a TCPStore
+(torchrun's MASTER_ADDR and MASTER_PORT). Used to exchange addresses, secrets and digests at start, then idle; no
+tensor ever passes here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import struct
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+LIMIT = 1 << 20
+"""Bytes that a rank may give at once: addresses and digests, nothing else."""
+
+
+class Bootstrap(Protocol):
+    """The ranks of one job before they have any connection of their own."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload (at most LIMIT bytes each, lengths may differ) in rank order. All ranks call it."""
+
+    def close(self) -> None: ...
+
+
+class MpiBootstrap:
+    """The ranks of an mpirun or srun. MPI is initialised here (thread level SERIALIZED) and finalised at exit; `comm`
+    is the world communicator, for the mpi backend's own thread."""
+
+    def __init__(self) -> None:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        if not MPI.Is_initialized():
+            level = MPI.Init_thread(MPI.THREAD_SERIALIZED)
+            atexit.register(_finalize, MPI)
+            if level < MPI.THREAD_SERIALIZED:
+                raise RuntimeError(
+                    f"this MPI gives thread level {level}, THREAD_SERIALIZED ({MPI.THREAD_SERIALIZED}) is needed: "
+                    "use one built with thread support (Open MPI and MPICH wheels are)"
+                )
+        self.comm: Any = MPI.COMM_WORLD
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        _check(payload)
+        lengths = bytearray(8 * self.size)
+        self.comm.Allgather(struct.pack("<q", len(payload)), lengths)
+        counts = struct.unpack(f"<{self.size}q", lengths)
+        received = bytearray(sum(counts))
+        self.comm.Allgatherv([payload, self._mpi.BYTE], [received, (counts, None), self._mpi.BYTE])
+        out, at = [], 0
+        for count in counts:
+            out.append(bytes(received[at : at + count]))
+            at += count
+        return out
+
+    def close(self) -> None:
+        """Nothing: MPI is finalised at exit, once, when everything that used it is gone."""
+
+
+def _finalize(mpi: Any) -> None:
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+class StoreBootstrap:
+    """Ranks that know a TCPStore: torchrun's, or one that `open_store` made. The store is not authenticated: where its
+    network is shared, give CommOptions.secret as well."""
+
+    def __init__(self, store: TCPStore, rank: int, size: int, timeout_s: float = 60.0) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._timeout = timedelta(seconds=timeout_s)
+        self._round = 0
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        _check(payload)
+        keys = [f"bootstrap/{self._round}/{rank}" for rank in range(self.size)]
+        self._round += 1
+        self.store.set(keys[self.rank], payload.hex())
+        self.store.wait(keys, self._timeout)
+        return [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
+
+    def close(self) -> None:
+        """Nothing: the store goes with its last holder."""
+
+
+def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> TCPStore:
+    """The TCPStore at address:port; the master makes it (port 0: any free one, see its `.port`)."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        address, port, is_master=master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
+    )
+
+
+def _check(payload: bytes) -> None:
+    if len(payload) > LIMIT:
+        raise ValueError(f"{len(payload)} bytes to exchange at start, at most {LIMIT} are allowed: send them later")

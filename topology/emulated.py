@@ -1,0 +1,101 @@
+"""A fabric that is not there: an all-reduce whose result may not be taken before the predicted time has passed. Wraps
+another collective, which does the arithmetic; its name, wherever it is printed, begins with "emulated".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from .collectives import Collective, Pending
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .ledger import Ledger
+
+_PR_SET_TIMERSLACK = 29
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What one all-reduce of n bytes costs: latency_s + n / bytes_per_s. The wire carries one message at a time; the
+    latencies of several overlap. `name` says which fabric is meant."""
+
+    name: str
+    latency_s: float
+    bytes_per_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_s < 60 and self.bytes_per_s > 0):
+            raise ValueError(f"emulation {self.name}: latency_s in [0, 60) and bytes_per_s > 0, got {self}")
+
+    @property
+    def label(self) -> str:
+        return f"emulated {self.name}"
+
+
+class Clock(Protocol):
+    """Holds a result back: on a CPU by sleeping, on a device by work on its communication stream."""
+
+    def start(self, wire_s: float, latency_s: float) -> float:
+        """The message sets off now; returns a token for `finish`."""
+
+    def finish(self, token: float) -> None:
+        """Returns when the message may have arrived."""
+
+
+class HostClock:
+    """Sleeps on the monotonic clock; exact to some ten microseconds, without ever spinning."""
+
+    def __init__(self) -> None:
+        self._wire_free = 0.0
+        self._precise = threading.local()
+
+    def start(self, wire_s: float, latency_s: float) -> float:
+        self._wire_free = max(self._wire_free, time.monotonic()) + wire_s
+        return self._wire_free + latency_s
+
+    def finish(self, token: float) -> None:
+        if not getattr(self._precise, "done", False):
+            # The kernel rounds a thread's sleeps up by 50 us unless told otherwise.
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+            self._precise.done = True
+        while (left := token - time.monotonic()) > 0:
+            time.sleep(left)
+
+
+class Emulated:
+    """`inner` with the time of `emulation` laid over it; also for a group of one that stands for a larger one."""
+
+    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger, clock: Clock | None = None) -> None:
+        self._inner, self._emulation, self._ledger = inner, emulation, ledger
+        self._clock: Clock = clock or HostClock()
+
+    def start(self, x: Tensor) -> Pending:
+        began = time.monotonic()
+        token = self._clock.start(x.nbytes / self._emulation.bytes_per_s, self._emulation.latency_s)
+        return _EmulatedPending(self, self._inner.start(x), token, began)
+
+    def _finish(self, inner: Pending, token: float, began: float) -> Tensor:
+        asked = time.monotonic()
+        x = inner.wait()
+        self._clock.finish(token)
+        self._ledger.add("all_reduce", "emulated", self._emulation.label, x.nbytes, began, token, asked)
+        return x
+
+
+class _EmulatedPending:
+    __slots__ = ("_began", "_inner", "_owner", "_token", "_x")
+
+    def __init__(self, owner: Emulated, inner: Pending, token: float, began: float) -> None:
+        self._owner, self._inner, self._token, self._began = owner, inner, token, began
+        self._x: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._x is None:
+            self._x = self._owner._finish(self._inner, self._token, self._began)
+        return self._x

@@ -1,0 +1,294 @@
+"""Communicator: everything that one tensor-parallel group needs to talk, made once at start by `connect`.
+
+Chooses the backend, lays Megatron-core's groups over the layout (axes intra, rail, replica), never touches Megatron's
+parallel_state. Knows no model and no schedule.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from . import transport
+from .bootstrap import Bootstrap, MpiBootstrap, open_store
+from .collectives import Blocking, Collective, Gather, Gathering
+from .emulated import Emulated, Emulation
+from .ledger import Ledger
+from .mesh import connect_mesh
+from .plans import PlanChannel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from .layout import GroupLayout
+
+BackendName = Literal["auto", "native", "mpi", "gloo", "nccl"]
+CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "emulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class CommOptions:
+    """backend auto: native where it was built, else gloo. collective auto: `choose` of `connect` where given, else by
+    size. `deterministic`: one reduction tree for every size. `address`: what this rank binds to, reachable from the
+    group's other nodes. `timeout_s`: how long a collective may make its caller wait (Communicator.set_timeout changes
+    it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where ranks outnumber cores. `cpu`: the
+    communication thread's core. `secret`: the launch's, mixed into the connections' key."""
+
+    backend: BackendName = "auto"
+    collective: CollectiveName = "auto"
+    emulation: Emulation | None = None
+    overlap: bool = True
+    deterministic: bool = False
+    process_groups: bool = True
+    address: str = "127.0.0.1"
+    connect_timeout_s: float = 60.0
+    timeout_s: float = 30.0
+    spin_us: float | None = None
+    cpu: int | None = None
+    small_bytes: int = 128 << 10
+    chunk_bytes: int = 256 << 10
+    secret: bytes = b""
+
+    def __post_init__(self) -> None:
+        if (self.collective == "emulated") != (self.emulation is not None):
+            raise ValueError("collective: emulated and an emulation (latency_s, bytes_per_s) go together")
+        if self.deterministic and self.collective in ("auto", "doubling"):
+            object.__setattr__(self, "collective", "two_level")
+        for name in ("small_bytes", "chunk_bytes"):
+            if getattr(self, name) < 4096 or getattr(self, name) % 4096:
+                raise ValueError(f"{name}={getattr(self, name)}: a multiple of 4096 is needed")
+
+
+class Communicator:
+    """One group on one rank. `rank` counts inside the group; one thread starts and waits for all of its collectives,
+    in the same order on every rank. `process_groups`: Megatron-core's ProcessGroupCollection (tp; None where
+    CommOptions.process_groups is off); `intra`, `rail`: torch groups of this rank's node and rail."""
+
+    def __init__(
+        self,
+        rank: int,
+        layout: GroupLayout,
+        backend: str,
+        all_reduce: Collective,
+        gathers: Gather,
+        plans: PlanChannel,
+        ledger: Ledger,
+        process_groups: Any,
+        subgroups: dict[str, Any],
+        closers: list[Callable[[], None]],
+        set_timeout: Callable[[float], None],
+    ) -> None:
+        self.rank, self.size, self.layout, self.backend = rank, layout.size, layout, backend
+        self.all_reduce, self.plans, self.ledger = all_reduce, plans, ledger
+        self.process_groups, self.subgroups = process_groups, subgroups
+        self.set_timeout = set_timeout
+        self._gathers, self._closers = gathers, closers
+
+    def start_gather(self, payload: NDArray[np.uint8]) -> Gathering:
+        """Sets off the gathering of payload, uint8 [n] with the same n everywhere; `.wait()` gives uint8 [size, n]."""
+        return self._gathers.start(payload)
+
+    def gather(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """uint8 [n] of every rank, in rank order: uint8 [size, n]. Blocks, asleep."""
+        return self._gathers.start(payload).wait()
+
+    def close(self) -> None:
+        """Ends every connection and thread of the group; always returns. Idempotent."""
+        closers, self._closers = self._closers, []
+        for close in closers:
+            close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def connect(
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    options: CommOptions | None = None,
+    choose: Callable[[int], str] | None = None,
+) -> Communicator:
+    """This rank's Communicator. All ranks of the job call it at once with their own group's layout, whose ranks must be
+    contiguous (Megatron's grid knows no other). `choose`: message bytes -> flat, exchange, two_level or doubling, for
+    collective auto. Raises MeshError, RuntimeError or ValueError naming what does not fit."""
+    options = options or CommOptions()
+    ranks = layout.ranks
+    if ranks != tuple(range(ranks[0], ranks[0] + layout.size)):
+        raise ValueError(f"the group's ranks {ranks} are not contiguous: map ranks to nodes in order")
+    rank = ranks.index(bootstrap.rank)
+    backend = options.backend
+    if backend == "auto":
+        backend = "native" if transport.available() else "gloo"
+    native = backend == "native"
+    small, chunk = (options.small_bytes, options.chunk_bytes) if native else (4096, 4096)
+    segment = transport.segment_bytes(layout.size, layout.per_node, small, chunk) if native else 4096
+    mesh = connect_mesh(bootstrap, layout, options.address, segment, options.secret, options.connect_timeout_s)
+    ledger = Ledger()
+    plans = PlanChannel(rank, mesh.plan)
+    closers: list[Callable[[], None]] = [plans.close]
+    groups, subgroups = None, dict[str, Any]()
+    try:
+        if options.process_groups or backend in ("gloo", "nccl"):
+            groups, subgroups, end = _process_groups(bootstrap, layout, options, backend)
+            closers.append(end)
+        all_reduce: Collective
+        gathers: Gather
+        if native:
+            core = transport.Transport(
+                mesh,
+                layout,
+                bootstrap.rank,
+                small,
+                chunk,
+                _spin(options, layout),
+                options.timeout_s,
+                options.cpu,
+            )
+            closers.insert(0, core.close)
+            link = "net" if len(layout.nodes) > 1 else "node"
+            ledger.add_source(lambda: core.entries(lambda _: link), core.records)
+            all_reduce = transport.NativeCollective(core, _strategy(options, layout, choose))
+            gathers = transport.NativeGather(core, layout.size)
+            set_timeout = core.set_timeout
+        else:
+            mesh.close_data()
+            from .backends import other_backend
+
+            all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger)
+            closers.insert(0, end)
+        if options.emulation is not None:
+            all_reduce = Emulated(all_reduce, options.emulation, ledger)
+        if not options.overlap:
+            all_reduce = Blocking(all_reduce)
+    except BaseException:
+        for close in closers:
+            close()
+        raise
+    return Communicator(
+        rank, layout, backend, all_reduce, gathers, plans, ledger, groups, subgroups, closers, set_timeout
+    )
+
+
+def _spin(options: CommOptions, layout: GroupLayout) -> float:
+    if options.spin_us is not None:
+        return options.spin_us
+    return 20.0 if layout.per_node * 2 <= len(os.sched_getaffinity(0)) else 0.0
+
+
+def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int], str] | None) -> Callable[[int], str]:
+    """Message bytes -> the transport's strategy. Above small_bytes everything is the two-level pipeline."""
+    spans = len(layout.nodes) > 1 and layout.per_node > 1
+    names = {"flat": "exchange", "exchange": "exchange", "two_level": "two_level", "doubling": "doubling"}
+    if options.collective == "doubling" and (layout.per_node > 1 or layout.size & (layout.size - 1)):
+        raise ValueError(
+            f"collective: doubling needs one rank on each of 2, 4, 8, … nodes, not {len(layout.nodes)} x "
+            f"{layout.per_node}: use auto or two_level"
+        )
+
+    def strategy(size: int) -> str:
+        if size > options.small_bytes:
+            return "pipeline"
+        if options.collective == "emulated":
+            return "exchange"
+        if options.collective != "auto":
+            return names[options.collective]
+        if choose is not None:
+            return names[choose(size)]
+        # Whole vectors to everyone save a hop through a communication thread; node sums save per_node times the bytes.
+        return "two_level" if spans and size * layout.per_node > (16 << 10) else "exchange"
+
+    return strategy
+
+
+def _process_groups(
+    bootstrap: Bootstrap, layout: GroupLayout, options: CommOptions, backend: str
+) -> tuple[Any, dict[str, Any], Callable[[], None]]:
+    """Megatron-core's view of the job: a HyperCommGrid over (intra, rail, replica) and the collection that its layers
+    take. torch.distributed is initialised if nobody did, and then ended with the Communicator."""
+    import torch.distributed as dist
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.hyper_comm_grid import HyperCommGrid
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+    world = bootstrap.size
+    if world % layout.size:
+        raise ValueError(f"{world} ranks do not divide into groups of {layout.size}")
+    torch_backend = "nccl" if backend == "nccl" else "gloo"
+    wait = timedelta(seconds=options.connect_timeout_s)
+    mine = not dist.is_initialized()
+    with _gloo_interface(options.address):
+        if mine:
+            store: Any
+            if bootstrap.rank == 0:
+                store = open_store(options.address, 0, True, options.connect_timeout_s)
+                place = struct.pack("<H", store.port) + options.address.encode()
+                bootstrap.all_gather(place)
+            else:
+                place = bootstrap.all_gather(b"")[0]
+                store = open_store(
+                    place[2:].decode(), struct.unpack("<H", place[:2])[0], False, options.connect_timeout_s
+                )
+            dist.init_process_group(torch_backend, store=store, rank=bootstrap.rank, world_size=world, timeout=wait)
+        try:
+            shape = [layout.per_node, len(layout.nodes), world // layout.size]
+            grid = HyperCommGrid(shape, ["intra", "rail", "replica"], backend=torch_backend)
+            tp = grid.create_pg(["intra", "rail"], timeout=wait)
+            subgroups = {"intra": grid.create_pg("intra", timeout=wait), "rail": grid.create_pg("rail", timeout=wait)}
+        except BaseException:
+            if mine:
+                dist.destroy_process_group()
+            raise
+    return ProcessGroupCollection(tp=tp), subgroups, dist.destroy_process_group if mine else lambda: None
+
+
+@contextmanager
+def _gloo_interface(address: str) -> Iterator[None]:
+    """gloo takes its interface from the environment alone, while its groups are made."""
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    os.environ[name] = interface_of(address)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def interface_of(address: str) -> str:
+    """The network interface that holds an IPv4 address. Raises ValueError naming those that there are."""
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(s, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            found[socket.inet_ntoa(answer[20:24])] = name
+    if address.startswith("127."):
+        return found.get("127.0.0.1", "lo")
+    if address not in found:
+        raise ValueError(f"no interface here has the address {address}: there are {found}")
+    return found[address]
+
+
+__all__ = ["CommOptions", "Communicator", "Emulation", "MpiBootstrap", "connect"]

@@ -1,0 +1,89 @@
+"""Accounts of every collective: how long it was in flight, how long somebody waited for it. What was in flight and not
+waited for was hidden. Backends write (or count in C and are read here), metrics and `run` read; knows no tensors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+HISTORY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Sums over one kind of collective. `op`: all_reduce or gather. `link`: the slowest link it crossed: node (shared
+    memory), net, or "emulated …". Seconds are as one rank saw them: in flight runs from start until the result was
+    there (where only the kernel knows when it came: until it was asked for), waited is the part inside `wait`."""
+
+    op: str
+    strategy: str
+    link: str
+    count: int
+    bytes: int
+    in_flight_s: float
+    waited_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        return max(0.0, self.in_flight_s - self.waited_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One collective. `start_s` is on CLOCK_MONOTONIC."""
+
+    seq: int
+    op: str
+    strategy: str
+    bytes: int
+    start_s: float
+    in_flight_s: float
+    waited_s: float
+
+
+class Ledger:
+    """One group's accounts on one rank."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+        self._history: deque[Record] = deque(maxlen=HISTORY)
+        self._sources: list[tuple[Callable[[], Iterable[Entry]], Callable[[], Iterable[Record]]]] = []
+        self._seq = 0
+
+    def add_source(self, entries: Callable[[], Iterable[Entry]], records: Callable[[], Iterable[Record]]) -> None:
+        """A backend that keeps its own counts."""
+        self._sources.append((entries, records))
+
+    def add(self, op: str, strategy: str, link: str, size: int, start: float, arrived: float, asked: float) -> None:
+        """Enters one collective whose wait ends now. All times from `time.monotonic`; `arrived`: when the result was
+        there (now or later than now if the caller cannot tell), `asked`: when `wait` was called. `size` in bytes."""
+        now = time.monotonic()
+        waited = now - asked
+        in_flight = max(0.0, min(arrived, asked) - start) + waited
+        sums = self._sums[op, strategy, link]
+        sums[0] += 1
+        sums[1] += size
+        sums[2] += in_flight
+        sums[3] += waited
+        self._history.append(Record(self._seq, op, strategy, size, start, in_flight, waited))
+        self._seq += 1
+
+    def entries(self) -> list[Entry]:
+        """The sums so far. They only grow: two calls subtract to what happened between them."""
+        own = [Entry(*key, int(n), int(size), flight, wait) for key, (n, size, flight, wait) in self._sums.items()]
+        return own + [e for source, _ in self._sources for e in source() if e.count]
+
+    def history(self) -> list[Record]:
+        """The last collectives (at most HISTORY of each backend), oldest first."""
+        out = list(self._history) + [r for _, source in self._sources for r in source()]
+        return sorted(out, key=lambda record: record.start_s)
+
+
+def overlap_ratio(entries: Iterable[Entry]) -> float:
+    """Hidden seconds / seconds in flight, 1.0 where nothing was in flight."""
+    listed = list(entries)
+    flight = sum(e.in_flight_s for e in listed)
+    return sum(e.hidden_s for e in listed) / flight if flight else 1.0

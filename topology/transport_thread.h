@@ -1,0 +1,242 @@
+/* The communication thread: large messages in chunks through both levels, and recursive doubling. It sleeps in epoll;
+ * sockets, the node's other ranks (one byte on their socket) and this process (an eventfd) wake it. */
+#ifndef LADDERTRON_TRANSPORT_THREAD_H
+#define LADDERTRON_TRANSPORT_THREAD_H
+
+#include "transport_net.h"
+#include "transport_reduce.h"
+
+static void lt_op_done(lt_op *op) {
+    atomic_store(&op->done_ns, lt_now());
+    atomic_store(&op->done, 1);
+    lt_futex_wake(&op->done);
+}
+
+static lt_op *lt_chunk_op(lt_comm *c, uint64_t chunk) {
+    uint64_t queued = atomic_load(&c->queued);
+    for (uint64_t i = c->taken; i < queued; i++) {
+        lt_op *op = &c->ops[c->queue[i % LT_SLOTS] % LT_SLOTS];
+        if (op->strategy == LT_PIPELINE && chunk >= op->first_chunk && chunk < op->first_chunk + op->chunks) return op;
+    }
+    return NULL;
+}
+
+/* Elements of a chunk, and of this rank's slice of it, counted from the chunk's first element. */
+static size_t lt_chunk_span(lt_comm *c, lt_op *op, uint64_t chunk, size_t *first, size_t *slice, size_t *slice_count) {
+    size_t each = c->chunk / lt_width(op->dtype), k = (size_t)(chunk - op->first_chunk);
+    size_t count = op->count - k * each < each ? op->count - k * each : each;
+    size_t n = (size_t)c->per_node, l = (size_t)c->local;
+    *first = k * each;
+    *slice = count * l / n;
+    *slice_count = count * (l + 1) / n - *slice;
+    return count;
+}
+
+#define LT_LEAST(name)                                                              \
+    static uint64_t lt_least_##name(lt_comm *c) {                                   \
+        uint64_t least = UINT64_MAX;                                                \
+        for (int l = 0; l < c->per_node; l++) {                                     \
+            uint64_t v = atomic_load(&c->stages[l].name);                           \
+            if (v < least) least = v;                                               \
+        }                                                                           \
+        return least;                                                               \
+    }
+LT_LEAST(published)
+LT_LEAST(reduced)
+LT_LEAST(finished)
+LT_LEAST(consumed)
+
+/* Reduces this rank's slice of a chunk over the node; with one node that is the result, else it goes to the rail. */
+static int lt_chunk_reduce(lt_comm *c, lt_op *op) {
+    const void *in[LT_MAX_RANKS];
+    size_t first, slice, count, width = lt_width(op->dtype);
+    lt_chunk_span(c, op, c->red, &first, &slice, &count);
+    for (int l = 0; l < c->per_node; l++) in[l] = lt_ring_in(c, l, c->red);
+    if (c->nodes == 1) {
+        lt_sum(in, c->per_node, slice, count, lt_ring_out(c, c->red) + slice * width, op->dtype);
+        return 0;
+    }
+    char *mine = c->send_ring + (c->red % LT_RING) * c->chunk;
+    lt_sum(in, c->per_node, slice, count, mine, op->dtype);
+    lt_frame head = {LT_MAGIC, LT_F_CHUNK, (uint8_t)op->dtype, 0, 0, c->red, 0, (uint32_t)(count * width)};
+    for (int k = 1; k < c->nodes; k++) {
+        int node = (c->node + k) % c->nodes;
+        if (lt_send(c, node * c->per_node + c->local, &head, mine, &c->rail_sent[node])) return -1;
+    }
+    return 0;
+}
+
+static int lt_rails_ready(lt_comm *c, uint64_t chunk) {
+    for (int n = 0; n < c->nodes; n++)
+        if (n != c->node && (atomic_load(&c->rail_got[n]) <= chunk || atomic_load(&c->rail_sent[n]) <= chunk)) return 0;
+    return 1;
+}
+
+static void lt_chunk_finish(lt_comm *c, lt_op *op) {
+    const void *in[LT_MAX_RANKS];
+    size_t first, slice, count;
+    lt_chunk_span(c, op, c->fin, &first, &slice, &count);
+    for (int n = 0; n < c->nodes; n++)
+        in[n] = n == c->node ? c->send_ring + (c->fin % LT_RING) * c->chunk : lt_rail_ring(c, n, c->fin);
+    lt_sum(in, c->nodes, 0, count, lt_ring_out(c, c->fin) + slice * lt_width(op->dtype), op->dtype);
+}
+
+/* Takes chunks as far through the stages as they will go. 1: something moved. */
+static int lt_pipeline(lt_comm *c) {
+    int moved = 0;
+    lt_op *op;
+    lt_stage *me = lt_my_stage(c);
+    for (int again = 1; again && atomic_load(&c->error) == 0;) {
+        again = 0;
+        size_t first, slice, count;
+        if (lt_least_reduced(c) + LT_RING > c->pub && (op = lt_chunk_op(c, c->pub))) {
+            size_t width = lt_width(op->dtype), all = lt_chunk_span(c, op, c->pub, &first, &slice, &count);
+            memcpy(lt_ring_in(c, c->local, c->pub), (char *)op->x + first * width, all * width);
+            atomic_store(&me->published, ++c->pub);
+            again = 1;
+        }
+        uint64_t room = c->nodes == 1 ? lt_least_consumed(c) : c->fin;
+        if (lt_least_published(c) > c->red && room + LT_RING > c->red && (op = lt_chunk_op(c, c->red))) {
+            if (lt_chunk_reduce(c, op)) return 1;
+            atomic_store(&me->reduced, ++c->red);
+            if (c->nodes == 1) atomic_store(&me->finished, atomic_fetch_add(&c->fin, 1) + 1);
+            again = 1;
+        }
+        if (c->nodes > 1 && c->red > c->fin && lt_rails_ready(c, c->fin) &&
+            lt_least_consumed(c) + LT_RING > c->fin && (op = lt_chunk_op(c, c->fin))) {
+            lt_chunk_finish(c, op);
+            atomic_store(&me->finished, atomic_fetch_add(&c->fin, 1) + 1);
+            again = 1;
+        }
+        if (lt_least_finished(c) > c->out && (op = lt_chunk_op(c, c->out))) {
+            size_t width = lt_width(op->dtype), all = lt_chunk_span(c, op, c->out, &first, &slice, &count);
+            memcpy((char *)op->x + first * width, lt_ring_out(c, c->out), all * width);
+            atomic_store(&me->consumed, ++c->out);
+            if (c->out == op->first_chunk + op->chunks) lt_op_done(op);
+            again = 1;
+        }
+        if (again) {
+            moved = 1;
+            lt_wake_node(c);
+        }
+    }
+    return moved;
+}
+
+/* Recursive doubling: log2(size) exchanges; both partners add the same two numbers, so the sums stay bitwise equal. */
+static int lt_doubling(lt_comm *c, lt_op *op) {
+    int moved = 0, steps = 0, slot = (int)(op->seq % LT_SLOTS);
+    char *partial = c->partial + (size_t)slot * c->small;
+    while (1 << steps < c->size) steps++;
+    while (op->step < steps && atomic_load(&c->error) == 0) {
+        int partner = c->rank ^ (1 << op->step);
+        if (op->sent_step == op->step) {
+            lt_frame head = {LT_MAGIC, LT_F_STEP, (uint8_t)op->dtype, 0, (uint8_t)op->step, op->seq, 0,
+                             (uint32_t)op->bytes};
+            if (op->step == 0) memcpy(partial, op->x, op->bytes);
+            if (lt_send(c, partner, &head, partial, NULL)) return 1;
+            op->sent_step++;
+            moved = 1;
+        }
+        if (c->step_got[slot * 8 + op->step] != op->seq + 1) break;
+        char *theirs = c->steps + ((size_t)slot * 8 + op->step) * c->small;
+        const void *in[2] = {partner < c->rank ? theirs : partial, partner < c->rank ? partial : theirs};
+        lt_sum(in, 2, 0, op->count, partial, op->dtype);
+        op->step++;
+        moved = 1;
+    }
+    if (op->step == steps && !atomic_load(&op->done)) {
+        memcpy(op->x, partial, op->bytes);
+        lt_op_done(op);
+        moved = 1;
+    }
+    return moved;
+}
+
+static int lt_progress(lt_comm *c) {
+    int moved = lt_pipeline(c);
+    uint64_t queued = atomic_load(&c->queued);
+    for (uint64_t i = c->taken; i < queued; i++) {
+        lt_op *op = &c->ops[c->queue[i % LT_SLOTS] % LT_SLOTS];
+        if (op->strategy == LT_DOUBLING && !atomic_load(&op->done)) moved |= lt_doubling(c, op);
+    }
+    while (c->taken < queued && atomic_load(&c->ops[c->queue[c->taken % LT_SLOTS] % LT_SLOTS].done)) c->taken++;
+    return moved;
+}
+
+/* What the thread listens to: always the node's doorbells; the wire only while something of its own is under way or
+ * another rank of the node depends on what arrives here. Otherwise the waiter receives for itself and the thread
+ * sleeps through. */
+static void lt_listen(lt_comm *c, int busy) {
+    int wire = busy || (c->nodes > 1 && c->per_node > 1);
+    pthread_mutex_lock(&c->net);
+    for (int r = 0; r < c->size; r++) {
+        lt_peer *p = &c->peers[r];
+        if (r == c->rank) continue;
+        uint32_t in = !p->eof && (p->local || (wire && !p->paused)) ? EPOLLIN : 0;
+        if (p->paused && p->head.seq < c->fin + LT_RING) in = EPOLLIN;
+        lt_watch(c, r, in | (p->first && !p->eof ? EPOLLOUT : 0));
+    }
+    pthread_mutex_unlock(&c->net);
+}
+
+static int lt_receive(lt_comm *c, int rank) {
+    lt_peer *p = &c->peers[rank];
+    if (!p->local) return lt_pump(c, rank);
+    char bells[256];
+    ssize_t n = recv(p->fd, bells, sizeof bells, MSG_DONTWAIT);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) p->eof = 1;
+    return 0;
+}
+
+static void *lt_thread(void *arg) {
+    lt_comm *c = arg;
+    lt_stage *me = lt_my_stage(c);
+    struct epoll_event events[64];
+    int64_t closing_ns = 0;
+    for (;;) {
+        while (lt_progress(c)) {}
+        int busy = atomic_load(&c->queued) != c->taken, unsent = 0;
+        lt_listen(c, busy);
+        if (atomic_load(&c->closing)) {
+            pthread_mutex_lock(&c->net);
+            for (int r = 0; r < c->size; r++) unsent |= r != c->rank && c->peers[r].first && !c->peers[r].eof;
+            pthread_mutex_unlock(&c->net);
+            if (!closing_ns) closing_ns = lt_now();
+            if (!unsent || atomic_load(&c->error) || lt_now() - closing_ns > 1000000000LL) break;
+        }
+        atomic_store(&me->asleep, 1);
+        atomic_store(&c->asleep, 1);
+        if (lt_progress(c)) { /* something came between the last look and lying down */
+            atomic_store(&me->asleep, 0);
+            atomic_store(&c->asleep, 0);
+            continue;
+        }
+        int n = epoll_wait(c->epoll, events, 64, busy || atomic_load(&c->closing) ? 50 : -1);
+        atomic_store(&me->asleep, 0);
+        atomic_store(&c->asleep, 0);
+        int arrived = 0;
+        pthread_mutex_lock(&c->net);
+        for (int i = 0; i < n; i++) {
+            uint32_t rank = events[i].data.u32;
+            if (rank == UINT32_MAX) {
+                uint64_t count;
+                if (read(c->bell, &count, 8) < 0) continue;
+                continue;
+            }
+            if (events[i].events & EPOLLOUT) lt_flush(c, (int)rank);
+            if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) arrived |= lt_receive(c, (int)rank);
+            if (events[i].events & (EPOLLHUP | EPOLLERR)) { /* epoll would report it for ever */
+                epoll_ctl(c->epoll, EPOLL_CTL_DEL, c->peers[rank].fd, NULL);
+                c->peers[rank].hung_up = 1;
+            }
+        }
+        for (int r = 0; r < c->size; r++) /* what had come before the end is still to be read */
+            if (r != c->rank && c->peers[r].hung_up && !c->peers[r].eof) arrived |= lt_receive(c, r);
+        pthread_mutex_unlock(&c->net);
+        if (arrived && atomic_load(&c->main_polls)) lt_ring(c->main_bell);
+    }
+    return NULL;
+}
+
+#endif
