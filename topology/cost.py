@@ -133,7 +133,8 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
         return Terms(1, 1 - abroad, (inside - 1) * whole, abroad, (size - inside) * whole * share)
     if strategy == "doubling":
         rounds, across = int(log2(inside)), int(log2(nodes))
-        return Terms(1, rounds, rounds * whole, across, across * whole * share)
+        calls = rounds + across if backend == "nccl" else 1  # there each round is a kernel of its own
+        return Terms(calls, rounds, rounds * whole, across, across * whole * share)
     if strategy == "two_level_latency":
         return Terms(2, 1, (inside - 1) * whole, 1, (nodes - 1) * whole * share)
     part = whole / inside
@@ -184,19 +185,27 @@ def price(regime: Regime, t: Terms) -> float | None:
 
 def predict(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> float:
     """Seconds of one all-reduce. Raises ValueError if the strategy is not possible or its links have no price."""
-    t = terms(costs.backend, shape, strategy, nbytes)
-    prices = [p for regime in costs.of(strategy) if (p := price(regime, t)) is not None]
-    if not prices:
+    seconds = _cheapest(costs, shape, strategy, nbytes)
+    if seconds is None:
         raise ValueError(f"no price of {strategy} on {shape.nodes} nodes x {shape.per_node}: measure it first")
-    return min(prices)
+    return seconds
 
 
 def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy] = STRATEGIES) -> tuple[Strategy, float]:
-    """The cheapest of the allowed strategies and its seconds; of equals the first."""
-    priced = [(s, predict(costs, shape, s, nbytes)) for s in allowed if possible(s, shape)]
-    if not priced:
-        raise ValueError(f"none of {', '.join(allowed)} is possible on {shape.nodes} nodes x {shape.per_node} ranks")
-    return min(priced, key=lambda pair: pair[1])
+    """The cheapest of the allowed strategies and its seconds; of equals the first. Raises ValueError if none of them
+    is possible on this layout, or has a price."""
+    priced = [(s, _cheapest(costs, shape, s, nbytes)) for s in allowed if possible(s, shape)]
+    known = [(s, seconds) for s, seconds in priced if seconds is not None]
+    if not known:
+        raise ValueError(
+            f"none of {', '.join(allowed)} is possible and priced on {shape.nodes} nodes x {shape.per_node} ranks"
+        )
+    return min(known, key=lambda pair: pair[1])
+
+
+def _cheapest(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> float | None:
+    t = terms(costs.backend, shape, strategy, nbytes)
+    return min((p for regime in costs.of(strategy) if (p := price(regime, t)) is not None), default=None)
 
 
 def shape_of(fabric: Fabric, placement: Placement, group: int = 0) -> Shape:

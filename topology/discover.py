@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .fabric import Device, Fabric, Hca, Link, Node, NumaNode, format_cpus, layered, parse_cpus
+from .fabric import Device, Fabric, Hca, Link, Node, NumaNode, format_cpus, parse_cpus
 from .interfaces import addresses
 from .nvml import Gpus, gpus, load_nvml
-from .reading import ReadError, build, parse, unbuild
+from .reading import ReadError, build, layered, parse, unbuild
 from .sysfs import Sysfs, cpu_name, hcas, memory_bytes, nics, numa_nodes, pci_numa, pci_path
 
 AllGather = Callable[[bytes], list[bytes]]
 """Every rank's bytes, in rank order, on every rank."""
 
-MAX_NODE_BYTES = 4 << 20
+MAX_NODE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

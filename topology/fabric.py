@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .reading import ReadError, build, header, read_file, unbuild
+from .reading import ReadError, build, header, layered, read_file, unbuild, write_file
 
 KIND, VERSION = "laddertron.fabric", 1
 MAX_CPUS = 1 << 16
@@ -231,7 +231,7 @@ class Fabric:
         return layered({"kind": KIND, "version": VERSION, **unbuild(self)})
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        write_file(path, self.to_json() + "\n")
 
 
 def from_json(data: object) -> Fabric:
@@ -283,18 +283,6 @@ def differences(made_for: tuple[dict[str, str], ...], fabric: Fabric) -> list[st
             if there.get(key) != now.get(key):
                 found.append(f"{key}: {there.get(key, 'not recorded')} there, {now.get(key, 'not recorded')} here")
     return list(dict.fromkeys(found))
-
-
-def layered(value: object, depth: int = 0) -> str:
-    """JSON for people: objects and lists are opened over lines until what is in them fits one."""
-    flat = json.dumps(value, ensure_ascii=False)
-    if len(flat) + 2 * depth <= 118 or not isinstance(value, (dict, list)) or not value:
-        return flat
-    inner, outer = "  " * (depth + 1), "  " * depth
-    if isinstance(value, dict):
-        lines = [f"{inner}{json.dumps(key)}: {layered(item, depth + 1)}" for key, item in value.items()]
-        return "{\n" + ",\n".join(lines) + f"\n{outer}}}"
-    return "[\n" + ",\n".join(inner + layered(item, depth + 1) for item in value) + f"\n{outer}]"
 
 
 def _tally(counts: Counter[str]) -> str:

@@ -10,6 +10,8 @@ import dataclasses
 import difflib
 import json
 import math
+import os
+import tempfile
 import types
 import typing
 from pathlib import Path
@@ -35,6 +37,23 @@ def read_file(path: Path) -> Any:
         return parse(data)
     except ReadError as error:
         raise ReadError(f"{path}: {error}") from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes `text` whole or not at all: a reader sees the old file or the new one. Raises OSError."""
+    with tempfile.NamedTemporaryFile(
+        "w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False
+    ) as f:
+        temporary = Path(f.name)
+        try:
+            f.write(text)
+            f.flush()
+            os.fchmod(f.fileno(), 0o644)
+            os.fsync(f.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def parse(data: bytes) -> Any:
@@ -102,6 +121,18 @@ def unbuild(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: unbuild(item) for key, item in value.items()}
     return value
+
+
+def layered(value: object, depth: int = 0) -> str:
+    """JSON for people: objects and lists are opened over lines until what is in them fits one."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if len(flat) + 2 * depth <= 118 or not isinstance(value, (dict, list)) or not value:
+        return flat
+    inner, outer = "  " * (depth + 1), "  " * depth
+    if isinstance(value, dict):
+        lines = [f"{inner}{json.dumps(key)}: {layered(item, depth + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{outer}}}"
+    return "[\n" + ",\n".join(inner + layered(item, depth + 1) for item in value) + f"\n{outer}]"
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:

@@ -1,0 +1,257 @@
+"""What preflight measures and how it judges, without doing either: data in, findings out. Pure.
+
+`launchers/commands/preflight.py` has the effects: it runs the `Plan`, gathers a `RankReport` from every rank and hands
+both here. A finding names the culprit, what is wrong and the mend.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .cost import STRATEGIES, Shape, Strategy, possible
+from .fit import Fit
+from .identity import Launcher
+from .mapping import mapping_option
+from .placement import Placement
+
+SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
+"""32 KiB to 8 MiB, doubling."""
+
+MAX_SKEW_S = 0.5
+SLOW_RANK = 1.15
+"""A rank whose matmul takes this many times the median is a culprit."""
+SLOW_LINK = 1.5
+"""A link whose round trip or transfer takes this many times the median of its class is one."""
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two ranks to send between. `rail` is the HCA's place on its nodes for pairs of different nodes, else None."""
+
+    a: int
+    b: int
+    rail: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """In `rounds`, pairs measured at once: no rank stands twice in one. `sweep` is every (strategy, bytes)."""
+
+    rounds: tuple[tuple[Pair, ...], ...]
+    sweep: tuple[tuple[Strategy, int], ...]
+
+
+def plan(placement: Placement, shape: Shape, message_bytes: Sequence[int] = (), group: int = 0) -> Plan:
+    """Neighbours inside every node, then each rail from every node to the next; every possible strategy over the
+    model's own message sizes and 32 KiB to 8 MiB."""
+    layout = placement.groups[group]
+    pairs = [Pair(node[i], node[i + 1]) for node in layout.nodes for i in range(len(node) - 1)]
+    if len(layout.nodes) > 1:
+        for rail, ranks in enumerate(layout.rails):
+            around = zip(ranks, ranks[1:] + ranks[:1] if len(ranks) > 2 else ranks[1:], strict=False)
+            pairs += [Pair(a, b, rail) for a, b in around]
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        busy = (r for r in rounds if not any({pair.a, pair.b} & {p.a, p.b} for p in r))
+        same = (r for r in busy if (r[0].rail is None) == (pair.rail is None))
+        fitting = next(same, None)
+        if fitting is None:
+            rounds.append([pair])
+        else:
+            fitting.append(pair)
+    sizes = sorted({*message_bytes, *SWEEP_BYTES})
+    sweep = tuple((s, n) for n in sizes for s in STRATEGIES if possible(s, shape))
+    return Plan(tuple(tuple(r) for r in rounds), sweep)
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How a rank's traffic to other nodes goes, and what it would need to go by RDMA. `used`: NET/IB, NET/Socket, or
+    what the backend calls itself; empty where there is one node. `memlock_bytes` None: unlimited."""
+
+    used: str = ""
+    devices: tuple[str, ...] = ()
+    memlock_bytes: int | None = None
+    library: str = ""
+    shm_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank says of itself. `versions`: nccl, cuda, driver, laddertron, torch, …; `clock_s` is unix time at a
+    barrier, `matmul_s` a short matmul's median."""
+
+    rank: int
+    hostname: str
+    versions: dict[str, str]
+    config_digest: str
+    transport: Transport
+    clock_s: float
+    matmul_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime:
+    """A pair's measured one-way latency (half a round trip of few bytes) and bytes/s."""
+
+    pair: Pair
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    severity: Severity
+    culprit: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.culprit}: {self.message}"
+
+
+def judge(
+    reports: Sequence[RankReport],
+    links: Sequence[LinkTime] = (),
+    fitted: Fit | None = None,
+    require_transport: str = "any",
+) -> tuple[Finding, ...]:
+    """Everything that is wrong, errors first. Preflight's exit code is non-zero if any finding is an error."""
+    found = [
+        *_versions(reports),
+        *_transports(reports, require_transport),
+        *_clocks(reports),
+        *_slow_ranks(reports),
+        *_slow_links(reports, links),
+        *_unexplained(fitted),
+    ]
+    return tuple(sorted(found, key=lambda f: f.severity != "error"))
+
+
+def misplaced(placement: Placement, message: str, launcher: Launcher) -> Finding:
+    """A placement that the launcher did not follow (see mapping.verify), as a finding."""
+    text = (
+        message
+        if mapping_option(placement, launcher) in message
+        else f"{message}. {mapping_option(placement, launcher)}"
+    )
+    return Finding("error", "launcher", text)
+
+
+def _versions(reports: Sequence[RankReport]) -> list[Finding]:
+    found = []
+    facts: list[tuple[str, Callable[[RankReport], str]]] = [("config", lambda r: r.config_digest)]
+    for name in sorted({name for r in reports for name in r.versions}):
+        facts.append((name, lambda r, name=name: r.versions.get(name, "none")))  # type: ignore[misc]
+    for name, read in facts:
+        counts = Counter(read(r) for r in reports)
+        if len(counts) < 2:
+            continue
+        usual = counts.most_common(1)[0][0]
+        odd = [r for r in reports if read(r) != usual]
+        found.append(
+            Finding(
+                "error",
+                _who(odd),
+                f"{name} is {', '.join(sorted({read(r) for r in odd}))}, on the others {usual}: "
+                + ("start all ranks with one file" if name == "config" else f"install one {name} on every node"),
+            )
+        )
+    return found
+
+
+def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
+    if require != "ib":
+        wrong = [r for r in reports if require == "socket" and "IB" in r.transport.used]
+        if not wrong:
+            return []
+        return [Finding("error", _who(wrong), "traffic goes by NET/IB, parallel.require_transport is socket")]
+    found = []
+    for r in reports:
+        if not r.transport.used or r.transport.used == "NET/IB":
+            continue
+        lacks = []
+        if not r.transport.devices:
+            lacks.append("no /dev/infiniband device (in a container: mount it)")
+        if r.transport.memlock_bytes is not None and r.transport.memlock_bytes < 1 << 30:
+            kib = r.transport.memlock_bytes >> 10
+            lacks.append(f"memlock is limited to {kib} KiB (ulimit -l unlimited; in a container: IPC_LOCK)")
+        if not r.transport.library:
+            lacks.append("libibverbs is not installed")
+        why = (
+            "; ".join(lacks) or "devices, memlock and libibverbs are there: is the port active, is NCCL_IB_DISABLE set?"
+        )
+        found.append(
+            Finding("error", _who([r]), f"traffic goes by {r.transport.used}, parallel.require_transport is ib: {why}")
+        )
+    return found
+
+
+def _clocks(reports: Sequence[RankReport]) -> list[Finding]:
+    if len(reports) < 2:
+        return []
+    middle = sorted(r.clock_s for r in reports)[len(reports) // 2]
+    return [
+        Finding("warning", _who([r]), f"its clock is {r.clock_s - middle:+.1f} s off the others': run chrony or ntpd")
+        for r in reports
+        if abs(r.clock_s - middle) > MAX_SKEW_S
+    ]
+
+
+def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
+    times = sorted(r.matmul_s for r in reports)
+    middle = times[(len(times) - 1) // 2] if times else 0.0
+    return [
+        Finding(
+            "error",
+            _who([r]),
+            f"a matmul takes {r.matmul_s * 1e3:.2f} ms, {r.matmul_s / middle:.2f} times the median: every step waits "
+            "for it: look at its clocks, power limit, temperature and neighbours",
+        )
+        for r in reports
+        if middle > 0 and r.matmul_s > SLOW_RANK * middle
+    ]
+
+
+def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> list[Finding]:
+    host = {r.rank: r.hostname for r in reports}
+    found = []
+    for across in (False, True):
+        alike = [k for k in links if (k.pair.rail is not None) == across]
+        if len(alike) < 2:
+            continue
+        latency = sorted(k.latency_s for k in alike)[(len(alike) - 1) // 2]
+        rate = sorted(k.bytes_per_s for k in alike)[len(alike) // 2]
+        for k in alike:
+            what = []
+            if k.latency_s > SLOW_LINK * latency:
+                what.append(f"latency {k.latency_s * 1e6:.1f} us, others {latency * 1e6:.1f} us")
+            if k.bytes_per_s * SLOW_LINK < rate:
+                what.append(f"{k.bytes_per_s / 1e9:.1f} GB/s, others {rate / 1e9:.1f} GB/s")
+            if what:
+                rail = f" on rail {k.pair.rail}" if across else ""
+                ends = f"link {host.get(k.pair.a, '?')} rank {k.pair.a} to {host.get(k.pair.b, '?')} rank {k.pair.b}"
+                found.append(
+                    Finding("error", ends + rail, f"{'; '.join(what)}: look at cable, port errors and PCIe width")
+                )
+    return found
+
+
+def _unexplained(fitted: Fit | None) -> list[Finding]:
+    if fitted is None or not fitted.outliers:
+        return []
+    worst = fitted.outliers[0]
+    text = (
+        f"{len(fitted.outliers)} of {len(fitted.residuals)} measured all-reduces are beyond what the cost model says, "
+        f"worst {worst.point.strategy} of {worst.point.nbytes} bytes ({worst.relative:+.0%}): is the fabric shared now?"
+    )
+    return [Finding("warning", "cost model", text)]
+
+
+def _who(reports: Sequence[RankReport]) -> str:
+    named = ", ".join(f"rank {r.rank} on {r.hostname}" for r in reports[:4])
+    return f"{named} and {len(reports) - 4} more" if len(reports) > 4 else named
