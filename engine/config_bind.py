@@ -159,7 +159,7 @@ class Binder:
                 values[item.name] = self.section(inner, Table(tree.where, {}), child, required)  # type: ignore[arg-type]
             elif item.default_factory is dataclasses.MISSING:
                 if child not in self.bad:
-                    self.complain(tree.where, child, f"missing: {allowed(known[item.name])} must be given")
+                    self.complain(self.places.get(path, tree.where), child, f"missing: {allowed(known[item.name])} must be given")
                 values[item.name] = required[child]
         result = cls(**values)
         return self._defaults_resolved(result)
@@ -272,7 +272,7 @@ class Binder:
         text = tree.text.replace("_", "") if tree.tag != "str" else tree.text
         if unit is None:
             if base is int:
-                return int(text) if _INT.fullmatch(text) and len(text) < 30 else None
+                return int(text) if tree.tag == "int" and _INT.fullmatch(text) and len(text) < 30 else None
             return float(text) if _FLOAT.fullmatch(text) and len(text) < 60 else None
         amount = _quantity(text, _BYTES if unit == "bytes" else _SECONDS) if len(text) < 60 else None
         if amount is None or base is float or not math.isfinite(amount):

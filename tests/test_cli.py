@@ -1,0 +1,150 @@
+"""The command line's front door: what it lists, how it answers mistakes, and how quickly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from laddertron import __version__
+from laddertron.launchers import cli
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.group, list(words))
+
+
+def write_model(folder: Path, **changes: object) -> None:
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+
+
+def test_help_teaches_by_role_and_lists_only_what_exists() -> None:
+    """Commands stand under what they are for; one whose module is not there is not shown, nor run."""
+    text = invoke("--help").output
+    assert "laddertron check deploy.yaml" in text
+    assert "Plan and deploy" in text
+    assert "check" in text
+    commands = Path(cli.__file__).parent / "commands"
+    for role in cli.ROLES.values():
+        for name in role:
+            assert cli.available(name) == (commands / f"{name}.py").exists()
+    assert not cli.available("os")
+
+
+def test_every_command_teaches() -> None:
+    """Each command that is there has a help text of its own."""
+    for name in cli.group.list_commands(None):  # type: ignore[arg-type]
+        done = invoke(name, "--help")
+        assert done.exit_code == 0, done.output
+        assert len(done.output) > 150
+
+
+def test_version_and_misspelling(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version says which; a slip of the finger is answered with its neighbour and exit code 2."""
+    assert __version__ in invoke("--version").output
+    assert cli.main(["chekc"]) == 2
+    assert "Did you mean 'check'?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "No such command 'xyzzy'" in capsys.readouterr().err
+
+
+def test_a_faulty_config_ends_with_two_and_one_line_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """stderr holds the faults and nothing else: no traceback, no usage."""
+    file = tmp_path / "d.yaml"
+    file.write_text("model: {}\nengine: {max_num_seqs: 0}\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(": ")[1] for line in said.err.splitlines()] == ["model.path", "engine.max_num_seqs"]
+
+
+def test_check_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every shipped config passes --no-model where there are no weights; without the flag the folder is missed."""
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        assert cli.main(["check", str(file), "--no-model"]) == 0
+        assert "OK" in capsys.readouterr().out
+    assert cli.main(["check", str(CONFIGS / "llama-3.1-8b.yaml")]) == 2
+    assert ":3: model.path: /models/Llama-3.1-8B-Instruct: no such folder" in capsys.readouterr().err
+
+
+def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model folder's config.json is held against the deployment: ranks, length, layers, files; each at its line."""
+    write_model(tmp_path / "m")
+    file = tmp_path / "d.yaml"
+    file.write_text(
+        "model:\n  path: ./m\n  max_model_len: 256\n  wiring: hybrid\n  ladder_layers: [0, 2]\n"
+        "parallel:\n  tensor_parallel_size: 3\n  tuning_file: t.json\n",
+        encoding="utf-8",
+    )
+    assert cli.main(["check", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.replace(f"{file}:", "").split(": ")[:2] for line in lines] == [
+        ["8", "parallel.tuning_file"],
+        ["7", "parallel.tensor_parallel_size"],
+        ["3", "model.max_model_len"],
+        ["5", "model.ladder_layers"],
+    ]
+    assert "4 heads % 3 = 1" in lines[1]
+    assert "use 1, 2 or 4" in lines[1]
+    assert cli.main(["check", str(file), "--set", "parallel.tensor_parallel_size=2"]) == 2
+    assert "heads" not in capsys.readouterr().err
+    file.write_text("model: {path: ./m}\nparallel: {tensor_parallel_size: 4}\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 0
+    assert "tp 4 x 1 = 4 ranks" in capsys.readouterr().out
+
+
+def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An architecture that is not computed, or no config.json, is a fault of model.path, on one line."""
+    write_model(tmp_path / "m", model_type="mixtral")
+    (tmp_path / "empty").mkdir()
+    file = tmp_path / "d.yaml"
+    for folder, says in (("m", "mixtral"), ("empty", "config.json")):
+        file.write_text(f"model: {{path: ./{folder}}}", encoding="utf-8")
+        assert cli.main(["check", str(file)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{file}:1: model.path: ")
+        assert says in line
+
+
+def test_check_is_quick_and_imports_no_torch(tmp_path: Path) -> None:
+    """An editor's save hook can call it: well under a second from the shell, without torch or MPI in the process."""
+    write_model(tmp_path / "m")
+    file = tmp_path / "d.yaml"
+    file.write_text("model: {path: ./m}\n", encoding="utf-8")
+    script = (
+        "import sys; from laddertron.launchers.cli import main; code = main(['check', sys.argv[1]]);"
+        "heavy = {'torch', 'mpi4py', 'numpy', 'megatron', 'transformers'} & set(sys.modules);"
+        "print(sorted(heavy)); sys.exit(code)"
+    )
+    times = []
+    for _ in range(3):
+        begun = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=False)
+        times.append(time.monotonic() - begun)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "[]"
+    # half a second on an idle machine; the bound leaves room for a busy one
+    assert min(times) < 2.0

@@ -1,0 +1,88 @@
+"""Which tensor-parallel sizes a model splits over, and what is said where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from laddertron.models.config import ModelConfig, Rope, Wiring
+from laddertron.models.shapes import ShapeError, check_shapes, kv_replication, splits, valid_sizes
+
+
+def model(heads: int, kv_heads: int, ffn: int, wiring: Wiring | None = None) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        num_layers=2,
+        hidden_size=heads * 8,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=8,
+        ffn_size=ffn,
+        vocab_size=101,
+        max_position_embeddings=64,
+        norm_eps=1e-5,
+        rope=Rope(),
+        wiring=wiring or Wiring(("standard", "standard")),
+        dtype="float32",
+    )
+
+
+LLAMA_405B = model(128, 8, 53248)
+LLAMA_8B = model(32, 8, 14336)
+
+
+def test_405b_goes_over_sixteen_ranks_with_each_kv_head_twice() -> None:
+    """8 KV heads on 16 ranks: replicated, not refused; on 4 they are split."""
+    check_shapes(LLAMA_405B, 16)
+    assert kv_replication(LLAMA_405B, 16) == 2
+    assert kv_replication(LLAMA_405B, 8) == kv_replication(LLAMA_405B, 4) == 1
+
+
+@pytest.mark.parametrize("tp", [3, 6])
+def test_refused_with_the_arithmetic_and_sizes_that_suit_the_model(tp: int) -> None:
+    """tp 3 and 6 with 8 KV heads: what does not divide, and only sizes that would do."""
+    with pytest.raises(ShapeError) as caught:
+        check_shapes(LLAMA_8B, tp)
+    text = str(caught.value)
+    assert f"tensor_parallel_size={tp}" in text
+    assert f"32 heads % {tp} = {32 % tp}" in text
+    assert f"FFN 14336 % {tp} = {14336 % tp}" in text
+    assert f"8 KV heads % {tp} = {8 % tp} and {tp} % 8 = {tp % 8}" in text
+    assert text.endswith("use 1, 2, 4, 8, 16 or 32")
+
+
+def test_suggestions_hold_and_are_all() -> None:
+    """Every size that is suggested passes, and every one that is not is refused; odd shapes too."""
+    for heads, kv_heads, ffn in ((12, 4, 36), (9, 3, 27), (14, 2, 4864), (1, 1, 7), (40, 10, 100)):
+        config = model(heads, kv_heads, ffn)
+        for tp in range(1, 2 * heads + 1):
+            if tp in valid_sizes(config):
+                check_shapes(config, tp)
+                assert heads % tp == 0
+                assert ffn % tp == 0
+            else:
+                assert not splits(config, tp)
+                with pytest.raises(ShapeError):
+                    check_shapes(config, tp)
+
+
+def test_ffn_alone_may_refuse() -> None:
+    """4864 = 2^8 x 19 divides by 14 heads' 2 but not by 7 or 14."""
+    assert valid_sizes(model(14, 2, 4864)) == (1, 2)
+
+
+def test_many_sizes_are_shown_around_the_one_asked_for() -> None:
+    """A model with 14 valid sizes names at most 8 of them, on both sides."""
+    config = model(360, 360, 720)
+    with pytest.raises(ShapeError, match=r"use 3, 4, 5, 6, 8, 9, 10 or 12$"):
+        check_shapes(config, 7)
+    with pytest.raises(ShapeError, match="none"):
+        check_shapes(config, 0)
+
+
+def test_desync_weights_belong_to_their_tensor_parallel_size() -> None:
+    """Each rank's residual drifted on its own: another number of ranks is another model."""
+    config = dataclasses.replace(LLAMA_8B, wiring=Wiring(("desync",) * 2, desync_every=2, trained_tp=4))
+    check_shapes(config, 4)
+    with pytest.raises(ShapeError, match="desync-2 weights were trained for 4 ranks"):
+        check_shapes(config, 2)
