@@ -61,13 +61,18 @@ def read_lines(file: BinaryIO, rules: LineRules = LineRules()) -> Iterator[Line]
         elif raw and not raw.isspace():
             line = check_line(raw, number, offset, rules)
             if line.custom_id is not None:
-                key = hashlib.blake2b(line.custom_id.encode(), digest_size=16).digest()
+                key = key_of(line.custom_id)
                 if key in seen:
                     message = f"line {number}: custom_id {show(line.custom_id)} stands on an earlier line too"
                     fault = BadRequest(message, param="custom_id", code="duplicate_custom_id")
                     line = Line(number, offset, length, line.custom_id, line.url, error=fault)
                 seen.add(key)
             yield line
+
+
+def key_of(custom_id: str) -> bytes:
+    """16 bytes that stand for a custom_id where many are remembered."""
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
 def check_line(raw: bytes, number: int = 1, offset: int = 0, rules: LineRules = LineRules()) -> Line:

@@ -1,0 +1,361 @@
+"""`laddertron run`: lines of a file in, answers out, through one EngineJob that is kept fed and never relaunched.
+
+Streams: at most a window of requests is in memory, whatever the file's size. Knows the door (engine/daemon/intake.py
+and its neighbours) and the protocol EngineJob; no HTTP, no MPI, no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from .batchfiles import RunFiles
+from .daemon.answers import Answer, answer_line, fault_line, refusal_line, to_bytes
+from .daemon.intake import MAX_LINE_BYTES, Line, LineRules, key_of, read_lines
+from .daemon.job import EngineJob, JobState, RankReport
+from .daemon.requests import Origin, check_model, encode_prompts, to_requests
+from .daemon.rules import BadRequest
+from .request import ModelLimits, TokensEvent
+from .runview import EXPOSED, HIDDEN, Progress, Snapshot, Summary, mean_growth
+from .text import TextModel
+from .text_pool import Encoder
+
+_READ_AHEAD = 256  # lines parsed and tokenised before there is room for them
+_FLUSH_SECONDS = 0.5
+_LAST_REPORT_SECONDS = 2.5
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """`run_id` goes into the seeds of requests that bring none: the same run, interrupted or not, gives the same
+    answers. `window=None`: four times the engine's max_num_seqs are in flight."""
+
+    served_model_name: str
+    run_id: str = "run-0"
+    window: int | None = None
+    max_line_bytes: int = MAX_LINE_BYTES
+    max_choices: int | None = None
+
+
+_Prompts = list[tuple[int, ...]] | BadRequest
+_Queue = asyncio.Queue[tuple[Line, asyncio.Task[_Prompts]] | None]
+
+
+class _Ended(Exception):
+    """The job can answer nothing more, or the files can hold nothing more."""
+
+
+async def run_batch(
+    job: EngineJob,
+    text: TextModel,
+    encoder: Encoder,
+    files: RunFiles,
+    options: RunOptions,
+    progress: Progress | None = None,
+) -> Summary:
+    """Starts the job, answers every line of `files.input` that is not finished, closes job and files. A bad line is an
+    error line; a job that dies, or a full disk, ends the run with `Summary.reason`, everything counted as answered
+    being in the files. When cancelled it closes both in the same way."""
+    run = _Run(job, text, encoder, files, options, progress)
+    try:
+        try:
+            await job.start(run)
+            await run.go()
+        finally:
+            await job.close()
+    finally:
+        run.close_files()
+    return run.summary()
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One line under way."""
+
+    line: Line
+    answer_id: str
+    answer: Answer
+    choices: int
+
+
+class _Run:
+    """The listener of the job and the tasks that feed it."""
+
+    def __init__(
+        self,
+        job: EngineJob,
+        text: TextModel,
+        encoder: Encoder,
+        files: RunFiles,
+        options: RunOptions,
+        progress: Progress | None,
+    ) -> None:
+        self._job, self._text, self._encoder = job, text, encoder
+        self._files, self._options, self._progress = files, options, progress
+        self._flights: dict[
+            str, _Flight
+        ] = {}  # by engine request id: a line of several prompts stands here several times
+        self._in_flight = self._lost = 0  # choices; requests
+        self._requests = self._ok = self._failed = self._skipped = 0
+        self._prompt_tokens = self._tokens = self._streamed = 0
+        self._phase = "starting"
+        self._over = False
+        self._limits: ModelLimits | None = None
+        self._moved = asyncio.Event()
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._began: float | None = None
+        self._last = self._landed = 0.0  # the last answer: unix seconds, and monotonic
+        self._first_reports: dict[int, RankReport] = {}
+        self._reports: dict[int, RankReport] = {}
+        self._reported = asyncio.Event()
+        self._created = int(time.time())
+
+    # -- what the job tells
+
+    def on_tokens(self, events: list[TokensEvent]) -> None:
+        for event in events:
+            flight = self._flights.get(event.request_id)
+            if flight is None:
+                continue
+            _, stop = flight.answer.take(event)
+            if stop is not None:
+                self._job.stop_choice(stop.request_id, stop.choice, stop.n_tokens)
+            self._streamed += len(event.tokens)
+            if flight.answer.done:
+                self._land(flight)
+        self._show()
+
+    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
+        self._end(reason)
+
+    def on_state(self, state: JobState) -> None:
+        self._phase = state.phase
+        if state.phase in ("failed", "stopped"):
+            self._end(state.reason or f"the job is {state.phase}")
+        self._moved.set()
+        self._show()
+
+    def on_report(self, report: RankReport) -> None:
+        self._reports[report.rank] = report
+        if self._began is None:
+            self._first_reports[report.rank] = report
+        if self._last and all(r.received_at >= self._last for r in self._reports.values()):
+            self._reported.set()
+
+    # -- what the run does
+
+    async def go(self) -> None:
+        """Until every line is answered, or nothing more can be."""
+        try:
+            await self._until_ended(self._answer_all())
+            await self._last_reports()
+        except _Ended:
+            self._lost = len({id(flight) for flight in self._flights.values()})
+        finally:
+            self._over = True  # that a closed job is "stopped" is no failure
+            if self._flush_timer is not None:
+                self._flush_timer.cancel()
+            self._show()
+
+    def close_files(self) -> None:
+        """Never raises: what could not be written does not count, and is the run's reason."""
+        try:
+            self._files.close()
+        except OSError as fault:
+            self._over = False
+            self._end_unwritten(fault)
+
+    def summary(self) -> Summary:
+        hidden, exposed = (mean_growth(name, self._first_reports, self._reports) for name in (HIDDEN, EXPOSED))
+        return Summary(
+            requests=self._requests,
+            ok=self._ok - self._files.answers.unwritten,
+            failed=self._failed - self._files.errors.unwritten,
+            skipped=self._skipped,
+            prompt_tokens=self._prompt_tokens,
+            tokens=self._tokens,
+            seconds=0.0 if self._began is None else max(0.0, self._landed - self._began),
+            hidden_seconds=hidden,
+            exposed_seconds=exposed,
+            reason=self._ended.result() if self._ended.done() else None,
+            lost=self._lost,
+        )
+
+    async def _answer_all(self) -> None:
+        await self._wait_ready()
+        queue: _Queue = asyncio.Queue(_READ_AHEAD)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._read(queue, tasks))
+            tasks.create_task(self._submit_all(queue))
+        while self._flights:
+            await self._move()
+
+    async def _read(self, queue: _Queue, tasks: asyncio.TaskGroup) -> None:
+        rules = LineRules(max_line_bytes=self._options.max_line_bytes)
+        for line in read_lines(self._files.input, rules):
+            self._requests += 1
+            if self._requests % 32 == 0:
+                await asyncio.sleep(0)  # tokens must not wait for a long stretch of bad or finished lines
+            code = None if line.error is None else line.error.code
+            if line.custom_id is not None and code != "duplicate_custom_id" and self._finished(line.custom_id):
+                self._skipped += 1
+            elif line.body is not None:
+                try:
+                    check_model(line.body, self._options.served_model_name)
+                except BadRequest as bad:
+                    self._refuse(line, bad)
+                    continue
+                await queue.put((line, tasks.create_task(_caught(encode_prompts(line.body, self._encoder)))))
+            elif line.error is not None:
+                self._refuse(line, line.error)
+        await queue.put(None)
+
+    async def _submit_all(self, queue: _Queue) -> None:
+        while (item := await queue.get()) is not None:
+            line, encoding = item
+            prompts = await encoding
+            if isinstance(prompts, BadRequest):
+                self._refuse(line, prompts)
+            else:
+                await self._submit(line, prompts)
+
+    async def _submit(self, line: Line, prompts: list[tuple[int, ...]]) -> None:
+        assert self._limits is not None
+        assert line.body is not None
+        assert line.custom_id is not None
+        answer_id = self._answer_id(line)
+        origin = Origin(answer_id, self._options.run_id, line.custom_id, queue=self._options.run_id)
+        try:
+            requests = to_requests(
+                line.body, prompts, self._limits, origin, self._text.eos_ids, self._options.max_choices
+            )
+        except BadRequest as bad:
+            self._refuse(line, bad)
+            return
+        choices = line.body.n * len(requests)
+        window = self._options.window or 4 * self._limits.max_num_seqs
+        while self._in_flight and self._in_flight + choices > window:
+            await self._move()
+        await self._wait_ready()
+        flight = _Flight(line, answer_id, Answer(line.body, requests, self._text, answer_id, self._created), choices)
+        self._in_flight += choices
+        if self._began is None:
+            self._began = time.monotonic()
+        for request in requests:
+            self._flights[request.request_id] = flight
+            self._job.submit(request)
+
+    def _land(self, flight: _Flight) -> None:
+        """A line's answer is complete, or has failed."""
+        assert flight.line.custom_id is not None
+        answer, self._last, self._landed = flight.answer, time.time(), time.monotonic()
+        for request in answer.requests:
+            self._flights.pop(request.request_id, None)
+            if answer.fault is not None:
+                self._job.cancel(request.request_id)
+        self._in_flight -= flight.choices
+        self._prompt_tokens += answer.prompt_tokens
+        self._tokens += answer.completion_tokens
+        if answer.fault is None:
+            self._ok += 1
+            self._write(flight.line, answer_line(flight.line.custom_id, flight.answer_id, answer.response()))
+        else:
+            self._failed += 1
+            self._write(flight.line, fault_line(flight.line.custom_id, flight.answer_id, answer.fault), error=True)
+        self._moved.set()
+
+    def _refuse(self, line: Line, bad: BadRequest) -> None:
+        self._failed += 1
+        self._write(line, refusal_line(line.custom_id, self._answer_id(line), bad, line.number), error=True)
+        self._show()
+
+    def _write(self, line: Line, out: dict[str, Any], error: bool = False) -> None:
+        try:
+            (self._files.errors if error else self._files.answers).append(to_bytes(out))
+        except OSError as fault:
+            self._end_unwritten(fault)
+        if self._flush_timer is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        try:
+            self._files.flush()
+        except OSError as fault:
+            self._end_unwritten(fault)
+
+    def _answer_id(self, line: Line) -> str:
+        """The same for the same line of the same run; unique in a run."""
+        name = f"{self._options.run_id}\0{line.custom_id or ''}\0{line.number}"
+        return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
+
+    def _finished(self, custom_id: str) -> bool:
+        return bool(self._files.finished) and key_of(custom_id) in self._files.finished
+
+    # -- waiting
+
+    async def _wait_ready(self) -> None:
+        while (state := self._job.state).phase != "ready" or (state.limits or self._limits) is None:
+            await self._move()
+        self._limits = state.limits or self._limits
+
+    async def _move(self) -> None:
+        self._moved.clear()
+        await self._moved.wait()
+
+    async def _until_ended(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work` to its end, unless the job ends first: then _Ended."""
+        task = asyncio.create_task(work)
+        try:
+            both: set[asyncio.Future[Any]] = {task, self._ended}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                raise _Ended(self._ended.result())
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _last_reports(self) -> None:
+        """Counters of the last steps arrive with the next heartbeat."""
+        if self._reports and self._last:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._reported.wait(), _LAST_REPORT_SECONDS)
+
+    def _end(self, reason: str) -> None:
+        if not self._ended.done() and not self._over:
+            self._ended.set_result(reason)
+
+    def _end_unwritten(self, fault: OSError) -> None:
+        self._end(f"the output cannot be written: {fault.strerror} ({self._files.answers.path})")
+
+    # -- showing
+
+    def _show(self) -> None:
+        if self._progress is not None:
+            self._progress.update(
+                Snapshot(
+                    phase=self._phase,
+                    total=self._files.total_lines,
+                    skipped=self._skipped,
+                    ok=self._ok,
+                    failed=self._failed,
+                    in_flight=self._in_flight,
+                    tokens=self._streamed,
+                    seconds=0.0 if self._began is None else time.monotonic() - self._began,
+                )
+            )
+
+
+async def _caught(work: Coroutine[Any, Any, list[tuple[int, ...]]]) -> _Prompts:
+    """A refusal is a result here: one bad prompt must not end its task group."""
+    try:
+        return await work
+    except BadRequest as bad:
+        return bad
