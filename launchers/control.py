@@ -31,6 +31,7 @@ SPARE_PEERS = 32
 """Unproven connections beyond one a rank. When more come the oldest is dropped: an honest handshake takes a
 millisecond, one that has waited longest is the likeliest to be idle on purpose."""
 BACKLOG_LIMIT = 256 << 20
+LOGGED_REFUSALS = 20
 
 
 def new_secret() -> bytes:
@@ -67,6 +68,7 @@ class ControlServer:
         self._ranks: dict[int, _Peer] = {}
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
+        self._refused = 0
 
     async def start(self) -> str:
         """Returns the address as host:port. Raises OSError if it cannot listen there."""
@@ -120,8 +122,10 @@ class ControlServer:
     # what peers report
 
     def peer_came(self, peer: _Peer) -> None:
-        while len(self._unproven) >= self.welcome.world_size + SPARE_PEERS:
-            next(iter(self._unproven)).drop("too many connections that have not proved the secret")
+        if len(self._unproven) >= self.welcome.world_size + SPARE_PEERS:
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.drop("too many connections that have not proved the secret")
         self._unproven[peer] = None
 
     def peer_proved(self, peer: _Peer, rank: int) -> None:
@@ -129,14 +133,17 @@ class ControlServer:
             raise FrameError(f"rank {rank} is not one of {self.welcome.world_size}")
         if rank in self._ranks:
             raise FrameError(f"rank {rank} is connected already")
-        del self._unproven[peer]
+        self._unproven.pop(peer, None)
         self._ranks[rank] = peer
 
     def peer_went(self, peer: _Peer, rank: int | None, reason: str) -> None:
         self._unproven.pop(peer, None)
         if rank is None or self._ranks.get(rank) is not peer:
-            if reason:
-                log.warning("control channel: refused %s: %s", peer.where, reason)
+            self._refused += 1  # strangers must not fill the log either
+            level = logging.WARNING if self._refused <= LOGGED_REFUSALS else logging.DEBUG
+            log.log(
+                level, "control channel: refused %s (number %d): %s", peer.where, self._refused, reason or "it left"
+            )
             return
         del self._ranks[rank]
         self._changed.set()

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from .messages import Beat
 
@@ -31,6 +31,21 @@ _CONVINCING: tuple[FailureKind, ...] = (
     "launcher_exit",
     "stuck",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailure:
+    """Why a launch ended, for the log, the metrics and the bundle."""
+
+    kind: FailureKind
+    reason: str
+    rank: int | None = None
+    node: str | None = None
+    collective: str = ""
+    """What the rank to blame last waited in, or the collective it had started last."""
+    exit_code: int | None = None
+    output: tuple[str, ...] = ()
+    dumps: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

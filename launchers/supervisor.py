@@ -20,9 +20,12 @@ from typing import Any
 
 from ..engine.daemon.job import JobListener, JobPhase, JobState, RankReport
 from ..engine.request import ModelLimits, Request, TokensEvent
-from .detect import RestartPolicy
-from .job_launch import JobFailure, JobOptions, Launch, LaunchCommand
+from .detect import Evidence, JobFailure, RestartPolicy
+from .job_launch import JobOptions, Launch, LaunchCommand
 from .messages import Beat, Cancel, Drain, Running, StopChoice, Submit
+from .rank_board import AllReady, News, Patience, Progress, Recovered, Suspect
+
+__all__ = ["JobFailure", "JobHooks", "JobOptions", "LaunchCommand", "MpiJob", "Patience"]
 
 log = logging.getLogger(__name__)
 
@@ -251,21 +254,21 @@ class MpiJob:
 
     # what the launch says
 
-    def launch_loading(self, fraction: float, detail: str) -> None:
-        if self._state.phase in ("starting", "loading"):
-            self._set_state("loading", reason=f"{fraction:.0%} {detail}".rstrip())
-
-    def launch_ready(self, limits: ModelLimits) -> None:
-        self._ready_since = time.monotonic()
-        self._set_state("draining" if self._draining else "ready", limits=limits)
-
-    def launch_suspect(self, reason: str, rank: int | None, node: str | None) -> None:
-        if self._state.phase in ("ready", "suspect"):
-            self._set_state("suspect", reason=reason, rank=rank, node=node)
-
-    def launch_recovered(self) -> None:
-        if self._state.phase == "suspect":
-            self._set_state("ready")
+    def launch_news(self, news: News, node: str | None) -> None:
+        phase = self._state.phase
+        match news:
+            case Progress(fraction, detail):
+                if phase in ("starting", "loading"):
+                    self._set_state("loading", reason=f"{fraction:.0%} {detail}".rstrip())
+            case AllReady(limits):
+                self._ready_since = time.monotonic()
+                self._set_state("draining" if self._draining else "ready", limits=limits)
+            case Recovered():
+                if phase == "suspect":
+                    self._set_state("ready")
+            case Suspect(rank, text) | Evidence(_, rank, text):
+                if phase in ("ready", "suspect"):
+                    self._set_state("suspect", reason=text, rank=rank, node=node)
 
     def launch_running(self, running: Running) -> None:
         for request_id in running.parked:
