@@ -213,7 +213,7 @@ class Planner:
         plan.blocks.append((slot, blocks))
         if reuse.copied is not None:
             plan.copies.append((reuse.copied, blocks[len(reuse.shared)]))
-        if reuse.cached and self.limits.enable_prefix_caching and sequence.prompt_scored:
+        if reuse.cached and sequence.chain is not None and not sequence.fresh:
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += reuse.start
         if sequence.fresh:

@@ -23,7 +23,7 @@ class Reuse:
     start: int = 0
     copied: int | None = None
     cached: bool = False
-    """Found in the prefix cache, not taken from a sibling."""
+    """What the prefix cache said, not what a sibling holds."""
 
 
 class Residency:

@@ -80,8 +80,10 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is not None and 0 <= choice < group.request.params.n:
             self._planner.spawn(group)
-            if group.sequences[choice].state != "ended":
-                self._finish(group.sequences[choice], "stop", start=n_tokens)
+            sequence = group.sequences[choice]
+            if sequence.state != "ended":
+                group.output_tokens -= max(0, sequence.outputs - n_tokens)
+                self._finish(sequence, "stop", start=n_tokens)
 
     def take_events(self) -> list[TokensEvent]:
         """Ends that no step brought (cancelled, timeout, stop), for whenever `schedule` returns None; `commit` returns

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from fake_model import VOCAB, Answer, FakeRunner, answer, logprob
 from laddertron.engine.batch import Batch, StepResult, encode
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams, TokensEvent
 from laddertron.engine.scheduler import RequestTooLarge, Scheduler, SchedulerLimits
-
-from fake_model import VOCAB, Answer, FakeRunner, answer, logprob
 
 
 class Choices:
@@ -39,6 +38,7 @@ class Ledger:
     told: dict[tuple[str, int], list[TokensEvent]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     stops: dict[tuple[str, int], int] = field(default_factory=dict)
+    poisoned: set[tuple[int, ...]] = field(default_factory=set)
 
     def enter(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -70,6 +70,9 @@ class Ledger:
             assert events[-1].finish is not None, f"{key} never ended"
             request, tokens, last = self.requests[key[0]], tuple(self.tokens[key]), events[-1]
             full = answer(request, key[1], self.max_model_len)
+            if last.finish == "numerical_error":
+                assert request.prompt in self.poisoned
+                assert last.message
             if last.finish == "length" or last.stop_token is not None:
                 assert Answer(tokens, str(last.finish), last.stop_token) == full, key
             else:
@@ -152,6 +155,11 @@ class Play:
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
         self.ledger.enter(request)
+
+    def poison(self, prompt: tuple[int, ...], position: int) -> None:
+        """From now on this prompt's logits at this position are not finite."""
+        self.runner.poison.add((prompt, position))
+        self.ledger.poisoned.add(prompt)
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
@@ -270,6 +278,8 @@ def play(data: bytes) -> Play:
                 assert not fits(request, game.limits)
             else:
                 assert fits(request, game.limits)
+            if choices.below(16) == 15:
+                game.poison(request.prompt, choices.below(game.limits.max_model_len))
         elif move == 3 and number:
             request_id = f"r{choices.below(number)}"
             if request_id in game.ledger.requests:
