@@ -50,7 +50,7 @@ def _tree(nodes: Sequence[Node]) -> Tree:
     for numa in node.numa:
         cores = len(numa.core_ids)
         branch = tree.add(
-            f"NUMA {numa.index}  {cores} core{'s' if cores > 1 else ''} {numa.cores}  {_gib(numa.memory_bytes)}"
+            f"NUMA {numa.index}  {cores} core{'s' if cores > 1 else ''} ({numa.cores})  {_gib(numa.memory_bytes)}"
         )
         _hang(branch, node, numa.index)
     if None in {d.numa for d in node.devices} | {h.numa for h in node.hcas}:
@@ -156,4 +156,4 @@ def _group_table(group: int, shape: Shape, rows: Sequence[Row]) -> Table:
 
 
 def _gib(count: int) -> str:
-    return f"{count / 2**40:.3g} TiB" if count >= 2**40 else f"{count / 2**30:.3g} GiB"
+    return f"{count / 2**40:.3g} TiB" if count >= 1000 * 2**30 else f"{count / 2**30:.3g} GiB"

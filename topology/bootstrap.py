@@ -1,6 +1,6 @@
-"""How ranks first find one another: every rank gives a few bytes, every rank gets them all. Over MPI, or over a TCPStore
-(torchrun's MASTER_ADDR and MASTER_PORT). Used to exchange addresses, secrets and digests at start, then idle; no
-tensor ever passes here.
+"""How ranks first find one another: every rank gives a few bytes, every rank gets them all. Over MPI, or over a
+TCPStore (torchrun's MASTER_ADDR and MASTER_PORT). Used to exchange addresses, secrets and digests at start, then
+idle; no tensor ever passes here.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ from __future__ import annotations
 import atexit
 import struct
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+from typing import Any, Protocol
 
 LIMIT = 1 << 20
 """Bytes that a rank may give at once: addresses and digests, nothing else."""
@@ -81,7 +78,7 @@ class StoreBootstrap:
     """Ranks that know a TCPStore: torchrun's, or one that `open_store` made. The store is not authenticated: where its
     network is shared, give CommOptions.secret as well."""
 
-    def __init__(self, store: TCPStore, rank: int, size: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float = 60.0) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._timeout = timedelta(seconds=timeout_s)
         self._round = 0
@@ -98,11 +95,12 @@ class StoreBootstrap:
         """Nothing: the store goes with its last holder."""
 
 
-def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> TCPStore:
+def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> Any:
     """The TCPStore at address:port; the master makes it (port 0: any free one, see its `.port`)."""
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
-    return TCPStore(
+    make: Any = vars(dist)["TCPStore"]  # torch leaves its stores without public types
+    return make(
         address, port, is_master=master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
     )
 

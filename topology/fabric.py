@@ -228,7 +228,8 @@ class Fabric:
 
     def to_json(self) -> str:
         """A file that anyone can read back; one link or interface a line."""
-        return layered({"kind": KIND, "version": VERSION, **unbuild(self)})
+        head = {"kind": KIND, "version": VERSION, "name": self.name}
+        return layered({**head, **unbuild(self)})
 
     def save(self, path: Path) -> None:
         write_file(path, self.to_json() + "\n")

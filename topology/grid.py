@@ -1,7 +1,7 @@
 """Which nodes a group's ranks are divided over, and the words for what cannot be divided. Pure; placement.py asks.
 
-The rule: every node of a group holds equally many of its ranks, as many as possible, so on as few nodes as possible;
-the ranks that there are must divide into groups, or hosts are left out by name.
+The rule: every node of a group holds equally many of its ranks, as many as fit, so that it spans as few nodes as it
+can; the ranks that there are must divide into groups, or hosts are left out by name.
 """
 
 from __future__ import annotations
@@ -55,34 +55,42 @@ class Problem:
         return None
 
     def _search(self, size: int, capacity: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        """Group after group as whole as it fits; where that leaves the last ones no room, all in equal parts."""
         if size * self.replicas > sum(capacity):
             return None
-        for per_node in range(min(size, max(capacity)), 0, -1):
-            if size % per_node == 0:
-                free = [room // per_node for room in capacity]
-                for by_preference in (True, False):
-                    found = self._deal(size // per_node, list(free), by_preference)
-                    if found is not None:
-                        return found
-        return None
+        shares = [n for n in range(min(size, max(capacity)), 0, -1) if size % n == 0]
+        found = self._deal(size, list(capacity), shares, True)
+        for share in shares:
+            for by_preference in (True, False):
+                found = found or self._deal(size, list(capacity), [share], by_preference)
+        return found
 
-    def _deal(self, span: int, free: list[int], by_preference: bool) -> tuple[tuple[int, ...], ...] | None:
-        """Gives each group `span` distinct nodes. By preference: of one kind and in order. Else the emptiest first,
-        which finds a deal whenever there is one."""
+    def _deal(
+        self, size: int, free: list[int], shares: Sequence[int], by_preference: bool
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Gives each group distinct nodes with room for the largest of the shares that there is room for. By
+        preference: nodes of one kind, in order. Else the emptiest first, which succeeds with one share if anything
+        does."""
         groups = []
         for _ in range(self.replicas):
-            room = [i for i in self.order if free[i]]
-            if by_preference:
-                alike = [
-                    [i for i in room if self.kind[i] == kind] for kind in dict.fromkeys(self.kind[i] for i in room)
-                ]
-                chosen = next((nodes for nodes in alike if len(nodes) >= span), room)[:span]
-            else:
-                chosen = sorted(sorted(room, key=lambda i: -free[i])[:span], key=self.order.index)
-            if len(chosen) < span:
+            chosen: list[int] = []
+            for share in shares:
+                span = size // share
+                room = [i for i in self.order if free[i] >= share]
+                if len(room) < span:
+                    continue
+                if by_preference:
+                    kinds = dict.fromkeys(self.kind[i] for i in room)
+                    alike = ([i for i in room if self.kind[i] == kind] for kind in kinds)
+                    chosen = next((nodes for nodes in alike if len(nodes) >= span), room)[:span]
+                else:
+                    emptiest = sorted(room, key=lambda i: -(free[i] // share))[:span]
+                    chosen = sorted(emptiest, key=self.order.index)
+                for i in chosen:
+                    free[i] -= share
+                break
+            if not chosen:
                 return None
-            for i in chosen:
-                free[i] -= 1
             groups.append(tuple(chosen))
         return tuple(groups)
 

@@ -147,6 +147,7 @@ def connect(
             closers.append(end)
         all_reduce: Collective
         gathers: Gather
+        set_timeout: Callable[[float], None]
         if native:
             core = transport.Transport(
                 mesh,

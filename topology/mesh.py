@@ -18,6 +18,7 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .bootstrap import Bootstrap
 from .layout import GroupLayout
@@ -120,7 +121,7 @@ def host_token() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _verify(layout: GroupLayout, group: list[dict[str, str]]) -> None:
+def _verify(layout: GroupLayout, group: list[dict[str, Any]]) -> None:
     ranks = layout.ranks
     for rank, card in zip(ranks, group, strict=True):
         if card["layout"] != [list(n) for n in layout.nodes]:
@@ -147,7 +148,7 @@ def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 
 def _connect_all(
     layout: GroupLayout,
-    group: list[dict[str, str]],
+    group: list[dict[str, Any]],
     me: int,
     tcp: socket.socket,
     unix: socket.socket,
@@ -176,8 +177,8 @@ def _connect_all(
                         f"ranks {late} did not connect in time: are they running, is the address reachable?"
                     )
                 for ready, _ in doors.select(left):
+                    assert isinstance(ready.fileobj, socket.socket)
                     door = ready.fileobj
-                    assert isinstance(door, socket.socket)
                     taken = _answer(door, layout.ranks[0], me, wanted, key, deadline)
                     if taken is not None:
                         done[taken[0]] = taken[1]
@@ -190,7 +191,7 @@ def _connect_all(
 
 
 def _call(
-    card: dict[str, str], near: bool, first: int, me: int, peer: int, channel: int, key: bytes, deadline: float
+    card: dict[str, Any], near: bool, first: int, me: int, peer: int, channel: int, key: bytes, deadline: float
 ) -> socket.socket:
     family = socket.AF_UNIX if near else socket.AF_INET6 if ":" in card["address"] else socket.AF_INET
     s = socket.socket(family)

@@ -143,7 +143,7 @@ class _Job:
         self.received = np.empty((rows, self.nbytes), dtype=np.uint8)
 
     def set_off(self, mpi: Any, comm: Any) -> None:
-        if self.op == "gather" or self.nbytes > _EXCHANGE_BYTES and self.strategy == "exchange":
+        if self.op == "gather" or (self.strategy == "exchange" and self.nbytes > _EXCHANGE_BYTES):
             self.requests = [comm.Iallgather([self._payload, mpi.BYTE], [self.received, mpi.BYTE])]
         elif self.strategy == "exchange":
             me, size = self._owner.rank, self._owner.size

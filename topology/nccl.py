@@ -1,5 +1,5 @@
-"""All-reduces on GPUs: NCCL on a high-priority stream of its own, tied to the computing stream by events. The host never
-waits; the whole may be captured in a CUDA graph.
+"""All-reduces on GPUs: NCCL on a high-priority stream of its own, tied to the computing stream by events. The host
+never waits; the whole may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .ledger import Ledger
 
 _OPEN_TIMINGS = 1024
+# torch leaves these two without types.
+_STREAM: Any = torch.cuda.Stream
+_EVENT: Any = torch.cuda.Event
 
 
 class NcclCollective:
@@ -30,20 +33,20 @@ class NcclCollective:
 
     def __init__(self, group: Any, ledger: Ledger, link: str) -> None:
         self._group, self._link = group, link
-        self._stream = torch.cuda.Stream(priority=-1)
+        self._stream = _STREAM(priority=-1)
         self._timings: deque[tuple[int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
         self._sums = [0, 0, 0.0, 0.0]
         ledger.add_source(self._entries, lambda: ())
 
     def start(self, x: Tensor) -> _NcclPending:
         timed = not torch.cuda.is_current_stream_capturing()
-        ready = torch.cuda.Event(enable_timing=timed)
+        ready = _EVENT(enable_timing=timed)
         ready.record()
         self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
             dist.all_reduce(x, group=self._group)
         x.record_stream(self._stream)
-        done = torch.cuda.Event(enable_timing=timed)
+        done = _EVENT(enable_timing=timed)
         done.record(self._stream)
         return _NcclPending(self, x, ready, done, timed)
 
@@ -74,7 +77,7 @@ class _NcclPending:
 
     def wait(self) -> Tensor:
         if self._timed:
-            asked = torch.cuda.Event(enable_timing=True)
+            asked = _EVENT(enable_timing=True)
             asked.record()
             self._owner._asked(self._x.nbytes, self._ready, asked, self._done)
             self._timed = False

@@ -94,7 +94,6 @@ def place(
 
 
 def _seat(fabric: Fabric, size: int, chosen: tuple[tuple[int, ...], ...]) -> Placement:
-    per_node = size // len(chosen[0])
     used = list(dict.fromkeys(i for group in chosen for i in group))
     nodes = [fabric.nodes[i] for i in used]
     layer = common_layer(nodes)
@@ -103,7 +102,7 @@ def _seat(fabric: Fabric, size: int, chosen: tuple[tuple[int, ...], ...]) -> Pla
     ranks: dict[tuple[int, int], tuple[int, ...]] = {}
     for i, node, nic in zip(used, nodes, interfaces, strict=True):
         here = [g for g, group in enumerate(chosen) if i in group]
-        places = _places(node, len(here), per_node)
+        places = _places(node, [size // len(chosen[g]) for g in here])
         ports = assign_hcas(node, [(device, numa) for device, numa, _ in places], layer)
         first = len(seats)
         for local_rank, ((device, numa, cores), port) in enumerate(zip(places, ports, strict=True)):
@@ -120,20 +119,20 @@ def _seat(fabric: Fabric, size: int, chosen: tuple[tuple[int, ...], ...]) -> Pla
                     interface=nic.name if nic else "",
                 )
             )
-        for turn, group in enumerate(here):
-            start = first + turn * per_node
-            ranks[group, i] = tuple(range(start, start + per_node))
+        for group in here:
+            ranks[group, i] = tuple(range(first, first + size // len(chosen[group])))
+            first += size // len(chosen[group])
     groups = tuple(GroupLayout(tuple(ranks[g, i] for i in group)) for g, group in enumerate(chosen))
     return Placement(size, len(chosen), tuple(seats), groups, tuple(_notes(fabric, chosen, nodes, layer, interfaces)))
 
 
-def _places(node: Node, groups: int, per_node: int) -> list[tuple[Device | None, int | None, tuple[int, ...]]]:
-    """(device, NUMA node, cores) of each seat of a node, group after group."""
+def _places(node: Node, counts: Sequence[int]) -> list[tuple[Device | None, int | None, tuple[int, ...]]]:
+    """(device, NUMA node, cores) of each seat of a node, for groups of these counts one after another."""
     if not node.devices:
-        return [(None, numa, cores) for numa, cores in spread_over_numa(node, groups * per_node)]
+        return [(None, numa, cores) for numa, cores in spread_over_numa(node, sum(counts))]
     free, picked = list(node.devices), list[Device]()
-    for _ in range(groups):
-        chosen = pick_devices(node, free, per_node)
+    for count in counts:
+        chosen = pick_devices(node, free, count)
         picked.extend(chosen)
         free = [d for d in free if d not in chosen]
     cores = share_cores(node, [d.numa for d in picked])

@@ -7,15 +7,15 @@ both here. A finding names the culprit, what is wrong and the mend.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .cost import STRATEGIES, Shape, Strategy, possible
-from .fit import Fit
-from .identity import Launcher
-from .mapping import mapping_option
 from .placement import Placement
+
+if TYPE_CHECKING:
+    from .fit import Fit
 
 SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""
@@ -25,6 +25,8 @@ SLOW_RANK = 1.15
 """A rank whose matmul takes this many times the median is a culprit."""
 SLOW_LINK = 1.5
 """A link whose round trip or transfer takes this many times the median of its class is one."""
+
+MIN_SHM_BYTES = 256 << 20
 
 Severity = Literal["error", "warning"]
 
@@ -57,13 +59,13 @@ def plan(placement: Placement, shape: Shape, message_bytes: Sequence[int] = (), 
             pairs += [Pair(a, b, rail) for a, b in around]
     rounds: list[list[Pair]] = []
     for pair in pairs:
-        busy = (r for r in rounds if not any({pair.a, pair.b} & {p.a, p.b} for p in r))
-        same = (r for r in busy if (r[0].rail is None) == (pair.rail is None))
-        fitting = next(same, None)
-        if fitting is None:
-            rounds.append([pair])
+        for others in rounds:
+            alike = (others[0].rail is None) == (pair.rail is None)
+            if alike and not any({pair.a, pair.b} & {p.a, p.b} for p in others):
+                others.append(pair)
+                break
         else:
-            fitting.append(pair)
+            rounds.append([pair])
     sizes = sorted({*message_bytes, *SWEEP_BYTES})
     sweep = tuple((s, n) for n in sizes for s in STRATEGIES if possible(s, shape))
     return Plan(tuple(tuple(r) for r in rounds), sweep)
@@ -125,6 +127,7 @@ def judge(
         *_versions(reports),
         *_transports(reports, require_transport),
         *_clocks(reports),
+        *_shared_memory(reports),
         *_slow_ranks(reports),
         *_slow_links(reports, links),
         *_unexplained(fitted),
@@ -132,35 +135,19 @@ def judge(
     return tuple(sorted(found, key=lambda f: f.severity != "error"))
 
 
-def misplaced(placement: Placement, message: str, launcher: Launcher) -> Finding:
-    """A placement that the launcher did not follow (see mapping.verify), as a finding."""
-    text = (
-        message
-        if mapping_option(placement, launcher) in message
-        else f"{message}. {mapping_option(placement, launcher)}"
-    )
-    return Finding("error", "launcher", text)
-
-
 def _versions(reports: Sequence[RankReport]) -> list[Finding]:
+    names = sorted({name for r in reports for name in r.versions})
+    facts = {"config": [r.config_digest for r in reports]}
+    facts |= {name: [r.versions.get(name, "none") for r in reports] for name in names}
     found = []
-    facts: list[tuple[str, Callable[[RankReport], str]]] = [("config", lambda r: r.config_digest)]
-    for name in sorted({name for r in reports for name in r.versions}):
-        facts.append((name, lambda r, name=name: r.versions.get(name, "none")))  # type: ignore[misc]
-    for name, read in facts:
-        counts = Counter(read(r) for r in reports)
-        if len(counts) < 2:
-            continue
-        usual = counts.most_common(1)[0][0]
-        odd = [r for r in reports if read(r) != usual]
-        found.append(
-            Finding(
-                "error",
-                _who(odd),
-                f"{name} is {', '.join(sorted({read(r) for r in odd}))}, on the others {usual}: "
-                + ("start all ranks with one file" if name == "config" else f"install one {name} on every node"),
-            )
-        )
+    for name, values in facts.items():
+        usual = Counter(values).most_common(1)[0][0] if values else ""
+        odd = [(r, value) for r, value in zip(reports, values, strict=True) if value != usual]
+        if odd:
+            mend = "start all ranks with one file" if name == "config" else f"install one {name} on every node"
+            theirs = ", ".join(sorted({value for _, value in odd}))
+            text = f"{name} is {theirs}, on the others {usual}: {mend}"
+            found.append(Finding("error", _who([r for r, _ in odd]), text))
     return found
 
 
@@ -170,7 +157,7 @@ def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
         if not wrong:
             return []
         return [Finding("error", _who(wrong), "traffic goes by NET/IB, parallel.require_transport is socket")]
-    found = []
+    found: list[Finding] = []
     for r in reports:
         if not r.transport.used or r.transport.used == "NET/IB":
             continue
@@ -200,6 +187,19 @@ def _clocks(reports: Sequence[RankReport]) -> list[Finding]:
         for r in reports
         if abs(r.clock_s - middle) > MAX_SKEW_S
     ]
+
+
+def _shared_memory(reports: Sequence[RankReport]) -> list[Finding]:
+    crowded = Counter(r.hostname for r in reports)
+    small = [
+        r
+        for r in reports
+        if crowded[r.hostname] > 1 and r.transport.shm_bytes is not None and r.transport.shm_bytes < MIN_SHM_BYTES
+    ]
+    if not small:
+        return []
+    text = f"/dev/shm holds {min(r.transport.shm_bytes or 0 for r in small) >> 20} MiB (in a container: --shm-size=16g)"
+    return [Finding("error", _who(small), text)]
 
 
 def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
