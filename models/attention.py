@@ -1,7 +1,7 @@
 """Paged attention behind one small interface, and its portable backend on torch alone.
 
-A backend is told the step's layout once (`plan`) and then called for every layer (`attend`), which stores the new keys
-and values and attends over all of the sequence's. The portable one is right before it is fast.
+A backend is told the step's layout once (`plan`) and then called for every layer (`attend`) with the fused projection's
+output: it rotates, stores the new keys and values and attends over all of the sequence's. Right before fast.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .kv_cache import KVCache
+from .ops import Norm, rms_norm, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,11 @@ class StepLayout:
 class AttentionBackend(Protocol):
     name: str
 
-    def plan(self, layout: StepLayout) -> None:
-        """Prepares what all layers of the step share."""
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        """Prepares what all layers of the step share. cos, sin: the tokens' rotary angles [T, 1, R / 2], fp32."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, H, C], k and v [T, K, C] (rotated) -> [T, H * C]."""
+    def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        """[T, (H + 2K) * C], heads of queries, keys, values, not yet normed or rotated -> [T, H * C]."""
 
 
 class TorchAttention:
@@ -53,50 +54,82 @@ class TorchAttention:
         """windows: sliding window of each layer in positions, None for full attention."""
         self.cache, self.windows, self.scale = cache, windows, scale
         self.layout: StepLayout | None = None
+        self._cos = self._sin = torch.empty(0)
         self._masks: dict[int | None, tuple[Tensor | None, list[Tensor | None]]] = {}
 
-    def plan(self, layout: StepLayout) -> None:
-        self.layout, self._masks = layout, {}
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        self.layout, self._cos, self._sin, self._masks = layout, cos, sin, {}
         for window in set(self.windows):
-            prompts = [self._mask(i, window) for i in range(layout.decode, len(layout.kv_len))]
-            self._masks[window] = (self._decode_mask(window) if layout.decode else None, prompts)
+            prompts = [self._prompt_mask(i, window) for i in range(layout.decode, len(layout.kv_len))]
+            decode = self._decode_mask(window) if layout.decode and self._plans_decode_mask() else None
+            self._masks[window] = (decode, prompts)
 
-    def _mask(self, i: int, window: int | None) -> Tensor | None:
+    def _plans_decode_mask(self) -> bool:
+        return True
+
+    def _prompt_mask(self, i: int, window: int | None) -> Tensor | None:
         """[queries, keys] of a prompt's chunk: True where it may look. None: plainly causal."""
         layout = self._layout()
         first, last = layout.query_start[i], layout.query_start[i + 1]
-        if last - first == layout.kv_len[i] and window is None:
+        if last - first == layout.kv_len[i] and (window is None or window >= layout.kv_len[i]):
             return None
-        keys = torch.arange(layout.kv_len[i], device=layout.positions.device)
-        distance = layout.positions[first:last, None] - keys
-        seen = distance >= 0
-        return seen if window is None else seen & (distance < window)
+        return self._seen(layout.positions[first:last, None], layout.kv_len[i], window)
 
     def _decode_mask(self, window: int | None) -> Tensor:
         """[decodes, 1, 1, keys]."""
         layout = self._layout()
         most = max(layout.kv_len[: layout.decode])
-        keys = torch.arange(most, device=layout.positions.device)
-        distance = layout.positions[: layout.decode, None] - keys
-        seen = distance >= 0
-        return (seen if window is None else seen & (distance < window))[:, None, None, :]
+        return self._seen(layout.positions[: layout.decode, None], most, window)[:, None, None, :]
+
+    @staticmethod
+    def _seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
+        distance = positions - torch.arange(keys, device=positions.device)
+        return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
     def _layout(self) -> StepLayout:
         if self.layout is None:
             raise RuntimeError("attend before plan")
         return self.layout
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layout, cache = self._layout(), self.cache
-        cache.write(layer, layout.blocks, layout.offsets, k, v)
-        decode_mask, prompt_masks = self._masks[self.windows[layer]]
+    def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        decode, tokens = self._layout().decode, qkv.shape[0]
+        if decode == tokens:
+            return self._decode(layer, qkv, q_norm, k_norm)
+        prompts = self._prompts(layer, qkv, q_norm, k_norm)
+        if decode == 0:
+            return prompts
+        return torch.cat((self._decode(layer, qkv, q_norm, k_norm), prompts))
+
+    def _write(
+        self, layer: int, qkv: Tensor, norms: tuple[Norm | None, Norm | None], first: int, last: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [T, H, C] and keys, and values [T, K, C] of tokens [first, last), once they are stored."""
+        layout = self._layout()
+        kv_heads, dim = self.cache.keys[layer].shape[1::2]
+        x = qkv[first:last].view(last - first, -1, dim)
+        heads = x.shape[1] - 2 * kv_heads
+        q, k, v = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+        q_norm, k_norm = norms
+        q = q if q_norm is None else rms_norm(q, q_norm)
+        k = k if k_norm is None else rms_norm(k, k_norm)
+        cos, sin = self._cos[first:last], self._sin[first:last]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        self.cache.write(layer, layout.blocks[first:last], layout.offsets[first:last], k, v)
+        return q, k, v
+
+    def _decode(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        layout = self._layout()
+        q, _, _ = self._write(layer, qkv, (q_norm, k_norm), 0, layout.decode)
+        keys, values = self._gather(layer, layout.block_table[: layout.decode], max(layout.kv_len[: layout.decode]))
+        return self._sdpa(q.unsqueeze(2), keys, values, self._masks[self.windows[layer]][0], causal=False).flatten(1)
+
+    def _prompts(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        layout = self._layout()
+        start, decode = layout.query_start, layout.decode
+        q, k, v = self._write(layer, qkv, (q_norm, k_norm), start[decode], start[-1])
         parts = []
-        if layout.decode:
-            keys, values = self._gather(layer, layout.block_table[: layout.decode], max(layout.kv_len[: layout.decode]))
-            out = self._sdpa(q[: layout.decode].unsqueeze(2), keys, values, decode_mask, causal=False)
-            parts.append(out.flatten(1))
-        for i, mask in enumerate(prompt_masks, layout.decode):
-            first, last = layout.query_start[i], layout.query_start[i + 1]
+        for i, mask in enumerate(self._masks[self.windows[layer]][1], decode):
+            first, last = start[i] - start[decode], start[i + 1] - start[decode]
             queries = q[first:last].transpose(0, 1).unsqueeze(0)
             if mask is None:
                 keys, values = (x[first:last].transpose(0, 1).unsqueeze(0) for x in (k, v))
@@ -104,7 +137,7 @@ class TorchAttention:
                 keys, values = self._gather(layer, layout.block_table[i : i + 1], layout.kv_len[i])
             out = self._sdpa(queries, keys, values, mask, causal=mask is None)
             parts.append(out[0].transpose(0, 1).flatten(1))
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _gather(self, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [N, K, length, C] of the sequences in table [N, blocks]."""

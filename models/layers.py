@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .ops import Ops, Product
+from .ops import Norm, Ops, Product
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns about every accelerator library that is not installed
@@ -69,10 +69,6 @@ class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
         for parameter in self.parameters():
             parameter.requires_grad_(False)
 
-    def prepare(self, ops: Ops) -> Product:
-        """The product, once the weights are loaded; the parameter itself may be given up to a repacked copy."""
-        return _prepared(self, ops)
-
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
 
@@ -94,15 +90,18 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]
         for parameter in self.parameters():
             parameter.requires_grad_(False)
 
-    def prepare(self, ops: Ops) -> Product:
-        return _prepared(self, ops)
-
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
-def _prepared(layer: ColumnLinear | RowLinear, ops: Ops) -> Product:
-    product = ops.product(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
-    if ops.name != "torch" and layer.weight.dtype == torch.bfloat16:
+def prepare(layer: ColumnLinear | RowLinear, ops: Ops, norm: Norm | None = None, *, gated: bool = False) -> Product:
+    """The layer's product behind its norm, once the weights are loaded; [gate | up] layers are gated. The parameter
+    itself is given up where the operators hold a repacked copy."""
+    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    if gated and norm is not None:
+        product = ops.gated_product(weight, bias, norm)
+    else:
+        product = ops.product(weight, bias, norm)
+    if ops.repacks:
         layer.weight.data = layer.weight.new_empty(0)
     return product

@@ -19,8 +19,8 @@ from ..topology.collectives import Collective
 from . import residual, weights
 from .attention import AttentionBackend, StepLayout
 from .config import ModelConfig
-from .layers import ColumnLinear, RowLinear, VocabEmbedding, megatron_config
-from .ops import Ops, Product
+from .layers import ColumnLinear, RowLinear, VocabEmbedding, megatron_config, prepare
+from .ops import Norm, Ops, Product, TorchOps
 from .rotary import RotaryTable
 from .shard import Shard
 
@@ -57,21 +57,14 @@ class _Scale(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer as the forward pass uses it: scales as tensors, weights as products."""
+    """A layer as the forward pass uses it. gate_up and qkv stand behind their norm, gate_up is gated."""
 
-    attention_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: Norm | None
+    k_norm: Norm | None
     qkv: Product
     o: Product
-    mlp_norm: Tensor | None
     gate_up: Product
     down: Product
-
-
-def _scale_of(layer: LayerWeights, name: str) -> Tensor | None:
-    scale = getattr(layer, name, None)
-    return None if scale is None else scale.weight.detach()
 
 
 class LlamaModel(nn.Module):
@@ -113,7 +106,6 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryTable(config.rope, config.head_dim, positions, device)
         self._layers: list[_Layer] = []
         self._head: Product | None = None
-        self._cos = self._sin = torch.empty(0)
         self._attention: AttentionBackend | None = None
 
     def load(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
@@ -126,21 +118,24 @@ class LlamaModel(nn.Module):
         """Hands the loaded weights to the operators."""
         self._layers = [self._prepared(layer) for layer in self.layers if isinstance(layer, LayerWeights)]
         if self.head is not None:
-            self._head = self.head.prepare(self.ops)
+            self._head = prepare(self.head, self.ops, self._norm(self.norm))
         else:
-            self._head = self.ops.product(self._table(), None)
+            # A tied table is looked up in as well: it is used as it lies, a repacked copy would hold it twice.
+            self._head = TorchOps().product(self._table(), None, self._norm(self.norm))
 
     def _prepared(self, layer: LayerWeights) -> _Layer:
+        shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer
         return _Layer(
-            attention_norm=layer.attention_norm.weight.detach(),
-            q_norm=_scale_of(layer, "q_norm"),
-            k_norm=_scale_of(layer, "k_norm"),
-            qkv=layer.qkv.prepare(self.ops),
-            o=layer.o.prepare(self.ops),
-            mlp_norm=_scale_of(layer, "mlp_norm"),
-            gate_up=layer.gate_up.prepare(self.ops),
-            down=layer.down.prepare(self.ops),
+            q_norm=self._norm(layer.q_norm) if self.config.qk_norm else None,
+            k_norm=self._norm(layer.k_norm) if self.config.qk_norm else None,
+            qkv=prepare(layer.qkv, self.ops, self._norm(layer.attention_norm)),
+            o=prepare(layer.o, self.ops),
+            gate_up=prepare(layer.gate_up, self.ops, self._norm(shared), gated=True),
+            down=prepare(layer.down, self.ops),
         )
+
+    def _norm(self, scale: _Scale) -> Norm:
+        return Norm(scale.weight.detach(), self.config.norm_eps)
 
     def _table(self) -> Tensor:
         """The embedding's rows on this rank."""
@@ -161,9 +156,8 @@ class LlamaModel(nn.Module):
         nothing.
         """
         self._attention = attention
-        attention.plan(layout)
-        self._cos, self._sin = self.rotary.cos[layout.positions], self.rotary.sin[layout.positions]
-        stream = residual.flow(self._embed(tokens), self.config.wiring, self, self.all_reduce)
+        attention.plan(layout, self.rotary.cos[layout.positions], self.rotary.sin[layout.positions])
+        stream = residual.flow(self._embed(tokens), self.config.wiring, self, self.all_reduce, self.shard.size)
         try:
             next(stream)
             if on_travelling is not None:
@@ -174,8 +168,7 @@ class LlamaModel(nn.Module):
             x: Tensor = end.value
         if self._head is None:
             raise RuntimeError("forward before load")
-        x = self.ops.rms_norm(x[rows], self.norm.weight, self.config.norm_eps)
-        logits = self._head(x).float()
+        logits = self._head(x[rows]).float()
         return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -191,41 +184,21 @@ class LlamaModel(nn.Module):
 
     def attention(self, layer: int, residual: Tensor) -> Tensor:
         part = self._layers[layer]
-        return self._scaled(self._attend(layer, part, self._norm(residual, part.attention_norm)))
+        if self._attention is None:
+            raise RuntimeError("attention outside of forward")
+        heads = self._attention.attend(layer, part.qkv(residual), part.q_norm, part.k_norm)
+        return self._scaled(part.o(heads))
 
     def mlp(self, layer: int, residual: Tensor) -> Tensor:
         part = self._layers[layer]
-        if part.mlp_norm is None:
-            raise RuntimeError(f"layer {layer} has one shared norm: it is of the parallel wiring")
-        return self._scaled(self._feed_forward(part, self._norm(residual, part.mlp_norm)))
+        return self._scaled(part.down(part.gate_up(residual)))
 
     def attention_and_mlp(self, layer: int, residual: Tensor) -> Tensor:
-        part = self._layers[layer]
-        normed = self._norm(residual, part.attention_norm)
-        return self._scaled(self._attend(layer, part, normed) + self._feed_forward(part, normed))
-
-    def _norm(self, x: Tensor, scale: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, scale, self.config.norm_eps)
+        return self.attention(layer, residual) + self.mlp(layer, residual)
 
     def _scaled(self, partial: Tensor) -> Tensor:
         m = self.config.residual_multiplier
         return partial if m == 1.0 else partial * m
-
-    def _attend(self, layer: int, part: _Layer, x: Tensor) -> Tensor:
-        heads, kv_heads = self.shard.num_heads, self.shard.num_kv_heads
-        qkv = part.qkv(x).view(-1, heads + 2 * kv_heads, self.config.head_dim)
-        if part.q_norm is not None and part.k_norm is not None:
-            q = self.ops.rotate(self._norm(qkv[:, :heads], part.q_norm), self._cos, self._sin)
-            k = self.ops.rotate(self._norm(qkv[:, heads : heads + kv_heads], part.k_norm), self._cos, self._sin)
-        else:
-            turned = self.ops.rotate(qkv[:, : heads + kv_heads], self._cos, self._sin)
-            q, k = turned[:, :heads], turned[:, heads:]
-        if self._attention is None:
-            raise RuntimeError("attention outside of forward")
-        return part.o(self._attention.attend(layer, q, k, qkv[:, heads + kv_heads :]))
-
-    def _feed_forward(self, part: _Layer, x: Tensor) -> Tensor:
-        return part.down(self.ops.silu_and_mul(part.gate_up(x)))
 
 
 def replicate_embedding(config: ModelConfig, dtype: torch.dtype, spans_nodes: bool) -> bool:

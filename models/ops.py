@@ -1,12 +1,13 @@
-"""The small operators between the matrix products, and the products themselves, behind one interface.
+"""The operators of a layer behind one interface: what the model page calls, and what a faster set may fuse.
 
-`TorchOps` is portable and says what each operator means; a faster set (models/cpu_ops.py) keeps its signatures.
-Tensors: T tokens of a step, D hidden, H query heads, K key/value heads, C head dimension, F feed-forward (this rank's).
+`TorchOps` is portable and says what each operator means; models/cpu_ops.py keeps its signatures. Tensors: T tokens of
+a step, D hidden, H query heads, K key/value heads, C head dimension, F feed-forward (all this rank's).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,57 +15,67 @@ from torch import Tensor
 from torch.nn import functional
 
 Product = Callable[[Tensor], Tensor]
-"""x [T, in] -> x @ weight.T (+ bias) [T, out], contiguous."""
+"""x [T, in] -> y [T, out], contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm: its scale [C] and epsilon."""
+
+    weight: Tensor
+    eps: float
 
 
 class Ops(Protocol):
+    """Each maker takes weights that stay alive and unchanged, and returns the product to call every step."""
+
     name: str
+    repacks: bool
+    """Whether products hold a repacked copy, so that the caller may drop its own weight."""
 
-    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """Prepares a weight [out, in]; it may be repacked, so the caller drops its own reference."""
+    def product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None) -> Product:
+        """x -> norm(x) @ weight.T + bias; weight [out, in]."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., C] over its last dimension, statistics in fp32."""
+    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
+        """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of x [T, H, C]; cos and sin [T, 1, R/2] in fp32, R <= C rotated dimensions."""
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2F] -> silu(gate) * up [T, F]."""
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Over x's last dimension; statistics in fp32, rounded to x's dtype before the scale (as transformers does)."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(norm.eps))
+    return (wide * scale).to(x.dtype) * norm.weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [T, H, C]; cos and sin [T, 1, R / 2] in fp32, R <= C rotated dimensions."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((turned[0].to(x.dtype), turned[1].to(x.dtype), x[..., 2 * half :]), -1)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2F] -> silu(gate) * up [T, F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return functional.silu(gate) * up
 
 
 class TorchOps:
     """Plain torch, on any device."""
 
     name = "torch"
+    repacks = False
 
-    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
+    def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: functional.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-        return (wide * scale).to(x.dtype) * weight
+    def product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None) -> Product:
+        matmul = self._matmul(weight, bias)
+        if norm is None:
+            return matmul
+        return lambda x: matmul(rms_norm(x, norm))
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = cos.shape[-1]
-        first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return torch.cat((turned[0].to(x.dtype), turned[1].to(x.dtype), x[..., 2 * half :]), -1)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return functional.silu(gate) * up
-
-
-class PackedOps(TorchOps):
-    """torch on a CPU with bf16 weights packed once by oneDNN: its plain bf16 product repacks at every call."""
-
-    name = "packed"
-
-    def product(self, weight: Tensor, bias: Tensor | None) -> Product:
-        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
-            return super().product(weight, bias)
-        mkldnn = torch.ops.mkldnn
-        packed = mkldnn._reorder_linear_weight(weight, 1)
-        return lambda x: mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
+        matmul = self._matmul(weight, bias)
+        return lambda x: silu_and_mul(matmul(rms_norm(x, norm)))

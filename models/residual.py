@@ -53,20 +53,20 @@ class Arriving(Protocol[R_co]):
 class AllReduce(Protocol[R]):
     """topology's Collective, as seen from here."""
 
-    @property
-    def size(self) -> int: ...
-
     def start(self, x: R) -> Arriving[R]: ...
 
 
-def flow(embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R]) -> Generator[None, None, R]:
-    """The residual's way through all layers; returns the complete stream, ready for the final norm.
+def flow(
+    embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int
+) -> Generator[None, None, R]:
+    """The residual's way through all layers of a group of `size` ranks; returns the complete stream, ready for the
+    final norm.
 
     Yields after each sub-block's all-reduce has set off, so that a caller may interleave two streams (two halves of a
     batch, two chunks of a prompt) through the same layers; `run` does not.
     """
     if wiring.desync_every:
-        return (yield from _desync_flow(embedded, wiring.desync_every, len(wiring.kinds), blocks, all_reduce))
+        return (yield from _desync_flow(embedded, wiring.desync_every, len(wiring.kinds), blocks, all_reduce, size))
     residual = embedded
     travelling: deque[Arriving[R]] = deque()
     for layer, kind in enumerate(wiring.kinds):
@@ -84,7 +84,7 @@ def flow(embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduc
 
 
 def _desync_flow(
-    embedded: R, every: int, num_layers: int, blocks: SubBlocks[R], all_reduce: AllReduce[R]
+    embedded: R, every: int, num_layers: int, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int
 ) -> Generator[None, None, R]:
     """Between reduces each rank's residual drifts; a reduce sums the drifted residuals' shares and the partial sums."""
     residual, in_step = embedded, True
@@ -93,13 +93,13 @@ def _desync_flow(
         partial = sub_block(index // 2, residual)
         in_step = (index + 1) % every == 0
         if in_step:
-            travelling = all_reduce.start(partial + residual / all_reduce.size)
+            travelling = all_reduce.start(partial + residual / size)
             yield
             residual = travelling.wait()
         else:
             residual = partial + residual
     if not in_step:
-        residual = all_reduce.start(residual / all_reduce.size).wait()
+        residual = all_reduce.start(residual / size).wait()
     return residual
 
 
@@ -115,9 +115,9 @@ def _sub_blocks(kind: str, blocks: SubBlocks[R]) -> Iterator[_SubBlock[R]]:
         yield blocks.mlp
 
 
-def run(embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R]) -> R:
+def run(embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int) -> R:
     """`flow` to its end."""
-    stream = flow(embedded, wiring, blocks, all_reduce)
+    stream = flow(embedded, wiring, blocks, all_reduce, size)
     while True:
         try:
             next(stream)

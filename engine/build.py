@@ -1,0 +1,222 @@
+"""From a deployment and a communicator to a loaded runner: what fits, what is refused, in which order.
+
+Every rank runs this with the same Deployment. What differs between ranks (free memory) is agreed on over the group
+before anything is allocated. Called by launchers/worker.py and by the benchmarks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..models.attention import AttentionBackend, TorchAttention
+from ..models.checkpoint import DTYPES as STORED_DTYPES
+from ..models.checkpoint import Stored
+from ..models.config import ModelConfig, from_folder
+from ..models.cpu_ops import CpuAttention, CpuOps, Kernels, fits_kernels
+from ..models.kv_cache import KVCache, block_bytes
+from ..models.llama import LlamaModel, replicate_embedding
+from ..models.ops import Ops, TorchOps
+from ..models.shapes import check_shapes
+from ..models.shard import Shard
+from ..models.weights import check_folder
+from ..models.wiring import choose_wiring
+from ..topology.groups import Communicator
+from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
+from .config_schema import Engine as EngineKeys
+from .request import ModelLimits
+from .runner import Runner
+from .sampler import Sampler
+from .scheduler import SchedulerLimits
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CapacityError(ValueError):
+    """The model, or its longest sequence, does not fit; the message has need and have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A rank ready to step. scheduler_limits is what rank 0 makes its scheduler from; warnings are for people."""
+
+    runner: Runner
+    config: ModelConfig
+    limits: ModelLimits
+    scheduler_limits: SchedulerLimits
+    warnings: tuple[str, ...]
+    digest: str
+    """Of the checkpoint's tensors by name, type, shape and place: ranks that read different files differ here."""
+
+
+def weights_digest(stored: dict[str, Stored]) -> str:
+    """Hex BLAKE2b of what the headers say; the bytes themselves are a manifest's matter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(stored):
+        tensor = stored[name]
+        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} {tensor.begin}\n".encode())
+    return digest.hexdigest()
+
+
+def model_config(deployment: Deployment) -> tuple[ModelConfig, list[str]]:
+    """The checkpoint's configuration with its wiring settled and its shapes accepted.
+
+    Raises ConfigError, WiringError or ShapeError.
+    """
+    keys = deployment.model
+    config, warnings = choose_wiring(
+        from_folder(Path(keys.path)), keys.wiring, keys.ladder_layers, keys.allow_untrained_ladder
+    )
+    check_shapes(config, deployment.parallel.tensor_parallel_size)
+    return config, warnings
+
+
+def model_length(config: ModelConfig, wanted: int | None) -> int:
+    """The longest sequence that is served. Raises CapacityError."""
+    most = config.max_position_embeddings
+    if config.rope.kind == "dynamic" and config.rope.original_max_position_embeddings:
+        most = min(most, config.rope.original_max_position_embeddings)
+    if wanted is not None and wanted > most:
+        raise CapacityError(f"model.max_model_len={wanted}: the checkpoint knows {most} positions; use at most {most}")
+    return wanted or most
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory on this rank's device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise CapacityError("/proc/meminfo has no MemAvailable: set engine.kv_cache_memory")
+
+
+def kv_budget(keys: EngineKeys, device: torch.device, free: int) -> int:
+    """Bytes of KV cache on a rank with `free` bytes left after its weights."""
+    if keys.kv_cache_memory is not None:
+        return keys.kv_cache_memory
+    if device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        return max(0, free - int(total * (1.0 - keys.gpu_memory_utilization)))
+    return CPU_KV_CACHE_MEMORY
+
+
+def count_blocks(budget: int, one: int, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
+    """Blocks that fit, but no more than all slots can ever use. Raises CapacityError if the longest sequence does not
+    fit: it could never run."""
+    longest = -(-(max_model_len + 1) // block_size)
+    fit = budget // one
+    if fit < longest:
+        raise CapacityError(
+            f"model.max_model_len={max_model_len} needs {longest} KV blocks of {one} bytes ({longest * one >> 20} MiB) "
+            f"and kv_cache_memory holds {fit} ({budget >> 20} MiB): give it {-(-longest * one >> 20)} MiB, or set "
+            f"max_model_len to at most {max(0, fit * block_size - 1)}"
+        )
+    return min(fit, max_num_seqs * longest)
+
+
+def _agreed_minimum(communicator: Communicator, value: int) -> int:
+    every = communicator.gather(np.array([value], np.int64).view(np.uint8))
+    return int(np.ascontiguousarray(every).view(np.int64).min())
+
+
+def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest operators that are right on this device."""
+    return CpuOps(Kernels.find()) if device.type == "cpu" and dtype != torch.float16 else TorchOps()
+
+
+def make_attention(keys: EngineKeys, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> AttentionBackend:
+    """The backend that the deployment names, or the best one here."""
+    windows = config.sliding_window or (None,) * config.num_layers
+    scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
+    kernels = Kernels.find() if keys.attention == "auto" else None
+    if kernels is not None and fits_kernels(cache, dtype, config.head_dim):
+        return CpuAttention(cache, windows, scale, kernels)
+    return TorchAttention(cache, windows, scale)
+
+
+def check_memory(
+    deployment: Deployment, shard: Shard, dtype: torch.dtype, stored: dict[str, Stored], free: int
+) -> None:
+    """Refuses before loading what cannot fit. Raises CapacityError with need and have."""
+    elements = sum((t.end - t.begin) // STORED_DTYPES[t.dtype].itemsize for t in stored.values())
+    weights = elements * dtype.itemsize // shard.size
+    kv = deployment.engine.kv_cache_memory or 0
+    if weights + kv > free:
+        raise CapacityError(
+            f"a rank needs about {weights >> 20} MiB for weights and {kv >> 20} MiB for KV, {free >> 20} MiB are free: "
+            f"use more ranks than {shard.size}, a smaller kv_cache_memory or another dtype"
+        )
+
+
+def build(
+    deployment: Deployment,
+    communicator: Communicator,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> Built:
+    """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
+    WiringError or ConfigError."""
+    config, warnings = model_config(deployment)
+    keys = deployment.engine
+    dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
+    length = model_length(config, deployment.model.max_model_len)
+    shard = Shard(config, communicator.size, communicator.rank)
+    stored = check_folder(Path(deployment.model.path), config)
+    check_memory(deployment, shard, dtype, stored, available_bytes(device))
+
+    wanted = deployment.parallel.embedding
+    spans_nodes = len(communicator.layout.nodes) > 1
+    replicate = wanted == "replicate" or (wanted == "auto" and replicate_embedding(config, dtype, spans_nodes))
+    model = LlamaModel(
+        config,
+        communicator.process_groups.tp,
+        communicator.all_reduce,
+        make_ops(device, dtype),
+        dtype=dtype,
+        device=device,
+        positions=length + 1,
+        replicate_embedding=replicate,
+    )
+    model.load(Path(deployment.model.path), progress)
+
+    kv_dtype = dtype if keys.kv_cache_dtype == "auto" else DTYPES[keys.kv_cache_dtype]
+    budget = _agreed_minimum(communicator, kv_budget(keys, device, available_bytes(device)))
+    one = block_bytes(shard, keys.block_size, kv_dtype)
+    num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, length)
+    cache = KVCache(shard, num_blocks, keys.block_size, kv_dtype, device)
+    sampler = Sampler(config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device)
+    runner = Runner(
+        model,
+        cache,
+        make_attention(keys, config, cache, dtype),
+        sampler,
+        max_slots=keys.max_num_seqs,
+        max_model_len=length,
+    )
+    limits = ModelLimits(
+        max_model_len=length,
+        vocab_size=config.vocab_size,
+        max_num_seqs=keys.max_num_seqs,
+        kv_tokens=num_blocks * keys.block_size,
+        eos_token_ids=config.eos_token_ids,
+    )
+    scheduler_limits = SchedulerLimits(
+        max_num_seqs=keys.max_num_seqs,
+        max_num_batched_tokens=keys.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=keys.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=keys.enable_prefix_caching,
+        enable_chunked_prefill=keys.enable_chunked_prefill,
+        ageing_s=keys.priority_ageing,
+    )
+    return Built(runner, config, limits, scheduler_limits, tuple(warnings), weights_digest(stored))

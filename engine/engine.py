@@ -1,0 +1,154 @@
+"""The step loop: schedule, run, commit on rank 0; receive and run on the others.
+
+Plan n+1 is made and broadcast while step n's first all-reduce travels, so planning costs no step time. Tokens of step
+n are released only when step n+1's gather has proved that every rank drew the same (an empty step does it when nothing
+else is left to run). Knows requests and batches; neither text nor tensors nor processes. Called by launchers/worker.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from .batch import Batch, StepResult, decode, encode
+from .request import Request, TokensEvent
+from .scheduler import RequestTooLarge, Scheduler
+
+
+class StepRunner(Protocol):
+    """engine/runner.py, as seen from the loop."""
+
+    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult: ...
+
+
+class PlanSender(Protocol):
+    def send(self, frame: bytes) -> None:
+        """To every other rank, in order; returns at once."""
+
+
+class PlanReceiver(Protocol):
+    def receive(self) -> bytes:
+        """The next frame from rank 0; sleeps until it is there."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where this rank stands, in plain attributes that a heartbeat thread may read at any moment. Seconds."""
+
+    step: int = 0
+    busy_since: float | None = None
+    step_tokens: int = 0
+    last_tokens: int = 0
+    last_seconds: float = 0.0
+    finished_at: float = 0.0
+    total_seconds: float = 0.0
+
+    def start(self, tokens: int) -> None:
+        self.step_tokens, self.busy_since = tokens, time.monotonic()
+
+    def finish(self) -> None:
+        now = time.monotonic()
+        self.last_seconds = now - (self.busy_since or now)
+        self.total_seconds += self.last_seconds
+        self.last_tokens, self.step_tokens = self.step_tokens, 0
+        self.step, self.busy_since, self.finished_at = self.step + 1, None, time.time()
+
+
+def _timed(runner: StepRunner, batch: Batch, progress: Progress, hook: Callable[[], None] | None) -> StepResult:
+    progress.start(batch.num_tokens)
+    try:
+        return runner.run(batch, hook)
+    finally:
+        progress.finish()
+
+
+class Engine:
+    """Rank 0's side. Every method is called on the thread that steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        plans: PlanSender,
+        progress: Progress,
+        on_running: Callable[[list[str]], None] | None = None,
+    ) -> None:
+        """on_running is told the requests that enter a slot, before the step that computes them is run."""
+        self.scheduler, self.runner, self.plans, self.progress = scheduler, runner, plans, progress
+        self._on_running = on_running
+        self._planned: Batch | None = None
+        self._held: list[TokensEvent] = []
+        self._refused: list[TokensEvent] = []
+
+    def add(self, request: Request) -> None:
+        """Queues a request; one that can never run ends at once with finish "error"."""
+        try:
+            self.scheduler.add(request, time.time())
+        except (RequestTooLarge, ValueError) as fault:
+            self._refused.extend(
+                TokensEvent(request.request_id, choice, 0, (), "error", message=str(fault), epoch=request.epoch)
+                for choice in range(request.params.n)
+            )
+
+    def cancel(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        self.scheduler.stop_choice(request_id, choice, n_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do or release anything."""
+        return bool(self.scheduler.has_work or self._held or self._refused or self._planned)
+
+    def step(self) -> list[TokensEvent]:
+        """One step; returns the events that are safe to show. Raises what the runner raises: then nothing of the
+        step, nor of the one before it, has been shown."""
+        batch, self._planned = self._planned or self._plan(), None
+        if batch is None:
+            if self._held:
+                self._prove()
+            return self._release(self.scheduler.take_events())
+        result = _timed(self.runner, batch, self.progress, self._plan_ahead)
+        return self._release(self.scheduler.commit(batch, result, time.time()))
+
+    def _prove(self) -> None:
+        """An empty step: its gather carries the digests of the last one."""
+        frame = Batch(step=self.progress.step)
+        self.plans.send(encode(frame))
+        _timed(self.runner, frame, self.progress, None)
+
+    def _release(self, newly: list[TokensEvent]) -> list[TokensEvent]:
+        ready = self._refused + self._held
+        self._refused, self._held = [], newly
+        return ready
+
+    def _plan(self) -> Batch | None:
+        batch = self.scheduler.schedule(time.time())
+        if batch is not None:
+            if self._on_running is not None and batch.admitted:
+                self._on_running(self.scheduler.request_ids(s.slot for s in batch.admitted))
+            self.plans.send(encode(batch))
+        return batch
+
+    def _plan_ahead(self) -> None:
+        self._planned = self._plan()
+
+    def close(self) -> None:
+        """Ends the followers."""
+        self.plans.send(b"")
+
+
+def follow(runner: StepRunner, plans: PlanReceiver, progress: Progress) -> None:
+    """The other ranks: obeys plans until rank 0 ends them. Raises what the runner raises."""
+    while frame := plans.receive():
+        batch = decode(frame)
+        _timed(runner, batch, progress, None)
+
+
+def drain(engine: Engine) -> Iterable[TokensEvent]:
+    """Steps until nothing is left; for benchmarks and tests."""
+    while engine.has_work:
+        yield from engine.step()

@@ -1,0 +1,147 @@
+"""One rank's model and cache: obeys a Batch, returns the ids that every rank drew.
+
+Mirrors the slots (tokens, block tables) that rank 0's plans speak of; decides nothing. Called by engine/engine.py on
+rank 0 and by the follower loop on the others; all of them see the same Batches in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..models.attention import AttentionBackend, StepLayout
+from ..models.kv_cache import KVCache
+from ..models.llama import LlamaModel
+from .batch import Batch, Chunk, StepResult
+from .request import TokenLogprob
+from .sampler import Sampler
+
+
+class Runner:
+    """State: `tokens` [slots, positions] int32 and `blocks` [slots, blocks a sequence] int32, on the host."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: KVCache,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        *,
+        max_slots: int,
+        max_model_len: int,
+    ) -> None:
+        self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
+        self.device = model.norm.weight.device
+        self.size = cache.block_size
+        # One position more than the model has: the surplus token of an optimistic step lands there.
+        self.tokens = np.zeros((max_slots, max_model_len + 1), np.int32)
+        self.length = np.zeros(max_slots, np.int64)
+        self.blocks = np.zeros((max_slots, -(-(max_model_len + 1) // self.size)), np.int32)
+        self.num_blocks = np.zeros(max_slots, np.int64)
+        self._prompt_top = [0] * max_slots
+
+    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
+        """Applies the Batch and computes its chunks. Raises DesyncError if ranks disagreed about the step before.
+
+        on_travelling: see LlamaModel.forward.
+        """
+        self._apply(batch)
+        if not batch.chunks:
+            self.sampler.flush()
+            return StepResult(())
+        with torch.inference_mode():
+            chunks = sorted(batch.chunks, key=lambda chunk: chunk.count != 1)  # decodes first; a stable sort
+            layout, tokens, rows = self._layout(chunks)
+            logits = self.model.forward(tokens, layout, self.attention, rows, on_travelling)
+            return self._draw(batch, chunks, logits)
+
+    def _apply(self, batch: Batch) -> None:
+        for slot in batch.released:
+            self.sampler.release(slot)
+            self.length[slot] = self.num_blocks[slot] = 0
+        for sequence in batch.admitted:
+            slot, count = sequence.slot, len(sequence.tokens)
+            self.tokens[slot, :count] = sequence.tokens
+            self.length[slot], self.num_blocks[slot] = count, 0
+            self._prompt_top[slot] = sequence.params.prompt_logprobs or 0
+            self.sampler.admit(sequence)
+        for slot, blocks in batch.blocks:
+            have = int(self.num_blocks[slot])
+            self.blocks[slot, have : have + len(blocks)] = blocks
+            self.num_blocks[slot] = have + len(blocks)
+        self.cache.copy(batch.copies)
+
+    def _layout(self, chunks: list[Chunk]) -> tuple[StepLayout, Tensor, Tensor]:
+        """The step's layout, its token ids [T], and the rows whose logits are needed [R]."""
+        slots = np.array([chunk.slot for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        counts = np.array([chunk.count for chunk in chunks])
+        ends = starts + counts
+        decode = int(np.count_nonzero(counts == 1))
+        if decode == len(chunks):
+            slot_of, positions = slots, starts
+        else:
+            slot_of = np.repeat(slots, counts)
+            first = np.repeat(np.cumsum(counts) - counts, counts)
+            positions = np.arange(len(slot_of)) - first + np.repeat(starts, counts)
+        most = -(-int(ends.max()) // self.size)
+        query_start = [0, *np.cumsum(counts).tolist()]
+        rows = [
+            row
+            for chunk, first_row, after in zip(chunks, query_start, query_start[1:], strict=False)
+            for row in (range(first_row, after) if chunk.prompt_logprobs else (after - 1,) if chunk.samples else ())
+        ]
+        layout = StepLayout(
+            positions=self._to_device(positions),
+            query_start=query_start,
+            kv_len=ends.tolist(),
+            block_table=self._to_device(self.blocks[slots, :most]),
+            blocks=self._to_device(self.blocks[slot_of, positions // self.size]),
+            offsets=self._to_device(positions % self.size),
+            decode=decode,
+        )
+        return layout, self._to_device(self.tokens[slot_of, positions]), self._to_device(np.array(rows, np.int64))
+
+    def _to_device(self, values: NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+
+    def _draw(self, batch: Batch, chunks: list[Chunk], logits: Tensor) -> StepResult:
+        """Samples and scores; appends what was drawn to the slots."""
+        scored: dict[int, list[TokenLogprob]] = {}
+        slots, sampled = [chunk.slot for chunk in chunks if chunk.samples], logits
+        if any(chunk.prompt_logprobs for chunk in chunks):
+            sampled, scored = self._score(chunks, logits)
+        if not slots:
+            self.sampler.flush()
+            return StepResult((), prompt_logprobs=scored)
+        drawn = self.sampler.sample(sampled, slots)
+        at = self.length[slots]
+        self.tokens[slots, at] = drawn.ids
+        self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
+        ids = dict(zip(slots, drawn.ids.tolist(), strict=True))
+        return StepResult(
+            tokens=[ids[chunk.slot] for chunk in batch.chunks if chunk.samples],
+            nonfinite=[slots[row] for row in np.flatnonzero(drawn.nonfinite)],
+            logprobs={slot: p for slot, p in zip(slots, drawn.logprobs, strict=True) if p is not None},
+            prompt_logprobs=scored,
+        )
+
+    def _score(self, chunks: list[Chunk], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
+        """Splits logits rows into those to sample from and those to score against the prompt's next token."""
+        picked, scored, row = [], {}, 0
+        for chunk in chunks:
+            count = chunk.count if chunk.prompt_logprobs else int(chunk.samples)
+            if chunk.prompt_logprobs:
+                # The chunk's last position has a next token only if the prompt goes on behind it.
+                known = min(chunk.count, int(self.length[chunk.slot]) - chunk.start - 1)
+                targets = self.tokens[chunk.slot, chunk.start + 1 : chunk.start + 1 + known]
+                top = self._prompt_top[chunk.slot]
+                scored[chunk.slot] = self.sampler.score(logits[row : row + known], targets, top) if known else []
+            row += count
+            if chunk.samples:
+                picked.append(row - 1)
+        return logits[picked], scored

@@ -1,0 +1,60 @@
+"""`python -m laddertron.launchers.worker`: what mpirun, srun or torchrun starts, one process a rank.
+
+Connects to whoever launched it (address and secret in the environment), is told what to run, and runs it. A rank that
+raises reports its traceback and leaves at once: waiting for peers that wait for it would be the hang that everybody
+knows from MPI jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+
+from ..engine import config as deploy
+from ..topology.collectives import CommunicationError
+from ..topology.identity import Identity, IdentityError, identify, require_world
+from .control_client import ControlClient, address_and_secret
+from .rank import Status, run_rank
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel), 2 if this is no rank."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # ^C goes to the whole foreground group: the launcher ends its ranks in order, they do not race it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        identity = identify()
+        if identity is None:
+            raise IdentityError("not a rank of mpirun, srun or torchrun: use `laddertron run` or `laddertron serve`")
+        address, secret = address_and_secret(os.environ)
+    except ValueError as fault:
+        print(f"laddertron worker: {fault}", file=sys.stderr)
+        return 2
+    status = Status()
+    client = ControlClient(address, secret, identity.rank, identity.local_rank, status.beat, status.dump)
+    try:
+        _run(client, identity, status, secret)
+    except BaseException as error:
+        # Another rank's end breaks this one's collectives: then that one is to blame, not this.
+        client.fail(traceback.format_exc(), consequence=isinstance(error, CommunicationError))
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    client.close()
+    return 0
+
+
+def _run(client: ControlClient, identity: Identity, status: Status, secret: bytes) -> None:
+    deployment = deploy.from_json(json.loads(client.config))
+    require_world(identity, deployment.parallel.tensor_parallel_size)
+    run_rank(deployment, identity, client, status, secret)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

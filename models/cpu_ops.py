@@ -1,0 +1,158 @@
+"""A step on a CPU: products packed once by oneDNN, and models/kernels.c for norm, gating and the attention of decodes.
+
+torch packs a weight anew at every call and needs a dozen small operators where one loop does. The kernels borrow
+torch's own thread pool. Everything here means what models/ops.py and models/attention.py mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..topology import native
+from .attention import StepLayout, TorchAttention
+from .kv_cache import KVCache
+from .ops import Norm, Product, TorchOps, rms_norm, silu_and_mul
+
+FEW_TOKENS = 64
+"""Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
+MOST_HEAD_DIM = 1024
+"""The attention kernel's scratch for one head."""
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class Kernels:
+    """The built library. `threads` is torch's number when it is made."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.threads = torch.get_num_threads() if _share_pool(library) else 1
+        p, i, n, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+        self.rms_norm: Callable[..., None] = library.kernels_rms_norm
+        library.kernels_rms_norm.argtypes = [i, p, p, p, n, n, f]
+        library.kernels_rms_norm.restype = None
+        self.silu_and_mul: Callable[..., None] = library.kernels_silu_and_mul
+        library.kernels_silu_and_mul.argtypes = [i, p, p, n, n]
+        library.kernels_silu_and_mul.restype = None
+        self.attend: Callable[..., int] = library.kernels_attend
+        library.kernels_attend.argtypes = [i, *[p] * 10, *[n] * 8, f, f, i]
+
+    @staticmethod
+    def find() -> Kernels | None:
+        """None where they were not built."""
+        library = native.load("laddertron.models._kernels")
+        return None if library is None else Kernels(library)
+
+
+def _share_pool(library: ctypes.CDLL) -> bool:
+    """Hands torch's OpenMP pool to the kernels; False if torch has none of GNU's kind (they stay on one thread)."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "libgomp" in path:
+            gomp = ctypes.CDLL(path)
+            run, number = (ctypes.cast(f, ctypes.c_void_p) for f in (gomp.GOMP_parallel, gomp.omp_get_thread_num))
+            library.kernels_set_pool(run, number)
+            return True
+    return False
+
+
+class CpuOps(TorchOps):
+    """Packed products; kernels for norm and gating where they were built. fp32 and bf16 (fp16 is left to torch)."""
+
+    name = "cpu"
+    repacks = True
+
+    def __init__(self, kernels: Kernels | None) -> None:
+        self.kernels = kernels
+
+    def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        return lambda x: multiply(x, packed, bias, "none", [], "")
+
+    def product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None) -> Product:
+        matmul = self._matmul(weight, bias)
+        if norm is None:
+            return matmul
+        normed = self._norm(norm)
+        return lambda x: matmul(normed(x))
+
+    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
+        matmul, normed, gated = self._matmul(weight, bias), self._norm(norm), self._gate()
+        return lambda x: gated(matmul(normed(x)))
+
+    def _norm(self, norm: Norm) -> Product:
+        if self.kernels is None:
+            return lambda x: rms_norm(x, norm)
+        call, kind, width = self.kernels.rms_norm, _TYPES[norm.weight.dtype], norm.weight.numel()
+
+        def normed(x: Tensor) -> Tensor:
+            if x.shape[0] > FEW_TOKENS or not x.is_contiguous():
+                return rms_norm(x, norm)
+            out = torch.empty_like(x)
+            call(kind, out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), x.shape[0], width, norm.eps)
+            return out
+
+        return normed
+
+    def _gate(self) -> Product:
+        if self.kernels is None:
+            return silu_and_mul
+        call = self.kernels.silu_and_mul
+
+        def gated(gate_up: Tensor) -> Tensor:
+            rows, width = gate_up.shape
+            if rows > FEW_TOKENS:
+                return silu_and_mul(gate_up)
+            out = gate_up.new_empty((rows, width // 2))
+            call(_TYPES[gate_up.dtype], out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
+            return out
+
+        return gated
+
+
+class CpuAttention(TorchAttention):
+    """Sequences with one new token go through one kernel call a layer (QK norm, rotation, cache write, attention);
+    prompts through torch."""
+
+    name = "cpu"
+
+    def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float, kernels: Kernels) -> None:
+        super().__init__(cache, windows, scale)
+        self.kernels = kernels
+        self._lengths = torch.empty(0, dtype=torch.int64)
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        super().plan(layout, cos, sin)
+        self._lengths = torch.tensor(layout.kv_len[: layout.decode], dtype=torch.int64)
+
+    def _plans_decode_mask(self) -> bool:
+        return False
+
+    def _decode(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        layout, cache = self._layout(), self.cache
+        keys, values, table = cache.keys[layer], cache.values[layer], layout.block_table
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        out = qkv.new_empty((layout.decode, heads * dim))
+        failed = self.kernels.attend(
+            _TYPES[qkv.dtype], out.data_ptr(), qkv.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            self._cos.data_ptr(), self._sin.data_ptr(),
+            None if q_norm is None else q_norm.weight.data_ptr(),
+            None if k_norm is None else k_norm.weight.data_ptr(),
+            table.data_ptr(), self._lengths.data_ptr(),
+            layout.decode, heads, kv_heads, dim, 2 * self._cos.shape[-1], cache.block_size, table.stride(0),
+            self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, self.kernels.threads,
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the attention kernel could not allocate its scratch space")
+        return out
+
+
+def fits_kernels(cache: KVCache, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether CpuAttention can serve: keys and values in the model's own dtype, fp32 or bf16, on a CPU."""
+    stored = cache.keys[0]
+    return stored.device.type == "cpu" and stored.dtype == dtype and dtype in _TYPES and head_dim <= MOST_HEAD_DIM
