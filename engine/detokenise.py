@@ -79,7 +79,7 @@ class Pieces:
             return _Bytes(self, skip)
         if self.kind == "fallback":
             return _Fallback(self, skip, strip=not continues)
-        return _Window(self.tokenizer, skip_special)
+        return _Window(self.tokenizer, skip)
 
     def _find(self, token: int) -> bytes:
         word = self.tokenizer.id_to_token(token)
@@ -146,9 +146,9 @@ class _Fallback:
     def push(self, ids: Sequence[int]) -> str:
         out = []
         for token in ids:
-            if token in self._skip:
-                continue
             raw = self._pieces.raw(token)
+            if token in self._skip or not raw:
+                continue
             if self._pieces.is_byte(token):
                 self._run += raw
             else:
@@ -176,14 +176,16 @@ class _Window:
     """Any other decoder, through the library: the new text is what a window of recent ids decodes to beyond what its
     beginning did. Invalid bytes for longer than _MAX_HELD tokens are given out as they stand."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
+        self._tokenizer, self._skip = tokenizer, skip
         self._ids: list[int] = []  # from the window's start on
         self._given = 0  # how many of them are already text
 
     def push(self, ids: Sequence[int]) -> str:
         out = []
         for token in ids:
+            if token in self._skip or self._tokenizer.id_to_token(token) is None:
+                continue  # a window must not begin with an id that decodes to nothing
             self._ids.append(token)
             text = self._decode(self._ids)
             if text.endswith(_REPLACEMENT) and len(self._ids) - self._given < _MAX_HELD:
@@ -197,7 +199,7 @@ class _Window:
         return self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip_special))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class OutputText:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -58,10 +59,16 @@ class _Item:
     payload: dict[str, Any]
     size: int
     future: asyncio.Future[list[int]]
+    answered: bool = False
+    deaths: int = 0
 
 
 class _Died(Exception):
-    """The worker ended or overran in the middle of an item."""
+    """The worker ended in the middle of an item; `overran`: because of it, beyond doubt."""
+
+    def __init__(self, why: str, overran: bool = False) -> None:
+        super().__init__(why)
+        self.overran = overran
 
 
 class TextPool:
@@ -136,7 +143,7 @@ class TextPool:
                 except _Died as died:
                     await worker.kill()
                     worker = None
-                    self._blame(items, str(died))
+                    self._blame(items, died)
         except TextError as error:
             self._fail_waiting(str(error))
         finally:
@@ -159,7 +166,8 @@ class TextPool:
         await worker.send([item.payload for item in items])
         for item in items:
             reply = await worker.receive(4 * self._limits.cpu_seconds)
-            if item.future.done():
+            item.answered = True
+            if item.future.done():  # cancelled by whoever asked
                 continue
             if "ids" in reply:
                 item.future.set_result(reply["ids"])
@@ -170,12 +178,17 @@ class TextPool:
             else:
                 item.future.set_exception(PromptError(reply["error"], reply["code"]))
 
-    def _blame(self, items: list[_Item], why: str) -> None:
-        """The first unanswered item was being worked on: its error. Those behind it wait for the next worker."""
-        left = [item for item in items if not item.future.done()]
+    def _blame(self, items: list[_Item], died: _Died) -> None:
+        """The first unanswered item was being worked on: its error if it overran, or if a second worker died of it
+        (the first may have been killed by something else). The others wait for the next worker."""
+        left = [item for item in items if not item.answered]
         if left:
-            left[0].future.set_exception(PromptError(f"the prompt could not be made: {why}", "prompt_too_costly"))
-        self._waiting.extendleft(reversed(left[1:]))
+            left[0].deaths += 1
+            if died.overran or left[0].deaths > 1:
+                future = left.pop(0).future
+                if not future.done():
+                    future.set_exception(PromptError(f"the prompt could not be made: {died}", "prompt_too_costly"))
+        self._waiting.extendleft(item for item in reversed(left) if not item.future.done())
         self._arrived.set()
 
     def _fail_waiting(self, why: str) -> None:
@@ -249,11 +262,12 @@ class _Worker:
                 value: dict[str, Any] = json.loads(await self._process.stdout.readexactly(length))
                 return value
         except TimeoutError:
-            raise _Died(f"it took longer than {seconds:g} s") from None
+            raise _Died(f"it took longer than {seconds:g} s", overran=True) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._process.wait()
-            why = {-27: "it took too much processor time", -9: "its text worker was killed"}.get(code)
-            raise _Died(why or f"its text worker ended with exit code {code} (too much memory?)") from None
+            if code == -signal.SIGPROF:
+                raise _Died("it took too much processor time", overran=True) from None
+            raise _Died(f"its text worker ended with exit code {code} (too much memory?)") from None
 
     async def kill(self) -> None:
         """Ends the process and waits for it."""
