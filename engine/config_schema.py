@@ -202,7 +202,7 @@ class Daemon:
     tls_key: PathStr | None = None
     drain_timeout: Annotated[float, Unit("seconds"), Range(0, DAY)] = 30.0
     retention: Annotated[float, Unit("seconds"), Range(60, 3650 * DAY)] | None = 30 * DAY
-    start_timeout: Annotated[float, Unit("seconds"), Range(1, 7 * DAY)] = 3600.0
+    load_timeout: Annotated[float, Unit("seconds"), Range(1, 7 * DAY)] = 600.0
     heartbeat_timeout: Annotated[float, Unit("seconds"), Range(1, 3600)] = 10.0
     max_restarts: Annotated[int, Range(0, 1000)] = 3
     log_format: Literal["auto", "json", "text"] = "auto"

@@ -1,7 +1,7 @@
-"""Which hosts there are and which of them a replica gets: config, hostfile or the batch system's allocation, as data.
+"""Which hosts there are: config, hostfile, the batch system's allocation or the fabric, as data.
 
-Pure but for `read_hosts`, which opens the files that config and environment name. Knows slots (ranks a host takes),
-nothing of launchers' command lines.
+Pure but for `read_hosts`, which opens the files that config and environment name. Who gets which of them is
+launchers/shares.py.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`slots` ranks on `name`, beginning with its `first`-th device. `whole`: nobody else uses the host."""
+    """`slots` ranks on `name`. `devices` are those of its GPUs that the ranks use, in the order of ranks; None: the
+    first `slots` ones."""
 
     name: str
     slots: int
-    first: int = 0
-    whole: bool = True
+    devices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def spread(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
 
 def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabric | None) -> Allotment:
-    """Hosts of the config, its hostfile, the allocation that `environ` describes, or else this host alone."""
+    """Hosts of the config, its hostfile, the allocation that `environ` describes, the fabric, or else this one."""
     launch, world = deployment.launch, deployment.world_size
     devices = {n.hostname: len(n.devices) for n in fabric.nodes} if fabric is not None else {}
 
@@ -146,6 +146,8 @@ def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabri
         if environ.get(variable):
             hosts = parse_nodefile(_text(environ[variable], variable), f"{variable}={environ[variable]}")
             return Allotment(filled(hosts), variable, allocation=True)
+    if fabric is not None:
+        return Allotment(filled([Host(n.hostname, 0) for n in fabric.nodes]), "launch.fabric")
     return Allotment((Host("localhost", launch.ranks_per_node or world),), "this one alone, since none are named")
 
 
@@ -154,59 +156,3 @@ def _text(path: str, what: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{what}: {path} cannot be read: {error}") from None
-
-
-def slices(allotment: Allotment, tp: int, replicas: int) -> tuple[tuple[Host, ...], ...]:
-    """Each replica's hosts, in order: inside one host where it fits, else over the fewest whole hosts with equally many
-    ranks each. Raises LaunchError where they do not fit, or leave nodes of an allocation unused."""
-    hosts = allotment.hosts
-    used = [0] * len(hosts)
-    taken: list[list[tuple[int, int, int]]] = []
-    at = 0
-    for replica in range(replicas):
-        chosen = _place(hosts, used, at, tp)
-        if chosen is None:
-            have = " + ".join(str(h.slots) for h in hosts[:12]) + (" + …" if len(hosts) > 12 else "")
-            raise LaunchError(
-                f"replica {replica} of {replicas} does not fit: {tp} ranks on equal shares of whole hosts, "
-                f"{have} slots on {len(hosts)} hosts ({allotment.source}), {replica} replicas placed: add hosts or "
-                f"slots, or lower parallel.tensor_parallel_size or parallel.replicas"
-            )
-        for index, first, count in chosen:
-            used[index] = first + count
-        at = chosen[-1][0]
-        taken.append(chosen)
-    idle = [h.name for h, count in zip(hosts, used, strict=True) if count == 0]
-    if allotment.allocation and idle:
-        raise LaunchError(
-            f"{tp} x {replicas} = {tp * replicas} ranks use {len(hosts) - len(idle)} of {len(hosts)} allocated nodes: "
-            f"{', '.join(idle[:8])}{' …' if len(idle) > 8 else ''} would be billed and never used: allocate fewer, or "
-            f"raise parallel.tensor_parallel_size or parallel.replicas, or lower launch.ranks_per_node"
-        )
-    return tuple(
-        tuple(Host(hosts[i].name, n, first, whole=n == hosts[i].slots) for i, first, n in chosen) for chosen in taken
-    )
-
-
-def _place(hosts: Sequence[Host], used: Sequence[int], at: int, tp: int) -> list[tuple[int, int, int]] | None:
-    for index in range(at, len(hosts)):
-        if hosts[index].slots - used[index] >= tp:
-            return [(index, used[index], tp)]
-    free = [i for i in range(at, len(hosts)) if used[i] == 0]
-    for count in range(2, len(free) + 1):
-        share, rest = divmod(tp, count)
-        if rest == 0 and share and all(hosts[i].slots >= share for i in free[:count]):
-            return [(i, 0, share) for i in free[:count]]
-    return None
-
-
-def together(shares: Sequence[Sequence[Host]]) -> tuple[Host, ...]:
-    """All replicas' hosts as one job's: each host once, its ranks added up. Raises LaunchError if they differ."""
-    found: dict[str, Host] = {}
-    for host in (h for share in shares for h in share):
-        before = found.get(host.name)
-        found[host.name] = host if before is None else replace(before, slots=before.slots + host.slots)
-    if len({h.slots for h in found.values()}) > 1:
-        counts = ", ".join(f"{h.name} {h.slots}" for h in found.values())
-        raise LaunchError(f"one job needs equally many ranks on each host, got {counts}: choose hosts or replicas so")
-    return tuple(found.values())

@@ -1,4 +1,4 @@
-"""The one composer of launcher command lines: (Deployment, Site, hosts, environment, program) -> LaunchCommand. Pure.
+"""The one composer of launcher command lines: (Deployment, Site, Share, program, forward) -> LaunchCommand. Pure.
 
 `launch` prints or execs what it makes, `run` and `serve` start it. Values of variables never stand on a command line,
 only names; every word has its reason. Finding the launcher is launchers/find.py.
@@ -12,11 +12,14 @@ from typing import Literal
 
 from ..engine.config import Deployment
 from ..topology.fabric import Fabric
-from .hosts import Host, LaunchError
+from .hosts import LaunchError
 from .network import Variable, Wires, choose_wires, told, variables
+from .shares import Share
 
 Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
 WORKER = "laddertron.launchers.worker"
+CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
+"""What a rank needs to find and convince its supervisor; set by whoever starts the command (launchers/control.py)."""
 INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH")
 """Of the launching shell, forwarded where set: without them other hosts may not find the same libraries."""
 
@@ -46,12 +49,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """`env` is what the launcher's own environment must hold beyond the shell's; ranks get it by name. `secrets` are
-    those of its names that no print-out may show."""
+    """`env` is what the launcher's own environment must hold beyond the shell's; ranks get it by name. `forward` names
+    what whoever starts the command adds to it: addresses and secrets, which are never in here."""
 
     parts: tuple[Part, ...]
-    variables: Mapping[str, Variable] = field(default_factory=dict, repr=False)
-    secrets: frozenset[str] = frozenset()
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    forward: tuple[str, ...] = ()
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -67,45 +70,41 @@ class LaunchCommand:
 
 
 def worker_program(site: Site) -> tuple[str, ...]:
-    """A rank's command: it finds its supervisor through LADDERTRON_CONTROL, LADDERTRON_SECRET, LADDERTRON_REPLICA."""
+    """A rank's command; CONTROL must be in its environment."""
     return (site.python, "-m", WORKER)
 
 
 def compose(
-    deployment: Deployment,
-    site: Site,
-    hosts: Sequence[Host],
-    environment: Mapping[str, str],
-    program: Sequence[str],
+    deployment: Deployment, site: Site, share: Share, program: Sequence[str], forward: Sequence[str] = ()
 ) -> LaunchCommand:
-    """The command that starts `program` once for each slot of `hosts` (one replica's, or all of a job's), with
-    `environment` (the control channel's variables; kept out of print-outs) beside what config and fabric say. Raises
-    LaunchError on hosts that this launcher cannot be given."""
-    per_node = {h.slots for h in hosts}
-    if not hosts or len(per_node) != 1:
-        raise LaunchError(f"a job needs equally many ranks on each host, got {[(h.name, h.slots) for h in hosts]}")
-    wires = choose_wires(deployment, site.fabric, hosts)
-    env = told(deployment, variables(deployment, wires, hosts))
-    env |= {name: Variable(value, "the control channel") for name, value in environment.items()}
+    """The command that starts `program` once for each slot of the share (one replica's, or a whole job's), with what
+    config and fabric say in its environment and, by name, `forward`, which the caller sets. Raises LaunchError on
+    hosts that this launcher cannot be given."""
+    if not share.hosts or len({h.slots for h in share.hosts}) != 1:
+        raise LaunchError(
+            f"a job needs equally many ranks on each host, got {[(h.name, h.slots) for h in share.hosts]}"
+        )
+    wires = choose_wires(deployment, share)
+    env = told(deployment, variables(deployment, wires, share))
     for name in dict.fromkeys((*INHERITED, *deployment.launch.forward_env)):
         if name in site.shell and name not in env:
-            reason = (
-                "launch.forward_env" if name in deployment.launch.forward_env else "of this shell, so that all match"
+            asked = name in deployment.launch.forward_env
+            env[name] = Variable(
+                site.shell[name], "launch.forward_env" if asked else "of this shell, so that all match"
             )
-            env[name] = Variable(site.shell[name], reason)
-    parts = _COMPOSERS[site.kind](deployment, site, hosts, wires, tuple(env))
+    parts = _COMPOSERS[site.kind](deployment, site, share, wires, (*env, *forward))
     if deployment.launch.extra_args:
         parts.append(Part(deployment.launch.extra_args, "launch.extra_args"))
     parts.append(Part(tuple(program), "what each rank runs"))
-    return LaunchCommand(tuple(parts), env, frozenset(environment))
+    return LaunchCommand(tuple(parts), env, tuple(forward))
 
 
-def crowded(deployment: Deployment, site: Site, hosts: Sequence[Host]) -> bool:
+def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
     """Whether ranks must share cores: said by the config, or more ranks than cores on some host without devices."""
     if deployment.launch.oversubscribe is not None:
         return deployment.launch.oversubscribe
     nodes = {n.hostname: n for n in site.fabric.nodes} if site.fabric is not None else {}
-    for host in hosts:
+    for host in share.hosts:
         node = nodes.get(host.name)
         cores = site.cores if node is None else len(node.cores)
         if (node is None or not node.devices) and cores is not None and host.slots > cores:
@@ -117,18 +116,16 @@ def _version(site: Site) -> str:
     return ".".join(map(str, site.version)) or "(not found on this machine)"
 
 
-def _host_list(hosts: Sequence[Host]) -> str:
-    return ",".join(f"{h.name}:{h.slots}" for h in hosts)
+def _host_list(share: Share) -> str:
+    return ",".join(f"{h.name}:{h.slots}" for h in share.hosts)
 
 
-def _openmpi(
-    deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wires, names: Sequence[str]
-) -> list[Part]:
-    launch, ranks, per_node = deployment.launch, sum(h.slots for h in hosts), hosts[0].slots
+def _openmpi(deployment: Deployment, site: Site, share: Share, wires: Wires, names: Sequence[str]) -> list[Part]:
+    launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
     parts = [
         Part((site.program,), f"Open MPI {_version(site)}"),
-        Part(("-np", str(ranks)), f"{len(hosts)} hosts x {per_node} ranks"),
-        Part(("--host", _host_list(hosts)), "hosts and the ranks that each takes"),
+        Part(("-np", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
+        Part(("--host", _host_list(share)), "hosts and the ranks that each takes"),
         Part(
             ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
             "launch.map_by" if launch.map_by else "neighbouring ranks share a node: a group spans nodes last",
@@ -137,18 +134,18 @@ def _openmpi(
     ]
     if site.as_root:
         parts.append(Part(("--allow-run-as-root",), "this user is root, which Open MPI refuses unasked"))
-    if crowded(deployment, site, hosts):
+    if crowded(deployment, site, share):
         parts.append(Part(("--oversubscribe",), "more ranks than cores on a host"))
         parts.append(
             Part(("--mca", "mpi_yield_when_idle", "1"), "ranks that wait give their core to those that compute")
         )
     if launch.rsh_agent is not None:
         parts.append(Part(("--mca", "plm_rsh_agent", launch.rsh_agent), "launch.rsh_agent"))
-    if len(hosts) > 1 and wires.interface is not None:
+    if len(share.hosts) > 1 and wires.interfaces:
         reason = wires.interface_reason
-        parts.append(Part(("--mca", "oob_tcp_if_include", wires.interface), reason))
-        parts.append(Part(("--mca", "btl_tcp_if_include", wires.interface), reason))
-    if len(hosts) > 1 and not wires.hcas:
+        parts.append(Part(("--mca", "oob_tcp_if_include", ",".join(wires.interfaces)), reason))
+        parts.append(Part(("--mca", "btl_tcp_if_include", ",".join(wires.interfaces)), reason))
+    if len(share.hosts) > 1 and not wires.hcas:
         shared = "vader" if site.version[:1] in ((3,), (4,)) else "sm"
         parts.append(Part(("--mca", "pml", "ob1"), "no RDMA port is known: TCP between nodes, not a guess of UCX"))
         parts.append(Part(("--mca", "btl", f"self,{shared},tcp"), "itself, shared memory inside a node, TCP between"))
@@ -156,12 +153,12 @@ def _openmpi(
     return parts
 
 
-def _mpich(deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wires, names: Sequence[str]) -> list[Part]:
-    launch, ranks, per_node = deployment.launch, sum(h.slots for h in hosts), hosts[0].slots
+def _mpich(deployment: Deployment, site: Site, share: Share, wires: Wires, names: Sequence[str]) -> list[Part]:
+    launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
     parts = [
         Part((site.program,), f"MPICH {_version(site)} (Hydra)"),
-        Part(("-n", str(ranks)), f"{len(hosts)} hosts x {per_node} ranks"),
-        Part(("-hosts", _host_list(hosts)), "hosts and the ranks that each takes"),
+        Part(("-n", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
+        Part(("-hosts", _host_list(share)), "hosts and the ranks that each takes"),
         Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
         Part(("-bind-to", launch.bind_to), "ranks pin their own threads, next to their device"),
     ]
@@ -169,28 +166,28 @@ def _mpich(deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wir
         parts.append(Part(("-map-by", launch.map_by), "launch.map_by"))
     if launch.rsh_agent is not None:
         parts.append(Part(("-launcher", "ssh", "-launcher-exec", launch.rsh_agent), "launch.rsh_agent"))
-    if len(hosts) > 1 and wires.interface is not None:
-        parts.append(Part(("-iface", wires.interface), wires.interface_reason))
+    if len(share.hosts) > 1 and len(wires.interfaces) == 1:
+        parts.append(Part(("-iface", wires.interfaces[0]), wires.interface_reason))
     if names:
         parts.append(Part(("-genvlist", ",".join(names)), "by name: their values stay off the command line"))
     return parts
 
 
-def _slurm(deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wires, names: Sequence[str]) -> list[Part]:
-    slurm, ranks, per_node = deployment.launch.slurm, sum(h.slots for h in hosts), hosts[0].slots
+def _slurm(deployment: Deployment, site: Site, share: Share, wires: Wires, names: Sequence[str]) -> list[Part]:
+    slurm, ranks, per_node = deployment.launch.slurm, share.ranks, share.hosts[0].slots
     parts = [
         Part((site.program,), f"Slurm {_version(site)}"),
         Part((f"--mpi={slurm.mpi}",), "launch.slurm.mpi: how ranks find one another"),
-        Part((f"--nodes={len(hosts)}", f"--ntasks={ranks}"), f"{len(hosts)} nodes x {per_node} ranks"),
+        Part((f"--nodes={len(share.hosts)}", f"--ntasks={ranks}"), f"{len(share.hosts)} nodes x {per_node} ranks"),
         Part((f"--ntasks-per-node={per_node}", "--distribution=block"), "neighbouring ranks share a node"),
     ]
-    if [h.name for h in hosts] != ["localhost"]:
-        parts.append(Part((f"--nodelist={','.join(h.name for h in hosts)}",), "this replica's nodes"))
+    if [h.name for h in share.hosts] != ["localhost"]:
+        parts.append(Part((f"--nodelist={','.join(h.name for h in share.hosts)}",), "this replica's nodes"))
     if slurm.gpus and deployment.engine.device != "cpu":
-        if not all(h.whole for h in hosts):
+        if not all(h.devices is None for h in share.hosts):
             raise LaunchError(
-                f"{hosts[0].name} would hold several replicas: srun hands GPUs to a step by itself, so steps cannot "
-                f"divide a node's: use launch.launcher: openmpi inside the allocation, or a whole node a replica"
+                f"{share.hosts[0].name} would hold several replicas: srun hands GPUs to a step by itself, so steps "
+                f"cannot divide a node's: use launch.launcher: openmpi inside the allocation, or a whole node a replica"
             )
         # a step that sees only its own GPU cannot use peer-to-peer copies
         parts.append(Part((f"--gpus-per-node={per_node}",), "one task a GPU, all of a node's visible to each"))
@@ -209,34 +206,32 @@ def _slurm(deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wir
     return parts
 
 
-def _torchrun(
-    deployment: Deployment, site: Site, hosts: Sequence[Host], wires: Wires, names: Sequence[str]
-) -> list[Part]:
-    if len(hosts) > 1:
+def _torchrun(deployment: Deployment, site: Site, share: Share, wires: Wires, names: Sequence[str]) -> list[Part]:
+    if len(share.hosts) > 1:
         raise LaunchError(
-            f"torchrun starts ranks on its own host alone, the job has {len(hosts)}: `laddertron launch --dry-run` "
-            f"prints the command of each host; or use launch.launcher: openmpi, mpich or slurm"
+            f"torchrun starts ranks on its own host alone, the job has {len(share.hosts)}: `laddertron launch "
+            f"--dry-run` prints the command of each host; or use launch.launcher: openmpi, mpich or slurm"
         )
     return [
         Part((site.python, "-m", "torch.distributed.run"), "torchrun, of the same Python as the ranks"),
         Part(("--standalone",), "one host: no rendezvous with others"),
-        Part((f"--nproc-per-node={hosts[0].slots}",), f"{hosts[0].slots} ranks on this host"),
+        Part((f"--nproc-per-node={share.hosts[0].slots}",), f"{share.hosts[0].slots} ranks on this host"),
         Part(("--no-python",), "what follows is a whole command"),
     ]
 
 
 def torchrun_hosts(
-    deployment: Deployment, site: Site, hosts: Sequence[Host], program: Sequence[str], port: int = 29500
+    deployment: Deployment, site: Site, share: Share, program: Sequence[str], port: int = 29500
 ) -> tuple[LaunchCommand, ...]:
     """One command a host, each to be started there; host 0 is the meeting place. For `launch --dry-run`."""
     found = []
-    env = told(deployment, variables(deployment, choose_wires(deployment, site.fabric, hosts), hosts))
-    for index, host in enumerate(hosts):
+    env = told(deployment, variables(deployment, choose_wires(deployment, share), share))
+    for index, host in enumerate(share.hosts):
         parts = (
             Part((site.python, "-m", "torch.distributed.run"), f"on {host.name}"),
-            Part((f"--nnodes={len(hosts)}", f"--node-rank={index}"), "the order of hosts is the order of ranks"),
+            Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "the order of hosts is the order of ranks"),
             Part((f"--nproc-per-node={host.slots}",), f"{host.slots} ranks on this host"),
-            Part((f"--master-addr={hosts[0].name}", f"--master-port={port}"), "where the hosts meet"),
+            Part((f"--master-addr={share.hosts[0].name}", f"--master-port={port}"), "where the hosts meet"),
             Part(("--no-python",), "what follows is a whole command"),
             Part(tuple(program), "what each rank runs"),
         )

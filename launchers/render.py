@@ -6,21 +6,17 @@ import shlex
 
 from .mpi import LaunchCommand
 
-HIDDEN = "(set by laddertron, not shown)"
-
 
 def render(command: LaunchCommand, title: str) -> str:
-    """A comment for each choice, an `export` for each variable, then the command, one choice a line. Secrets are named
-    and never shown."""
+    """A comment for each choice, an `export` for each variable, then the command, one choice a line. What
+    laddertron adds at start is named, not shown."""
     shown = [(_words(words), reason) for words, reason in command.comments]
     width = min(48, max((len(words) for words, _ in shown), default=0))
     lines = [f"# {title}"]
     lines += [f"#   {words:<{width}}  {reason}" for words, reason in shown]
     for name, variable in command.variables.items():
-        if name in command.secrets:
-            lines.append(f"# {name} {HIDDEN}")
-        else:
-            lines.append(f"export {name}={shlex.quote(variable.value)}  # {variable.reason}")
+        lines.append(f"export {name}={shlex.quote(variable.value)}  # {variable.reason}")
+    lines += [f"# {name} is set by laddertron when it starts this" for name in command.forward]
     lines.append(" \\\n  ".join(shlex.join(part.words) for part in command.parts))
     return "\n".join(lines)
 

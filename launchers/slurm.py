@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from ..engine.config import Deployment
 from ..topology.fabric import Fabric
-from .hosts import Allotment, Host, LaunchError, slices
+from .hosts import Allotment, Host, LaunchError
+from .shares import divide
 
 DRAIN_NOTICE_S = 300
 
@@ -33,9 +34,9 @@ def node_shape(deployment: Deployment, fabric: Fabric | None) -> tuple[int, int]
     tp = d.tensor_parallel_size
     count = d.replicas * -(-tp // per_node) if tp > per_node else -(-d.replicas // (per_node // tp))
     hosts = tuple(Host(f"node{i}", per_node) for i in range(count))
-    shares = slices(Allotment(hosts, f"launch.ranks_per_node={per_node}"), tp, d.replicas)
+    shares = divide(Allotment(hosts, f"launch.ranks_per_node={per_node}"), tp, d.replicas, None)
     per_host: dict[str, int] = {}
-    for host in (h for share in shares for h in share):
+    for host in (h for share in shares for h in share.hosts):
         per_host[host.name] = per_host.get(host.name, 0) + host.slots
     return len(per_host), max(per_host.values())
 

@@ -15,16 +15,20 @@ import click
 
 from ...engine.config import ConfigError, Deployment, read
 from ...topology import fabric as fabrics
-from ...topology.reading import ReadError
 from ..find import assume, survey
-from ..hosts import Host, LaunchError, read_hosts, slices, together
+from ..hosts import LaunchError, read_hosts
 from ..kubernetes import leader_worker_set, mpijob
-from ..mpi import LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
+from ..mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
 from ..render import render
+from ..shares import Share, divide, together
 from ..slurm import sbatch
 
 SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
-CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET", "LADDERTRON_REPLICA")
+
+
+def sizes(deployment: Deployment) -> tuple[int, int]:
+    """(ranks of a replica, replicas)."""
+    return deployment.parallel.tensor_parallel_size, deployment.parallel.replicas
 
 
 def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -> Site:
@@ -37,17 +41,14 @@ def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -
         return assume(deployment, environ)
 
 
-def job_command(
-    deployment: Deployment, site: Site, shares: Sequence[Sequence[Host]], program: Sequence[str]
-) -> LaunchCommand:
+def job_command(deployment: Deployment, site: Site, shares: Sequence[Share], program: Sequence[str]) -> LaunchCommand:
     """All replicas as ranks of one job."""
-    return compose(deployment, site, together(shares), {}, program)
+    return compose(deployment, site, together(shares), program)
 
 
-def replica_commands(deployment: Deployment, site: Site, shares: Sequence[Sequence[Host]]) -> list[LaunchCommand]:
+def replica_commands(deployment: Deployment, site: Site, shares: Sequence[Share]) -> list[LaunchCommand]:
     """What `serve` will start, one job a replica."""
-    hidden = dict.fromkeys(CONTROL, "")
-    return [compose(deployment, site, share, hidden, worker_program(site)) for share in shares]
+    return [compose(deployment, site, share, worker_program(site), CONTROL) for share in shares]
 
 
 def printed(
@@ -55,12 +56,12 @@ def printed(
 ) -> str:
     """The dry run: every command that would be started, with its reasons."""
     allotment = read_hosts(deployment, environ, site.fabric)
-    shares = slices(allotment, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
+    shares = divide(allotment, *sizes(deployment), site.fabric)
     if not service:
-        if site.kind == "torchrun" and len(together(shares)) > 1:
+        if site.kind == "torchrun" and len(together(shares).hosts) > 1:
             commands = torchrun_hosts(deployment, site, together(shares), program)
             return "\n\n".join(
-                render(c, f"start this on {h.name}") for c, h in zip(commands, together(shares), strict=True)
+                render(c, f"start this on {h.name}") for c, h in zip(commands, together(shares).hosts, strict=True)
             )
         return render(job_command(deployment, site, shares, program), f"hosts: {allotment.source}")
     daemon = LaunchCommand((Part(tuple(program), "the daemon; it starts, per replica:"),))
@@ -123,12 +124,12 @@ def command(
             click.echo(printed(deployment, site, program, service, environ))
             return
         allotment = read_hosts(deployment, environ, site.fabric)
-        shares = slices(allotment, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
+        shares = divide(allotment, *sizes(deployment), site.fabric)
         argv, extra = program, {}
         if not service:
             job = job_command(deployment, site, shares, program)
             argv, extra = job.argv, job.env
-    except (LaunchError, ReadError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError([f"{config}: launch: {error}"]) from None
     click.echo(f"+ {shlex.join(argv)}", err=True)
     sys.stdout.flush()

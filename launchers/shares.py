@@ -1,0 +1,123 @@
+"""Which hosts, devices, interfaces and HCAs each replica gets: by placement or by slots, in order.
+
+Pure. Without a fabric a group stays inside one host where it fits, else spans the fewest whole hosts with equally many
+ranks on each; with one, topology/placement.py decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..topology.fabric import Fabric
+from ..topology.placement import Placement, place
+from .hosts import Allotment, Host, LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One job's hosts in the order of its ranks. `interfaces` and `hcas` (port keys, `mlx5_0`, `mlx5_0:2`) are what
+    the placement chose; () where no fabric says."""
+
+    hosts: tuple[Host, ...]
+    interfaces: tuple[str, ...] = ()
+    hcas: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+def divide(allotment: Allotment, tp: int, replicas: int, fabric: Fabric | None) -> tuple[Share, ...]:
+    """Each replica's share. Raises LaunchError or PlacementError where they do not fit, and LaunchError where nodes of
+    an allocation would be left unused."""
+    if fabric is not None:
+        slots = {h.name: h.slots for h in allotment.hosts}
+        try:
+            known = fabric.only(slots)
+        except ValueError as error:
+            raise LaunchError(f"{error}: leave launch.fabric out, or save it anew (laddertron topo --save)") from None
+        placement = place(known, tp, replicas, slots=slots)
+        shares = tuple(_placed(placement.replica(index), known) for index in range(replicas))
+    else:
+        shares = _in_order(allotment, tp, replicas)
+    used = {h.name for share in shares for h in share.hosts}
+    idle = [h.name for h in allotment.hosts if h.name not in used]
+    if allotment.allocation and idle:
+        total = len(allotment.hosts)
+        raise LaunchError(
+            f"{tp} x {replicas} = {tp * replicas} ranks use {total - len(idle)} of {total} allocated nodes: "
+            f"{', '.join(idle[:8])}{' …' if len(idle) > 8 else ''} would be billed and never used: allocate fewer, or "
+            f"raise parallel.tensor_parallel_size or parallel.replicas, or lower launch.ranks_per_node"
+        )
+    return shares
+
+
+def _placed(placement: Placement, fabric: Fabric) -> Share:
+    hosts = []
+    all_devices = {n.hostname: tuple(d.index for d in n.devices) for n in fabric.nodes}
+    for name, count in placement.hosts:
+        devices = tuple(seat.device for seat in placement.seats if seat.hostname == name and seat.device is not None)
+        usual = not devices or devices == all_devices[name]
+        hosts.append(Host(name, count, None if usual else devices))
+    interfaces = dict.fromkeys(seat.interface for seat in placement.seats if seat.interface)
+    hcas = dict.fromkeys(seat.hca for seat in placement.seats if seat.hca)
+    if len(hosts) == 1:
+        return Share(tuple(hosts))
+    return Share(tuple(hosts), tuple(interfaces), tuple(sorted(hcas)))
+
+
+def _in_order(allotment: Allotment, tp: int, replicas: int) -> tuple[Share, ...]:
+    hosts = allotment.hosts
+    used = [0] * len(hosts)
+    shares: list[Share] = []
+    at = 0
+    for replica in range(replicas):
+        chosen = _next(hosts, used, at, tp)
+        if chosen is None:
+            have = " + ".join(str(h.slots) for h in hosts[:12]) + (" + …" if len(hosts) > 12 else "")
+            raise LaunchError(
+                f"replica {replica} of {replicas} does not fit: {tp} ranks, inside a host or in equal shares of whole "
+                f"hosts, but there are {have} slots on {len(hosts)} hosts (hosts: {allotment.source}) and {replica} "
+                f"replicas on them: add hosts or slots, or lower parallel.tensor_parallel_size or parallel.replicas"
+            )
+        share = []
+        for index, count in chosen:
+            first, host = used[index], hosts[index]
+            part = None if count == host.slots else tuple(range(first, first + count))
+            share.append(Host(host.name, count, part))
+            used[index] = first + count
+        at = chosen[-1][0]
+        shares.append(Share(tuple(share)))
+    return tuple(shares)
+
+
+def _next(hosts: Sequence[Host], used: Sequence[int], at: int, tp: int) -> list[tuple[int, int]] | None:
+    for index in range(at, len(hosts)):
+        if hosts[index].slots - used[index] >= tp:
+            return [(index, tp)]
+    free = [i for i in range(at, len(hosts)) if used[i] == 0]
+    for count in range(2, len(free) + 1):
+        part, rest = divmod(tp, count)
+        if rest == 0 and part and all(hosts[i].slots >= part for i in free[:count]):
+            return [(i, part) for i in free[:count]]
+    return None
+
+
+def together(shares: Sequence[Share]) -> Share:
+    """All replicas as one job: each host once, its ranks and devices added up. Raises LaunchError if hosts differ."""
+    found: dict[str, Host] = {}
+    for host in (h for share in shares for h in share.hosts):
+        before = found.get(host.name)
+        if before is None:
+            found[host.name] = host
+        else:
+            both = before.devices is not None and host.devices is not None
+            devices = (*(before.devices or ()), *(host.devices or ())) if both else None
+            found[host.name] = replace(before, slots=before.slots + host.slots, devices=devices)
+    if len({h.slots for h in found.values()}) > 1:
+        counts = ", ".join(f"{h.name} {h.slots}" for h in found.values())
+        raise LaunchError(f"one job needs equally many ranks on each host, got {counts}: choose hosts or replicas so")
+    interfaces = dict.fromkeys(name for share in shares for name in share.interfaces)
+    hcas = {name for share in shares for name in share.hcas}
+    return Share(tuple(found.values()), tuple(interfaces), tuple(sorted(hcas)))

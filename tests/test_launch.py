@@ -1,0 +1,196 @@
+"""Launcher command lines as text: golden files for each launcher, and the rules that they all keep.
+
+After a deliberate change: `LADDERTRON_GOLDEN=write pytest tests/test_launch.py`, and read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from laddertron.engine.config import Deployment, load
+from laddertron.launchers.commands.launch import printed
+from laddertron.launchers.find import launcher_of
+from laddertron.launchers.hosts import Allotment, Host, LaunchError
+from laddertron.launchers.mpi import CONTROL, Kind, Site, compose, torchrun_hosts, worker_program
+from laddertron.launchers.render import render
+from laddertron.launchers.shares import Share, divide, together
+from laddertron.topology.fabric import Fabric
+from laddertron.topology.presets import preset
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS: dict[Kind, tuple[int, ...]] = {
+    "openmpi": (5, 0, 11),
+    "mpich": (4, 2, 3),
+    "slurm": (23, 11, 4),
+    "torchrun": (),
+}
+PROGRAMS: dict[Kind, str] = {"openmpi": "mpirun", "mpich": "mpiexec", "slurm": "srun", "torchrun": "python3"}
+
+
+def golden(name: str, text: str) -> None:
+    """Holds text to tests/golden/<name>."""
+    file = GOLDEN / name
+    text = text.rstrip("\n").replace(str(CONFIGS.parent), "/deploy") + "\n"
+    if os.environ.get("LADDERTRON_GOLDEN") == "write":
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def site(kind: Kind, fabric: Fabric | None = None, **changes: object) -> Site:
+    usual = Site(kind, PROGRAMS[kind], VERSIONS[kind], "/opt/venv/bin/python", cores=96, fabric=fabric)
+    return replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def hosts(*names: str, slots: int = 8) -> Share:
+    return Share(tuple(Host(name, slots) for name in names))
+
+
+def deployment(name: str = "llama-3.1-405b-tp16.yaml", *overrides: str) -> Deployment:
+    return load(CONFIGS / name, overrides)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich", "slurm"])
+def test_405b_on_two_nodes_of_a_known_fabric(kind: Kind) -> None:
+    """The flagship: 16 ranks on 2 x 8 H100, interface and HCAs from the fabric, a reason for every word."""
+    fabric = preset("2x8xH100")
+    allotment = Allotment(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
+    [share] = divide(allotment, 16, 1, fabric)
+    here = site(kind, fabric)
+    command = compose(deployment(), here, share, worker_program(here), CONTROL)
+    golden(f"405b-{kind}.txt", render(command, "405B, tp 16, 2 x 8 x H100"))
+
+
+def test_demo_on_a_crowded_laptop() -> None:
+    """Root in a container with one core: Open MPI is told so, ranks that wait yield."""
+    here = site("openmpi", as_root=True, cores=1)
+    command = compose(deployment("demo.yaml"), here, hosts("localhost", slots=2), worker_program(here), CONTROL)
+    golden("demo-openmpi.txt", render(command, "the demo"))
+
+
+def test_open_mpi_4_calls_shared_memory_otherwise() -> None:
+    """TCP between nodes without RDMA: self, vader, tcp in version 4; sm from 5 on."""
+    for version, name in (((4, 1, 4), "vader"), ((5, 0, 11), "sm")):
+        here = site("openmpi", version=version)
+        argv = compose(deployment(), here, hosts("a", "b"), ["prog"]).argv
+        assert f"self,{name},tcp" in argv
+
+
+def test_everything_overridden() -> None:
+    """Each derived choice gives way to its key; launch.env wins over derived variables; extra words come last."""
+    d = deployment(
+        "llama-3.1-405b-tp16.yaml",
+        "launch.map_by=slot",
+        "launch.bind_to=core",
+        "launch.interface=ib0",
+        "launch.hcas=[mlx5_3, 'mlx5_4:2']",
+        "launch.rsh_agent=/usr/local/bin/agent",
+        "launch.oversubscribe=true",
+        "launch.extra_args=[--report-bindings]",
+        "launch.env.NCCL_SOCKET_IFNAME=bond0",
+        "launch.env.NCCL_DEBUG=INFO",
+        "launch.forward_env=[TOKEN_FILE, NOT_SET]",
+    )
+    shell = {"TOKEN_FILE": "/run/token", "LD_LIBRARY_PATH": "/opt/lib", "HOME": "/root"}
+    here = site("openmpi", preset("2x8xH100"), shell=shell)
+    golden("override-openmpi.txt", render(compose(d, here, hosts("node0", "node1"), ["prog"]), "all overridden"))
+    mpich = compose(d, site("mpich", shell=shell), hosts("node0", "node1"), ["prog"])
+    golden("override-mpich.txt", render(mpich, "all overridden"))
+
+
+def test_slurm_containers() -> None:
+    """Pyxis: image, mounts, and the variables that must win over the image's."""
+    d = deployment(
+        "llama-3.1-405b-tp16.yaml",
+        "launch.slurm.container_image=/images/laddertron.sqsh",
+        "launch.slurm.container_mounts=['/models:/models:ro', /scratch]",
+        "launch.slurm.mpi=pmix_v4",
+        "launch.env.NCCL_DEBUG=WARN",
+    )
+    here = site("slurm")
+    golden("pyxis-slurm.txt", render(compose(d, here, hosts("n0", "n1"), worker_program(here), CONTROL), "Pyxis"))
+
+
+def test_torchrun() -> None:
+    """On one host a command that can be started; on two, one command for each host and no pretending."""
+    d, here = deployment("llama-3.1-405b-tp16.yaml"), site("torchrun")
+    golden("torchrun-1.txt", render(compose(d, here, hosts("localhost"), worker_program(here), CONTROL), "one host"))
+    with pytest.raises(LaunchError, match="torchrun starts ranks on its own host alone, the job has 2"):
+        compose(d, here, hosts("a", "b"), worker_program(here), CONTROL)
+    both = torchrun_hosts(d, here, hosts("a", "b"), ["prog"])
+    golden("torchrun-2.txt", "\n\n".join(render(command, "a host") for command in both))
+
+
+def test_dry_run_of_two_replicas() -> None:
+    """`launch serve --dry-run` shows the daemon and one job a replica, each on hosts of its own."""
+    d = deployment("llama-3.1-405b-tp16-x2.yaml", "launch.hosts=[n1, n2, n3, n4]", "launch.interface=ib0")
+    here = site("openmpi")
+    golden(
+        "x2-serve.txt", printed(d, here, (here.python, "-m", "laddertron.launchers.cli", "serve", "d.yaml"), True, {})
+    )
+
+
+def test_no_value_stands_on_a_command_line() -> None:
+    """Secrets and settings travel by name only, with every launcher; render shows no forwarded value either."""
+    d = deployment("llama-3.1-405b-tp16.yaml", "launch.env.VISIBLE=value-of-a-variable", "launch.forward_env=[SECRET]")
+    for kind in ("openmpi", "mpich", "slurm"):
+        here = site(kind, shell={"SECRET": "geheim"})  # type: ignore[arg-type]
+        command = compose(d, here, hosts("a", "b"), worker_program(here), CONTROL)
+        line = shlex.join(command.argv)
+        assert "value-of-a-variable" not in line
+        assert "geheim" not in line
+        assert command.env["SECRET"] == "geheim"
+        assert command.env["VISIBLE"] == "value-of-a-variable"
+        if kind != "slurm":
+            assert "LADDERTRON_SECRET" in line
+
+
+def test_printed_commands_are_shell_that_says_the_same() -> None:
+    """What a dry run prints, pasted into a shell, is the argument vector again, spaces and quotes included."""
+    d = deployment("demo.yaml", "launch.extra_args=['--x=a b', \"it's\"]")
+    here = site("openmpi")
+    command = compose(d, here, hosts("localhost", slots=2), ["prog", "a b", "$HOME"])
+    text = render(command, "t")
+    lines = [line for line in text.splitlines() if not line.startswith(("#", "export "))]
+    assert tuple(shlex.split("\n".join(lines).replace(" \\\n", " "))) == command.argv
+
+
+def test_ranks_of_one_job_see_the_same_devices() -> None:
+    """Two replicas of 4 on a host of 8: each sees its half. Halves that differ between hosts are refused."""
+    d = deployment("llama-3.1-70b-tp8.yaml", "parallel.tensor_parallel_size=4", "parallel.replicas=2")
+    shares = divide(Allotment((Host("a", 8),), "launch.hosts"), 4, 2, None)
+    seen = [compose(d, site("openmpi"), share, ["p"]).env["CUDA_VISIBLE_DEVICES"] for share in shares]
+    assert seen == ["0,1,2,3", "4,5,6,7"]
+    uneven = Share((Host("a", 4, (0, 1, 2, 3)), Host("b", 4, (4, 5, 6, 7))))
+    with pytest.raises(LaunchError, match="same devices on each host"):
+        compose(d, site("openmpi"), uneven, ["p"])
+    with pytest.raises(LaunchError, match="srun hands GPUs to a step by itself"):
+        compose(d, site("slurm"), shares[1], ["p"])
+    with pytest.raises(LaunchError, match="equally many ranks on each host"):
+        compose(d, site("openmpi"), Share((Host("a", 8), Host("b", 4))), ["p"])
+    # all replicas in one job take whole hosts again
+    assert "CUDA_VISIBLE_DEVICES" not in compose(d, site("openmpi"), together([hosts("a")]), ["p"]).env
+
+
+def test_transport_by_sockets_switches_rdma_off() -> None:
+    """require_transport: socket means it: NCCL is told not to use what HCAs there are."""
+    d = deployment("llama-3.1-405b-tp16.yaml", "parallel.require_transport=socket", "launch.hcas=[mlx5_0]")
+    env = compose(d, site("openmpi"), hosts("a", "b"), ["p"]).env
+    assert env["NCCL_IB_DISABLE"] == "1"
+    assert "NCCL_IB_HCA" not in env
+
+
+def test_versions_are_read_from_what_launchers_print() -> None:
+    """`--version` of each, as they word it."""
+    assert launcher_of("mpirun (Open MPI) 5.0.11\n\nReport bugs to …") == ("openmpi", (5, 0, 11))
+    assert launcher_of("mpirun (Open MPI) 4.1.4") == ("openmpi", (4, 1, 4))
+    hydra = "HYDRA build details:\n    Version:                                 4.0.2\n    Release Date: Thu Apr 7"
+    assert launcher_of(hydra) == ("mpich", (4, 0, 2))
+    assert launcher_of("slurm-wlm 22.05.8") == ("slurm", (22, 5, 8))
+    assert launcher_of("slurm 23.11.4") == ("slurm", (23, 11, 4))
+    assert launcher_of("something else 1.2") is None
+    assert launcher_of("") is None
