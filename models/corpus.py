@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import sysconfig
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,8 @@ CHAT_TEMPLATE = (
 SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "tkinter"}
 """Folders of the standard library that distributions leave out or that hold no documentation."""
 SKIPPED |= {"turtledemo", "ensurepip", "distutils"}
-MAX_PIECE = 1600
+MAX_PIECE, MAX_ANSWER, MAX_SIGNATURE = 1600, 600, 60
+"""Characters."""
 HELD_OUT_PERCENT = 5
 
 
@@ -46,12 +48,12 @@ def _hash(text: str) -> int:
 
 
 def _document(title: str, question: str, text: str) -> Document:
-    plain = f"{BOS}{title}\n\n{text}{EOS}"
+    """The first paragraph under its title, and for half of them as an answer to a question."""
+    text = " ".join(text.split("\n\n")[0].split())[:MAX_ANSWER]
+    plain = f"{BOS}{title}\n{text}{EOS}"
+    chat = f"{BOS}<|user|>{question}{END}<|assistant|>{text}{END}"
     number = _hash(text)
-    answer = text.split("\n\n")[0].strip()
-    chat = f"{BOS}<|user|>{question}{END}<|assistant|>{answer}{END}"
-    both = (plain, chat) if number // 100 % 2 and 20 <= len(answer) <= 500 else (plain,)
-    return Document(both, number % 100 < HELD_OUT_PERCENT)
+    return Document((plain, chat) if number // 100 % 2 else (plain,), number % 100 < HELD_OUT_PERCENT)
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -66,27 +68,29 @@ def _pieces(text: str) -> Iterator[str]:
         yield piece
 
 
+def _signature(name: str, arguments: ast.arguments) -> str:
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    text = ", ".join(argument for argument in names if argument not in ("self", "cls"))
+    return f"{name}({text if len(text) <= MAX_SIGNATURE else '...'})"
+
+
 def _in_source(tree: ast.Module, module: str) -> Iterator[Document]:
-    """Documentation strings of a module, its classes and its functions."""
-    stack: list[tuple[str, ast.AST]] = [(module, tree)]
-    while stack:
-        name, node = stack.pop(0)
+    """Documentation strings of a module, its classes and its functions, breadth first."""
+    waiting: deque[tuple[str, ast.AST]] = deque([(module, tree)])
+    while waiting:
+        name, node = waiting.popleft()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
-            text := ast.get_docstring(node)
+            text := (ast.get_docstring(node) or "").strip()
         ):
-            first, *rest = _pieces(text.strip()) if text.strip() else [""]
             if isinstance(node, ast.Module):
-                title, question = f"module {name}", f"What is the module {name} for?"
+                yield _document(f"module {name}", f"What is the module {name} for?", text)
             elif isinstance(node, ast.ClassDef):
-                title, question = f"class {name}", f"What is {name}?"
+                yield _document(f"class {name}", f"What is {name}?", text)
             else:
-                title, question = f"{name}({ast.unparse(node.args)})"[:160], f"What does {name} do?"
-            if first:
-                yield _document(title, question, first)
-            yield from (_document(f"{title} (continued)", f"What else about {name}?", piece) for piece in rest)
+                yield _document(_signature(name, node.args), f"What does {name} do?", text)
         for child in getattr(node, "body", ()):
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                stack.append((f"{name}.{child.name}", child))
+                waiting.append((f"{name}.{child.name}", child))
 
 
 def python_documentation(library: Path | None = None) -> list[Document]:
@@ -103,7 +107,7 @@ def python_documentation(library: Path | None = None) -> list[Document]:
             continue  # sources kept for tools' own tests need not parse
         module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
         found.extend(_in_source(tree, module))
-    return list({document.renderings[0].split("\n\n", 1)[1]: document for document in reversed(found)}.values())[::-1]
+    return list({document.renderings[0].split("\n", 1)[1]: document for document in reversed(found)}.values())[::-1]
 
 
 def text_files(paths: Sequence[Path]) -> list[Document]:

@@ -65,13 +65,10 @@ SHORT = train.Settings(tokens=30 * 2 * 32, batch=2, context=32, learning_rate=1e
 def test_documentation_is_parsed_in_order_and_never_run(documents: list[Document], library: Path) -> None:
     """Names and signatures become titles; skipped folders and sources that do not parse are left out."""
     plain = [document.renderings[0] for document in documents]
-    assert plain[0] == (
-        "<|bos|>module bolt\n\nEverything about the bolt of a ladder.\n\n"
-        "A bolt carries the weight of the climber.<|eos|>"
-    )
-    assert any(text.startswith("<|bos|>class rung.Rung\n\nReturn the rung") for text in plain)
-    assert any(text.startswith("<|bos|>rung.Rung.climb(self, height, *, slowly=True)\n\nClimb") for text in plain)
-    assert any(text.startswith("<|bos|>module package\n\n") for text in plain)
+    assert plain[0] == ("<|bos|>module bolt\nEverything about the bolt of a ladder.<|eos|>")
+    assert any(text.startswith("<|bos|>class rung.Rung\nReturn the rung") for text in plain)
+    assert any(text.startswith("<|bos|>rung.Rung.climb(height, slowly)\nClimb") for text in plain)
+    assert any(text.startswith("<|bos|>module package\n") for text in plain)
     assert not any("Never learned" in text for text in plain)
     chats = [document.renderings[1] for document in documents if len(document.renderings) > 1]
     assert any(text.startswith("<|bos|><|user|>What ") and text.endswith("<|end|>") for text in chats)
@@ -83,7 +80,7 @@ def test_documentation_is_parsed_in_order_and_never_run(documents: list[Document
 def test_this_pythons_own_library_is_a_corpus() -> None:
     """Thousands of texts, each once, about one in twenty held out; nothing of it is imported."""
     found = corpus.python_documentation()
-    bodies = [document.renderings[0].split("\n\n", 1)[1] for document in found]
+    bodies = [document.renderings[0].split("\n", 1)[1] for document in found]
     assert len(bodies) == len(set(bodies)) > 3000
     assert 0.03 < sum(document.held_out for document in found) / len(found) < 0.07
 
