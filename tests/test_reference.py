@@ -254,3 +254,10 @@ def test_state_dict_is_a_checkpoint(tmp_path: Path) -> None:
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     with torch.inference_mode():
         assert_close(checkpoints.oracle(folder)(ids(), use_cache=False).logits, reference.logits(model, ids()))
+
+
+@pytest.mark.parametrize("recipe", checkpoints.RECIPES)
+def test_parameters_are_counted(recipe: str, tmp_path: Path) -> None:
+    """`ModelConfig.num_parameters`, which plans and memory checks rest on, against the tensors themselves."""
+    model = reference.load(checkpoints.save(tmp_path, recipe, tokenizer=False))
+    assert sum(parameter.numel() for parameter in model.parameters()) == model.config.num_parameters
