@@ -72,7 +72,7 @@ def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     cores = len(os.sched_getaffinity(0))
 
     def site(kind: Kind, program: str, version: tuple[int, ...]) -> Site:
-        return Site(kind, program, version, python, as_root, cores, fabric, environ)
+        return Site(kind, program, version, python, as_root, cores, fabric, frozenset(environ))
 
     if wanted == "torchrun":
         return site("torchrun", python, ())
@@ -99,4 +99,13 @@ def assume(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     kind: Kind = "openmpi" if wanted == "auto" else wanted
     fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
     program = deployment.launch.mpirun or {"mpich": "mpiexec", "slurm": "srun"}.get(kind, "mpirun")
-    return Site(kind, program, (), deployment.launch.python or sys.executable, os.geteuid() == 0, None, fabric, environ)
+    return Site(
+        kind,
+        program,
+        (),
+        deployment.launch.python or sys.executable,
+        os.geteuid() == 0,
+        None,
+        fabric,
+        frozenset(environ),
+    )

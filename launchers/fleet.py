@@ -14,9 +14,9 @@ from dataclasses import replace
 from ..engine.config import Deployment, is_loopback
 from ..topology.interfaces import addresses
 from ..topology.mapping import same_host
-from . import job_launch
 from .find import survey
 from .hosts import Host, LaunchError, read_hosts
+from .job_launch import JobOptions
 from .mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from .network import choose_wires
 from .rank_board import Patience
@@ -82,16 +82,12 @@ class Fleet:
         names = [h.name for share in self.shares for h in share.hosts]
         return all(is_here(name, self._hostname) for name in (*names, *self._spares))
 
-    def compose(self, replica: int, excluded: frozenset[str] = frozenset()) -> LaunchCommand:
-        """The command of one replica's launch without the excluded hosts. Raises LaunchError if too few are left."""
+    def command(self, replica: int, excluded: frozenset[str] = frozenset()) -> LaunchCommand:
+        """One replica's launch without the excluded hosts: `lambda excluded: fleet.command(0, excluded)` is what
+        MpiJob wants. Raises LaunchError if too few hosts are left."""
         share = self.shares[replica]
         self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self._hostname)
         return compose(self.deployment, self.site, substitute(share, self._places), worker_program(self.site), CONTROL)
-
-    def command(self, replica: int, excluded: frozenset[str] = frozenset()) -> job_launch.LaunchCommand:
-        """As MpiJob wants it: `lambda excluded: fleet.command(0, excluded)` is its CommandFactory."""
-        composed = self.compose(replica, excluded)
-        return job_launch.LaunchCommand(composed.argv, composed.env)
 
     def control_host(self) -> str:
         """The address that ranks report to: the config's; loopback if all are local; this machine's on the chosen
@@ -105,7 +101,7 @@ class Fleet:
         hosts = [h.name for share in self.shares for h in share.hosts if not is_here(h.name, self._hostname)]
         return _address_towards((*hosts, *self._spares)[0])
 
-    def options(self, replica: int, *, restart: bool) -> job_launch.JobOptions:
+    def options(self, replica: int, *, restart: bool) -> JobOptions:
         """What MpiJob needs to know of times, sizes and addresses."""
         daemon, parallel = self.deployment.daemon, self.deployment.parallel
         usual = Patience()
@@ -116,7 +112,7 @@ class Fleet:
             dead_s=daemon.heartbeat_timeout,
             least_step_s=parallel.collective_timeout or usual.least_step_s,
         )
-        return job_launch.JobOptions(
+        return JobOptions(
             world_size=parallel.tensor_parallel_size,
             replica=replica,
             control_host=self.control_host(),

@@ -27,7 +27,7 @@ INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH")
 @dataclass(frozen=True, slots=True)
 class Site:
     """What composing must know of the launching machine. `version` of the launcher's program; `cores` of this host,
-    `fabric` the other hosts'; `shell` its environment, of which only `forward_env`'s and INHERITED's names are used."""
+    `fabric` the other hosts'; `shell` the names in its environment."""
 
     kind: Kind
     program: str
@@ -36,7 +36,7 @@ class Site:
     as_root: bool = False
     cores: int | None = None
     fabric: Fabric | None = None
-    shell: Mapping[str, str] = field(default_factory=dict, repr=False)
+    shell: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
-    """`env` is what the launcher's own environment must hold beyond the shell's; ranks get it by name. `forward` names
-    what whoever starts the command adds to it: addresses and secrets, which are never in here."""
+    """`env` is what the launcher's own environment must hold beyond the shell's; ranks get it by name. Names alone
+    are here of what is `inherited` from the shell and of what whoever starts the command adds (`forward`): secrets."""
 
     parts: tuple[Part, ...]
     variables: Mapping[str, Variable] = field(default_factory=dict)
+    inherited: tuple[str, ...] = ()
     forward: tuple[str, ...] = ()
 
     @property
@@ -86,17 +87,13 @@ def compose(
         )
     wires = choose_wires(deployment, share)
     env = told(deployment, variables(deployment, wires, share))
-    for name in dict.fromkeys((*INHERITED, *deployment.launch.forward_env)):
-        if name in site.shell and name not in env:
-            asked = name in deployment.launch.forward_env
-            env[name] = Variable(
-                site.shell[name], "launch.forward_env" if asked else "of this shell, so that all match"
-            )
-    parts = _COMPOSERS[site.kind](deployment, site, share, wires, (*env, *forward))
+    asked = dict.fromkeys((*INHERITED, *deployment.launch.forward_env))
+    inherited = tuple(name for name in asked if name in site.shell and name not in env)
+    parts = _COMPOSERS[site.kind](deployment, site, share, wires, (*env, *inherited, *forward))
     if deployment.launch.extra_args:
         parts.append(Part(deployment.launch.extra_args, "launch.extra_args"))
     parts.append(Part(tuple(program), "what each rank runs"))
-    return LaunchCommand(tuple(parts), env, tuple(forward))
+    return LaunchCommand(tuple(parts), env, inherited, tuple(forward))
 
 
 def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
@@ -130,7 +127,7 @@ def _openmpi(deployment: Deployment, site: Site, share: Share, wires: Wires, nam
             ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
             "launch.map_by" if launch.map_by else "neighbouring ranks share a node: a group spans nodes last",
         ),
-        Part(("--bind-to", launch.bind_to), "ranks pin their own threads, next to their device"),
+        Part(("--bind-to", launch.bind_to), "launch.bind_to: unless told, ranks pin their own threads"),
     ]
     if site.as_root:
         parts.append(Part(("--allow-run-as-root",), "this user is root, which Open MPI refuses unasked"))
@@ -160,7 +157,7 @@ def _mpich(deployment: Deployment, site: Site, share: Share, wires: Wires, names
         Part(("-n", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
         Part(("-hosts", _host_list(share)), "hosts and the ranks that each takes"),
         Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
-        Part(("-bind-to", launch.bind_to), "ranks pin their own threads, next to their device"),
+        Part(("-bind-to", launch.bind_to), "launch.bind_to: unless told, ranks pin their own threads"),
     ]
     if launch.map_by:
         parts.append(Part(("-map-by", launch.map_by), "launch.map_by"))

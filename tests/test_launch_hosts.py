@@ -196,7 +196,7 @@ def test_spares_take_the_place_of_lost_hosts() -> None:
 
 
 def test_a_fleet_is_ready_for_the_supervisor() -> None:
-    """From a config and this machine: commands by replica, loopback control while all is local, limits from the config."""
+    """Commands by replica, loopback control while all is local, times from the config."""
     fleet = Fleet(deployment("daemon.heartbeat_timeout=4s", "daemon.max_restarts=1"), {}, "laptop")
     assert fleet.local
     command = fleet.command(0)
