@@ -144,7 +144,7 @@ def can(capacity: list[int], size: int, replicas: int) -> int:
     return 0
 
 
-@settings(max_examples=200, deadline=None, print_blob=True)
+@settings(max_examples=120, deadline=None, print_blob=True)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
     size=st.integers(1, 24),
@@ -189,7 +189,7 @@ def test_random_fabrics(counts: list[int], size: int, replicas: int, hcas: int) 
                     break
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
+@settings(max_examples=40, deadline=None, print_blob=True)
 @given(
     numa=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     hosts=st.integers(1, 4),

@@ -7,12 +7,17 @@ can; the ranks that there are must divide into groups, or hosts are left out by 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 
 from .fabric import Fabric, Node
 
 Suits = Callable[[int], str | None]
 """Why a tensor_parallel_size does not suit the model, or None if it does."""
+
+
+MAX_MIXED_REPLICAS = 16
+"""Beyond so many groups on unlike hosts, mixes of two part sizes are not tried: they would take minutes to find."""
 
 
 class Problem:
@@ -55,24 +60,36 @@ class Problem:
         return None
 
     def _search(self, size: int, capacity: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-        """Group after group as whole as it fits; where that leaves the last ones no room, all in equal parts."""
         if size * self.replicas > sum(capacity):
             return None
         shares = [n for n in range(min(size, max(capacity)), 0, -1) if size % n == 0]
-        found = self._deal(size, list(capacity), shares, True)
+        for by_group, by_preference in self._attempts(shares, len(set(capacity)) > 1):
+            found = self._deal(size, list(capacity), by_group, by_preference)
+            if found is not None:
+                return found
+        return None
+
+    def _attempts(self, shares: Sequence[int], mixed: bool) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
+        """What to try: each group as whole as it fits; all in parts of one size; among mixed hosts, some in parts of
+        one size and the rest of a smaller one."""
+        count = self.replicas
+        yield [shares] * count, True
         for share in shares:
-            for by_preference in (True, False):
-                found = found or self._deal(size, list(capacity), [share], by_preference)
-        return found
+            yield [[share]] * count, True
+            yield [[share]] * count, False
+        if mixed and count <= MAX_MIXED_REPLICAS:
+            for large, small in combinations(shares, 2):
+                for first in range(count - 1, 0, -1):
+                    yield [[large]] * first + [[small]] * (count - first), False
 
     def _deal(
-        self, size: int, free: list[int], shares: Sequence[int], by_preference: bool
+        self, size: int, free: list[int], by_group: Sequence[Sequence[int]], by_preference: bool
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Gives each group distinct nodes with room for the largest of the shares that there is room for. By
-        preference: nodes of one kind, in order. Else the emptiest first, which succeeds with one share if anything
-        does."""
+        """Gives each group distinct nodes with room for the largest of its shares that there is room for. By
+        preference: nodes of one kind, in order. Else the emptiest first, which succeeds with one share for all if
+        anything does."""
         groups = []
-        for _ in range(self.replicas):
+        for shares in by_group:
             chosen: list[int] = []
             for share in shares:
                 span = size // share

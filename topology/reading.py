@@ -1,7 +1,7 @@
 """JSON text <-> frozen dataclasses, strictly: every fault is an error that says where in the file it stands.
 
-Knows ints, floats, strings, booleans, Literal, `X | None`, `tuple[X, ...]`, `dict[str, X]` and dataclasses of these;
-nothing of what they mean. Used by fabric dumps and tuning files.
+Knows ints, floats, strings, booleans, Literal, `X | None`, `tuple[X, ...]`, `dict[str, X]` (or Mapping) and dataclasses
+of these; nothing of what they mean. Used by fabric dumps and tuning files.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import tempfile
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,7 +148,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if not isinstance(value, list):
             raise ReadError(f"{path}: expected a list, got {_name(value)}")
         return tuple(_convert(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value))
-    if origin is dict:
+    if origin in (dict, Mapping):
         if not isinstance(value, dict):
             raise ReadError(f"{path}: expected an object, got {_name(value)}")
         return {key: _convert(arguments[1], item, _join(path, key)) for key, item in value.items()}
