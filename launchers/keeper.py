@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import shutil
 import signal
@@ -113,7 +114,9 @@ def main(argv: list[str]) -> int:
         shutil.rmtree(scratch, ignore_errors=True)
     if os.WIFSIGNALED(status):
         # by its signal rather than 128 + n: mpirun exits with 137 where a rank was killed, and that is another story
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     return os.waitstatus_to_exitcode(status)
 
