@@ -62,7 +62,7 @@ class Stop:
 @dataclass(slots=True)
 class _Choice:
     out: OutputText
-    offsets: Offsets
+    offsets: Offsets  # of what was streamed
     seen: int = 0  # tokens that the engine has reported
     tokens: int = 0  # tokens that count
     parts: list[str] = field(default_factory=list)
@@ -98,7 +98,10 @@ class Answer:
         out = self._text.output(
             body.stop, body.include_stop_str_in_output, request.params.min_tokens, body.skip_special_tokens
         )
-        return _Choice(out, Offsets(self._text.stream(body.skip_special_tokens, continues=not body.echo)))
+        return _Choice(out, self._offsets())
+
+    def _offsets(self) -> Offsets:
+        return Offsets(self._text.stream(self.body.skip_special_tokens, continues=not self.body.echo))
 
     @property
     def done(self) -> bool:
@@ -245,7 +248,7 @@ class Answer:
             if self.body.logprobs is not None:
                 before = list(self._echo_items(prompt)) if self.body.echo else []
                 items = before + [(i.token, i) for i in choice.logprobs]
-                logprobs = completion_logprobs(items, self._text.pieces, self.body.logprobs, choice.offsets)
+                logprobs = completion_logprobs(items, self._text.pieces, self.body.logprobs, self._offsets())
             out["text"] = self._echo(prompt) + text if self.body.echo else text
             if self.body.prompt_logprobs is not None:
                 out["prompt_logprobs"] = self._scored(prompt)

@@ -1,0 +1,660 @@
+"""The door: what it takes, what it refuses and with which words, and what it answers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import time
+import tracemalloc
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+from fake_job import FakeJob
+from laddertron.engine.daemon.answers import Answer, answer_line, fault_line, refusal_line, to_bytes
+from laddertron.engine.daemon.intake import Line, LineRules, check_file, check_line, read_lines
+from laddertron.engine.daemon.job import EngineJob
+from laddertron.engine.daemon.requests import Origin, check_model, default_seed, to_requests
+from laddertron.engine.daemon.rules import BadRequest
+from laddertron.engine.daemon.schema import (
+    CHAT,
+    COMPLETIONS,
+    FIELDS,
+    Body,
+    check_body,
+    json_schema,
+    parse_body,
+)
+from laddertron.engine.daemon.strictjson import JsonFault, parse
+from laddertron.engine.request import ModelLimits, Request, TokenLogprob, TokensEvent
+from laddertron.engine.text import TextModel
+from tiny_text import write_folder
+
+LIMITS = ModelLimits(max_model_len=64, vocab_size=300, max_num_seqs=8, kv_tokens=1000, eos_token_ids=(1,))
+ORIGIN = Origin("r0", "run-0", "a")
+USER = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields: Any) -> Body:
+    return check_body({"model": "m", "messages": USER, **fields}, CHAT)
+
+
+def completion(**fields: Any) -> Body:
+    return check_body({"model": "m", "prompt": "hi", **fields}, COMPLETIONS)
+
+
+def refusal(**fields: Any) -> BadRequest:
+    """Of a chat body, unless `prompt` is among the fields."""
+    with pytest.raises(BadRequest) as caught:
+        (completion if "prompt" in fields else chat)(**fields)
+    return caught.value
+
+
+# -- JSON
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\xef\xbb\xbf{}", "byte order mark"),
+        (b'{"a": "\xff"}', "byte 7 (0xff) is not UTF-8"),
+        (b'{"a": NaN}', "NaN is not JSON"),
+        (b'{"a": -Infinity}', "-Infinity is not JSON"),
+        (b'{"a": 1e999}', "1e999 is too large"),
+        (b'{"a": -1e999}', "too large"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        (b'{"a": "\\ud800"}', "\\ud800, half of a surrogate pair"),
+        (b'{"\\udc00": 1}', "half of a surrogate pair"),
+        (b"[" * 100_000, "nested deeper than 64"),
+        (b'{"a":' * 65 + b"1" + b"}" * 65, "nested deeper than 64 levels at character 321"),
+        (b"[" + b"[]," * 70_000 + b"[]]", "more than 65536 arrays"),
+        (b"1" * 5000, "too many digits"),
+        (b"{'a': 1}", "not JSON: Expecting property name"),
+        (b"", "not JSON: Expecting value at character 1"),
+        (b"{} {}", "Extra data at character 4"),
+        (b'{"a": "tab\there"}', "Invalid control character"),
+        (b'{"a": "unfinished', "Unterminated string"),
+    ],
+)
+def test_strict_json_refuses(data: bytes, said: str) -> None:
+    with pytest.raises(JsonFault) as caught:
+        parse(data)
+    assert said in str(caught.value)
+
+
+def test_strict_json_takes_what_is_right() -> None:
+    assert parse('{"a": [1, -2.5e3, "é\\ud83e\\udd99", true, null]}'.encode()) == {"a": [1, -2500.0, "é🦙", True, None]}
+    assert parse(b'{"a": "' + b"[{" * 100 + b'\\""}') == {"a": "[{" * 100 + '"'}, "brackets in strings do not nest"
+
+
+def test_no_input_takes_long() -> None:
+    """Ten megabytes of each of the worst inputs known: at most a second of processor time each, 400 MB at most."""
+    size = 10_000_000
+    for data in (
+        b"[" * size,
+        b'"' * size,
+        b'\\"' * (size // 2),
+        b"[]," * (size // 3),
+        b'{"' * (size // 2),
+        b"[1," * 99 + b'"' * size,
+    ):
+        began = time.process_time()
+        with pytest.raises(JsonFault):
+            parse(data)
+        assert time.process_time() - began < 2
+
+
+# -- bodies
+
+
+def test_every_field_reaches_its_place() -> None:
+    body = chat(
+        temperature=0, top_p=0.5, top_k=-1, min_p=0.1, presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5,
+        logit_bias={"5": -100, "7": 1.5}, seed=-1, n=3, stop="x", stop_token_ids=[3, 4], ignore_eos=True,
+        include_stop_str_in_output=True, skip_special_tokens=False, min_tokens=2, max_completion_tokens=9,
+        logprobs=True, top_logprobs=4, prompt_logprobs=1, user="u", add_generation_prompt=False,
+        chat_template_kwargs={"enable_thinking": False}, add_special_tokens=True, truncate_prompt_tokens=5,
+        metadata={"a": "b"}, store=False, tools=[], tool_choice="none", service_tier="auto", modalities=["text"],
+    )  # fmt: skip
+    assert body == Body(
+        CHAT, "m", messages=({"role": "user", "content": "hi"},), max_tokens=9, min_tokens=2, temperature=0.0,
+        top_p=0.5, top_k=0, min_p=0.1, presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=1.5,
+        logit_bias=((5, -100.0), (7, 1.5)), seed=2**64 - 1, n=3, stop=("x",), stop_token_ids=(3, 4),
+        include_stop_str_in_output=True, ignore_eos=True, skip_special_tokens=False, add_special_tokens=True,
+        truncate_prompt_tokens=5, logprobs=4, prompt_logprobs=1, add_generation_prompt=False,
+        chat_template_kwargs={"enable_thinking": False}, user="u",
+    )  # fmt: skip
+    (request,) = to_requests(body, [(8, 9)], LIMITS, ORIGIN)
+    p = request.params
+    assert (p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens, p.min_tokens) == (0, 0.5, 0, 0.1, 3, 9, 2)
+    assert (p.seed, p.logprobs, p.prompt_logprobs, p.stop_token_ids) == (2**64 - 1, 4, 1, (3, 4))
+    assert p.logit_bias == ((5, -100.0), (7, 1.5))
+
+
+def test_null_counts_as_absent() -> None:
+    nulls = {name: None for name in FIELDS[CHAT] if name not in ("model", "messages")}
+    assert chat(**nulls) == chat()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code", "said"),
+    [
+        ({"temprature": 1}, "temprature", "unknown_parameter", "did you mean temperature?"),
+        ({"temperature": -1}, "temperature", "invalid_value", "from 0 to 2"),
+        ({"temperature": "1"}, "temperature", "invalid_type", "is a string"),
+        ({"temperature": True}, "temperature", "invalid_type", "is a boolean"),
+        ({"temperature": float("nan")}, "temperature", "invalid_value", "from 0 to 2"),
+        ({"top_p": 0}, "top_p", "invalid_value", "more than 0"),
+        ({"top_k": -2}, "top_k", "invalid_value", "from -1"),
+        ({"n": 10**9}, "n", "invalid_value", "n=1000000000: must be from 1 to 1024"),
+        ({"n": 10**4000}, "n", "invalid_value", "a very large integer"),
+        ({"n": 1.0}, "n", "invalid_type", "an integer is expected"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value", "from 1"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_value", "differ"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "invalid_value", "more than max_tokens=3"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value", "at most 1024"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "invalid_value", "digits"),
+        ({"logit_bias": {"1": 101}}, "logit_bias[1]", "invalid_value", "from -100 to 100"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "invalid_value", "token 1 twice"),
+        ({"stop": ["x"] * 17}, "stop", "invalid_value", "0 to 16"),
+        ({"stop": ""}, "stop[0]", "invalid_value", "1 to 256"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value", "from 0"),
+        ({"seed": 2**64}, "seed", "invalid_value", "must be from"),
+        ({"top_logprobs": 3}, "top_logprobs", "invalid_value", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value", "0 to 20"),
+        ({"stream_options": {}}, "stream_options", "invalid_value", "only with stream"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "invalid_value", "streamed"),
+        ({"best_of": 2}, "best_of", "unsupported_parameter", "set n"),
+        ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter", "beam search"),
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter", "tools are not supported"),
+        ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter", "tools are not supported"),
+        ({"audio": {}}, "audio", "unsupported_parameter", "text only"),
+        ({"modalities": ["text", "audio"]}, "modalities", "unsupported_value", "array of 1"),
+        ({"chat_template": "{{ x }}"}, "chat_template", "unsupported_parameter", "own template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "invalid_value", "may not set"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", None, "exclude"),
+        ({"messages": []}, "messages", "invalid_value", "0 messages"),
+        ({"messages": None}, "messages", "missing_required_parameter", "is missing"),
+        ({"messages": "hi"}, "messages", "invalid_type", "an array"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_value", "tools are not"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value", "'king'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter", "missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_type", "null"),
+        ({"messages": [{**USER[0], "contnet": "x"}]}, "messages[0].contnet", "unknown_parameter", "mean content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            "messages[0].content[0].type", "unsupported_value", "'image_url': only text parts",
+        ),
+        ({"messages": [*USER, {"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[1].tool_calls",
+         "unsupported_parameter", "tools are not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "unsupported_value", "'json_object'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None, "missing"),
+        ({"guided_regex": "a", "guided_json": {}}, None, "invalid_value", "exclude each other"),
+        ({"guided_json": "{"}, "guided_json", "invalid_value", "not JSON"),
+        ({"guided_regex": "a\\"}, None, "invalid_value", "middle of an escape"),
+        ({"prompt": 7}, "prompt", "invalid_type", "is an integer"),
+        ({"prompt": []}, "prompt", "invalid_value", "is empty"),
+        ({"prompt": ["a", [1]]}, "prompt[1]", "invalid_type", "an array"),
+        ({"prompt": [1, "a"]}, "prompt[1]", "invalid_type", "an integer"),
+        ({"prompt": [1, -1]}, "prompt[1]", "invalid_value", "from 0"),
+        ({"prompt": ["a"] * 1000, "n": 2}, "n", "invalid_value", "2000 choices"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "invalid_value", "set echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter", "only continued"),
+        ({"prompt": "a", "messages": USER}, "messages", "unknown_parameter", "unknown field 'messages'"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_refused_by_name(fields: dict[str, Any], param: str | None, code: str | None, said: str) -> None:
+    bad = refusal(**fields)
+    assert said in bad.message
+    if param is not None:
+        assert bad.param == param
+    if code is not None:
+        assert bad.code == code
+    assert bad.to_json()["error"].keys() == {"message", "type", "param", "code"}
+    assert len(bad.message) < 400
+
+
+def test_refusals_are_quick_and_short_whatever_was_sent() -> None:
+    """Huge names, values and tables: an answer within 50 ms (of processor time), no echo of what was sent."""
+    for fields in (
+        {"n": 10**9},
+        {"x" * 1_000_000: 1},
+        {"temperature": "x" * 1_000_000},
+        {"messages": [{"role": "x" * 1_000_000, "content": ""}]},
+        {"logit_bias": {str(i): 1 for i in range(100_000)}},
+        {"stop": ["y" * 100_000]},
+    ):
+        began = time.process_time()
+        bad = refusal(**fields)
+        assert time.process_time() - began < 0.05
+        assert len(json.dumps(bad.to_json())) < 500
+
+
+def test_messages_are_given_to_templates_as_they_take_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = chat(messages=[{"role": "developer", "content": "d", "name": "n"}, {"role": "user", "content": parts}])
+    assert body.messages == ({"role": "system", "content": "d", "name": "n"}, {"role": "user", "content": "a\nb"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "array"}}}},
+            {"json_schema": {"type": "array"}},
+        ),
+        ({"guided_json": '{"type": "null"}'}, {"json_schema": {"type": "null"}}),
+        ({"guided_choice": ["a", 'b"']}, {"lark_grammar": 'start: "a" | "b\\""'}),
+        ({"guided_regex": "a/b\\/c\\\\/"}, {"lark_grammar": "start: /a\\/b\\/c\\\\\\//"}),
+        ({"guided_grammar": 'start: "x"'}, {"lark_grammar": 'start: "x"'}),
+        ({"structured_outputs": {"regex": "a+"}}, {"lark_grammar": "start: /a+/"}),
+    ],
+)
+def test_structured_output_becomes_one_grammar(fields: dict[str, Any], grammar: dict[str, Any] | None) -> None:
+    found = chat(**fields).grammar
+    assert found is None if grammar is None else json.loads(found or "") == {"grammars": [grammar]}
+
+
+def test_the_schema_describes_what_is_taken() -> None:
+    """Every default-shaped example that the schema allows is allowed; jsonschema agrees on a sample of both kinds."""
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    for endpoint, base in ((CHAT, {"model": "m", "messages": USER}), (COMPLETIONS, {"model": "m", "prompt": "x"})):
+        schema = json_schema(endpoint)
+        validator.check_schema(schema)
+        check = validator(schema)
+        assert check.is_valid(base)
+        assert not check.is_valid({**base, "temperature": 3})
+        assert not check.is_valid({**base, "unknown": 3})
+        assert check.is_valid({**base, "stop": ["x"], "seed": 4, "user": None})
+
+
+# -- lines
+
+
+def line(**over: Any) -> dict[str, Any]:
+    body = {"model": "m", "messages": USER}
+    return {"custom_id": "a", "method": "POST", "url": CHAT, "body": body, **over}
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "said"),
+    [
+        ([], "invalid_json_line", "must be a JSON object"),
+        ({"custom_id": "a"}, "missing_required_parameter", "method is missing"),
+        (line(custom_id=7), "invalid_custom_id", "1 to 512"),
+        (line(custom_id="x" * 513), "invalid_custom_id", "1 to 512"),
+        (line(custom_id=""), "invalid_custom_id", "1 to 512"),
+        (line(method="GET"), "invalid_method", "must be 'POST'"),
+        (line(url="/v1/embeddings"), "invalid_url", "/v1/completions"),
+        (line(url=[CHAT]), "invalid_url", "array"),
+        (line(url=COMPLETIONS, body={"model": "m", "prompt": "x"}), "mismatched_url", "endpoint is /v1/chat"),
+        (line(boddy={}), "unknown_parameter", "did you mean body?"),
+        (line(body=[]), "invalid_type", "must be a JSON object"),
+        (line(body={**line()["body"], "stream": True}), "unsupported_value", "stream"),
+    ],
+)
+def test_a_bad_line_says_its_number(value: Any, code: str, said: str) -> None:
+    found = check_line(json.dumps(value).encode(), 17, 1000, LineRules(endpoint=CHAT))
+    assert found.body is None
+    assert found.error is not None
+    assert found.error.message.startswith("line 17: ")
+    assert (found.error.code, said in found.error.message) == (code, True), found.error.message
+    assert (found.number, found.offset) == (17, 1000)
+
+
+def test_lines_are_read_as_a_stream_and_long_ones_skipped() -> None:
+    """A 10 MB line among good ones: its error, then the next line; memory stays under 4 MB."""
+    raw = [json.dumps(line(custom_id=f"c{i}")).encode() for i in range(3)]
+    data = raw[0] + b"\r\n" + b"\n  \n" + b"x" * 10_000_000 + b"\n" + raw[1] + b"\n" + raw[0] + b"\n" + raw[2]
+    file = io.BytesIO(data)
+    tracemalloc.start()
+    found = list(read_lines(file, LineRules(max_line_bytes=1_000_000)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [(x.number, x.error.code if x.error else x.custom_id) for x in found] == [
+        (1, "c0"), (4, "line_too_long"), (5, "c1"), (6, "duplicate_custom_id"), (7, "c2"),
+    ]  # fmt: skip
+    for x in found[2:3]:
+        assert data[x.offset : x.offset + x.length] == raw[1] + b"\n"
+    assert peak < 4_000_000
+
+
+def test_a_whole_file_is_checked_before_anything_runs() -> None:
+    """Every bad line is counted, the first hundred named; too many lines and none at all are faults of their own."""
+    good = [json.dumps(line(custom_id=f"c{i}")).encode() for i in range(50)]
+    bad = [b"{" for _ in range(150)]
+    taken: list[Line] = []
+    check = check_file(io.BytesIO(b"\n".join(good + bad)), LineRules(endpoint=CHAT), each=taken.append)
+    assert (check.lines, check.bad, len(check.errors), len(taken)) == (200, 150, 100, 50)
+    assert check.errors[0][0] == 51
+    check = check_file(io.BytesIO(b"\n".join(good)), LineRules(max_lines=40))
+    assert (check.bad, check.errors[0][1].code) == (1, "too_many_lines")
+    assert check_file(io.BytesIO(b"\n\n"), LineRules()).errors[0][1].code == "empty_file"
+
+
+def test_no_bytes_make_a_line_raise() -> None:
+    """Random damage to good lines: a Line each time, with a body or an error, and every error can be written."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    base = json.dumps(line(body={**line()["body"], "stop": ["a"], "logit_bias": {"1": 1}, "n": 2, "seed": 5})).encode()
+    bits = [
+        b'"',
+        b"{",
+        b"[",
+        b"]",
+        b"}",
+        b"null",
+        b"NaN",
+        b"1e999",
+        b"\\ud800",
+        b"\xff",
+        b"-",
+        b":",
+        b",",
+        b"9" * 30,
+        b"true",
+    ]
+    bad = 0
+    for _ in range(3000):
+        raw = bytearray(base)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(raw))
+            raw[at : at + rng.randint(0, 6)] = rng.choice(bits)
+        found = check_line(bytes(raw))
+        assert (found.body is None) != (found.error is None)
+        if found.error is not None:
+            bad += 1
+            to_bytes(refusal_line(found.custom_id, "x", found.error, found.number))
+    assert bad > 2000
+
+
+def test_lines_are_checked_fast_enough() -> None:
+    """20,000 lines a second on one core is the aim; a third of it is what any machine must reach."""
+    said = "What is the capital of France, and why do people ask that all the time? " * 3
+    body = {"model": "m", "messages": [{"role": "user", "content": said}], "temperature": 0.7, "max_tokens": 64}
+    data = b"".join(json.dumps(line(custom_id=f"r-{i}", body=body)).encode() + b"\n" for i in range(5000))
+    began = time.process_time()
+    assert sum(x.error is None for x in read_lines(io.BytesIO(data))) == 5000
+    rate = 5000 / (time.process_time() - began)
+    print(f"{rate:.0f} lines/s")
+    assert rate > 6600
+
+
+# -- requests
+
+
+def test_the_default_seed_is_the_runs_and_the_lines() -> None:
+    want = int.from_bytes(hashlib.blake2b(b"run-0\0a").digest()[:8], "little")
+    assert default_seed("run-0", "a") == want
+    assert to_requests(chat(), [(1,)], LIMITS, ORIGIN)[0].params.seed == want
+    assert to_requests(chat(seed=5), [(1,)], LIMITS, ORIGIN)[0].params.seed == 5
+    two = to_requests(completion(prompt=["a", "b"]), [(1,), (2,)], LIMITS, ORIGIN)
+    assert [r.request_id for r in two] == ["r0", "r0.1"]
+    assert two[0].params.seed != two[1].params.seed
+
+
+def test_what_the_model_cannot_do_is_refused_with_the_numbers() -> None:
+    def said(body: Body, prompt: tuple[int, ...] = (2,), limits: ModelLimits = LIMITS) -> BadRequest:
+        with pytest.raises(BadRequest) as caught:
+            to_requests(body, [prompt], limits, ORIGIN)
+        return caught.value
+
+    bad = said(chat(max_tokens=60), (2,) * 10)
+    assert bad.code == "context_length_exceeded"
+    assert bad.message.startswith("the model takes 64 tokens, the prompt has 10 and 60 more")
+    assert said(chat(), (2,) * 64).code == "context_length_exceeded"
+    assert "KV cache holds 32" in said(chat(max_tokens=30), (2,) * 10, replace(LIMITS, kv_tokens=32)).message
+    assert said(chat(n=9)).param == "n"
+    assert said(completion(), (300,)).message == "prompt: token 300 is beyond the vocabulary of 300"
+    assert said(chat(stop_token_ids=[300])).param == "stop_token_ids"
+    assert said(chat(logit_bias={"300": 1})).param == "logit_bias"
+    assert "empty" in said(completion(), ()).message
+    with pytest.raises(BadRequest) as caught:
+        check_model(chat(), "tiny")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+
+def test_max_tokens_and_ends_have_their_defaults() -> None:
+    (request,) = to_requests(chat(), [(2,) * 10], LIMITS, ORIGIN, eos_ids=(1, 7))
+    assert (request.params.max_tokens, request.params.stop_token_ids) == (54, (1, 7))
+    (request,) = to_requests(completion(stop_token_ids=[9]), [(2,)], LIMITS, ORIGIN, eos_ids=(7,))
+    assert (request.params.max_tokens, request.params.stop_token_ids) == (16, (1, 7, 9))
+    (request,) = to_requests(completion(ignore_eos=True), [(2,) * 60], LIMITS, ORIGIN, eos_ids=(7,))
+    assert (request.params.max_tokens, request.params.stop_token_ids) == (4, ())
+    scored = completion(echo=True, logprobs=3, max_tokens=0)
+    (request,) = to_requests(scored, [(2,) * 64], LIMITS, ORIGIN)
+    assert (request.params.max_tokens, request.params.prompt_logprobs, request.params.logprobs) == (0, 3, 3)
+
+
+# -- answers
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.from_folder(write_folder(tmp_path_factory.mktemp("tiny")))
+
+
+def answer(body: Body, text: TextModel, prompts: list[tuple[int, ...]] | None = None) -> tuple[Answer, list[Request]]:
+    if prompts is None:
+        prompts = [p if isinstance(p, tuple) else tuple(text.encode(p)) for p in body.prompts] or [(2,)]
+    requests = to_requests(body, prompts, replace(LIMITS, max_model_len=500), ORIGIN)
+    return Answer(body, requests, text, "id1", 1000), requests
+
+
+def event(
+    request: Request, ids: list[int], choice: int = 0, start: int = 0, finish: Any = None, **more: Any
+) -> TokensEvent:
+    return TokensEvent(request.request_id, choice, start, tuple(ids), finish, **more)
+
+
+def test_a_chat_answer_in_openais_shape(text: TextModel) -> None:
+    made, (request,) = answer(chat(n=2), text)
+    ids = text.encode("ok", False)
+    for choice in range(2):
+        made.take(event(request, ids[:1], choice, cached_tokens=1))
+        assert not made.done
+        made.take(event(request, ids[1:], choice, 1, "stop" if choice else "length", stop_token=1 if choice else None))
+    assert made.done
+    assert made.response() == {
+        "id": "chatcmpl-id1",
+        "object": "chat.completion",
+        "created": 1000,
+        "model": "m",
+        "choices": [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": "ok", "refusal": None},
+                "logprobs": None,
+                "finish_reason": ("length", "stop")[i],
+                "stop_reason": None,
+            }
+            for i in range(2)
+        ],
+        "usage": {
+            "prompt_tokens": 1,
+            "completion_tokens": 5,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+def test_a_completion_scores_its_prompt(text: TextModel) -> None:
+    """echo with logprobs and max_tokens 0, as evaluation harnesses ask: the prompt's tokens, None for the first."""
+    made, (request,) = answer(completion(prompt="and x", echo=True, logprobs=1, max_tokens=0), text)
+    scores = tuple(TokenLogprob(t, -0.25, ((t, -0.25), (3, -2.0))) for t in request.prompt[1:])
+    made.take(event(request, [], 0, 0, "length", prompt_logprobs=(None, *scores), logprobs=()))
+    choice = made.response()["choices"][0]
+    assert choice["text"] == "and x"
+    assert choice["logprobs"] == {
+        "tokens": ["<s>", "and", " ", "x"],
+        "token_logprobs": [None, -0.25, -0.25, -0.25],
+        "top_logprobs": [None, {"and": -0.25}, {" ": -0.25}, {"x": -0.25}],
+        "text_offset": [0, 0, 3, 4],
+    }
+    assert "prompt_logprobs" not in choice
+
+
+def test_logprobs_in_both_apis_shapes(text: TextModel) -> None:
+    """A token that is half a character shows its bytes; minus infinity is written as -9999."""
+    half = text.encode("é", False)[0]
+    scores = (TokenLogprob(half, -1.5, ((2, -0.5), (half, -1.5))), TokenLogprob(2, float("-inf"), ((3, -0.1),)))
+    made, (request,) = answer(chat(logprobs=True, top_logprobs=1), text)
+    made.take(event(request, [half, 2], 0, 0, "length", logprobs=scores))
+    content = made.response()["choices"][0]["logprobs"]["content"]
+    assert content[0]["token"] == "bytes:\\xc3"
+    assert content[0]["bytes"] == [0xC3]
+    assert [t["logprob"] for t in content[0]["top_logprobs"]] == [-0.5]
+    assert content[1]["logprob"] == -9999.0
+    made, (request,) = answer(completion(logprobs=1, prompt_logprobs=0), text)
+    prompt_scores = (None, *(TokenLogprob(t, -2.0, ((9, -1.0),)) for t in request.prompt[1:]))
+    made.take(event(request, [half, 2], 0, 0, "length", logprobs=scores, prompt_logprobs=prompt_scores))
+    choice = made.response()["choices"][0]
+    assert choice["logprobs"]["top_logprobs"][0] == {text.pieces.show(2): -0.5, "bytes:\\xc3": -1.5}
+    assert choice["prompt_logprobs"][0] is None
+    shown = text.pieces.show(request.prompt[1])
+    want = {str(request.prompt[1]): {"logprob": -2.0, "rank": None, "decoded_token": shown}}
+    assert choice["prompt_logprobs"][1] == want
+    json.dumps(made.response(), allow_nan=False)
+
+
+def joined_logprobs(choices: list[dict[str, Any]], name: str) -> list[Any]:
+    return list(chain.from_iterable(c["logprobs"][name] for c in choices if c["logprobs"]))
+
+
+def test_a_stream_says_what_the_whole_says(text: TextModel) -> None:
+    """Chunks joined equal the response: texts, logprobs, finish; the role comes first, usage last, held text waits."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    bodies = [
+        chat(n=2, stop=["ab"], logprobs=True, stream=True, stream_options={"include_usage": True}),
+        completion(prompt=["x", "and"], n=2, stop=["ab"], logprobs=2, echo=True, max_tokens=30, stream=True),
+    ]
+    for body in bodies * 20:
+        made, requests = answer(body, text)
+        ids = {}
+        for request in requests:
+            for choice in range(2):
+                ids[request.request_id, choice] = text.encode("".join(rng.choice("ab é") for _ in range(12)), False)
+        chunks: list[dict[str, Any]] = []
+        at = dict.fromkeys(ids, 0)
+        scored = set()
+        while at:
+            key = rng.choice(list(at))
+            request = next(r for r in requests if r.request_id == key[0])
+            start, n = at[key], rng.randint(1, 4)
+            new = ids[key][start : start + n]
+            last = start + n >= len(ids[key])
+            extra: dict[str, Any] = {}
+            if body.echo and key[1] == 0 and key[0] not in scored:
+                extra = {"prompt_logprobs": (None, *(TokenLogprob(t, -1.0) for t in request.prompt[1:]))}
+            if key[1] == 0 or key[0] in scored or not body.echo:
+                scored.add(key[0])
+                score = tuple(TokenLogprob(t, -float(i)) for i, t in enumerate(new))
+                delta, stop = made.take(
+                    event(request, new, key[1], start, "length" if last else None, logprobs=score, **extra)
+                )
+                at[key] = start + n
+                if delta is not None:
+                    chunks += made.chunks(delta)
+                if last or stop is not None:
+                    del at[key]
+        assert made.done
+        whole = made.response()
+        for choice in whole["choices"]:
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+            joined = partial(joined_logprobs, mine)
+            if body.endpoint == CHAT:
+                assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+                assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+                assert joined("content") == choice["logprobs"]["content"]
+            else:
+                assert "".join(c["text"] for c in mine) == choice["text"]
+                for name in ("tokens", "token_logprobs", "text_offset"):
+                    assert joined(name) == choice["logprobs"][name]
+            assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
+        if body.include_usage:
+            assert made.usage_chunk()["choices"] == []
+            assert made.usage_chunk()["usage"] == whole["usage"]
+            assert all(c["usage"] is None for c in chunks)
+
+
+def test_repeated_events_count_once_and_gaps_are_faults(text: TextModel) -> None:
+    made, (request,) = answer(chat(), text)
+    a, b = text.encode("ab", False)
+    made.take(event(request, [a]))
+    made.take(event(request, [a, b], 0, 0, "length"))
+    assert made.response()["choices"][0]["message"]["content"] == "ab"
+    assert made.completion_tokens == 2
+    made, (request,) = answer(chat(), text)
+    made.take(event(request, [a], 0, 5))
+    assert made.fault is not None
+    assert made.done
+
+
+@pytest.mark.parametrize(
+    ("finish", "code", "status"),
+    [
+        ("numerical_error", "numerical_error", 500),
+        ("error", "engine_error", 500),
+        ("timeout", "request_timeout", None),
+        ("cancelled", "batch_cancelled", None),
+    ],
+)
+def test_a_failed_choice_fails_its_line(text: TextModel, finish: Any, code: str, status: int | None) -> None:
+    made, (request,) = answer(chat(n=2), text)
+    made.take(event(request, [3], 0, 0, "length"))
+    made.take(event(request, [], 1, 0, finish, message="why"))
+    assert made.done
+    assert made.fault is not None
+    out = fault_line("a", "id1", made.fault)
+    if status is None:
+        assert (out["response"], out["error"]) == (None, {"code": code, "message": "why"})
+    else:
+        assert out["response"]["status_code"] == status
+        assert out["response"]["body"]["error"]["code"] == code
+
+
+def test_output_lines_in_the_batch_apis_form() -> None:
+    assert json.loads(to_bytes(answer_line("r-1", "x", {"a": "é\u2028\n"}))) == {
+        "id": "batch_req_x",
+        "custom_id": "r-1",
+        "response": {"status_code": 200, "request_id": "req_x", "body": {"a": "é\u2028\n"}},
+        "error": None,
+    }
+    assert to_bytes(answer_line("r-1", "x", {"a": "\n"})).count(b"\n") == 1
+    refused = refusal_line(None, "x", BadRequest("m", param="p", code="c"), 7)
+    assert refused["response"]["body"]["error"] == {
+        "message": "m", "type": "invalid_request_error", "param": "p", "code": "c", "line": 7,
+    }  # fmt: skip
+
+
+def test_user_stop_ids_show_as_the_reason(text: TextModel) -> None:
+    made, (request,) = answer(chat(stop_token_ids=[2], include_stop_str_in_output=True), text)
+    made.take(event(request, [3], 0, 0, "stop", stop_token=2))
+    choice = made.response()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 2)
+    assert choice["message"]["content"] == text.pieces.show(3) + text.pieces.show(2)
+    assert made.completion_tokens == 2
+
+
+def test_http_bodies_are_parsed_strictly() -> None:
+    assert parse_body(json.dumps({"model": "m", "messages": USER}).encode(), CHAT) == chat()
+    for data in (b"\x1f\x8b\x08", b"", b'{"model": "m", "model": "n"}'):
+        with pytest.raises(BadRequest) as caught:
+            parse_body(data, CHAT)
+        assert (caught.value.code, caught.value.status) == ("invalid_json", 400)
+
+
+def test_the_fake_job_keeps_the_protocol() -> None:
+    """What other tests build on is an EngineJob for the type checker too."""
+    job: EngineJob = FakeJob(LIMITS)
+    assert job.state.phase == "starting"
