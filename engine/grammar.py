@@ -46,8 +46,13 @@ def from_response_format(response_format: dict[str, Any]) -> str | None:
 
 def from_json_schema(schema: dict[str, Any]) -> str:
     """JSON texts that the schema accepts, with bounded white space. Raises ValueError."""
-    spec: str = _library().LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    library = _library()
+    try:
+        text = json.dumps(schema)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"the JSON schema is not plain JSON: {_brief(str(error))}") from error
+    spec: str = library.LLMatcher.grammar_from_json_schema(
+        text, overrides={"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
     )
     return _checked(spec)
 
@@ -88,7 +93,8 @@ def _library() -> Any:
 
 
 def _limits() -> Any:
-    return _library().LLParserLimits(verbose_errors=False)
+    # A fifth of the library's own limit: a nested repetition may cost a step some 50 ms, not a second and 300 MB.
+    return _library().LLParserLimits(verbose_errors=False, initial_lexer_fuel=200_000)
 
 
 def _brief(message: str) -> str:

@@ -58,8 +58,9 @@ class Grammars(Protocol):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """B slots and what is fixed about their rows. `rows` is scratch of the step (ROW); `groups`: indices of filtered
-    rows and how many candidates each rank sends for them; `scored`, `edited`: indices of rows with log-probabilities
-    and with edits or a grammar; `noisy` [B], None if no row takes noise over the whole shard."""
+    rows and how many candidates each rank sends for them; `scored`, `edited`, `masked`: indices of rows with
+    log-probabilities, with edits or a grammar, with a grammar; `noisy` [B], None if no row takes noise over the whole
+    shard."""
 
     at: npt.NDArray[np.int64]
     rows: Rows
@@ -68,6 +69,7 @@ class Plan:
     scored: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.int64]
     edited: npt.NDArray[np.int64]
+    masked: npt.NDArray[np.int64]
     noisy: npt.NDArray[np.bool_] | None
 
 
@@ -131,6 +133,7 @@ class SlotTable:
             scored=np.flatnonzero(state["logprobs"] >= 0),
             logprobs=state["logprobs"],
             edited=np.flatnonzero(state["edited"]),
+            masked=np.flatnonzero([slot in self.grammatical for slot in key]),
             noisy=noisy if noisy.any() else None,
         )
         self._last = key, plan

@@ -109,14 +109,13 @@ class Step:
             some = changed[rows]
             apply(some, [slots.edits[names[i]] for i in held], slots.position[self.plan.at[edited[held]]].tolist())
             changed[rows] = some
-        if slots.grammars is not None:
-            ids = range(self.first, self.first + self.columns)
-            for i, slot in enumerate(names):
-                if slot in slots.grammatical:
-                    allowed = torch.from_numpy(slots.grammars.allowed(slot, ids)).to(raw.device)
-                    changed[i].masked_fill_(~allowed, -torch.inf)
         where = np.full(len(self.plan.at), -1, np.int64)
         where[edited] = np.arange(len(edited))
+        if slots.grammars is not None:
+            ids = range(self.first, self.first + self.columns)
+            for row in self.plan.masked.tolist():
+                allowed = torch.from_numpy(slots.grammars.allowed(int(self.plan.at[row]), ids)).to(raw.device)
+                changed[int(where[row])].masked_fill_(~allowed, -torch.inf)
         return Logits(raw, changed, where)
 
     def _main(self) -> Array:
@@ -134,11 +133,11 @@ class Step:
         else:
             main["best"] = np.where(noisy, rows["best"], rows["peak"])
             main["best_id"] = np.where(noisy, rows["best_id"], rows["peak_id"])
-        if len(self.plan.edited):
-            # Masks must not hide what is wrong with a row.
-            untouched = np.zeros(len(self.plan.edited), ROW)
-            self.tools.shard.scan(Logits(self.logits.raw), self.plan.edited, untouched)
-            main["bad"][self.plan.edited] |= untouched["bad"]
+        if len(self.plan.masked):
+            # A mask must not hide what is wrong with a row (adding -inf, as min_tokens does, hides nothing).
+            untouched = np.zeros(len(self.plan.masked), ROW)
+            self.tools.shard.scan(Logits(self.logits.raw), self.plan.masked, untouched)
+            main["bad"][self.plan.masked] |= untouched["bad"]
         return main
 
     def _candidates(self, rows: Array, k: int) -> Array:

@@ -368,13 +368,15 @@ def test_a_different_id_on_one_rank_is_a_desync_within_a_step() -> None:
     drawn: dict[int, int] = {}
 
     def task(rank: int, gather: Gather) -> None:
+        def lying(payload: Bytes) -> Bytes:
+            return liar(gather(payload))
+
         sampler = make(64, 4, rank, gather, 2)
         for slot in (0, 1):
             sampler.admit(sequence(slot, params()))
         for number, step in enumerate(steps):
             logits = cut(step, 4, rank)
-            lie = rank == 2 and number == 1
-            sampler._gather = (lambda payload, real=gather: liar(real(payload))) if lie else gather
+            sampler._gather = lying if rank == 2 and number == 1 else gather
             try:
                 sampler.sample(logits, [0, 1])
             except DesyncError as error:
