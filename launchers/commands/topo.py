@@ -197,7 +197,8 @@ def command(
             fabric.save(Path(save))
         placed, shapes, lines = None, [], []
         if deployment is not None:
-            part, placed = lay_out(deployment, fabric, environ)
+            # A fabric named on the command line stands for the machines: an allocation's are not asked about.
+            part, placed = lay_out(deployment, fabric, environ if fabric_file is None else {})
             shapes = [shape_of(part, placed, g) for g in range(placed.replicas)]
             lines = [foretold(backend_of(deployment, s), s) for s in shapes]
     except PlacementError as error:

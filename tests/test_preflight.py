@@ -1,0 +1,146 @@
+"""What preflight measures and whom it names: pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from laddertron.topology.cost import Costs, LinkCost, Regime, Shape, shape_of
+from laddertron.topology.fit import Fit, Point, Residual
+from laddertron.topology.placement import place
+from laddertron.topology.preflight import LinkTime, Pair, RankReport, Transport, judge, plan
+from laddertron.topology.presets import preset
+
+IB = Transport("NET/IB", ("/dev/infiniband/uverbs0",), None, "libibverbs.so.1", 8 << 30)
+
+
+def report(rank: int) -> RankReport:
+    versions = {"nccl": "2.27.3", "cuda": "12.8", "driver": "570.1", "laddertron": "0.1.0"}
+    return RankReport(rank, f"node{rank // 8}", versions, "c0ffee", IB, 1000.0 + rank * 1e-4, 0.010 + rank * 1e-5)
+
+
+HEALTHY = [report(rank) for rank in range(16)]
+
+
+def test_health_has_no_findings() -> None:
+    assert judge(HEALTHY, require_transport="ib") == ()
+    assert judge([], (), None) == ()
+
+
+def test_the_plan_covers_every_link_and_size() -> None:
+    """2 x 8: each neighbouring pair inside and each of eight rails across, nobody twice in a round, inner and outer
+    links apart; every possible strategy at every size from 32 KiB to 8 MiB and the model's own."""
+    fabric = preset("2x8xH100")
+    placement = place(fabric, 16)
+    found = plan(placement, shape_of(fabric, placement), message_bytes=(48 << 10,))
+    pairs = [p for r in found.rounds for p in r]
+    inner = [p for p in pairs if p.rail is None]
+    assert sorted((p.a, p.b) for p in inner) == [(i, i + 1) for i in range(15) if i != 7]
+    assert {(p.a, p.b, p.rail) for p in pairs if p.rail is not None} == {(i, i + 8, i) for i in range(8)}
+    assert len(pairs) == 14 + 8
+    for rounds in found.rounds:
+        ends = [rank for p in rounds for rank in (p.a, p.b)]
+        assert len(ends) == len(set(ends))
+        assert len({p.rail is None for p in rounds}) == 1
+    sizes = sorted({n for _, n in found.sweep})
+    assert sizes[0] == 32 << 10
+    assert sizes[-1] == 8 << 20
+    assert 48 << 10 in sizes
+    assert {s for s, _ in found.sweep} == {"flat", "ring", "exchange", "doubling", "two_level", "two_level_latency"}
+
+
+def test_a_ring_of_nodes_closes() -> None:
+    """Over three nodes each rail is measured from the last node to the first as well; doubling is not possible."""
+    placement = place(preset("3x2xH100"), 6)
+    found = plan(placement, Shape(3, 2, "nvlink", "ib", 2))
+    across = {(p.a, p.b) for r in found.rounds for p in r if p.rail is not None}
+    assert across == {(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)}
+    assert "doubling" not in {s for s, _ in found.sweep}
+
+
+def test_other_versions_are_named() -> None:
+    odd = replace(HEALTHY[9], versions={**HEALTHY[9].versions, "nccl": "2.26.2"})
+    (finding,) = judge([*HEALTHY[:9], odd, *HEALTHY[10:]])
+    assert str(finding) == (
+        "error: rank 9 on node1: nccl is 2.26.2, on the others 2.27.3: install one nccl on every node"
+    )
+
+
+def test_another_config_is_named() -> None:
+    odd = [replace(r, config_digest="bad") if r.hostname == "node1" and r.rank < 11 else r for r in HEALTHY]
+    (finding,) = judge(odd)
+    assert finding.culprit == "rank 8 on node1, rank 9 on node1, rank 10 on node1"
+    assert "config is bad, on the others c0ffee: start all ranks with one file" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        (Transport("NET/Socket", (), None, "x"), "no /dev/infiniband device (in a container: mount it)"),
+        (Transport("NET/Socket", ("uverbs0",), 64 << 10, "x"), "memlock is limited to 64 KiB (ulimit -l unlimited"),
+        (Transport("NET/Socket", ("uverbs0",), None, ""), "libibverbs is not installed"),
+        (Transport("NET/Socket", ("uverbs0",), None, "x"), "is the port active"),
+    ],
+)
+def test_sockets_where_ib_is_required(transport: Transport, words: str) -> None:
+    """The culprit, what it uses and exactly what it lacks; without the requirement it is no fault."""
+    ranks = [*HEALTHY[:15], replace(HEALTHY[15], transport=transport)]
+    (finding,) = judge(ranks, require_transport="ib")
+    assert (finding.severity, finding.culprit) == ("error", "rank 15 on node1")
+    assert "traffic goes by NET/Socket, parallel.require_transport is ib" in finding.message
+    assert words in finding.message
+    assert judge(ranks) == ()
+
+
+def test_ib_where_sockets_are_required() -> None:
+    (finding,) = judge(HEALTHY[:2], require_transport="socket")
+    assert "NET/IB, parallel.require_transport is socket" in finding.message
+
+
+def test_a_small_shared_memory_is_named() -> None:
+    small = replace(IB, shm_bytes=64 << 20)
+    (finding,) = judge([*HEALTHY[:7], replace(HEALTHY[7], transport=small)])
+    assert finding.culprit == "rank 7 on node0"
+    assert "/dev/shm holds 64 MiB" in finding.message
+    assert judge([replace(HEALTHY[7], transport=small)]) == (), "one rank alone on its node does not need it"
+
+
+def test_clocks_and_slow_gpus_are_named() -> None:
+    """A clock 2 s off is a warning; a GPU 30 % slower than the median is an error, and comes first."""
+    ranks = list(HEALTHY)
+    ranks[3] = replace(ranks[3], clock_s=1002.0)
+    ranks[12] = replace(ranks[12], matmul_s=0.0131)
+    slow, skew = judge(ranks)
+    assert (slow.severity, slow.culprit, skew.severity, skew.culprit) == (
+        "error", "rank 12 on node1", "warning", "rank 3 on node0",
+    )  # fmt: skip
+    assert "13.10 ms, 1.30 times the median" in slow.message
+    assert "+2.0 s off" in skew.message
+
+
+def test_the_slower_of_two_is_found() -> None:
+    two = [HEALTHY[0], replace(HEALTHY[8], matmul_s=0.02)]
+    assert [f.culprit for f in judge(two)] == ["rank 8 on node1"]
+
+
+def test_slow_links_are_named() -> None:
+    """One rail at half its rate and one with ten times the latency, each with its ends; NVLink is not compared with
+    InfiniBand."""
+    links = [LinkTime(Pair(i, i + 8, i), 5e-6, 45e9) for i in range(8)] + [LinkTime(Pair(0, 1), 1e-6, 300e9)] * 3
+    links[2] = replace(links[2], bytes_per_s=22e9)
+    links[5] = replace(links[5], latency_s=50e-6)
+    rate, latency = judge(HEALTHY, links)
+    assert rate.culprit == "link node0 rank 2 to node1 rank 10 on rail 2"
+    assert "22.0 GB/s, others 45.0 GB/s" in rate.message
+    assert latency.culprit == "link node0 rank 5 to node1 rank 13 on rail 5"
+    assert "latency 50.0 us, others 5.0 us" in latency.message
+
+
+def test_what_the_model_does_not_explain_is_a_warning() -> None:
+    costs = Costs("mpi", (Regime(0.0, None, LinkCost(1e-3, 1e9)),))
+    point = Point("flat", 1 << 15, 1e-3, Shape(2, 1))
+    fitted = Fit(costs, (Residual(point, 1e-3), Residual(point, 2e-3)))
+    (finding,) = judge(HEALTHY[:1], (), fitted)
+    assert finding.severity == "warning"
+    assert "1 of 2 measured all-reduces" in finding.message
+    assert "flat of 32768 bytes (+100%)" in finding.message
