@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from .batch import Batch, Chunk, NewSequence
 from .limits import SchedulerLimits
-from .queues import WaitingQueues
+from .queues import Turn, WaitingQueues
 from .residency import Residency, Reuse
 from .sequence import Group, Sequence
 
@@ -46,8 +46,8 @@ class Plan:
     prefilled: list[Sequence] = field(default_factory=list)
     preempted: bool = False
     blocked: bool = False
-    invited: Sequence | None = None
-    """The waiting sequence for whom others were preempted: it need not leave the watermark free."""
+    invited: Turn | None = None
+    """For whom others were preempted: it enters next, and need not leave the watermark free."""
 
 
 class Planner:
@@ -139,9 +139,9 @@ class Planner:
         residency = self.residency
         running, pool = residency.running, residency.pool
         turn = self.waiting.peek(plan.now)
-        if turn is None or not running or running[-1].rank <= turn[1] or turn[0].inflight:
+        if turn is None or not running or running[-1].rank <= turn.rank or turn.sequence.inflight:
             return
-        head, rank = turn
+        head, rank = turn.sequence, turn.rank
         if head.group.request.priority != rank:
             return  # ageing gives turns, it evicts nobody
         reuse = residency.reuse(head)
@@ -160,7 +160,7 @@ class Planner:
         while running and running[-1].rank > rank:
             self._preempt(plan, running[-1])
             if pool.available - residency.need(head, reuse) >= len(running):
-                plan.invited = head
+                plan.invited = turn
                 return
 
     def _spare(self) -> int:
@@ -181,11 +181,11 @@ class Planner:
         """Those whose turn it is, while there are slots, blocks and tokens; only ranks better than `below`."""
         residency = self.residency
         while plan.budget and residency.slots:
-            turn = self.waiting.peek(plan.now)
-            if turn is None or (below is not None and turn[1] >= below):
+            invited = plan.invited is not None
+            turn = plan.invited or self.waiting.peek(plan.now)
+            if turn is None or (below is not None and turn.rank >= below):
                 return
-            sequence, rank = turn
-            invited = sequence is plan.invited
+            sequence = turn.sequence
             # A sequence that was preempted with a token under way cannot come back before that token is known.
             if sequence.inflight or (plan.preempted and not invited):
                 return
@@ -200,8 +200,9 @@ class Planner:
             spare = 0 if invited else self._spare()
             if residency.pool.available - residency.need(sequence, reuse) < spare:
                 return
-            self.waiting.pop(plan.now)
-            self._enter(plan, sequence, rank, reuse)
+            self.waiting.pop(turn)
+            plan.invited = None
+            self._enter(plan, sequence, turn.rank, reuse)
 
     def _enter(self, plan: Plan, sequence: Sequence, rank: int, reuse: Reuse) -> None:
         residency, group = self.residency, sequence.group

@@ -10,6 +10,7 @@ import heapq
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from .sequence import Group, Sequence
 
@@ -28,6 +29,14 @@ class Flow:
         self.groups = 0
         self.items: OrderedDict[int, Sequence] = OrderedDict()
         self.listed = False
+
+
+class Turn(NamedTuple):
+    """Whose turn it is, with which rank (priority after ageing), and whether lines waited past the ageing time."""
+
+    sequence: Sequence
+    rank: int
+    aged: bool
 
 
 class _Class:
@@ -80,12 +89,13 @@ class _Class:
                 return next(iter(flow.items.values()))
         return None
 
-    def remove(self, sequence: Sequence) -> None:
-        if sequence.number in self.arrivals and self.arrivals[sequence.number] is sequence:
-            flow = sequence.group.flow
-            del self.arrivals[sequence.number], flow.items[sequence.number]
-        else:
-            self.resumed.remove(sequence)
+    def remove(self, sequence: Sequence) -> bool:
+        """True if it had its first turn still before it."""
+        if self.arrivals.get(sequence.number) is sequence:
+            del self.arrivals[sequence.number], sequence.group.flow.items[sequence.number]
+            return True
+        self.resumed.remove(sequence)
+        return False
 
     def oldest(self) -> float:
         """Arrival of who has waited longest; there is one."""
@@ -136,32 +146,8 @@ class WaitingQueues:
     def remove(self, sequence: Sequence) -> None:
         self._class(sequence.group.request.priority).remove(sequence)
 
-    def peek(self, now: float) -> tuple[Sequence, int] | None:
-        """Whose turn it is and with which rank (priority after ageing); None if nobody waits. `pop` right after
-        takes the same one."""
-        chosen = self._choose(now)
-        return None if chosen is None else chosen[:2]
-
-    def pop(self, now: float) -> None:
-        """Takes the sequence that `peek` named."""
-        chosen = self._choose(now)
-        assert chosen is not None, "pop without a peek"
-        sequence, rank, aged = chosen
-        best = self._class(sequence.group.request.priority)
-        if rank != best.priority:
-            self._passed_over = 0
-        elif aged:
-            self._passed_over += 1
-        if sequence not in best.resumed:
-            best.clock = max(best.clock, sequence.group.flow.served)
-        best.remove(sequence)
-
-    def oldest_arrival(self) -> float | None:
-        """Unix seconds; None if nobody waits."""
-        return min((waiting.oldest() for waiting in self._classes if len(waiting)), default=None)
-
-    def _choose(self, now: float) -> tuple[Sequence, int, bool] | None:
-        """(sequence, rank, whether an aged class waits behind or is the one served)."""
+    def peek(self, now: float) -> Turn | None:
+        """Whose turn it is; None if nobody waits."""
         waiting = [candidate for candidate in self._classes if len(candidate)]
         if not waiting:
             return None
@@ -172,7 +158,22 @@ class WaitingQueues:
         turn = min(aged, key=_Class.oldest) if aged and self._passed_over >= AGED_TURN - 1 else best
         head = turn.head()
         assert head is not None
-        return head, best.priority, bool(aged)
+        return Turn(head, best.priority, bool(aged))
+
+    def pop(self, turn: Turn) -> None:
+        """The turn is taken: by what `peek` said now or, for a sequence that still waits, a moment ago."""
+        sequence = turn.sequence
+        if turn.rank != sequence.group.request.priority:
+            self._passed_over = 0
+        elif turn.aged:
+            self._passed_over += 1
+        waiting = self._class(sequence.group.request.priority)
+        if waiting.remove(sequence):
+            waiting.clock = max(waiting.clock, sequence.group.flow.served)
+
+    def oldest_arrival(self) -> float | None:
+        """Unix seconds; None if nobody waits."""
+        return min((waiting.oldest() for waiting in self._classes if len(waiting)), default=None)
 
     def _class(self, priority: int) -> _Class:
         for found in self._classes:

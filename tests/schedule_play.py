@@ -173,8 +173,11 @@ class Play:
         """Plans and runs a step, tells nobody yet; False if there was nothing to plan."""
         batch = self.scheduler.schedule(self.now)
         if batch is None:
+            assert self.flight or not self.scheduler._groups, "nothing is under way, and what waits is not planned"
             self.ledger.record(self.scheduler.take_events())
             return False
+        held = self.scheduler._residency.holders.values()
+        assert all(group.unforked for group in held), "a prompt is held for nobody"
         self.plans.append(encode(batch))
         self.flight.append((batch, self.runner.run(batch)))
         return True

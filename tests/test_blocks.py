@@ -106,9 +106,9 @@ def waiting(queues: WaitingQueues, number: int, queue: str, priority: int = BATC
 def turn(queues: WaitingQueues, now: float = 0.0, charge: int = 0) -> Sequence:
     seen = queues.peek(now)
     assert seen is not None
-    queues.pop(now)
-    seen[0].group.flow.served += charge
-    return seen[0]
+    queues.pop(seen)
+    seen.sequence.group.flow.served += charge
+    return seen.sequence
 
 
 def test_queues_take_turns_by_tokens_served() -> None:
@@ -120,7 +120,7 @@ def test_queues_take_turns_by_tokens_served() -> None:
         waiting(queues, i, "B")
     names = []
     for _ in range(24):
-        name = "A" if (seen := queues.peek(0.0)) and seen[0].group.request.queue == "A" else "B"
+        name = "A" if (seen := queues.peek(0.0)) and seen.sequence.group.request.queue == "A" else "B"
         names.append(turn(queues, charge=100 if name == "A" else 300).group.request.queue)
     assert names.count("A") == 18
     waiting(queues, 100, "C")

@@ -151,6 +151,22 @@ def test_prompts_are_chunked_beside_running_sequences() -> None:
     game.drain()
 
 
+def test_a_prompt_begun_goes_on_before_others_begin() -> None:
+    """A batch prompt of four chunks is under way. A second one waits until it is through; an interactive one does
+    not: it gets the next chunk."""
+    game = Play(limits(max_num_batched_tokens=10))
+    game.add(ask("long", 40, 1))
+    game.step(ahead=0)
+    game.add(ask("other", 40, 1))
+    game.step(ahead=0)
+    game.add(ask("urgent", 10, 1, priority=INTERACTIVE))
+    for _ in range(4):
+        game.step(ahead=0)
+    assert [[c.slot for c in decode(frame).chunks] for frame in game.plans] == [[0], [0], [1], [0], [0], [0]]
+    assert last_plan(game).admitted[0].tokens == game.ledger.requests["other"].prompt
+    game.drain()
+
+
 def test_without_chunks_a_prompt_gets_a_step_of_its_own_in_time() -> None:
     """The prompt never fits beside three running sequences: after BLOCKED_STEPS steps it runs alone."""
     game = Play(limits(max_num_batched_tokens=64, enable_chunked_prefill=False))
@@ -251,6 +267,34 @@ def test_ageing_ends_the_wait_of_batch_lines() -> None:
     assert gaps == {AGED_TURN}, "neither rarer nor more often than promised"
     assert game.scheduler.counters.preemptions == 0
     game.drain()
+
+
+def test_a_turn_gained_by_ageing_evicts_nobody() -> None:
+    """Everything is aged at once. An interactive request evicts the first batch line, which then waits; after three
+    more the turn is a batch line's, and it waits for a slot like anybody of its kind."""
+    game = Play(limits(max_num_seqs=6, ageing_s=0.0))
+    for i in range(6):
+        game.add(ask(f"b{i}", 4, 40))
+    game.step()
+    for i in range(6):
+        game.add(ask(f"i{i}", 4, 30, priority=INTERACTIVE))
+        game.step()
+    assert game.scheduler.counters.preemptions == 1 + AGED_TURN - 1
+    game.drain()
+
+
+def test_whose_last_token_is_under_way_is_not_preempted() -> None:
+    """The only slot is a batch line's whose last token is planned: an interactive request takes it over at once, and
+    nothing is computed twice."""
+    game = Play(limits(max_num_seqs=1))
+    game.add(ask("b", 6, 1))
+    game.plan()
+    game.add(ask("urgent", 6, 1, priority=INTERACTIVE))
+    game.plan()
+    assert last_plan(game).admitted[0].slot == 0
+    assert game.scheduler.counters.preemptions == 0
+    game.drain()
+    assert game.runner.computed_tokens == 12
 
 
 def test_batches_share_by_tokens() -> None:
