@@ -68,34 +68,34 @@ class SlotEdits:
         return self._seen[:n], self._counts[:n]
 
 
-def apply(x: Tensor, edits: Sequence[SlotEdits], positions: Sequence[int]) -> None:
-    """Changes x [C, n] (fp32, this rank's columns) in place; `positions` are the output tokens each row has so far."""
-    _penalise(x, edits)
-    _put(x, [e.bias_columns for e in edits], [e.bias for e in edits])
+def apply(x: Tensor, rows: Ints, edits: Sequence[SlotEdits], positions: Sequence[int]) -> None:
+    """Changes rows [R] of x [C, n] (fp32, this rank's columns) in place; `positions` [R] are the output tokens that
+    each has so far."""
+    _penalise(x, rows, edits)
+    _add(x, rows, [e.bias_columns for e in edits], [e.bias for e in edits])
     early = [e.stops if p < e.min_tokens else e.stops[:0] for e, p in zip(edits, positions, strict=True)]
-    _put(x, early, [np.full(len(c), -np.inf, np.float32) for c in early])
+    _add(x, rows, early, [np.full(len(c), -np.inf, np.float32) for c in early])
 
 
-def _places(columns: Sequence[Ints], device: torch.device) -> tuple[Tensor, Tensor]:
-    rows = np.repeat(np.arange(len(columns)), [len(c) for c in columns])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(columns)).to(device)
+def _places(rows: Ints, columns: Sequence[Ints], device: torch.device) -> tuple[Tensor, Tensor]:
+    each = np.repeat(rows, [len(c) for c in columns])
+    return torch.from_numpy(each).to(device), torch.from_numpy(np.concatenate(columns)).to(device)
 
 
-def _put(x: Tensor, columns: Sequence[Ints], added: Sequence[Floats]) -> None:
+def _add(x: Tensor, rows: Ints, columns: Sequence[Ints], added: Sequence[Floats]) -> None:
     if any(len(c) for c in columns):
-        where = _places(columns, x.device)
-        x[where] += torch.from_numpy(np.concatenate(added)).to(x.device)
+        x[_places(rows, columns, x.device)] += torch.from_numpy(np.concatenate(added)).to(x.device)
 
 
-def _penalise(x: Tensor, edits: Sequence[SlotEdits]) -> None:
+def _penalise(x: Tensor, rows: Ints, edits: Sequence[SlotEdits]) -> None:
     seen = [e.seen for e in edits]
     columns = [c for c, _ in seen]
     if not any(len(c) for c in columns):
         return
-    rows, cols = _places(columns, x.device)
+    where = _places(rows, columns, x.device)
     terms = np.array([(e.repetition, e.frequency, e.presence) for e in edits], np.float32)
-    repetition, frequency, presence = torch.from_numpy(terms).to(x.device)[rows].unbind(1)
+    repetition, frequency, presence = torch.from_numpy(np.repeat(terms, [len(c) for c in columns], 0).T).to(x.device)
     counts = torch.from_numpy(np.concatenate([c for _, c in seen])).to(x.device)
-    value = x[rows, cols]
+    value = x[where]
     value = torch.where(value > 0, value / repetition, value * repetition)
-    x[rows, cols] = value - frequency * counts - presence * (counts > 0)
+    x[where] = value - frequency * counts - presence * (counts > 0)

@@ -105,10 +105,8 @@ class Step:
         names = self.plan.at[edited].tolist()
         held = np.flatnonzero([slot in slots.edits for slot in names])
         if len(held):
-            rows = torch.from_numpy(held).to(raw.device)
-            some = changed[rows]
-            apply(some, [slots.edits[names[i]] for i in held], slots.position[self.plan.at[edited[held]]].tolist())
-            changed[rows] = some
+            positions = slots.position[self.plan.at[edited[held]]].tolist()
+            apply(changed, held, [slots.edits[names[i]] for i in held], positions)
         where = np.full(len(self.plan.at), -1, np.int64)
         where[edited] = np.arange(len(edited))
         if slots.grammars is not None:

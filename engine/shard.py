@@ -48,6 +48,8 @@ id. Out: peak and its id (the lowest of equals; -1: none), bad (a NaN or +inf), 
 exp((x - reference) / T), with NOISE the best x / T + Gumbel and its id, with LIMIT how many ids come before it."""
 
 Rows = npt.NDArray[Any]
+SCAN_LOGITS = 1 << 22
+"""TorchShard's noise and masses are made for so many logits at once: some 40 bytes of scratch each."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -62,13 +64,15 @@ class Logits:
 
     def take(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """The processed rows, fp32, [len(rows), n]."""
-        picked = self.raw[torch.from_numpy(rows).to(self.raw.device)].float()
+        everything = len(rows) == self.raw.shape[0] and bool((rows == np.arange(len(rows))).all())
+        picked = (self.raw if everything else self.raw[torch.from_numpy(rows).to(self.raw.device)]).float()
         if self.changed is not None and self.where is not None:
             source = self.where[rows]
             (hit,) = np.nonzero(source >= 0)
             if len(hit):
                 device = self.raw.device
-                picked[torch.from_numpy(hit).to(device)] = self.changed[torch.from_numpy(source[hit]).to(device)]
+                at = torch.from_numpy(hit).to(device), torch.from_numpy(source[hit]).to(device)
+                picked = picked.index_copy(0, at[0], self.changed[at[1]])
         return picked
 
 
@@ -93,42 +97,40 @@ class TorchShard:
         self.first = first
 
     def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
-        for flags in np.unique(rows["flags"]):
-            (same,) = np.nonzero(rows["flags"] == flags)
-            part = rows[same]
-            self._scan(logits.take(picked[same]), part, int(flags))
-            rows[same] = part
+        most = max(1, SCAN_LOGITS // max(1, logits.raw.shape[1]))
+        for flags in set(rows["flags"].tolist()):
+            same = np.flatnonzero(rows["flags"] == flags)
+            for start in range(0, len(same), most if flags else len(same)):
+                some = same[start : start + most] if flags else same
+                part = rows[some]
+                self._scan(logits.take(picked[some]), part, flags)
+                rows[some] = part
 
     def _scan(self, x: Tensor, rows: Rows, flags: int) -> None:
-        device = x.device
-
-        def column(name: str, dtype: torch.dtype) -> Tensor:
-            values = rows[name].astype(np.int64 if dtype == torch.int64 else np.float64)
-            return torch.from_numpy(values).to(device, dtype)[:, None]
-
-        ids = torch.arange(self.first, self.first + x.shape[1], device=device)[None]
+        # One copy to the device for each type, one back: on a GPU the copies are what a small scan costs.
+        ints = np.stack([rows[name].astype(np.int64) for name in ("seed", "position", "choice", "limit_id")])
+        reals = np.stack([rows[name].astype(np.float64) for name in ("inv_temperature", "reference", "limit")])
+        seed, position, choice, limit_id = torch.from_numpy(ints).to(x.device)[:, :, None]
+        scale, reference, limit = torch.from_numpy(reals).to(x.device)[:, :, None]
+        ids = torch.arange(self.first, self.first + x.shape[1], device=x.device)[None]
+        count = mass = torch.zeros(len(rows), dtype=torch.float64, device=x.device)
         if flags & LIMIT:
-            limit = column("limit", torch.float32)
-            before = (x > limit) | ((x == limit) & (ids < column("limit_id", torch.int64)))
-            rows["count"] = before.sum(1).cpu().numpy()
+            before = (x > limit) | ((x == limit) & (ids < limit_id))
+            count = before.sum(1).double()
             x = torch.where(before, x, -torch.inf)
         peak, at = x.max(1)
-        rows["peak"] = peak.double().cpu().numpy()
-        rows["peak_id"] = np.where(rows["peak"] > -np.inf, at.cpu().numpy() + self.first, -1)
-        rows["bad"] = ~(rows["peak"] < np.inf)
-        rows["best"], rows["best_id"], rows["mass"] = -np.inf, -1, 0.0
-        scale = column("inv_temperature", torch.float64)
+        best, best_at = torch.full_like(mass, -torch.inf), at
         if flags & MASS:
-            reference = column("reference", torch.float64)
             reference = torch.where(reference.isnan(), peak[:, None].double(), reference)
-            rows["mass"] = ((x.double() - reference) * scale).exp().sum(1).cpu().numpy()
-            rows["mass"][rows["peak_id"] < 0] = 0.0
+            mass = ((x.double() - reference) * scale).exp().sum(1)
         if flags & NOISE:
-            seed, position, choice = (column(name, torch.int64) for name in _KEYS)
-            noise = torch_gumbel(seed, position, choice, ids.expand_as(x))
-            best, at = (x.double() * scale + noise).max(1)
-            rows["best"] = best.cpu().numpy()
-            rows["best_id"] = np.where(rows["best"] > -np.inf, at.cpu().numpy() + self.first, -1)
+            best, best_at = (x.double() * scale + torch_gumbel(seed, position, choice, ids)).max(1)
+        found = torch.stack([peak.double(), at.double(), best, best_at.double(), mass, count]).cpu().numpy()
+        rows["peak"], rows["best"], rows["count"] = found[0], found[2], found[5]
+        rows["bad"] = ~(found[0] < np.inf)
+        rows["peak_id"] = np.where(found[0] > -np.inf, found[1] + self.first, -1)
+        rows["best_id"] = np.where(found[2] > -np.inf, found[3] + self.first, -1)
+        rows["mass"] = np.where(rows["peak_id"] >= 0, found[4], 0.0)
 
     def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
         x = logits.take(picked)

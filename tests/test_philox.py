@@ -146,3 +146,22 @@ def test_c_equals_torch(dtype: torch.dtype, limited: bool) -> None:
 def test_a_build_without_c_falls_back_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda module: None)
     assert isinstance(make_shard(0, torch.device("cpu")), TorchShard)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_equals_cpu(dtype: torch.dtype) -> None:
+    """The same torch code on a GPU: peaks, noisy bests and candidates to the last bit."""
+    torch.manual_seed(1)
+    x = (torch.randn(16, 50_000) * 3).to(dtype)
+    rows = np.zeros(16, ROW)
+    rows["seed"], rows["position"] = np.arange(16) * 0x9E3779B97F4A7C15 % 2**63, np.arange(16)
+    rows["inv_temperature"], rows["reference"], rows["flags"] = 1.25, np.nan, NOISE | MASS
+    shard, other, every = TorchShard(11), rows.copy(), np.arange(16)
+    shard.scan(Logits(x), every, rows)
+    shard.scan(Logits(x.cuda()), every, other)
+    for name in ("peak", "peak_id", "best", "best_id", "bad"):
+        assert (rows[name] == other[name]).all()
+    np.testing.assert_allclose(rows["mass"], other["mass"], rtol=1e-12)
+    assert (shard.top(Logits(x), every, 100) == shard.top(Logits(x.cuda()), every, 100)).all()
