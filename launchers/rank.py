@@ -23,6 +23,7 @@ from ..topology.bootstrap import Bootstrap, MpiBootstrap, StoreBootstrap, open_s
 from ..topology.emulated import Emulation
 from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity
+from ..topology.interfaces import address_of
 from ..topology.layout import observed_layout
 from .messages import Announce, Beat, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
 
@@ -117,11 +118,8 @@ def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
     this host's own name has. Raises ValueError where neither leads anywhere but to loopback."""
     if len(set(nodes)) == 1:
         return "127.0.0.1"
-    interface = deployment.launch.interface
-    if interface is not None:
-        from ..topology.discover import interface_address
-
-        return interface_address(interface)
+    if deployment.launch.interface is not None:
+        return address_of(deployment.launch.interface)
     address = socket.gethostbyname(socket.gethostname())
     if address.startswith("127."):
         raise ValueError(

@@ -60,3 +60,12 @@ def _ip(sockaddr: _Sockaddr, family: int | None = None) -> ipaddress.IPv4Address
     if family == socket.AF_INET6:
         return ipaddress.IPv6Address(data[6:22])
     return None
+
+
+def address_of(interface: str) -> str:
+    """An address of this host's interface, IPv4 before IPv6. Raises ValueError if it has none."""
+    known = addresses()
+    found = [text.partition("/")[0] for text in known.get(interface, [])]
+    if not found:
+        raise ValueError(f"interface {interface} has no address on this host, which has {', '.join(known)}")
+    return next((address for address in found if ":" not in address), found[0])
