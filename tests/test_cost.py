@@ -19,6 +19,7 @@ from laddertron.topology.cost import (
     Regime,
     Shape,
     Strategy,
+    candidates,
     choose,
     possible,
     predict,
@@ -97,6 +98,14 @@ def test_what_is_possible() -> None:
     with pytest.raises(ValueError, match="doubling is not possible on 3 nodes x 2 ranks"):
         terms("mpi", Shape(3, 2), "doubling", 1)
     assert predict(reference("mpi", Shape(1, 1)), Shape(1, 1), "flat", KIB) == 0
+
+
+def test_only_what_the_backend_has_is_a_candidate() -> None:
+    assert candidates("nccl", TWO_BY_8) == ("flat",)
+    assert candidates("native", Shape(4, 1)) == ("exchange", "doubling")
+    assert candidates("native", Shape(2, 2)) == ("exchange", "two_level")
+    assert candidates("native", Shape(1, 4)) == ("exchange",)
+    assert candidates("native", Shape(3, 1)) == ("exchange",)
 
 
 def test_the_choice_follows_the_size() -> None:
@@ -242,8 +251,9 @@ def test_the_engine_uses_its_tuning_file(tmp_path: Path) -> None:
     path, _ = tuned(tmp_path)
     found, warnings = chooser(path, PAIR, TWO_BY_8, "nccl", {"nccl": "2.27.3"})
     assert (found.source, warnings) == ("measured", ())
-    assert [found.strategy(n * KIB) for n in (1, 32, 128, 9999)] == ["flat", "flat", "two_level", "two_level"]
-    assert found.strategy(128 * KIB, ("flat",)) == "flat"
+    assert [found.strategy(n * KIB) for n in (1, 32, 128, 9999)] == ["flat"] * 4, "NCCL's own is all there is"
+    both: tuple[Strategy, ...] = ("flat", "two_level")
+    assert [found.strategy(n * KIB, both) for n in (1, 32, 128, 9999)] == ["flat", "flat", "two_level", "two_level"]
     assert found.seconds(32 * KIB) == pytest.approx(47.6e-6, rel=0.25)
 
 

@@ -100,6 +100,7 @@ def check_laws(fabric: Fabric, placement: Placement) -> None:
     seats = placement.seats
     assert [s.rank for s in seats] == list(range(placement.tensor_parallel_size * placement.replicas))
     assert sorted(r for g in placement.groups for r in g.ranks) == list(range(len(seats)))
+    assert list(placement.groups) == sorted(placement.groups, key=lambda g: g.ranks[0])
     assert list(dict.fromkeys(s.hostname for s in seats)) == [h for h, _ in placement.hosts]
     for host, count in placement.hosts:
         here = [s for s in seats if s.hostname == host]
@@ -337,6 +338,15 @@ def test_two_ports_of_one_adapter_are_two_rails() -> None:
     ports = tuple(Hca("mlx5_0", "InfiniBand", 400.0, port=p, numa=0) for p in (1, 2))
     seats = place(Fabric((replace(node, hcas=ports),)), 2).seats
     assert [s.hca for s in seats] == ["mlx5_0", "mlx5_0:2"]
+
+
+def test_groups_that_share_the_nodes_they_span_are_noted() -> None:
+    """Two groups of 12 over three nodes of 8: no numbering node by node makes both contiguous; each alone is."""
+    placement = place(preset("3x8xH100"), 12, 2)
+    assert placement.groups[0].ranks == (0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19)
+    assert "start each replica as a job of its own" in placement.notes[0]
+    assert placement.replica(1).groups[0].ranks == tuple(range(12))
+    assert [s.device for s in placement.replica(1).seats] == [4, 5, 6, 7] * 3
 
 
 def test_a_replica_is_a_job_of_its_own() -> None:

@@ -113,6 +113,15 @@ def possible(strategy: Strategy, shape: Shape) -> bool:
     return True
 
 
+def candidates(backend: Backend, shape: Shape) -> tuple[Strategy, ...]:
+    """The strategies that `backend` really has on this layout: there is something to choose from on native alone,
+    whose doubling knows one rank a node; the libraries choose by themselves."""
+    if backend != "native":
+        return ("flat",)
+    ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling")
+    return tuple(s for s in ours if possible(s, shape) and (s != "doubling" or shape.per_node == 1))
+
+
 def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Terms:
     """How many calls, hops and bytes an all-reduce of `nbytes` takes. Raises ValueError if `strategy` is not possible
     on this layout."""

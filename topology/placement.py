@@ -57,14 +57,15 @@ class Placement:
         return tuple(Counter(seat.hostname for seat in self.seats).items())
 
     def replica(self, index: int) -> Placement:
-        """Group `index` as a job of its own: ranks and local ranks counted from 0, everything else as it was."""
+        """Group `index` as a job of its own: ranks and local ranks counted from 0, seats else as they were; the notes
+        belong to the whole."""
         group = self.groups[index]
         number = {rank: new for new, rank in enumerate(group.ranks)}
         seats = tuple(
             replace(self.seats[rank], rank=new, local_rank=new % group.per_node) for rank, new in number.items()
         )
         nodes = tuple(tuple(number[rank] for rank in node) for node in group.nodes)
-        return Placement(self.tensor_parallel_size, 1, seats, (GroupLayout(nodes),), self.notes)
+        return Placement(self.tensor_parallel_size, 1, seats, (GroupLayout(nodes),))
 
 
 def place(
@@ -122,8 +123,11 @@ def _seat(fabric: Fabric, size: int, chosen: tuple[tuple[int, ...], ...]) -> Pla
         for group in here:
             ranks[group, i] = tuple(range(first, first + size // len(chosen[group])))
             first += size // len(chosen[group])
-    groups = tuple(GroupLayout(tuple(ranks[g, i] for i in group)) for g, group in enumerate(chosen))
-    return Placement(size, len(chosen), tuple(seats), groups, tuple(_notes(fabric, chosen, nodes, layer, interfaces)))
+    layouts = (GroupLayout(tuple(ranks[g, i] for i in group)) for g, group in enumerate(chosen))
+    groups = tuple(sorted(layouts, key=lambda layout: layout.ranks))
+    return Placement(
+        size, len(chosen), tuple(seats), groups, (*_notes(fabric, groups, seats, layer, nodes), *_unmet(groups, seats))
+    )
 
 
 def _places(node: Node, counts: Sequence[int]) -> list[tuple[Device | None, int | None, tuple[int, ...]]]:
@@ -140,27 +144,34 @@ def _places(node: Node, counts: Sequence[int]) -> list[tuple[Device | None, int 
 
 
 def _notes(
-    fabric: Fabric,
-    chosen: tuple[tuple[int, ...], ...],
-    nodes: Sequence[Node],
-    layer: str | None,
-    interfaces: Sequence[object | None],
+    fabric: Fabric, groups: Sequence[GroupLayout], seats: Sequence[Seat], layer: str | None, nodes: Sequence[Node]
 ) -> list[str]:
     notes = []
-    for g, group in enumerate(chosen):
-        kinds = Counter((fabric.nodes[i].traits()["gpus"]) for i in group)
+    gpus = {n.hostname: n.traits()["gpus"] for n in nodes}
+    for g, group in enumerate(groups):
+        kinds = dict.fromkeys(gpus[seats[ranks[0]].hostname] for ranks in group.nodes)
         if len(kinds) > 1:
             notes.append(f"group {g} mixes {' with '.join(kinds)}: its slowest device sets the pace")
     if any(n.devices for n in fabric.nodes):
         bare = [n.hostname for n in fabric.nodes if not n.devices]
         notes += [f"left out, having no GPU: {', '.join(bare)}"] if bare else []
-    if any(len(group) > 1 for group in chosen):
-        if layer is None and any(n.devices for n in nodes):
-            without = [n.hostname for n in nodes if not any(h.active for h in n.hcas)]
-            why = f"no active HCA on {', '.join(without)}" if without else "no link layer that all nodes share"
-            notes.append(f"{why}: traffic between nodes goes over TCP")
-        if interfaces[0] is None:
-            notes.append("no network that all nodes have an address in: name one with launch.interface")
+    if any(len(g.nodes) > 1 for g in groups) and layer is None and any(n.devices for n in nodes):
+        without = [n.hostname for n in nodes if not any(h.active for h in n.hcas)]
+        why = f"no active HCA on {', '.join(without)}" if without else "no link layer that all nodes share"
+        notes.append(f"{why}: traffic between nodes goes over TCP")
+    return notes
+
+
+def _unmet(groups: Sequence[GroupLayout], seats: Sequence[Seat]) -> list[str]:
+    notes = []
+    if any(len(g.nodes) > 1 for g in groups) and not seats[0].interface:
+        notes.append("no network that all nodes have an address in: name one with launch.interface")
+    torn = [g for g, group in enumerate(groups) if group.ranks[-1] - group.ranks[0] >= group.size]
+    if torn:
+        notes.append(
+            f"the ranks of group {torn[0]} are not contiguous, as groups share the nodes they span: "
+            "start each replica as a job of its own (serve does)"
+        )
     return notes
 
 

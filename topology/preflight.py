@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from .cost import STRATEGIES, Shape, Strategy, possible
+from .cost import Backend, Shape, Strategy, candidates
 from .placement import Placement
 
 if TYPE_CHECKING:
@@ -48,9 +48,11 @@ class Plan:
     sweep: tuple[tuple[Strategy, int], ...]
 
 
-def plan(placement: Placement, shape: Shape, message_bytes: Sequence[int] = (), group: int = 0) -> Plan:
-    """Neighbours inside every node, then each rail from every node to the next; every possible strategy over the
-    model's own message sizes and 32 KiB to 8 MiB."""
+def plan(
+    placement: Placement, shape: Shape, backend: Backend, message_bytes: Sequence[int] = (), group: int = 0
+) -> Plan:
+    """Neighbours inside every node, then each rail from every node to the next; every strategy that the backend has,
+    over the model's own message sizes and 32 KiB to 8 MiB."""
     layout = placement.groups[group]
     pairs = [Pair(node[i], node[i + 1]) for node in layout.nodes for i in range(len(node) - 1)]
     if len(layout.nodes) > 1:
@@ -67,7 +69,7 @@ def plan(placement: Placement, shape: Shape, message_bytes: Sequence[int] = (), 
         else:
             rounds.append([pair])
     sizes = sorted({*message_bytes, *SWEEP_BYTES})
-    sweep = tuple((s, n) for n in sizes for s in STRATEGIES if possible(s, shape))
+    sweep = tuple((s, n) for n in sizes for s in candidates(backend, shape))
     return Plan(tuple(tuple(r) for r in rounds), sweep)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .cost import STRATEGIES, Backend, Costs, Shape, Strategy, choose, possible, predict
+from .cost import Backend, Costs, Shape, Strategy, candidates, choose, possible, predict
 from .fabric import Fabric, differences
 from .fit import Fit, Point
 from .prices import reference
@@ -144,8 +144,10 @@ class Chooser:
     choices: tuple[Choice, ...]
     source: Literal["measured", "fitted", "untuned"]
 
-    def strategy(self, nbytes: int, allowed: Sequence[Strategy] = STRATEGIES) -> Strategy:
-        """For messages of `nbytes`. A measured choice that is not allowed gives way to the prices."""
+    def strategy(self, nbytes: int, allowed: Sequence[Strategy] | None = None) -> Strategy:
+        """For messages of `nbytes`, of those allowed (None: cost.candidates). A measured choice that is not allowed
+        gives way to the prices."""
+        allowed = candidates(self.costs.backend, self.shape) if allowed is None else allowed
         for choice in self.choices:
             if choice.up_to_bytes is None or nbytes <= choice.up_to_bytes:
                 if choice.strategy in allowed and possible(choice.strategy, self.shape):
@@ -183,7 +185,7 @@ def chooser(
     ):
         return Chooser(shape, tuning.costs, tuning.choices, "measured"), tuple(warnings)
     try:
-        choose(tuning.costs, shape, 1 << 15)
+        choose(tuning.costs, shape, 1 << 15, candidates(backend, shape))
     except ValueError:
         why = f"tuning file {path} not used: it has no prices for {_words(shape)}: run `laddertron preflight` here"
         return untuned, (TuningWarning(why),)

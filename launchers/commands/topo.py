@@ -17,7 +17,7 @@ import click
 from ...engine.config import ConfigError, Deployment, load
 from ...topology import fabric as fabrics
 from ...topology.bootstrap import Bootstrap, MpiBootstrap, StoreBootstrap, open_store
-from ...topology.cost import STRATEGIES, Backend, Shape, Strategy, choose, predict, shape_of
+from ...topology.cost import Backend, Shape, candidates, choose, predict, shape_of
 from ...topology.discover import DiscoveryError, discover, gather
 from ...topology.fabric import Fabric
 from ...topology.grid import Suits
@@ -121,9 +121,8 @@ def foretold(backend: Backend, shape: Shape) -> str:
         return ""
     costs = reference(backend, shape)
     flat = predict(costs, shape, "flat", MESSAGE_BYTES)
-    ours: tuple[Strategy, ...] = ("flat", "two_level") if backend == "nccl" else STRATEGIES
-    best, seconds = choose(costs, shape, MESSAGE_BYTES, ours)
-    cheaper = f", {best} {seconds * 1e6:.0f} us" if best != "flat" else ""
+    best, seconds = choose(costs, shape, MESSAGE_BYTES, candidates(backend, shape))
+    cheaper = f", {best} {seconds * 1e6:.0f} us" if seconds < flat else ""
     return (
         f"  all-reduce of {MESSAGE_BYTES >> 10} KiB, predicted ({backend}, untuned): flat {flat * 1e6:.0f} us{cheaper}"
     )
