@@ -30,8 +30,8 @@ class Settings:
 
     tokens: int
     batch: int = 4
-    context: int = 512
-    learning_rate: float = 3e-3
+    context: int = 256
+    learning_rate: float = 5e-3
     warmup: float = 0.05
     weight_decay: float = 0.1
     seed: int = 0

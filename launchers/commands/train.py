@@ -78,11 +78,11 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option("--ladder-layers", callback=_layers, help="hybrid: the layers that are ladder.")
 @click.option("--every", type=click.IntRange(0), default=0, help="desync: sub-blocks between two all-reduces.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=None, help="desync: ranks to train for.")
-@click.option("--layers", type=click.IntRange(1), default=8)
-@click.option("--hidden", type=click.IntRange(2), default=128)
+@click.option("--layers", type=click.IntRange(1), default=6)
+@click.option("--hidden", type=click.IntRange(2), default=96)
 @click.option("--heads", type=click.IntRange(1), default=4)
 @click.option("--kv-heads", type=click.IntRange(1), default=4)
-@click.option("--ffn", type=click.IntRange(1), default=320)
+@click.option("--ffn", type=click.IntRange(1), default=256)
 @click.option("--vocab", type=click.IntRange(300), default=2048, help="Size of a tokenizer trained anew.")
 @click.option(
     "--tokenizer",
@@ -95,10 +95,10 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     type=click.Path(path_type=Path, exists=True),
     help="UTF-8 files, or folders of *.txt and *.md, to learn from.  [default: Python's documentation]",
 )
-@click.option("--tokens", type=click.IntRange(1), default=3_000_000, help="Budget: tokens predicted in all.")
+@click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step.")
-@click.option("--context", type=click.IntRange(8), default=512, help="Tokens of a sequence, in training and after.")
-@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=3e-3, help="Peak of the schedule.")
+@click.option("--context", type=click.IntRange(8), default=256, help="Tokens of a sequence, in training and after.")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Draws the initial weights and the order of the text.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of matrix products.")
 @click.option(
