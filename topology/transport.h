@@ -20,9 +20,9 @@
 
 enum lt_kind { LT_REDUCE = 0, LT_GATHER = 1 };
 enum lt_strategy { LT_EXCHANGE = 0, LT_TWO_LEVEL = 1, LT_PIPELINE = 2, LT_DOUBLING = 3, LT_STRATEGIES = 4 };
-enum lt_frame_kind { LT_F_WHOLE = 1, LT_F_NODE = 2, LT_F_CHUNK = 3, LT_F_STEP = 4 };
+enum lt_frame_kind { LT_F_WHOLE = 1, LT_F_NODE = 2, LT_F_CHUNK = 3, LT_F_STEP = 4, LT_F_VERDICT = 5 };
 enum lt_error { LT_TIMEOUT = 1, LT_PEER_LOST = 2, LT_MISMATCH = 3, LT_PROTOCOL = 4, LT_CLOSED = 5, LT_TOO_LARGE = 6,
-                LT_SYSTEM = 7 };
+                LT_SYSTEM = 7, LT_BUSY = 8 };
 
 typedef struct { /* 24 bytes, little-endian as both ends are */
     uint32_t magic;
@@ -47,6 +47,11 @@ typedef struct { /* one slot, for the whole node */
     _Atomic int64_t done_ns;
     char pad[40];
 } lt_sync;
+
+typedef struct { /* why this node's first rank to fail did so: its neighbours name the same culprit, not each other */
+    _Atomic int code, peer;
+    _Atomic uint64_t seq;
+} lt_verdict;
 
 typedef struct { /* how many chunks of large messages a rank has taken through each stage */
     _Atomic uint64_t published, reduced, finished, consumed;
@@ -108,6 +113,7 @@ typedef struct lt_comm {
     int64_t spin_ns;
     _Atomic int64_t timeout_ns;
     char *segment;
+    lt_verdict *verdict;
     lt_head *heads;  /* [per_node][SLOTS] */
     lt_sync *syncs;  /* [SLOTS] */
     lt_stage *stages; /* [per_node] */
@@ -120,6 +126,7 @@ typedef struct lt_comm {
     pthread_mutex_t net; /* guards the peers' send queues and receive states */
     int epoll, bell, main_bell;
     _Atomic uint32_t main_polls;
+    pthread_mutex_t work; /* held by the thread while it touches a collective's tensors */
     pthread_t thread;
     int thread_runs;
     _Atomic uint32_t asleep, closing, users;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_uint64, c_void_p
 from typing import TYPE_CHECKING
@@ -31,7 +32,8 @@ STRATEGIES = {"exchange": 0, "two_level": 1, "pipeline": 2, "doubling": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = tuple(STRATEGIES)
 _OPS = ("all_reduce", "gather")
-_TIMEOUT, _LOST, _MISMATCH, _PROTOCOL, _CLOSED, _TOO_LARGE, _SYSTEM = range(1, 8)
+_TIMEOUT, _LOST, _MISMATCH, _PROTOCOL, _CLOSED, _TOO_LARGE, _SYSTEM, _BUSY = range(1, 9)
+_DEPTH = 4  # collectives in flight
 
 
 class _Total(Structure):
@@ -112,7 +114,10 @@ class Transport:
         os.close(mesh.segment)
         if not handle:
             raise CommunicationError(f"the transport could not start: {os.strerror(code) if code else 'no resources'}")
-        self._handle: c_void_p | None = c_void_p(handle)
+        # Closing ends the connections; memory goes with the object, as a waiter may still be inside.
+        self._handle = c_void_p(handle)
+        slow.lt_free.restype, slow.lt_free.argtypes = None, [c_void_p]
+        weakref.finalize(self, _end, slow, self._handle)
         self._close = slow.lt_close
         self._close.restype, self._close.argtypes = None, [c_void_p]
         self._set_timeout = quick.lt_set_timeout
@@ -132,6 +137,9 @@ class Transport:
         self._history = quick.lt_history
         self._history.restype, self._history.argtypes = POINTER(_Record), [c_void_p, POINTER(c_uint64)]
         self.small = small
+        # What C may still read or write, even if its caller has let go of it: at most four are in flight.
+        self._held: list[object] = [None] * 8
+        self._last = -1
 
     def set_timeout(self, seconds: float) -> None:
         """How long `wait` may take from now on before it raises CollectiveTimeout."""
@@ -139,32 +147,35 @@ class Transport:
 
     def start(self, x: Tensor, strategy: int) -> int:
         """Sets off the sum of x, in place; returns the collective's number for `wait`."""
-        if self._handle is None:
-            raise CommunicationError("the group's transport is closed: start nothing after close()")
-        seq = self._start(self._handle, x.data_ptr(), x.numel(), DTYPES[x.dtype], strategy)
+        seq: int = self._start(self._handle, x.data_ptr(), x.numel(), DTYPES[x.dtype], strategy)
+        if seq == -_BUSY:
+            self.wait(self._last + 1 - _DEPTH)
+            return self.start(x, strategy)
         if seq < 0:
             self._raise(-seq)
-        return int(seq)
+        self._held[seq & 7] = x
+        self._last = seq
+        return seq
 
     def start_gather(self, payload: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
         """Sets off the gathering of payload [n] (at most `small` bytes) into out [size, n]; both stay with the caller
         until `wait`."""
-        if self._handle is None:
-            raise CommunicationError("the group's transport is closed: start nothing after close()")
-        seq = self._gather(self._handle, payload.ctypes.data, out.ctypes.data, payload.nbytes)
+        seq: int = self._gather(self._handle, payload.ctypes.data, out.ctypes.data, payload.nbytes)
+        if seq == -_BUSY:
+            self.wait(self._last + 1 - _DEPTH)
+            return self.start_gather(payload, out)
         if seq < 0:
             self._raise(-seq)
-        return int(seq)
+        self._held[seq & 7] = payload, out
+        self._last = seq
+        return seq
 
     def wait(self, seq: int) -> None:
         """Returns when collective `seq` has been taken. Raises CollectiveTimeout, PeerLost or RanksDisagree, after
         which the group is of no more use."""
-        handle = self._handle
-        if handle is None:
-            raise CommunicationError("the group's transport is closed")
-        code = self._try(handle, seq)
+        code = self._try(self._handle, seq)
         if code == 0:
-            code = self._wait(handle, seq)
+            code = self._wait(self._handle, seq)
         if code < 0:
             self._raise(-code)
 
@@ -189,13 +200,11 @@ class Transport:
         if code == _PROTOCOL:
             raise RanksDisagree(f"collective {seq}: {who} sent what is no frame of this version", peer, seq)
         if code == _CLOSED:
-            raise CommunicationError(f"collective {seq}: the group was closed while it waited")
+            raise CommunicationError(f"collective {seq}: the group is closed")
         raise CommunicationError(f"collective {seq}: {errno.errorcode.get(int(out[3]), 'system error')} towards {who}")
 
     def entries(self, link: Callable[[str], str]) -> Iterable[Entry]:
         """The C side's accounts; `link` says which link class a strategy crossed."""
-        if self._handle is None:
-            return []
         totals = self._totals(self._handle)
         return [
             Entry(op, name, link(name), int(t.count), int(t.bytes), t.flight_ns * 1e-9, t.waited_ns * 1e-9)
@@ -205,8 +214,6 @@ class Transport:
         ]
 
     def records(self) -> Iterable[Record]:
-        if self._handle is None:
-            return []
         recorded = c_uint64()
         ring = self._history(self._handle, ctypes.byref(recorded))
         count = int(recorded.value)
@@ -225,9 +232,12 @@ class Transport:
 
     def close(self) -> None:
         """Ends the connections; always returns, within about two seconds. Idempotent."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._close(handle)
+        self._close(self._handle)
+
+
+def _end(library: ctypes.CDLL, handle: c_void_p) -> None:
+    library.lt_close(handle)
+    library.lt_free(handle)
 
 
 class NativePending:

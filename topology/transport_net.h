@@ -36,6 +36,12 @@ static int lt_fail(lt_comm *c, int code, int peer, uint64_t seq) {
         atomic_store(&c->error_seq, seq);
         c->error_errno = errno;
         atomic_compare_exchange_strong(&c->error, &none, code);
+        none = 0;
+        if ((code == LT_PEER_LOST || code == LT_TIMEOUT) && atomic_load(&c->verdict->code) == 0) {
+            atomic_store(&c->verdict->peer, peer);
+            atomic_store(&c->verdict->seq, seq);
+            atomic_compare_exchange_strong(&c->verdict->code, &none, code);
+        }
     }
     return -atomic_load(&c->error);
 }
@@ -171,6 +177,10 @@ static char *lt_route(lt_comm *c, int rank) {
     lt_peer *p = &c->peers[rank];
     lt_frame *h = &p->head;
     int node = rank / c->per_node, slot = (int)(h->seq % LT_SLOTS);
+    if (h->magic == LT_MAGIC && h->kind == LT_F_VERDICT && h->index < (uint32_t)c->size) {
+        lt_fail(c, h->op == LT_TIMEOUT ? LT_TIMEOUT : LT_PEER_LOST, (int)h->index, h->seq);
+        return NULL;
+    }
     if (h->magic != LT_MAGIC || h->bytes > (h->kind == LT_F_CHUNK ? c->chunk : c->small)) goto bad;
     switch (h->kind) {
     case LT_F_WHOLE: return p->rx + (size_t)slot * c->small;
@@ -241,6 +251,18 @@ static int lt_pump(lt_comm *c, int rank) {
         p->eof = 1;
     }
     return arrived;
+}
+
+/* On closing after a failure: tells the other nodes' ranks whose fault it was, where the wire takes it at once. */
+static void lt_tell_verdict(lt_comm *c) {
+    int code = atomic_load(&c->error), peer = atomic_load(&c->error_peer);
+    if ((code != LT_PEER_LOST && code != LT_TIMEOUT) || peer < 0) return;
+    lt_frame head = {LT_MAGIC, LT_F_VERDICT, 0, (uint8_t)code, 0, atomic_load(&c->error_seq), (uint32_t)peer, 0};
+    for (int r = 0; r < c->size; r++) {
+        lt_peer *p = &c->peers[r];
+        if (p->local || p->eof || p->first) continue;
+        if (send(p->fd, &head, sizeof head, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) p->eof = 1;
+    }
 }
 
 /* The first peer whose connection has ended, or -1. Doorbell bytes waiting to be read are a sign of life. */

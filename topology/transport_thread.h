@@ -145,7 +145,7 @@ static int lt_doubling(lt_comm *c, lt_op *op) {
         op->step++;
         moved = 1;
     }
-    if (op->step == steps && !atomic_load(&op->done)) {
+    if (op->step == steps && !atomic_load(&op->done) && !atomic_load(&c->error)) {
         memcpy(op->x, partial, op->bytes);
         lt_op_done(op);
         moved = 1;
@@ -154,13 +154,16 @@ static int lt_doubling(lt_comm *c, lt_op *op) {
 }
 
 static int lt_progress(lt_comm *c) {
+    if (atomic_load(&c->error)) return 0;
+    pthread_mutex_lock(&c->work);
     int moved = lt_pipeline(c);
     uint64_t queued = atomic_load(&c->queued);
-    for (uint64_t i = c->taken; i < queued; i++) {
+    for (uint64_t i = c->taken; i < queued && !atomic_load(&c->error); i++) {
         lt_op *op = &c->ops[c->queue[i % LT_SLOTS] % LT_SLOTS];
         if (op->strategy == LT_DOUBLING && !atomic_load(&op->done)) moved |= lt_doubling(c, op);
     }
     while (c->taken < queued && atomic_load(&c->ops[c->queue[c->taken % LT_SLOTS] % LT_SLOTS].done)) c->taken++;
+    pthread_mutex_unlock(&c->work);
     return moved;
 }
 
@@ -173,6 +176,10 @@ static void lt_listen(lt_comm *c, int busy) {
     for (int r = 0; r < c->size; r++) {
         lt_peer *p = &c->peers[r];
         if (r == c->rank) continue;
+        if (atomic_load(&c->error)) {
+            lt_watch(c, r, 0);
+            continue;
+        }
         uint32_t in = !p->eof && (p->local || (wire && !p->paused)) ? EPOLLIN : 0;
         if (p->paused && p->head.seq < c->fin + LT_RING) in = EPOLLIN;
         lt_watch(c, r, in | (p->first && !p->eof ? EPOLLOUT : 0));

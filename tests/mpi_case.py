@@ -1,0 +1,54 @@
+"""What test_collectives.py starts under mpirun: the MPI bootstrap, and each backend over it. Prints a JSON line a rank.
+Not a test module; takes a backend and a number of ranks a node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+
+import numpy as np
+import torch
+from laddertron.topology.bootstrap import MpiBootstrap
+from laddertron.topology.groups import BackendName, CommOptions, connect
+from laddertron.topology.layout import GroupLayout
+
+
+def main(backend: BackendName, per_node: int) -> None:
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    bootstrap = MpiBootstrap()
+    size = bootstrap.size
+    layout = GroupLayout(tuple(tuple(range(at, at + per_node)) for at in range(0, size, per_node)))
+    options = CommOptions(backend=backend, process_groups=backend == "gloo", timeout_s=20)
+    digest = hashlib.sha256()
+    with connect(bootstrap, layout, options) as comm:
+        for count in (1, 4096, 100_003):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                generator = torch.Generator().manual_seed(count)
+                parts = [torch.randn(count, generator=generator).to(dtype) for _ in range(size)]
+                x, y = parts[comm.rank].clone(), parts[comm.rank].clone()
+                first, second = comm.all_reduce.start(x), comm.all_reduce.start(y)
+                assert torch.equal(first.wait(), second.wait())
+                assert first.wait() is x
+                error = (x.double() - torch.stack(parts).double().sum(0)).abs().max().item()
+                assert error < (1e-5 if dtype == torch.float32 else 0.1), error
+                digest.update(x.view(torch.uint8).numpy().tobytes())
+        got = comm.gather(np.full(1000, comm.rank, dtype=np.uint8))
+        assert got.shape == (size, 1000)
+        assert (got == np.arange(size)[:, None]).all()
+        if comm.rank == 0:
+            comm.plans.send(b"plan")
+        else:
+            assert comm.plans.receive(10) == b"plan"
+        ops = {entry.op for entry in comm.ledger.entries()}
+        assert "all_reduce" in ops, comm.ledger.entries()
+        answer = {"rank": bootstrap.rank, "digest": digest.hexdigest(), "backend": comm.backend}
+    answer["seconds"] = round(time.monotonic() - began, 3)
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))  # type: ignore[arg-type]
