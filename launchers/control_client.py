@@ -52,6 +52,7 @@ from .messages import (
     to_wire,
 )
 from .processes import boot_id, start_time
+from .wire_requests import MAX_ID
 
 BEAT_S = 1.0
 SILENCE_S = 10.0
@@ -111,6 +112,7 @@ class ControlClient:
         self._closing = self._over = self.shutdown_announced = False
         self._finished = threading.Event()
         self._beat_broken = False
+        self._armed = -math.inf
 
         self._socket, self._reader, self._writer = _connect(address, secret, rank, connect_s)
         welcome = self._receive()
@@ -137,6 +139,8 @@ class ControlClient:
         return commands
 
     def send_state(self, message: Announce | Loading | Ready | Running) -> None:
+        if isinstance(message, Loading):
+            message = replace(message, detail=message.detail[:MAX_ID])
         self._put(message)
 
     def send_tokens(self, events: Sequence[TokensEvent]) -> None:
@@ -218,13 +222,18 @@ class ControlClient:
     def _read_on(self) -> None:
         try:
             while True:
-                if self._watchdog and not self._closing:
-                    faulthandler.dump_traceback_later(self._silence_s + 2.0, exit=True)
+                self._arm_watchdog()
                 self._take(self._receive())
         except TimeoutError:
             self._lost(f"nothing was heard on the control channel for {self._silence_s:g} s")
         except (OSError, ValueError) as error:
             self._lost(str(error))
+
+    def _arm_watchdog(self) -> None:
+        now = time.monotonic()
+        if self._watchdog and not self._closing and now - self._armed > 0.5:  # each time costs a thread
+            faulthandler.dump_traceback_later(self._silence_s + 2.0, exit=True)
+            self._armed = now
 
     def _take(self, message: ServerMessage) -> None:
         if isinstance(message, Ping):

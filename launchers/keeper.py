@@ -1,9 +1,9 @@
 """A small process between the daemon and one mpirun: it sees to it that nothing of the launch outlives either.
 
-`python -P -m laddertron.launchers.keeper GRACE -- mpirun ...` runs the command in a session of its own and adopts its
-orphans. When a line or the end of its standard input comes (the daemon asks, or is gone), the command gets SIGTERM
-(mpirun then ends its ranks on every node) and after GRACE seconds SIGKILL, with every descendant. It ends when no
-descendant is left, as the command did: same status, or by the same signal.
+`python -P -m laddertron.launchers.keeper GRACE SCRATCH -- mpirun ...` runs the command in a session of its own and
+adopts its orphans. When a line or the end of its standard input comes (the daemon asks, or is gone), the command gets
+SIGTERM (mpirun then ends its ranks on every node) and after GRACE seconds SIGKILL, with every descendant. It ends when
+no descendant is left, as the command did: same status, or by the same signal.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import select
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from typing import NoReturn
 
 from . import processes
 
 _LOOK_AGAIN_S = 0.05
+_LOCAL_SCRATCH = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
+"""Open MPI 5's and 4's word for it. Not TMPDIR: ranks keep caches there that are worth finding again."""
 _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -102,14 +103,15 @@ class _Keeper:
 
 
 def main(argv: list[str]) -> int:
-    """argv: [GRACE, "--", command, ...]. A scratch folder stands as TMPDIR for the command, and is removed: what a
-    killed mpirun leaves behind is in it."""
+    """argv: [GRACE, SCRATCH, "--", command, ...]. The folder SCRATCH holds mpirun's session and is removed at the end: a
+    killed mpirun leaves its session behind."""
+    grace_s, scratch, command = float(argv[0]), argv[1], argv[3:]
     processes.adopt_orphans()
     processes.die_with_parent(signal.SIGTERM)
-    scratch = tempfile.mkdtemp(prefix="laddertron-")
-    os.environ["TMPDIR"] = scratch
+    for name in _LOCAL_SCRATCH:
+        os.environ[name] = scratch
     try:
-        status = _Keeper(argv[2:], float(argv[0])).run()
+        status = _Keeper(command, grace_s).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if os.WIFSIGNALED(status):

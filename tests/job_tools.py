@@ -86,8 +86,12 @@ class Listener:
     async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
-                self._news.clear()
-                await self._news.wait()
+                await self.something()
+
+    async def something(self) -> None:
+        """Waits for the next call."""
+        self._news.clear()
+        await self._news.wait()
 
     def lost_times(self, times: int) -> bool:
         return len(self.lost) == times
@@ -139,13 +143,14 @@ async def story(
     world_size: int = 2,
     hooks: JobHooks | None = None,
     patience: Patience | None = None,
+    listener: Listener | None = None,
     **options: Any,
 ) -> AsyncIterator[Story]:
     """A job of fake ranks, started; closed at the end whatever happens."""
     chosen = fake_mpirun(world_size) if command is None else command
     factory = chosen if callable(chosen) else (lambda excluded: chosen)
     settings = JobOptions(world_size, patience=patience or Patience(), **options)
-    job, listener = MpiJob(factory, json.dumps(config or {}), settings, hooks), Listener()
+    job, listener = MpiJob(factory, json.dumps(config or {}), settings, hooks), listener or Listener()
     await job.start(listener)
     try:
         yield Story(job, listener)

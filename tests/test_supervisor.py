@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Coroutine
@@ -276,6 +277,48 @@ def test_the_keeper_killed_means_the_same() -> None:
     told(run)
 
 
+def test_a_stopped_keeper_is_killed_too() -> None:
+    """The keeper hangs when the job is to end: the supervisor kills it, mpirun and the ranks go with it."""
+
+    async def run() -> None:
+        async with story(kill_grace_s=0.2, gone_s=0.3) as s:
+            await s.phase("ready")
+            ranks = await s.pids()
+            mpirun = parent(ranks[0])
+            os.kill(parent(mpirun), signal.SIGSTOP)
+            os.kill(ranks[1], signal.SIGKILL)
+            await s.listener.until(lambda: s.job.state.phase != "ready")
+            await s.phase("ready")
+            await gone([mpirun, *ranks], 0.1)
+
+    told(run)
+
+
+def test_a_rank_that_cannot_be_killed_quarantines_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in the kernel's hands for good: the next launch is composed without its node; here none is left."""
+    asked: list[frozenset[str]] = []
+
+    def compose(excluded: frozenset[str]) -> Command:
+        asked.append(excluded)
+        if excluded:
+            raise ValueError("2 ranks need 1 node, 0 are left: add a spare to launch.hosts")
+        return fake_mpirun()
+
+    async def run() -> None:
+        async with story(compose, max_failures=1) as s:
+            await s.phase("ready")
+            pid = await s.pid(1)
+            immortal, really = process_id(pid), processes.is_alive
+            monkeypatch.setattr(processes, "is_alive", lambda process: process == immortal or really(process))
+            os.kill(pid, signal.SIGKILL)
+            await s.phase("failed")
+            assert asked == [frozenset(), frozenset({os.uname().nodename})]
+            assert "add a spare to launch.hosts" in s.job.state.reason
+            assert f"rank 1 (node {os.uname().nodename}, pid {pid}) cannot be killed" in s.job.failures[0].reason
+
+    told(run)
+
+
 def parent(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
@@ -459,7 +502,8 @@ def test_the_bundle_holds_stacks_and_collectives() -> None:
 
 def keep(script: str, grace: str = "0.3") -> subprocess.Popen[str]:
     """A keeper over `script`, with its lifeline and output in the test's hands."""
-    command = [*KEEPER, grace, "--", sys.executable, "-c", textwrap.dedent(script)]
+    scratch = tempfile.mkdtemp(prefix="laddertron-test-")
+    command = [*KEEPER, grace, scratch, "--", sys.executable, "-c", textwrap.dedent(script)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -476,13 +520,13 @@ def test_the_keeper_kills_the_stubborn_and_the_hidden() -> None:
     """The command ignores SIGTERM and has a grandchild in a session of its own whose parent is gone: when the lifeline
     ends, both are killed after the grace, and the scratch folder goes too."""
     keeper = keep("""
-        import os, signal, sys, time, tempfile
+        import os, signal
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                print(os.getpid(), os.getppid(), tempfile.gettempdir(), flush=True)
+                print(os.getpid(), os.environ['PRTE_MCA_prte_local_tmpdir_base'], flush=True)
                 while True: signal.pause()
             os._exit(0)
         os.wait()
@@ -492,7 +536,7 @@ def test_the_keeper_kills_the_stubborn_and_the_hidden() -> None:
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     lines = [keeper.stdout.readline().split(), keeper.stdout.readline().split()]
-    scratch = next(line[2] for line in lines if len(line) == 3)
+    scratch = next(line[1] for line in lines if len(line) == 2)
     pids = [int(line[0]) for line in lines]
     assert os.path.isdir(scratch)
     began = time.monotonic()
