@@ -103,8 +103,8 @@ class _Keeper:
 
 
 def main(argv: list[str]) -> int:
-    """argv: [GRACE, SCRATCH, "--", command, ...]. The folder SCRATCH holds mpirun's session and is removed at the end: a
-    killed mpirun leaves its session behind."""
+    """argv: [GRACE, SCRATCH, "--", command, ...]. The folder SCRATCH holds mpirun's session and is removed: a killed
+    mpirun would leave it behind."""
     grace_s, scratch, command = float(argv[0]), argv[1], argv[3:]
     processes.adopt_orphans()
     processes.die_with_parent(signal.SIGTERM)

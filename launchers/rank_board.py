@@ -207,10 +207,11 @@ class RankBoard:
         if text is None:
             return []
         late = behind(beats)
-        where = next((beat.waiting for beat in beats.values() if beat.waiting), "the same place")
-        text += (
-            f"; the others wait in {where}" if late is not None else f"; all ranks wait in {where}: suspect the link"
-        )
+        where = next((beat.waiting for beat in beats.values() if beat.waiting), "")
+        if late is not None:
+            text += f"; the others wait in {where}" if where else "; it is behind the others"
+        else:
+            text += f"; all ranks wait in {where}: suspect the link" if where else "; no rank is behind the others"
         return [self.sign(Evidence("stalled", late, text))]
 
     def judge(self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]]) -> JobFailure:

@@ -217,6 +217,16 @@ def test_a_stalled_step_names_the_late_rank_and_the_collective() -> None:
     assert failure.collective == "collective 40"
 
 
+def test_when_every_rank_waits_in_one_place_the_link_is_suspected() -> None:
+    board = ready_board()
+    for rank in range(3):
+        board.heard(rank, Beat(1, 121.0, 8, collective=7, waiting="all_reduce 7"), 131.0)
+    (sign,) = board.look(131.1)
+    assert isinstance(sign, Evidence)
+    assert sign.rank is None
+    assert sign.text.endswith("all ranks wait in all_reduce 7: suspect the link")
+
+
 def test_idle_ranks_never_stall() -> None:
     board = ready_board()
     for second in range(11, 300):
