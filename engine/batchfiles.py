@@ -35,6 +35,10 @@ class LineFile:
         self._waiting_bytes = 0
 
     @property
+    def empty(self) -> bool:
+        return self._size == 0 and not self._waiting
+
+    @property
     def unwritten(self) -> int:
         """Lines that are not in the file (yet)."""
         return len(self._waiting)
@@ -84,9 +88,16 @@ class RunFiles:
         self.answers.flush()
         self.errors.flush()
 
+    def release(self) -> None:
+        """As `close`, for those who only opened them; does nothing the second time."""
+        if not self.input.closed:
+            self.close()
+
     def close(self) -> None:
-        """Closes all three, whichever fails. Raises the first OSError."""
+        """Closes all three, whichever fails; an errors file without lines goes. Raises the last of their OSErrors."""
         with contextlib.ExitStack() as stack:
+            if self.errors.empty:
+                stack.callback(self.errors.path.unlink, missing_ok=True)
             for file in (self.input, self.errors, self.answers):
                 stack.callback(file.close)
 

@@ -135,6 +135,8 @@ class _Run:
         self._end(reason)
 
     def on_state(self, state: JobState) -> None:
+        if self._over:
+            return
         self._phase = state.phase
         if state.phase in ("failed", "stopped"):
             self._end(state.reason or f"the job is {state.phase}")

@@ -81,6 +81,9 @@ class Bench:
         return found
 
     def faults(self) -> list[dict[str, Any]]:
+        """Empty where there is no errors file: one without lines is removed."""
+        if not self.errors.exists():
+            return []
         return [json.loads(line) for line in self.errors.read_bytes().splitlines()]
 
 
@@ -235,6 +238,7 @@ def test_a_job_that_cannot_start_ends_the_run_with_its_reason(bench: Bench) -> N
     assert summary.reason == "model.safetensors is truncated"
     assert bench.job.closed
     assert bench.output.read_bytes() == b""
+    assert not bench.errors.exists()
 
 
 def test_stop_strings_cut_text_and_usage_and_end_the_sequence(bench: Bench, text: TextModel) -> None:

@@ -73,7 +73,8 @@ def test_an_answer_keeps_the_space_that_joins_it_to_its_prompt() -> None:
     """SentencePiece drops a text's first space: it is the prompt's to drop, not the answer's."""
     tokenizer = byte_fallback()
     prompt = tokenizer.encode("hello").ids
-    ids = [tokenizer.token_to_id("▁t"), tokenizer.token_to_id("o")]
+    vocabulary = tokenizer.get_vocab()
+    ids = [vocabulary["▁t"], vocabulary["o"]]
     assert Pieces(tokenizer).stream(continues=True).push(ids) == " to"
     assert tokenizer.decode(prompt + ids) == "hello to"
     assert Pieces(tokenizer).stream(continues=False).push(ids) == "to"

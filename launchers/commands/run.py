@@ -1,0 +1,264 @@
+"""`laddertron run`: a JSONL file of requests in, answers out, over the model's ranks.
+
+Called plainly it launches its own ranks; under mpirun, srun or torchrun it takes its place among them and rank 0 does
+the rest. Here files, configuration, job and terminal meet; the work is engine/batchrun.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.logging import RichHandler
+
+from ...engine.batchfiles import RunFileError, RunFiles, open_run
+from ...engine.batchrun import RunOptions, run_batch
+from ...engine.config import ConfigError, Deployment, Loaded, read, to_json
+from ...engine.daemon.job import EngineJob
+from ...engine.jobgroup import JobGroup
+from ...engine.runview import Summary
+from ...engine.text import TextError, TextModel
+from ...engine.text_pool import PoolLimits, TextPool
+from ...topology.identity import Identity, IdentityError, identify, require_world
+from ..run_view import RunView, summary_table
+from .check import missing_files, model_faults
+
+
+class UsageError(click.ClickException):
+    """Exit code 2, one line."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The command line, for running and for saying how to resume."""
+
+    config: str
+    input: Path
+    output: Path
+    errors: Path
+    resume: bool
+    overwrite: bool
+    overrides: tuple[str, ...]
+
+    def resume_line(self) -> str:
+        words = ["laddertron", "run", self.config, "-i", str(self.input), "-o", str(self.output)]
+        if self.errors != default_errors(self.output):
+            words += ["--errors", str(self.errors)]
+        for override in self.overrides:
+            words += ["--set", override]
+        return shlex.join([*words, "--resume"])
+
+
+def default_errors(output: Path) -> Path:
+    """`<out>.errors.jsonl` beside the output."""
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What a run needs beside its job, looked at and opened."""
+
+    deployment: Deployment
+    text: TextModel
+    text_folder: Path
+    files: RunFiles
+
+    @property
+    def options(self) -> RunOptions:
+        deployment = self.deployment
+        return RunOptions(
+            served_model_name=deployment.served_model_name,
+            run_id=f"run-{deployment.engine.seed}",
+            window=4 * deployment.engine.max_num_seqs * deployment.parallel.replicas,
+            max_line_bytes=deployment.daemon.limits.max_line_bytes,
+            max_choices=deployment.daemon.limits.max_choices,
+        )
+
+
+def read_text(loaded: Loaded) -> tuple[TextModel, Path]:
+    """The deployment's text side, its model folder having been looked at too. Raises ConfigError."""
+    if faults := [*missing_files(loaded), *model_faults(loaded)]:
+        raise ConfigError(faults)
+    key = "model.path" if loaded.deployment.model.tokenizer is None else "model.tokenizer"
+    folder = Path(loaded.deployment.model.tokenizer or loaded.deployment.model.path)
+    try:
+        return TextModel.from_folder(folder), folder
+    except TextError as error:
+        raise ConfigError([loaded.fault(key, str(error))]) from error
+
+
+def open_files(arguments: Arguments) -> RunFiles:
+    """The last thing before anything is launched: `--overwrite` empties here. Raises UsageError."""
+    try:
+        return open_run(arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite)
+    except RunFileError as error:
+        raise UsageError(str(error)) from error
+
+
+def launched_job(deployment: Deployment) -> EngineJob:
+    """The ranks that the deployment's `launch:` asks for; not started. Raises ValueError where they cannot be."""
+    from ..fleet import Fleet
+    from ..supervisor import MpiJob
+
+    fleet = Fleet(deployment, os.environ)
+    config = json.dumps(to_json(fleet.deployment))
+
+    def replica(index: int) -> MpiJob:
+        return MpiJob(lambda excluded: fleet.command(index, excluded), config, fleet.options(index, restart=False))
+
+    jobs = [replica(index) for index in range(deployment.parallel.replicas)]
+    return jobs[0] if len(jobs) == 1 else JobGroup(jobs, deployment.parallel.tensor_parallel_size)
+
+
+async def drive(job: EngineJob, prepared: Prepared, arguments: Arguments, console: Console) -> int:
+    """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are)."""
+    deployment = prepared.deployment
+    limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
+    caught: list[signal.Signals] = []
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        if caught:
+            os._exit(128 + number)  # asked twice: at once; the ranks' keeper sees this process go
+        caught.append(number)
+        task.cancel()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        with RunView(console) as view:
+            async with TextPool(prepared.text_folder, limits) as pool:
+                summary = await run_batch(job, prepared.text, pool, prepared.files, prepared.options, view)
+    except TextError as error:
+        console.print(f"failed: {error}", highlight=False, soft_wrap=True, markup=False)
+        return 1
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        console.print(f"interrupted: resume with\n  {arguments.resume_line()}", highlight=False, soft_wrap=True)
+        return 128 + caught[0]
+    return report(summary, arguments, console)
+
+
+def report(summary: Summary, arguments: Arguments, console: Console) -> int:
+    """Prints what the run did; its exit code."""
+    console.print(summary_table(summary))
+    if summary.failed:
+        console.print(f"errors: {arguments.errors}", highlight=False, soft_wrap=True)
+    if summary.reason is None:
+        return 0
+    console.print(f"[red]failed:[/] {_escaped(summary.reason)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{summary.lost} requests under way were lost, what was answered is kept; resume with\n"
+        f"  {arguments.resume_line()}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    return 1
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def run_launched(arguments: Arguments, loaded: Loaded, console: Console) -> int:
+    """In this process and ranks of its own."""
+    text, folder = read_text(loaded)
+    try:
+        job = launched_job(loaded.deployment)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    prepared = Prepared(loaded.deployment, text, folder, open_files(arguments))
+    try:
+        return asyncio.run(drive(job, prepared, arguments, console))
+    finally:
+        prepared.files.release()
+
+
+def run_among_ranks(arguments: Arguments, loaded: Loaded, identity: Identity, console: Console) -> int:
+    """As one of an outer mpirun's ranks; rank 0 alone opens the files."""
+    from ..local import run_inside
+
+    deployment = loaded.deployment
+    try:
+        if deployment.parallel.replicas > 1:
+            raise IdentityError(
+                f"replicas={deployment.parallel.replicas} under an outer {identity.launcher}: call `laddertron run` "
+                f"plainly (it launches every replica), or set parallel.replicas=1"
+            )
+        require_world(identity, deployment.parallel.tensor_parallel_size)
+    except IdentityError as error:
+        if identity.rank == 0:
+            raise UsageError(str(error)) from error
+        return 2
+    if identity.rank != 0:
+        return run_inside(deployment, identity, lambda job: asyncio.sleep(0, 0))
+    prepared = Prepared(deployment, *read_text(loaded), open_files(arguments))
+    try:
+        return run_inside(deployment, identity, lambda job: drive(job, prepared, arguments, console))
+    finally:
+        prepared.files.release()
+
+
+@click.command(short_help="Compute a JSONL file of requests over the model's ranks.")
+@click.argument("config", type=click.Path())
+@click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go, one a line.")
+@click.option("--errors", type=click.Path(path_type=Path), help="Where failed lines go.  [default: OUT.errors.jsonl]")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped; finished lines are not redone.")
+@click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+def command(
+    config: str,
+    source: Path,
+    output: Path,
+    errors: Path | None,
+    resume: bool,
+    overwrite: bool,
+    overrides: tuple[str, ...],
+) -> int:
+    """Answer every line of a JSONL file with the model that CONFIG describes.
+
+    \b
+    Lines have the Batch API's form, for /v1/chat/completions or /v1/completions:
+      {"custom_id": "r-1", "method": "POST", "url": "/v1/completions",
+       "body": {"model": "NAME", "prompt": "Once upon", "max_tokens": 32}}
+
+    \b
+    A line that cannot be answered goes to the error file, the rest runs. Launches its ranks as CONFIG's launch
+    section says; under mpirun it takes its place among them:
+      laddertron run deploy.yaml -i in.jsonl -o out.jsonl
+      laddertron run deploy.yaml -i in.jsonl -o out.jsonl --resume
+      mpirun -np 2 laddertron run deploy.yaml -i in.jsonl -o out.jsonl
+
+    \b
+    Exit codes: 0 every line has its answer or error line; 1 the job failed; 2 the command line or CONFIG is wrong;
+    130 interrupted.
+    """
+    console = Console(stderr=True)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    try:
+        identity = identify()
+    except IdentityError as error:
+        raise UsageError(str(error)) from error
+    arguments = Arguments(config, source, output, errors or default_errors(output), resume, overwrite, overrides)
+    loaded = read(config, overrides)
+    if identity is None:
+        return run_launched(arguments, loaded, console)
+    return run_among_ranks(arguments, loaded, identity, console)
