@@ -278,7 +278,5 @@ def _lead(
         lambda request_ids: channel.send_state(Running(started=tuple(request_ids))),
     )
     channel.send_state(Ready(limits))
-    try:
-        _Steps(engine, channel, status).run()
-    finally:
-        engine.close()
+    _Steps(engine, channel, status).run()
+    engine.close()

@@ -40,9 +40,12 @@ def main() -> int:
     client = ControlClient(address, secret, identity.rank, identity.local_rank, status.beat, status.dump)
     try:
         _run(client, identity, status, secret)
-    except BaseException as error:
-        # Another rank's end breaks this one's collectives: then that one is to blame, not this.
-        client.fail(traceback.format_exc(), consequence=isinstance(error, CommunicationError))
+    except CommunicationError as error:
+        # Another rank's end breaks this one's collectives: that one is to blame, and its words are the ones to read.
+        client.fail(f"{type(error).__name__}: {error}", consequence=True)
+        os._exit(1)
+    except BaseException:
+        client.fail(traceback.format_exc())
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
