@@ -18,6 +18,8 @@ __all__ = ["Dtype", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "fr
 Layout = Literal["huggingface", "dolomite"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
+MAX_LAYERS = 4096
+"""Far above any model: one wiring kind a layer is held in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def _huggingface(fields: Fields, family: str, eos: tuple[int, ...]) -> ModelConf
             raise fields.fail(f"{key} says mixture of experts, which is not computed here: dense models are")
     if (activation := fields.string("hidden_act", "silu")) not in ("silu", "swish"):
         raise fields.fail(f"hidden_act {activation!r} is not computed here; silu is")
-    layers, hidden = fields.integer("num_hidden_layers"), fields.integer("hidden_size")
+    layers, hidden = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads if family.startswith("llama") else None)
     _grouped(fields, heads, kv_heads, "num_attention_heads, num_key_value_heads")
@@ -207,7 +209,7 @@ def _same(fields: Fields, key: str, values: list[T]) -> T:
 
 def _dolomite(fields: Fields, eos: tuple[int, ...]) -> ModelConfig:
     """dolomite-engine's and lm-engine's ladder_residual: a block description for each layer's mixer and MLP."""
-    layers, hidden = fields.integer("num_layers"), fields.integer("hidden_size")
+    layers, hidden = fields.integer("num_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
     for key, needed in (("normalization_function", "rmsnorm"), ("position_embedding_type", "rope")):
         if (value := fields.string(key)) != needed:
             raise fields.fail(f"{key} {value!r} is not computed here; {needed} is")

@@ -196,6 +196,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"hidden_size": "64"}, "hidden_size='64' must be an integer"),
     (LLAMA, {"hidden_size": True}, "hidden_size=True must be an integer"),
     (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers=0 must be an integer from 1"),
+    (LLAMA, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647 must be an integer from 1 to 4096"),
     (LLAMA, {"vocab_size": 10**12}, "vocab_size=1000000000000 must be an integer"),
     (LLAMA, {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be a finite number above 0"),
     (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),

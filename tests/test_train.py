@@ -52,6 +52,11 @@ def tokenizer(documents: list[Document]) -> Tokenizer:
     return corpus.train_tokenizer(documents, 300)
 
 
+@pytest.fixture(scope="module")
+def own_library() -> list[Document]:
+    return corpus.python_documentation()
+
+
 def config(kind: str = "ladder", tied: bool = True) -> ModelConfig:
     every, tp, ladder = (3, 2, None) if kind == "desync" else (0, None, [1] if kind == "hybrid" else None)
     return ModelConfig(
@@ -77,12 +82,11 @@ def test_documentation_is_parsed_in_order_and_never_run(documents: list[Document
     assert corpus.digest(again[1:]) != corpus.digest(documents)
 
 
-def test_this_pythons_own_library_is_a_corpus() -> None:
+def test_this_pythons_own_library_is_a_corpus(own_library: list[Document]) -> None:
     """Thousands of texts, each once, about one in twenty held out; nothing of it is imported."""
-    found = corpus.python_documentation()
-    bodies = [document.renderings[0].split("\n", 1)[1] for document in found]
+    bodies = [document.renderings[0].split("\n", 1)[1] for document in own_library]
     assert len(bodies) == len(set(bodies)) > 3000
-    assert 0.03 < sum(document.held_out for document in found) / len(found) < 0.07
+    assert 0.03 < sum(document.held_out for document in own_library) / len(own_library) < 0.07
 
 
 def test_what_is_held_out_is_in_no_rendering_trained_on(documents: list[Document], tokenizer: Tokenizer) -> None:
@@ -115,7 +119,7 @@ def test_the_tokenizer_loses_no_byte(tokenizer: Tokenizer) -> None:
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
-    settings = train.Settings(tokens=100 * 2048, warmup=0.1, learning_rate=1.0)
+    settings = train.Settings(tokens=100 * 1024, warmup=0.1, learning_rate=1.0)
     rates = [train.learning_rate(settings, step) for step in range(settings.steps)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
@@ -203,6 +207,42 @@ def test_a_lost_loss_ends_the_run(documents: list[Document], tokenizer: Tokenize
         train.train(config(), absurd, tokenizer, documents)
 
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("kind", ["standard", "ladder"])
+def test_the_demo_model_is_what_its_card_says(kind: str, own_library: list[Document]) -> None:
+    """At most 4 MB, its wiring declared, one tokenizer for both; and its held-out perplexity measured again, where
+    this Python's documentation is what it was trained on."""
+    folder = CONFIGS / f"demo-{kind}"
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
+    read = from_folder(folder)
+    assert (read.wiring.name, read.declares_wiring) == (kind, True)
+    assert (folder / "tokenizer.json").read_bytes() == (CONFIGS / "demo-standard" / "tokenizer.json").read_bytes()
+    said = json.loads((folder / "training.json").read_text())
+    assert f"{said['held_out_perplexity']:.2f}" in (CONFIGS / "MODEL_CARD.md").read_text()
+    if corpus.digest(own_library) != said["corpus_sha256"]:
+        pytest.skip(f"trained on the documentation of Python {said['python']}, which this Python does not have")
+    ids = train.encode(Tokenizer.from_file(str(folder / "tokenizer.json")), own_library, True)
+    measured = train.perplexity(reference.load(folder, torch.float32), ids, read.max_position_embeddings)
+    assert len(ids) == said["held_out_tokens"]
+    assert measured == pytest.approx(said["held_out_perplexity"], rel=1e-3)
+
+
+def test_the_demo_prompts_fit_both_models() -> None:
+    """Batch lines with names of their own, for the name both deployments serve, short enough for the model."""
+    lines = [json.loads(line) for line in (CONFIGS / "demo-prompts.jsonl").read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines) >= 16
+    assert {line["url"] for line in lines} == {"/v1/completions", "/v1/chat/completions"}
+    words = Tokenizer.from_file(str(CONFIGS / "demo-ladder" / "tokenizer.json"))
+    longest = from_folder(CONFIGS / "demo-ladder").max_position_embeddings
+    for line in lines:
+        body = line["body"]
+        text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        assert body["model"] == "demo"
+        assert len(words.encode(text).ids) + 4 + body["max_tokens"] <= longest
+
+
 SMALL = ["--layers", "2", "--hidden", "32", "--ffn", "48", "--vocab", "300", "--context", "32", "--tokens", "640"]
 
 
@@ -218,6 +258,8 @@ def test_the_command_trains_and_says_how_good_it_is(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["-o", str(tmp_path / "b"), *text, *more])
     assert result.exit_code == 0, result.output
     assert from_folder(tmp_path / "b").wiring.kinds == ("standard", "ladder")
+    result = CliRunner().invoke(command, ["-o", str(tmp_path / "b"), *text])
+    assert (result.exit_code, "already holds a model" in result.stderr) == (1, True)
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
 
 

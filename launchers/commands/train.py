@@ -114,6 +114,8 @@ def command(out: Path, text: tuple[Path, ...], tokenizer: Path | None, threads: 
 
     from ...models import corpus, train
 
+    if (out / "model.safetensors").exists():
+        raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
     if threads:
         torch.set_num_threads(threads)
     console = Console(stderr=True)
