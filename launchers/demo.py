@@ -61,8 +61,8 @@ def main() -> int:
 def _race(console: Console, text: TextModel, folder: Path) -> None:
     console.rule("[bold]the race: ladder against standard, two MPI ranks, the same prompts")
     console.print(
-        "Two models of 1.8 M parameters, each trained with its own wiring. They take turns: the one\nwhose own clock is "
-        "behind steps next.\n"
+        "Two models of 1.8 M parameters, each trained with its own wiring. They take turns: the one\n"
+        "whose own clock is behind steps next.\n"
     )
     results: dict[str, Any] = {}
     with Live(console=console, refresh_per_second=10, transient=True) as live:
