@@ -191,6 +191,19 @@ def test_two_protocols_are_two_regimes() -> None:
     assert found.worst < TOLERANCE, found.report()
 
 
+# Medians measured between two ranks over loopback sockets; at 128 KiB the transport changes its protocol.
+MEASURED_US = {4: 57, 16: 49, 32: 51, 64: 82, 128: 80, 256: 271, 512: 427, 1024: 786, 4096: 4318, 8192: 9007}
+
+
+def test_a_jump_between_protocols_is_followed() -> None:
+    """Real medians with a jump of a factor of three: every point within a quarter, and beyond the last size as well."""
+    points = [Point("exchange", k * KIB, us * US, Shape(2, 1)) for k, us in MEASURED_US.items()]
+    found = fit(points, "native")
+    assert found.worst < TOLERANCE, found.report()
+    assert 2 <= len(found.costs.of("exchange")) <= 3
+    assert predict(found.costs, Shape(2, 1), "exchange", 16 << 20) == pytest.approx(18e-3, rel=0.25)
+
+
 def test_strategies_may_differ_beyond_one_set_of_prices() -> None:
     """If exchange turns out three times as dear as the shared prices say, it gets prices of its own."""
     points = [

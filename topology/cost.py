@@ -73,17 +73,23 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Prices under one wire protocol (low latency, or bulk). None: this link class was never priced."""
+    """Prices under one wire protocol (low latency, or bulk), for messages of more than `above_bytes` and at most
+    `up_to_bytes` (None: of any size). A link class of None was never priced."""
 
     overhead_s: float
     intra: LinkCost | None = None
     inter: LinkCost | None = None
+    above_bytes: int = 0
+    up_to_bytes: int | None = None
+
+    def holds(self, nbytes: int) -> bool:
+        return self.above_bytes < nbytes and (self.up_to_bytes is None or nbytes <= self.up_to_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Prices of one backend on one fabric. The library is taken to use the cheapest of the regimes; `strategies` holds
-    regimes of a strategy's own where one set of prices did not explain all that was measured."""
+    """Prices of one backend on one fabric. The library is taken to use the cheapest of the regimes that hold for a
+    size; `strategies` has a strategy's own where one set of prices did not explain all that was measured."""
 
     backend: Backend
     regimes: tuple[Regime, ...]
@@ -214,7 +220,8 @@ def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy] 
 
 def _cheapest(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> float | None:
     t = terms(costs.backend, shape, strategy, nbytes)
-    return min((p for regime in costs.of(strategy) if (p := price(regime, t)) is not None), default=None)
+    regimes = [regime for regime in costs.of(strategy) if regime.holds(nbytes)]
+    return min((p for regime in regimes if (p := price(regime, t)) is not None), default=None)
 
 
 def shape_of(fabric: Fabric, placement: Placement, group: int = 0) -> Shape:

@@ -1,13 +1,14 @@
 """Measured (strategy, bytes, seconds) -> Costs: robust, non-negative least squares on relative errors. Pure; numpy.
 
-Small and large messages may travel by different wire protocols, so one or two regimes are fitted; where one set of
+Small and large messages may travel by different wire protocols, so up to three regimes are fitted; where one set of
 prices does not explain all strategies, each gets its own. The report says what the fit does not explain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,34 +104,43 @@ def _judge(costs: Costs, points: Sequence[Point]) -> Fit:
 
 def _price(regimes: Sequence[Regime], backend: Backend, point: Point) -> float:
     t = terms(backend, point.shape, point.strategy, point.nbytes)
-    return min((p for r in regimes if (p := price(r, t)) is not None), default=float("inf"))
+    holding = (r for r in regimes if r.holds(point.nbytes))
+    return min((p for r in holding if (p := price(r, t)) is not None), default=float("inf"))
 
 
 def _regimes(points: Sequence[Point], backend: Backend) -> tuple[Regime, ...]:
-    """One regime, or two if one leaves points outside the tolerance and two explain them better."""
-    best: tuple[Regime, ...] = (_solve(points, backend),)
-    error = _error(best, points, backend)
+    """One regime; or, while that leaves points outside the tolerance, two or three, parted at the sizes that leave the
+    smallest worst error: libraries change their protocol at a size, and time may jump there."""
     sizes = sorted({p.nbytes for p in points})
-    if error <= TOLERANCE:
-        return best
-    for split in sizes[2:-1]:  # at least two sizes on either side
-        small = [p for p in points if p.nbytes < split]
-        pair = (_solve(small, backend), _solve([p for p in points if p.nbytes >= split], backend))
-        for _ in range(8):  # each point to the cheaper regime, as the prediction will have it, and again
-            sides = [[p for p in points if _cheaper(pair, backend, p) == side] for side in (0, 1)]
-            if min(len({p.nbytes for p in side}) for side in sides) < 2:
-                break
-            again = (_solve(sides[0], backend), _solve(sides[1], backend))
-            if again == pair:
-                break
-            pair = again
-        if (worse := _error(pair, points, backend)) < error:
-            best, error = pair, worse
+    solved: dict[tuple[int, int], Regime] = {}
+
+    def part(first: int, last: int) -> Regime:
+        if (first, last) not in solved:
+            among = set(sizes[first:last])
+            above = 0 if first == 0 else _between(sizes, first)
+            up_to = None if last == len(sizes) else _between(sizes, last)
+            regime = _solve([p for p in points if p.nbytes in among], backend)
+            solved[first, last] = replace(regime, above_bytes=above, up_to_bytes=up_to)
+        return solved[first, last]
+
+    best: tuple[Regime, ...] = (part(0, len(sizes)),)
+    error = _error(best, points, backend)
+    for cuts in (1, 2):
+        if error <= TOLERANCE:
+            break
+        for inner in combinations(range(2, len(sizes) - 1), cuts):
+            bounds = (0, *inner, len(sizes))
+            if min(b - a for a, b in pairwise(bounds)) < 2:  # a line needs two sizes
+                continue
+            found = tuple(part(a, b) for a, b in pairwise(bounds))
+            if (worse := _error(found, points, backend)) < error:
+                best, error = found, worse
     return best
 
 
-def _cheaper(pair: tuple[Regime, Regime], backend: Backend, point: Point) -> int:
-    return int(_price(pair[1:], backend, point) < _price(pair[:1], backend, point))
+def _between(sizes: Sequence[int], index: int) -> int:
+    """The border below sizes[index]: the geometric mean with the size before."""
+    return int((sizes[index - 1] * sizes[index]) ** 0.5)
 
 
 def _error(regimes: Sequence[Regime], points: Sequence[Point], backend: Backend) -> float:
