@@ -122,6 +122,9 @@ class Runner:
         at = self.length[slots]
         self.tokens[slots, at] = drawn.ids
         self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
+        for row in np.flatnonzero(drawn.nonfinite):
+            slot = slots[row]
+            self.cache.heal(self.blocks[slot, : self.num_blocks[slot]])
         ids = dict(zip(slots, drawn.ids.tolist(), strict=True))
         return StepResult(
             tokens=[ids[chunk.slot] for chunk in batch.chunks if chunk.samples],

@@ -6,6 +6,7 @@ tokens. Called by launchers/worker.py and launchers/local.py.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -252,6 +253,9 @@ def run_rank(
         for warning in built.warnings:
             if communicator.rank == 0:
                 log.warning("%s", warning)
+        # What is here now stays: the collector need not walk through it in the middle of a step.
+        gc.collect()
+        gc.freeze()
         say(Announce({"config": deploy.digest(deployment), "weights": built.digest}))
         if communicator.rank != 0:
             say(Ready(built.limits))
