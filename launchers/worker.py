@@ -18,6 +18,7 @@ from ..engine import config as deploy
 from ..topology.collectives import CommunicationError
 from ..topology.identity import Identity, IdentityError, identify, require_world
 from .control_client import ControlClient, address_and_secret
+from .processes import die_with_parent
 from .rank import Status, run_rank
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel), 2 if this is no rank."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    die_with_parent()  # whatever happens to mpirun happens to its ranks, even to one that is stopped
     # ^C goes to the whole foreground group: the launcher ends its ranks in order, they do not race it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
