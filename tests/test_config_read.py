@@ -325,6 +325,51 @@ def test_parameters_are_counted(tmp_path: Path) -> None:
     assert c.num_parameters == 300 * 64 + 4 * layer + 64
 
 
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-2-7b": (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+        | {"intermediate_size": 11008, "vocab_size": 32000, "rope_scaling": "null"},
+        6_738_415_616,
+    ),
+    "Llama-3.1-8B": (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"intermediate_size": 14336, "vocab_size": 128256},
+        8_030_261_248,
+    ),
+    "Llama-3.1-405B": (
+        {"hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}
+        | {"intermediate_size": 53248, "vocab_size": 128256},
+        405_853_388_800,
+    ),
+    "Llama-3.2-1B": (
+        {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"intermediate_size": 8192, "vocab_size": 128256, "head_dim": 64, "tie_word_embeddings": True},
+        1_235_814_400,
+    ),
+    "Mistral-7B-v0.1": (
+        {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "sliding_window": 4096},
+        7_241_732_096,
+    ),
+    "Qwen2.5-7B": (
+        {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064},
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
+        8_190_735_360,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_their_published_sizes(name: str, tmp_path: Path) -> None:
+    words, parameters = PUBLISHED[name]
+    assert read(tmp_path, LLAMA, **words).num_parameters == parameters
+
+
 def test_wirings_are_made_or_refused() -> None:
     assert make_wiring("none", 2).name == "no-communication"
     assert make_wiring("ladder", 3).kinds == ("ladder",) * 3
