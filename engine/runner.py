@@ -124,7 +124,7 @@ class Runner:
         self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
         for row in np.flatnonzero(drawn.nonfinite):
             slot = slots[row]
-            self.cache.heal(self.blocks[slot, : self.num_blocks[slot]])
+            self.cache.heal(self.blocks[slot, : self.num_blocks[slot]].tolist())
         ids = dict(zip(slots, drawn.ids.tolist(), strict=True))
         return StepResult(
             tokens=[ids[chunk.slot] for chunk in batch.chunks if chunk.samples],

@@ -47,8 +47,8 @@ class KVCache:
     def heal(self, blocks: Sequence[int]) -> None:
         """Turns NaN and Inf into zeros in these blocks. They will be reused, and a masked position's weight of zero
         times NaN would still be NaN."""
-        if not len(blocks):
+        if not blocks:
             return
-        index = torch.tensor(list(blocks), device=self.keys[0].device)
+        index = torch.tensor(blocks, device=self.keys[0].device)
         for tensor in (*self.keys, *self.values):
             tensor[index] = torch.nan_to_num(tensor[index], nan=0.0, posinf=0.0, neginf=0.0)
