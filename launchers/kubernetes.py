@@ -40,7 +40,8 @@ def changed(deployment: Deployment) -> dict[str, Any]:
                 found[key] = value
         return found
 
-    return {"model": {"path": deployment.model.path}} | beyond(mine, usual)
+    found = beyond(mine, usual)
+    return {"model": {"path": deployment.model.path} | found.pop("model", {})} | found
 
 
 def _config_map(deployment: Deployment, launch: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,5 +188,16 @@ def leader_worker_set(deployment: Deployment, fabric: Fabric | None, arguments: 
     return _documents(_config_map(deployment, {"hosts": hosts}), group)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines as a block, so that people can read it."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
 def _documents(*documents: Mapping[str, Any]) -> str:
-    return "---\n".join(yaml.safe_dump(d, sort_keys=False, allow_unicode=True, width=120) for d in documents)
+    return "---\n".join(yaml.dump(d, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120) for d in documents)

