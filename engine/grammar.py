@@ -1,8 +1,9 @@
-"""Structured output through llguidance: response_format json_object and json_schema, regex and choice.
+"""Structured output through llguidance: the grammars of requests at work on one rank's shard of the logits.
 
-The door turns what users ask into a *spec* (the library's own JSON) and validates it; every rank compiles the spec for
-its slot, masks its shard of the logits by it and advances it with each drawn id. An extra (`laddertron[grammar]`):
-without it `available` is False and asking for a grammar is a ValueError. No torch.
+A grammar arrives in the library's own JSON (`{"grammars": [...]}`, made by engine/daemon/grammar.py); the door has it
+checked by `validate`; every rank compiles it for its slot, masks its shard of the logits by it and advances it with
+each drawn id. An extra (`laddertron[grammar]`): without it `available` is False and any grammar is a ValueError that
+says so. No torch.
 """
 
 from __future__ import annotations
@@ -23,67 +24,34 @@ except ImportError:
 
 available = llguidance is not None
 
-MAX_SPEC = 1 << 18
-"""Characters of a spec; a plan that admits a request carries it to every rank."""
+MAX_SPEC = 1 << 19
+"""Characters of a grammar; the plan that admits a request carries it to every rank."""
 MAX_PROTOTYPES = 64
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"  # bounded: small models like to go on with blanks for ever
-
-
-def from_response_format(response_format: dict[str, Any]) -> str | None:
-    """The spec of OpenAI's `response_format`, None for plain text. Raises ValueError."""
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return from_json_schema({"type": "object"})
-    if kind == "json_schema":
-        inner = response_format.get("json_schema")
-        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
-            raise ValueError("response_format of type json_schema needs json_schema.schema, an object")
-        return from_json_schema(inner["schema"])
-    raise ValueError(f"response_format.type={kind!r} is unknown: use text, json_object or json_schema")
-
-
-def from_json_schema(schema: dict[str, Any]) -> str:
-    """JSON texts that the schema accepts, with bounded white space. Raises ValueError."""
-    library = _library()
-    try:
-        text = json.dumps(schema)
-    except (RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"the JSON schema is not plain JSON: {_brief(str(error))}") from error
-    spec: str = library.LLMatcher.grammar_from_json_schema(
-        text, overrides={"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
-    )
-    return _checked(spec)
-
-
-def from_regex(regex: str) -> str:
-    """Texts that match the whole of a regular expression (Rust's syntax). Raises ValueError."""
-    spec: str = _library().LLMatcher.grammar_from_regex(regex)
-    return _checked(spec)
-
-
-def from_choice(choices: Sequence[str]) -> str:
-    """One of the given texts. Raises ValueError."""
-    if not choices or not all(choices):
-        raise ValueError("choice needs at least one text, and none of them empty")
-    lark = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    spec: str = _library().LLMatcher.grammar_from_lark(lark)
-    return _checked(spec)
+_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+"""White space between JSON's parts is bounded: small models like to go on with blanks for ever."""
 
 
 def validate(spec: str) -> None:
-    """Raises ValueError with the library's reason if a spec is too long or cannot be compiled."""
+    """Raises ValueError with the library's reason if a grammar is too long or cannot be used."""
     if len(spec) > MAX_SPEC:
         raise ValueError(f"a grammar of {len(spec)} characters: at most {MAX_SPEC} are allowed")
-    message = _library().LLMatcher.validate_grammar(spec, None, limits=_limits())
+    message = _library().LLMatcher.validate_grammar(_with_options(spec), None, limits=_limits())
     if message and not message.startswith("WARNING"):
         raise ValueError(f"the grammar cannot be used: {_brief(message)}")
 
 
-def _checked(spec: str) -> str:
-    validate(spec)
-    return spec
+def _with_options(spec: str) -> str:
+    """The spec with our options in each JSON schema that brings none. Raises ValueError if it is not JSON."""
+    try:
+        tree = json.loads(spec)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the grammar is not llguidance's JSON: {_brief(str(error))}") from error
+    parts = tree.get("grammars") if isinstance(tree, dict) else None
+    for part in parts if isinstance(parts, list) else []:
+        schema = part.get("json_schema") if isinstance(part, dict) else None
+        if isinstance(schema, dict):
+            schema.setdefault("x-guidance", _JSON_OPTIONS)
+    return json.dumps(tree)
 
 
 def _library() -> Any:
@@ -118,13 +86,20 @@ class GrammarSlots:
         """A sequence of grammar `spec` that has put out `output` so far (more than nothing after a preemption)."""
         prototype = self._prototypes.pop(spec, None)
         if prototype is None:
-            prototype = _library().LLMatcher(self._tokenizer, spec, log_level=0, limits=_limits())
+            prototype = _library().LLMatcher(self._tokenizer, self._options(spec), log_level=0, limits=_limits())
         self._prototypes[spec] = prototype
         if len(self._prototypes) > MAX_PROTOTYPES:
             self._prototypes.popitem(last=False)
         self._slots[slot] = prototype.deep_copy()
         for token in output:
             self.advance(slot, token)
+
+    @staticmethod
+    def _options(spec: str) -> str:
+        try:
+            return _with_options(spec)
+        except ValueError:
+            return spec  # the library says what is wrong with it, and the matcher is a failed one
 
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)

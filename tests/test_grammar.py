@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from laddertron.engine import grammar
+from laddertron.engine.daemon.grammar import grammar_of
 from laddertron.engine.request import SamplingParams
 from laddertron.engine.sampler import Gather, Sampled
 from sampling_ranks import Ranks, cut, make, sequence
@@ -60,8 +60,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def params(spec: str | None, **fields: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=400, stop_token_ids=(EOS,), grammar=spec, **{"seed": 3, **fields})
+def spec(**asked: Any) -> str:
+    """What the door makes of guided_json, guided_regex or guided_choice."""
+    made = grammar_of({f"guided_{kind}": given for kind, given in asked.items()})
+    assert made is not None
+    return made
+
+
+def params(one: str | None, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=400, stop_token_ids=(EOS,), grammar=one, **{"seed": 3, **fields})
 
 
 def write(
@@ -96,9 +103,9 @@ def test_every_text_obeys_its_grammar(folder: Path, tp: int) -> None:
     """A schema, a regex, a choice and any object, beside a free row, drawn from noise by greedy, plain and filtered
     sampling: every text that ended parses; the ids are those of one rank, and the free row's those without grammars."""
     regex, choices = r"[0-9]{3}-[a-c]{1,4}x", ["yes", 'no "never"', "vielleicht\nspäter\\"]
-    specs = [grammar.from_json_schema(PERSON), grammar.from_regex(regex), grammar.from_choice(choices), None]
+    grammars = [spec(json=PERSON), spec(regex=regex), spec(choice=choices), None]
     draws: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.7}, {"top_k": 3}]
-    requests = [params(spec, seed=i, **draw) for spec in specs for i, draw in enumerate(draws)]
+    requests = [params(one, seed=i, **draw) for one in grammars for i, draw in enumerate(draws)]
     ranks = write(folder, tp, requests, 260)
     single = write(folder, 1, requests, 260)[0] if tp > 1 else ranks[0]
     for mine in ranks:
@@ -119,9 +126,9 @@ def test_every_text_obeys_its_grammar(folder: Path, tp: int) -> None:
 
 
 def test_any_json_object(folder: Path) -> None:
-    """response_format json_object: what came out is an object, or the beginning of one."""
-    spec = grammar.from_response_format({"type": "json_object"})
-    results = write(folder, 2, [params(spec, seed=s, top_k=4) for s in range(4)], 200)[0]
+    """Any object: what came out is an object, or the beginning of one."""
+    anything = spec(json={"type": "object"})
+    results = write(folder, 2, [params(anything, seed=s, top_k=4) for s in range(4)], 200)[0]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for row, text in enumerate(texts(folder, results)):
         if text is not None:
@@ -130,8 +137,24 @@ def test_any_json_object(folder: Path) -> None:
             assert tokenizer.decode([int(step.ids[row]) for step in results]).lstrip().startswith("{")
 
 
+def test_blanks_do_not_go_on_for_ever(folder: Path) -> None:
+    """Logits that want nothing but a blank: after 64 of them in a row the grammar forbids more."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    blank = tokenizer.encode(" ").ids[0]
+
+    def task(rank: int, gather: Gather) -> list[int]:
+        sampler = make(VOCAB, 1, rank, gather, 1, grammar.GrammarSlots(folder, VOCAB, (EOS,)))
+        sampler.admit(sequence(0, params(spec(json=PERSON), temperature=0.0)))
+        logits = torch.zeros(1, VOCAB)
+        logits[0, blank] = 50.0
+        return [int(sampler.sample(logits, [0]).ids[0]) for _ in range(80)]
+
+    (ids,) = Ranks(1).run(task)
+    assert 60 <= max(map(len, re.findall(" +", tokenizer.decode(ids)))) <= 64
+
+
 def test_after_the_end_only_eos_may_come(folder: Path) -> None:
-    results = write(folder, 2, [params(grammar.from_choice(["yes"]))], 8)[0]
+    results = write(folder, 2, [params(spec(choice=["yes"]))], 8)[0]
     ids = [int(step.ids[0]) for step in results]
     end = ids.index(EOS)
     assert ids[end:] == [EOS] * (8 - end)
@@ -139,7 +162,7 @@ def test_after_the_end_only_eos_may_come(folder: Path) -> None:
 
 def test_a_preempted_sequence_goes_on_in_its_grammar(folder: Path) -> None:
     """1. A row writes 3 ids. 2. It is admitted anew with those as known output: the grammar goes on after them."""
-    request = params(grammar.from_regex("abcdefgh"))
+    request = params(spec(regex="abcdefgh"))
     first = [int(step.ids[0]) for step in write(folder, 1, [request], 9)[0]]
     again = [int(step.ids[0]) for step in write(folder, 1, [request], 6, outputs=[first[:3]])[0]]
     assert again == first[3:]
@@ -147,7 +170,7 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(folder: Path) -> None:
 
 def test_masks_of_shards_are_pieces_of_the_whole(folder: Path) -> None:
     slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
-    slots.admit(0, grammar.from_json_schema(PERSON), [])
+    slots.admit(0, spec(json=PERSON), [])
     whole = slots.allowed(0, range(VOCAB))
     assert 0 < whole.sum() < VOCAB
     for start, stop in [(0, 1), (3, 17), (16, 24), (250, VOCAB), (VOCAB, VOCAB), (31, 32)]:
@@ -160,7 +183,7 @@ def test_a_mask_does_not_hide_bad_logits(folder: Path) -> None:
     def task(rank: int, gather: Gather) -> list[bool]:
         sampler = make(VOCAB, 2, rank, gather, 2, grammar.GrammarSlots(folder, VOCAB, (EOS,)))
         for slot in (0, 1):
-            sampler.admit(sequence(slot, params(grammar.from_choice(["yes", "no"]))))
+            sampler.admit(sequence(slot, params(spec(choice=["yes", "no"]))))
         logits = torch.zeros(2, VOCAB)
         logits[1, 299] = torch.nan
         bad: list[bool] = sampler.sample(cut(logits, 2, rank), [0, 1]).nonfinite.tolist()
@@ -171,7 +194,7 @@ def test_a_mask_does_not_hide_bad_logits(folder: Path) -> None:
 
 def test_a_grammar_that_slipped_through_ends_its_own_request(folder: Path) -> None:
     """A spec that no door would have let in fails where it is compiled: that row says why, the other one draws."""
-    results = write(folder, 2, [params('{"grammars": []}'), params(grammar.from_choice(["no"]))], 2)
+    results = write(folder, 2, [params('{"grammars": []}'), params(spec(choice=["no"]))], 2)
     for rank in results:
         assert rank[0].nonfinite.tolist() == [True, False]
         assert "empty grammars array" in rank[0].failures[0]
@@ -182,26 +205,22 @@ def test_a_grammar_cannot_hold_up_the_engine(folder: Path) -> None:
     """(a{1000}){1000}: compiled or given up by the library within bounds (2 s and 300 MB without them)."""
     slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
     start = time.process_time()
-    slots.admit(0, grammar.from_regex("(a{1000}){1000}"), [])
+    slots.admit(0, spec(regex="(a{1000}){1000}"), [])
     allowed = slots.allowed(0, range(VOCAB))
     assert time.process_time() - start < 1.0
     assert allowed.any() or "too many" in (slots.failure(0) or "")
 
 
-BAD: dict[str, Callable[[], object]] = {
-    "no library form": lambda: grammar.validate('{"json_schema": 3}'),
-    "open group": lambda: grammar.from_regex("a(("),
-    "unknown type": lambda: grammar.from_json_schema({"type": "objet"}),
-    "unsatisfiable": lambda: grammar.from_json_schema({"type": "string", "minLength": 5, "maxLength": 2}),
-    "fetches nothing": lambda: grammar.from_json_schema({"$ref": "http://127.0.0.1:9/schema"}),
-    "too long": lambda: grammar.from_regex("a" * (grammar.MAX_SPEC + 1)),
-    "too deep": lambda: grammar.validate(
-        '{"grammars":[{"json_schema":' + '{"items":' * 5000 + "{}" + "}" * 5000 + "}]}"
-    ),
-    "no choice": lambda: grammar.from_choice([]),
-    "empty choice": lambda: grammar.from_choice(["a", ""]),
-    "unknown format": lambda: grammar.from_response_format({"type": "xml"}),
-    "no schema": lambda: grammar.from_response_format({"type": "json_schema", "json_schema": {"name": "x"}}),
+BAD: dict[str, str] = {
+    "no library form": '{"json_schema": 3}',
+    "no JSON": "start: x",
+    "open group": spec(regex="a(("),
+    "unknown type": spec(json={"type": "objet"}),
+    "unsatisfiable": spec(json={"type": "string", "minLength": 5, "maxLength": 2}),
+    "fetches nothing": spec(json={"$ref": "http://127.0.0.1:9/schema"}),
+    "too long": "x" * (grammar.MAX_SPEC + 1),
+    "too deep": '{"grammars":[{"json_schema":' + '{"items":' * 5000 + "{}" + "}" * 5000 + "}]}",
+    "empty": '{"grammars": []}',
 }
 
 
@@ -210,19 +229,15 @@ def test_a_bad_grammar_is_a_value_error_at_the_door(name: str) -> None:
     """In bounded time, in few words, without touching the network."""
     start = time.monotonic()
     with pytest.raises(ValueError) as caught:
-        BAD[name]()
+        grammar.validate(BAD[name])
     assert time.monotonic() - start < 1.0
     assert 10 < len(str(caught.value)) < 400
-
-
-def test_plain_text_needs_no_grammar() -> None:
-    assert grammar.from_response_format({"type": "text"}) is None
 
 
 def test_without_the_library_asking_for_a_grammar_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "llguidance", None)
     with pytest.raises(ValueError, match=r"install laddertron\[grammar\]"):
-        grammar.from_regex("a")
+        grammar.validate(spec(regex="a"))
 
     def task(rank: int, gather: Gather) -> None:
         with pytest.raises(ValueError, match=r"install laddertron\[grammar\]"):
@@ -234,11 +249,11 @@ def test_without_the_library_asking_for_a_grammar_says_what_to_install(monkeypat
 def test_a_mask_costs_little(folder: Path) -> None:
     """Specs that many requests share are compiled once: admitting one more takes well under 5 ms."""
     slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
-    spec = grammar.from_json_schema(PERSON)
-    slots.admit(0, spec, [])
+    person = spec(json=PERSON)
+    slots.admit(0, person, [])
     times = []
     for slot in range(1, 20):
         start = time.perf_counter()
-        slots.admit(slot, spec, [])
+        slots.admit(slot, person, [])
         times.append(time.perf_counter() - start)
     assert float(np.median(times)) < 5e-3
