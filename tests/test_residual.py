@@ -1,0 +1,218 @@
+"""The wirings' order of events and their sums on a recorder; the real model's products on a recording collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import engine_cases
+import pytest
+from laddertron.models import residual
+from laddertron.models.config import Wiring, WiringKind
+from rank_pool import Rank
+
+L = 3
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A residual as the set of what was added to it."""
+
+    parts: frozenset[str]
+
+    def __add__(self, other: Stream) -> Stream:
+        assert not self.parts & other.parts, "added twice"
+        return Stream(self.parts | other.parts)
+
+    def __truediv__(self, other: int) -> Stream:
+        return self
+
+
+@dataclass
+class Recorder:
+    """Sub-blocks and collective at once: what was computed from what, started and awaited, in order."""
+
+    log: list[str] = field(default_factory=list)
+    read: dict[str, frozenset[str]] = field(default_factory=dict)
+    travelling: int = 0
+    most: int = 0
+
+    def _compute(self, name: str, stream: Stream) -> Stream:
+        self.log.append(f"compute {name}")
+        self.read[name] = stream.parts
+        return Stream(frozenset({name}))
+
+    def attention(self, layer: int, residual: Stream) -> Stream:
+        return self._compute(f"A{layer}", residual)
+
+    def mlp(self, layer: int, residual: Stream) -> Stream:
+        return self._compute(f"M{layer}", residual)
+
+    def attention_and_mlp(self, layer: int, residual: Stream) -> Stream:
+        return self._compute(f"P{layer}", residual)
+
+    def start(self, x: Stream) -> Arrival:
+        self.log.append(f"start {'+'.join(sorted(x.parts))}")
+        self.travelling += 1
+        self.most = max(self.most, self.travelling)
+        return Arrival(self, x)
+
+
+@dataclass
+class Arrival:
+    recorder: Recorder
+    x: Stream
+
+    def wait(self) -> Stream:
+        self.recorder.log.append(f"wait {'+'.join(sorted(self.x.parts))}")
+        self.recorder.travelling -= 1
+        return self.x
+
+
+def play(*kinds: WiringKind, every: int = 0) -> tuple[Recorder, Stream]:
+    recorder = Recorder()
+    out = residual.run(Stream(frozenset("e")), Wiring(kinds, every), recorder, recorder, 1)
+    return recorder, out
+
+
+def sees(*parts: str) -> frozenset[str]:
+    return frozenset(("e", *parts))
+
+
+def test_ladder_reads_everything_but_its_predecessor() -> None:
+    """A_l sees e + A up to l-1 + M up to l-2, M_l sees e + A up to l-1 + M up to l-1; layer 0 sees e alone twice."""
+    recorder, out = play(*["ladder"] * L)
+    assert recorder.read == {
+        "A0": sees(),
+        "M0": sees(),
+        "A1": sees("A0"),
+        "M1": sees("A0", "M0"),
+        "A2": sees("A0", "M0", "A1"),
+        "M2": sees("A0", "M0", "A1", "M1"),
+    }
+    assert out.parts == sees("A0", "M0", "A1", "M1", "A2", "M2")
+
+
+def test_ladder_computes_the_next_sub_block_before_it_waits() -> None:
+    """Sub-block k + 1 is computed and its all-reduce set off before anyone waits for k's; two travel at most."""
+    recorder, _ = play(*["ladder"] * L)
+    order = [f"{block}{layer}" for layer in range(L) for block in "AM"]
+    for current, following in pairwise(order):
+        waited = recorder.log.index(f"wait {current}")
+        assert recorder.log.index(f"compute {following}") < waited
+        assert recorder.log.index(f"start {following}") < waited
+    assert recorder.most == 2
+
+
+def test_standard_waits_at_once() -> None:
+    """Every sub-block reads the complete stream, one all-reduce travels at a time."""
+    recorder, out = play(*["standard"] * L)
+    assert recorder.log[:6] == ["compute A0", "start A0", "wait A0", "compute M0", "start M0", "wait M0"]
+    assert recorder.read["M1"] == sees("A0", "M0", "A1")
+    assert recorder.most == 1
+    assert len(out.parts) == 1 + 2 * L
+
+
+def test_parallel_has_one_all_reduce_a_layer() -> None:
+    recorder, out = play(*["parallel"] * L)
+    assert [line for line in recorder.log if line.startswith("start")] == ["start P0", "start P1", "start P2"]
+    assert recorder.read["P2"] == sees("P0", "P1")
+    assert out.parts == sees("P0", "P1", "P2")
+
+
+def test_hybrid_boundaries() -> None:
+    """standard -> ladder: the first ladder attention misses the last standard MLP, which is still travelling; ladder ->
+    standard: the standard layer waits for both."""
+    recorder, _ = play("standard", "ladder", "standard")
+    assert recorder.read == {
+        "A0": sees(),
+        "M0": sees("A0"),
+        "A1": sees("A0"),
+        "M1": sees("A0", "M0"),
+        "A2": sees("A0", "M0", "A1", "M1"),
+        "M2": sees("A0", "M0", "A1", "M1", "A2"),
+    }
+    assert recorder.log.index("compute A1") < recorder.log.index("wait M0")
+
+
+@pytest.mark.parametrize(("every", "starts"), [(2, 3), (3, 2), (4, 2), (6, 1)])
+def test_desync_reduces_every_nth_and_at_the_end(every: int, starts: int) -> None:
+    """Six sub-blocks: a reduce after every n-th, and one before the norm if the last left the ranks apart."""
+    recorder = Recorder()
+    wiring = Wiring(("desync",) * L, every)
+    residual.run(Stream(frozenset("e")), wiring, recorder, recorder, 1)
+    assert sum(line.startswith("start") for line in recorder.log) == starts
+    assert residual.collectives_per_step(wiring) == starts
+
+
+def test_no_communication_starts_nothing() -> None:
+    recorder, out = play(*["none"] * L)
+    assert not any(line.startswith(("start", "wait")) for line in recorder.log)
+    assert len(out.parts) == 1 + 2 * L
+
+
+def test_two_streams_can_be_interleaved() -> None:
+    """`flow` yields after every start, so that two halves of a batch may take turns through the same layers."""
+    recorders = Recorder(), Recorder()
+    flows = [residual.flow(Stream(frozenset("e")), Wiring(("standard",) * L), r, r, 1) for r in recorders]
+    for _ in range(2 * L):
+        for flow in flows:
+            next(flow)
+    assert recorders[0].log == recorders[1].log
+    assert recorders[0].log[-1] == "start M2"
+
+
+def order_of_products(rank: Rank, folder: str) -> list[str]:
+    """On a rank: the real model's products, starts and waits in one forward pass of one token."""
+    log: list[str] = []
+    built = engine_cases.build_on(rank, engine_cases.deployment(folder, rank.size))
+    model = built.runner.model
+    inner = model.all_reduce
+
+    class Pending:
+        def __init__(self, pending: Any, number: int) -> None:
+            self.pending, self.number = pending, number
+
+        def wait(self) -> Any:
+            log.append(f"wait {self.number}")
+            return self.pending.wait()
+
+    class Recording:
+        count = 0
+
+        def start(self, x: Any) -> Pending:
+            log.append(f"start {self.count}")
+            pending = Pending(inner.start(x), self.count)
+            self.count += 1
+            return pending
+
+    def noted(name: str, product: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(x: Any) -> Any:
+            log.append(f"product {name}")
+            return product(x)
+
+        return call
+
+    model.all_reduce = Recording()
+    for index, layer in enumerate(model._layers):
+        for name in ("qkv", "o", "gate_up", "down"):
+            object.__setattr__(layer, name, noted(f"{name}{index}", getattr(layer, name)))
+    engine_cases.forward_all(built, [[7]])
+    return log
+
+
+def test_the_real_model_issues_products_before_the_wait(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Two ranks, ladder weights: collective 0 is the embedding's, 1 + k the k-th sub-block's. The next sub-block's
+    products stand in the log before the wait for k's."""
+    folder = checkpoints.save(tmp_path, "ladder")
+    for log in ranks(2, "test_residual:order_of_products", {"folder": str(folder)}):
+        products = [("qkv", "o"), ("gate_up", "down")]
+        sub_blocks = [[f"product {name}{layer}" for name in pair] for layer in range(3) for pair in products]
+        for k, following in enumerate(sub_blocks[1:]):
+            wait = log.index(f"wait {k + 1}")
+            assert all(log.index(product) < wait for product in following), f"sub-block {k + 1} waits for {k}"
+            assert log.index(f"start {k + 2}") < wait
