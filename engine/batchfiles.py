@@ -19,6 +19,7 @@ from .daemon.intake import key_of
 
 _LASTING = {"numerical_error", "quarantined"}  # a second run would only repeat them
 _GROUP_BYTES = 1 << 18
+_BEGINNING = b'{"id":"batch_req_'
 
 
 class RunFileError(ValueError):
@@ -167,19 +168,25 @@ def _finished(answers: Path, answers_fd: int, errors: Path, errors_fd: int) -> s
 
 
 def _whole_lines(path: Path, descriptor: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The good lines of an output file, in order; a bad last one is cut off, a bad one before it is an error."""
+    """The good lines of an output file, in order; a torn last one is cut off, any other bad one is an error."""
     with path.open("rb") as file:
         good = 0
         for number, raw in enumerate(file, 1):
             line = _read_line(raw)
             if line is None:
-                if good + len(raw) < os.fstat(descriptor).st_size:
+                if not _torn(raw):
                     mend = "remove it, or start anew with --overwrite"
                     raise RunFileError(f"{path}:{number}: not a line of a batch's output: {mend}")
                 os.ftruncate(descriptor, good)
                 return
             good += len(raw)
             yield line, raw
+
+
+def _torn(raw: bytes) -> bool:
+    """Whether a file's bad line is the beginning of one of ours (or what a disk left of it: zeros)."""
+    ours = raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw) or not raw.strip(b"\0")
+    return ours and not raw.endswith(b"\n")
 
 
 def _read_line(raw: bytes) -> dict[str, Any] | None:

@@ -190,9 +190,14 @@ def test_resume_cuts_a_torn_last_line_and_refuses_a_bad_one_before_it(bench: Ben
     bench.output.write_bytes(whole[:-40])
     assert bench.run(plain, resume=True).skipped == 4
     assert len(bench.answers()) == 5
-    bench.output.write_bytes(b"garbage\n" + whole)
-    with pytest.raises(RunFileError, match=r"out.jsonl:1: .*--overwrite"):
-        bench.open(resume=True)
+    bench.output.write_bytes(whole + b"\0" * 40)
+    assert bench.run(plain, resume=True).skipped == 5
+    assert bench.output.read_bytes() == whole
+    for other in (b"garbage\n" + whole, whole + b"garbage\n", b"someone's notes"):
+        bench.output.write_bytes(other)
+        with pytest.raises(RunFileError, match=r"out.jsonl:\d: .*--overwrite"):
+            bench.open(resume=True)
+        assert bench.output.read_bytes() == other, "what is not a run's output is left alone"
 
 
 def test_error_lines_of_transient_faults_run_again_lasting_ones_do_not(bench: Bench) -> None:

@@ -1,0 +1,220 @@
+"""`laddertron run` as its user meets it: refusals before anything is launched, what the terminal shows, and real ranks
+interrupted, killed and resumed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from laddertron.engine.runview import Snapshot, Summary
+from laddertron.launchers.cli import main
+from laddertron.launchers.commands.run import Arguments, default_errors
+from laddertron.launchers.run_view import RunView, clock, plain_line, summary_table
+from rich.console import Console
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "configs" / "demo.yaml"
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+
+def run(*words: object) -> int:
+    return main(["run", *map(str, words)])
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"custom_id": "a"}\n')
+    return path
+
+
+def test_wrong_files_are_exit_2_with_the_mend(lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is launched, and without touching what is there."""
+    out = tmp_path / "out.jsonl"
+    assert run(DEMO, "-i", lines, "-o", lines) == 2
+    assert "three files" in capsys.readouterr().err
+    assert run(DEMO, "-i", "-", "-o", out) == 2
+    assert "'-' cannot be used" in capsys.readouterr().err
+    assert run(DEMO, "-i", tmp_path / "nowhere", "-o", out) == 2
+    assert "missing" in capsys.readouterr().err
+    out.write_text("precious\n")
+    assert run(DEMO, "-i", lines, "-o", out) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert run(DEMO, "-i", lines, "-o", out, "--resume") == 2
+    assert "out.jsonl:1: not a line" in capsys.readouterr().err
+    assert out.read_text() == "precious\n"
+    assert lines.read_text() == '{"custom_id": "a"}\n'
+
+
+def test_wrong_configurations_are_exit_2_before_overwrite_empties_anything(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("precious\n")
+    files = ("-i", lines, "-o", out, "--overwrite")
+    assert run(DEMO, *files, "--set", "engine.max_num_seq=8") == 2
+    assert "did you mean max_num_seqs" in capsys.readouterr().err
+    assert run(DEMO, *files, "--set", "parallel.tensor_parallel_size=3") == 2
+    assert "parallel.tensor_parallel_size" in capsys.readouterr().err
+    assert run(DEMO, *files, "--set", f"model.tokenizer={tmp_path}") == 2
+    assert "tokenizer.json is missing" in capsys.readouterr().err
+    assert run(DEMO, *files, "--set", "launch.mpirun=/nowhere/mpirun") == 2
+    assert run(DEMO, *files, "--set", "launch.hosts=[node-that-is-not-there:1]") == 2
+    capsys.readouterr()
+    assert out.read_text() == "precious\n"
+
+
+def test_ranks_that_do_not_fit_are_exit_2_said_once(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks of an outer mpirun for a deployment of two: rank 0 says so, all leave."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "3")
+    for rank in range(3):
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
+        assert run(DEMO, "-i", lines, "-o", tmp_path / "out") == 2
+        assert ("needs 2" in capsys.readouterr().err) == (rank == 0)
+
+
+def test_the_resume_line_repeats_what_was_asked() -> None:
+    output = Path("my out.jsonl")
+    assert default_errors(output) == Path("my out.errors.jsonl")
+    arguments = Arguments("d.yaml", Path("i"), output, default_errors(output), False, True, ("engine.seed=3",))
+    want = "laddertron run d.yaml -i i -o 'my out.jsonl' --set engine.seed=3 --resume"
+    assert arguments.resume_line() == want
+
+
+def test_progress_and_table_say_what_matters() -> None:
+    assert [clock(s) for s in (7, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+    snapshot = Snapshot("ready", total=100, skipped=20, ok=18, failed=2, tokens=4000, seconds=10.0)
+    want = "laddertron: ready: 40 of 100 lines, 20 done earlier, 2 failed, 400 tokens/s, 0:30 left"
+    assert plain_line(snapshot) == want
+    text = io.StringIO()
+    with RunView(Console(file=text)) as view:
+        for done in range(5):
+            view.update(Snapshot("ready", 5, ok=done + 1))
+    assert text.getvalue().splitlines() == ["laddertron: ready: 1 of 5 lines", "laddertron: ready: 5 of 5 lines"]
+    text = io.StringIO()
+    with RunView(Console(file=text, force_terminal=True, width=100)) as view:
+        view.update(snapshot)
+    assert "400 tokens/s, 0:30 left" in text.getvalue()
+    summary = Summary(80, 78, 2, 20, 1000, 4000, 10.0, 3.0, 1.0)
+    console = Console(file=(text := io.StringIO()), width=100)
+    console.print(summary_table(summary))
+    for words in ("80: 78 answered, 2 failed, 20 done earlier", "400.0 tokens/s", "3.00 s hidden, 1.00 s exposed (75%"):
+        assert words in text.getvalue()
+    console = Console(file=(text := io.StringIO()), width=100)
+    console.print(summary_table(Summary(0, 0, 0, 0, 0, 0, 0.0)))
+    assert "n/a" in text.getvalue()
+
+
+def workers(of: int) -> list[int]:
+    """Ranks below a process, by /proc."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                rank = b"laddertron.launchers.worker" in words and not any(b"mpirun" in word for word in words)
+                if rank and _ancestor(int(folder.name), of):
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+    return found
+
+
+def _ancestor(pid: int, of: int) -> bool:
+    while pid > 1:
+        if pid == of:
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+class Asked:
+    """A run of the demo model over a file of seeded lines, one of them bad."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        body = {"model": "demo", "prompt": "class threading.Barrier\n", "max_tokens": 40, "ignore_eos": True}
+        envelope = {"method": "POST", "url": "/v1/completions"}
+        asked = [{"custom_id": f"r-{i}", **envelope, "body": {**body, "seed": i}} for i in range(count)]
+        self.names = sorted(line["custom_id"] for line in asked)
+        self.input.write_text("".join(json.dumps(line) + "\n" for line in asked) + "{bad\n")
+        self.words = ["run", str(DEMO), "-i", str(self.input), "-o", str(self.output)]
+        self.words += ["--set", "parallel.emulated_delay=0s"]
+
+    def answers(self) -> list[str]:
+        """custom_ids of the whole lines, sorted."""
+        data = self.output.read_bytes() if self.output.exists() else b""
+        return sorted(json.loads(line)["custom_id"] for line in data.splitlines(True) if line.endswith(b"\n"))
+
+    def until_answered(self, process: subprocess.Popen[str]) -> None:
+        while not self.answers():
+            try:
+                process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(process.communicate()[1])
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path: Path) -> None:
+    """Two real ranks; after the first answers one is killed: exit 1, reason, resume line, no rank left. Resumed under
+    mpirun it takes its place among the ranks and finishes. Each line has one answer, the bad one its error."""
+    asked = Asked(tmp_path, 150)
+    command = [sys.executable, "-m", "laddertron.launchers.cli", *asked.words]
+    first = start(command)
+    asked.until_answered(first)
+    ranks = workers(first.pid)
+    assert len(ranks) >= 2
+    os.kill(ranks[-1], signal.SIGKILL)
+    said = first.communicate(timeout=60)[1]
+    assert (first.returncode, "--resume" in said, "were lost" in said) == (1, True, True), said
+    assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
+    assert 0 < len(asked.answers()) < 150
+
+    outer = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+    second = start([*outer, *command, "--resume"])
+    said = second.communicate(timeout=120)[1]
+    assert second.returncode == 0, said
+    assert asked.answers() == asked.names
+    (fault,) = [json.loads(line) for line in default_errors(asked.output).read_bytes().splitlines()]
+    assert fault["response"]["body"]["error"]["line"] == 151
+
+
+INTERRUPTIBLE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from fake_job import FakeJob
+from laddertron.engine.request import ModelLimits
+from laddertron.launchers import cli
+from laddertron.launchers.commands import run
+run.launched_job = lambda deployment: FakeJob(ModelLimits(512, 100_000, 1, 4096))
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_says_how_to_resume(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """^C (or SIGTERM) after the first answers: whole lines only, the line to type, its exit code."""
+    asked = Asked(tmp_path, 20_000)
+    process = start([sys.executable, "-c", INTERRUPTIBLE, str(Path(__file__).parent), *asked.words])
+    asked.until_answered(process)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == code, said
+    assert f"-o {asked.output} --set parallel.emulated_delay=0s --resume" in said
+    assert asked.output.read_bytes().endswith(b"\n")
+    assert 0 < len(asked.answers()) < 20_000
