@@ -67,12 +67,15 @@ LT_API void lt_free(lt_comm *c) {
     if (c->segment) munmap(c->segment, c->segment_bytes);
     if (c->send_ring) munmap(c->send_ring, lt_align(LT_RING * c->chunk));
     if (c->rail_rings) munmap(c->rail_rings, lt_align((size_t)c->nodes * LT_RING * c->chunk));
+    if (c->total_rings) munmap(c->total_rings, lt_align((size_t)c->nodes * LT_RING * c->chunk));
     if (c->steps) munmap(c->steps, lt_align(LT_SLOTS * 8 * c->small));
     if (c->partial) munmap(c->partial, lt_align(LT_SLOTS * c->small));
     pthread_mutex_destroy(&c->net);
     pthread_mutex_destroy(&c->work);
-    free(c->rail_got);
+    free((void *)c->rail_got);
     free((void *)c->rail_sent);
+    free((void *)c->total_got);
+    free((void *)c->total_sent);
     free((void *)c->step_got);
     free(c->peers);
     free(c);
@@ -109,10 +112,13 @@ LT_API lt_comm *lt_open(int rank, int size, int per_node, const int *fds, int se
     c->main_bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     ok = ok && c->epoll >= 0 && c->bell >= 0 && c->main_bell >= 0;
     if (c->nodes > 1) {
-        ok = ok && (c->send_ring = lt_lazy(LT_RING * chunk)) && (c->rail_rings = lt_lazy((size_t)c->nodes * LT_RING * chunk)) &&
+        size_t rings = (size_t)c->nodes * LT_RING * chunk;
+        ok = ok && (c->send_ring = lt_lazy(LT_RING * chunk)) && (c->rail_rings = lt_lazy(rings)) &&
+             (c->total_rings = lt_lazy(rings)) &&
              (c->steps = lt_lazy(LT_SLOTS * 8 * small)) && (c->partial = lt_lazy(LT_SLOTS * small));
     }
     ok = ok && (c->rail_got = calloc((size_t)c->nodes, 8)) && (c->rail_sent = calloc((size_t)c->nodes, 8)) &&
+         (c->total_got = calloc((size_t)c->nodes, 8)) && (c->total_sent = calloc((size_t)c->nodes, 8)) &&
          (c->step_got = calloc(LT_SLOTS * 8, 8));
     struct epoll_event e = {.events = EPOLLIN, .data.u32 = UINT32_MAX};
     ok = ok && epoll_ctl(c->epoll, EPOLL_CTL_ADD, c->bell, &e) == 0;
@@ -221,7 +227,7 @@ static int lt_look(lt_comm *c, lt_patience *p) {
     return 0;
 }
 
-static int64_t lt_slice(lt_patience *p) {
+static int64_t lt_nap(lt_patience *p) {
     int64_t left = p->until - lt_now();
     return left < 0 ? 0 : left < LT_SLICE_NS ? left : LT_SLICE_NS;
 }
@@ -240,7 +246,7 @@ static int lt_await_word(lt_comm *c, _Atomic uint32_t *word, uint32_t want, _Ato
     int code = 0;
     uint32_t seen;
     if (sleepers) atomic_fetch_add(sleepers, 1);
-    while ((seen = atomic_load(word)) != want && (code = lt_look(c, p)) == 0) lt_futex_wait(word, seen, lt_slice(p));
+    while ((seen = atomic_load(word)) != want && (code = lt_look(c, p)) == 0) lt_futex_wait(word, seen, lt_nap(p));
     if (sleepers) atomic_fetch_sub(sleepers, 1);
     return atomic_load(word) == want ? 0 : code;
 }
@@ -265,7 +271,7 @@ static int lt_poll_wires(lt_comm *c, uint64_t seq, lt_patience *patience) {
         int code = lt_look(c, patience);
         if (code) return code;
         wires[missing] = (struct pollfd){.fd = c->main_bell, .events = POLLIN};
-        int64_t ns = lt_slice(patience);
+        int64_t ns = lt_nap(patience);
         struct timespec t = {ns / 1000000000LL, ns % 1000000000LL};
         ppoll(wires, (nfds_t)missing + 1, &t, NULL);
         uint64_t count;

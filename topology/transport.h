@@ -20,7 +20,8 @@
 
 enum lt_kind { LT_REDUCE = 0, LT_GATHER = 1 };
 enum lt_strategy { LT_EXCHANGE = 0, LT_TWO_LEVEL = 1, LT_PIPELINE = 2, LT_DOUBLING = 3, LT_STRATEGIES = 4 };
-enum lt_frame_kind { LT_F_WHOLE = 1, LT_F_NODE = 2, LT_F_CHUNK = 3, LT_F_STEP = 4, LT_F_VERDICT = 5 };
+enum lt_frame_kind { LT_F_WHOLE = 1, LT_F_NODE = 2, LT_F_CHUNK = 3, LT_F_STEP = 4, LT_F_VERDICT = 5,
+                     LT_F_TOTAL = 6 };
 enum lt_error { LT_TIMEOUT = 1, LT_PEER_LOST = 2, LT_MISMATCH = 3, LT_PROTOCOL = 4, LT_CLOSED = 5, LT_TOO_LARGE = 6,
                 LT_SYSTEM = 7, LT_BUSY = 8 };
 
@@ -138,12 +139,12 @@ typedef struct lt_comm {
     uint64_t taken;          /* of them, how many the thread has finished */
 
     uint64_t chunks_started;  /* chunk cursors: this one is the starter's, the others the thread's */
-    uint64_t pub, red, out;
+    uint64_t pub, red, mid, out;
     _Atomic uint64_t fin;
     char *send_ring;  /* [RING][chunk]: this rank's slice of the node's sum */
-    char *rail_rings; /* [nodes][RING][chunk] */
-    _Atomic uint64_t *rail_got;
-    _Atomic uint64_t *rail_sent;
+    char *rail_rings; /* [nodes][RING][chunk]: what the other nodes sent of their sums */
+    char *total_rings; /* likewise: finished pieces, where more than two nodes share the summing */
+    _Atomic uint64_t *rail_got, *rail_sent, *total_got, *total_sent; /* [nodes]: chunks */
 
     char *steps;        /* DOUBLING: [SLOTS][8][small] received */
     char *partial;      /* [SLOTS][2][small]: the sum so far and what is being sent */

@@ -75,8 +75,8 @@ static char *lt_ring_in(lt_comm *c, int local, uint64_t chunk) {
     return c->ring_in + ((size_t)local * LT_RING + chunk % LT_RING) * c->chunk;
 }
 static char *lt_ring_out(lt_comm *c, uint64_t chunk) { return c->ring_out + (chunk % LT_RING) * c->chunk; }
-static char *lt_rail_ring(lt_comm *c, int node, uint64_t chunk) {
-    return c->rail_rings + ((size_t)node * LT_RING + chunk % LT_RING) * c->chunk;
+static size_t lt_rail_at(lt_comm *c, int node, uint64_t chunk) {
+    return ((size_t)node * LT_RING + chunk % LT_RING) * c->chunk;
 }
 
 static void lt_watch(lt_comm *c, int rank, uint32_t mask) {
@@ -181,19 +181,20 @@ static char *lt_route(lt_comm *c, int rank) {
         lt_fail(c, h->op == LT_TIMEOUT ? LT_TIMEOUT : LT_PEER_LOST, (int)h->index, h->seq);
         return NULL;
     }
-    if (h->magic != LT_MAGIC || h->bytes > (h->kind == LT_F_CHUNK ? c->chunk : c->small)) goto bad;
+    if (h->magic != LT_MAGIC || h->bytes > (h->kind == LT_F_CHUNK || h->kind == LT_F_TOTAL ? c->chunk : c->small)) goto bad;
     switch (h->kind) {
     case LT_F_WHOLE: return p->rx + (size_t)slot * c->small;
     case LT_F_NODE:
         if (node == c->node) goto bad;
         return lt_node_sum(c, node, slot);
     case LT_F_CHUNK:
+    case LT_F_TOTAL:
         if (rank % c->per_node != c->local || node == c->node) goto bad;
         if (h->seq >= c->fin + LT_RING) {
             p->paused = 1;
             return NULL;
         }
-        return lt_rail_ring(c, node, h->seq);
+        return (h->kind == LT_F_CHUNK ? c->rail_rings : c->total_rings) + lt_rail_at(c, node, h->seq);
     case LT_F_STEP:
         if (h->step >= 8) goto bad;
         return c->steps + ((size_t)slot * 8 + h->step) * c->small;
@@ -214,6 +215,7 @@ static void lt_arrived(lt_comm *c, int rank) {
         break;
     case LT_F_NODE: lt_part_arrived(c, slot, p->head.seq); break;
     case LT_F_CHUNK: c->rail_got[rank / c->per_node]++; break;
+    case LT_F_TOTAL: c->total_got[rank / c->per_node]++; break;
     case LT_F_STEP: c->step_got[slot * 8 + p->head.step] = p->head.seq + 1; break;
     default: break;
     }

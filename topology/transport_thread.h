@@ -46,6 +46,27 @@ LT_LEAST(reduced)
 LT_LEAST(finished)
 LT_LEAST(consumed)
 
+/* Where this rank's slice of the node's sum lies: alone on its node, in x itself. */
+static char *lt_slice(lt_comm *c, lt_op *op, uint64_t chunk) {
+    if (c->per_node > 1) return c->send_ring + (chunk % LT_RING) * c->chunk;
+    return (char *)op->x + (size_t)(chunk - op->first_chunk) * c->chunk;
+}
+
+static size_t lt_piece(lt_comm *c, size_t count, int node) { return count * (size_t)node / (size_t)c->nodes; }
+
+/* Sends to the rail's other ranks; `kind` CHUNK with more than two nodes: to each its piece, else everything to all. */
+static int lt_rail_send(lt_comm *c, lt_op *op, int kind, uint64_t chunk, const char *data, size_t count) {
+    size_t width = lt_width(op->dtype);
+    for (int k = 1; k < c->nodes; k++) {
+        int node = (c->node + k) % c->nodes, split = kind == LT_F_CHUNK && c->nodes > 2;
+        size_t from = split ? lt_piece(c, count, node) : 0, to = split ? lt_piece(c, count, node + 1) : count;
+        lt_frame head = {LT_MAGIC, (uint8_t)kind, (uint8_t)op->dtype, 0, 0, chunk, 0, (uint32_t)((to - from) * width)};
+        _Atomic uint64_t *sent = kind == LT_F_CHUNK ? &c->rail_sent[node] : &c->total_sent[node];
+        if (lt_send(c, node * c->per_node + c->local, &head, data + from * width, sent)) return -1;
+    }
+    return 0;
+}
+
 /* Reduces this rank's slice of a chunk over the node; with one node that is the result, else it goes to the rail. */
 static int lt_chunk_reduce(lt_comm *c, lt_op *op) {
     const void *in[LT_MAX_RANKS];
@@ -56,34 +77,56 @@ static int lt_chunk_reduce(lt_comm *c, lt_op *op) {
         lt_sum(in, c->per_node, slice, count, lt_ring_out(c, c->red) + slice * width, op->dtype);
         return 0;
     }
-    char *mine = c->send_ring + (c->red % LT_RING) * c->chunk;
-    lt_sum(in, c->per_node, slice, count, mine, op->dtype);
-    lt_frame head = {LT_MAGIC, LT_F_CHUNK, (uint8_t)op->dtype, 0, 0, c->red, 0, (uint32_t)(count * width)};
-    for (int k = 1; k < c->nodes; k++) {
-        int node = (c->node + k) % c->nodes;
-        if (lt_send(c, node * c->per_node + c->local, &head, mine, &c->rail_sent[node])) return -1;
-    }
-    return 0;
+    char *mine = lt_slice(c, op, c->red);
+    if (c->per_node > 1) lt_sum(in, c->per_node, slice, count, mine, op->dtype);
+    return lt_rail_send(c, op, LT_F_CHUNK, c->red, mine, count);
 }
 
-static int lt_rails_ready(lt_comm *c, uint64_t chunk) {
+/* With more than two nodes: sums this node's piece of the slice, and sends the total to the others. */
+static int lt_chunk_total(lt_comm *c, lt_op *op) {
+    const void *in[LT_MAX_RANKS];
+    size_t first, slice, count, width = lt_width(op->dtype);
+    lt_chunk_span(c, op, c->mid, &first, &slice, &count);
+    size_t from = lt_piece(c, count, c->node), to = lt_piece(c, count, c->node + 1);
+    char *mine = lt_slice(c, op, c->mid) + from * width;
+    for (int n = 0; n < c->nodes; n++) in[n] = n == c->node ? mine : c->rail_rings + lt_rail_at(c, n, c->mid);
+    lt_sum(in, c->nodes, 0, to - from, mine, op->dtype);
+    return lt_rail_send(c, op, LT_F_TOTAL, c->mid, mine, to - from);
+}
+
+static int lt_rails_ready(lt_comm *c, uint64_t chunk, _Atomic uint64_t *got, _Atomic uint64_t *sent) {
     for (int n = 0; n < c->nodes; n++)
-        if (n != c->node && (atomic_load(&c->rail_got[n]) <= chunk || atomic_load(&c->rail_sent[n]) <= chunk)) return 0;
+        if (n != c->node && (atomic_load(&got[n]) <= chunk || (sent && atomic_load(&sent[n]) <= chunk))) return 0;
     return 1;
 }
 
+static int lt_chunk_ready(lt_comm *c) {
+    if (c->nodes == 2) return c->red > c->fin && lt_rails_ready(c, c->fin, c->rail_got, c->rail_sent);
+    return c->mid > c->fin && lt_rails_ready(c, c->fin, c->total_got, c->total_sent) &&
+           lt_rails_ready(c, c->fin, c->rail_got, c->rail_sent);
+}
+
+/* The slice's result, into the node's ring (alone on its node: into x). */
 static void lt_chunk_finish(lt_comm *c, lt_op *op) {
-    const void *in[LT_MAX_RANKS];
-    size_t first, slice, count;
+    size_t first, slice, count, width = lt_width(op->dtype);
     lt_chunk_span(c, op, c->fin, &first, &slice, &count);
-    for (int n = 0; n < c->nodes; n++)
-        in[n] = n == c->node ? c->send_ring + (c->fin % LT_RING) * c->chunk : lt_rail_ring(c, n, c->fin);
-    lt_sum(in, c->nodes, 0, count, lt_ring_out(c, c->fin) + slice * lt_width(op->dtype), op->dtype);
+    char *mine = lt_slice(c, op, c->fin), *out = c->per_node > 1 ? lt_ring_out(c, c->fin) + slice * width : mine;
+    if (c->nodes == 2) {
+        char *theirs = c->rail_rings + lt_rail_at(c, !c->node, c->fin);
+        const void *in[2] = {c->node ? theirs : mine, c->node ? mine : theirs};
+        lt_sum(in, 2, 0, count, out, op->dtype);
+        return;
+    }
+    for (int n = 0; n < c->nodes; n++) {
+        size_t from = lt_piece(c, count, n) * width, to = lt_piece(c, count, n + 1) * width;
+        char *piece = n == c->node ? mine + from : c->total_rings + lt_rail_at(c, n, c->fin);
+        if (out + from != piece) memcpy(out + from, piece, to - from);
+    }
 }
 
 /* Takes chunks as far through the stages as they will go. 1: something moved. */
 static int lt_pipeline(lt_comm *c) {
-    int moved = 0;
+    int moved = 0, shared = c->per_node > 1;
     lt_op *op;
     lt_stage *me = lt_my_stage(c);
     for (int again = 1; again && atomic_load(&c->error) == 0;) {
@@ -91,7 +134,7 @@ static int lt_pipeline(lt_comm *c) {
         size_t first, slice, count;
         if (lt_least_reduced(c) + LT_RING > c->pub && (op = lt_chunk_op(c, c->pub))) {
             size_t width = lt_width(op->dtype), all = lt_chunk_span(c, op, c->pub, &first, &slice, &count);
-            memcpy(lt_ring_in(c, c->local, c->pub), (char *)op->x + first * width, all * width);
+            if (shared) memcpy(lt_ring_in(c, c->local, c->pub), (char *)op->x + first * width, all * width);
             atomic_store(&me->published, ++c->pub);
             again = 1;
         }
@@ -102,22 +145,28 @@ static int lt_pipeline(lt_comm *c) {
             if (c->nodes == 1) atomic_store(&me->finished, atomic_fetch_add(&c->fin, 1) + 1);
             again = 1;
         }
-        if (c->nodes > 1 && c->red > c->fin && lt_rails_ready(c, c->fin) &&
-            lt_least_consumed(c) + LT_RING > c->fin && (op = lt_chunk_op(c, c->fin))) {
+        if (c->nodes > 2 && c->red > c->mid && lt_rails_ready(c, c->mid, c->rail_got, NULL) &&
+            (op = lt_chunk_op(c, c->mid))) {
+            if (lt_chunk_total(c, op)) return 1;
+            c->mid++;
+            again = 1;
+        }
+        if (c->nodes > 1 && lt_chunk_ready(c) && lt_least_consumed(c) + LT_RING > c->fin &&
+            (op = lt_chunk_op(c, c->fin))) {
             lt_chunk_finish(c, op);
             atomic_store(&me->finished, atomic_fetch_add(&c->fin, 1) + 1);
             again = 1;
         }
         if (lt_least_finished(c) > c->out && (op = lt_chunk_op(c, c->out))) {
             size_t width = lt_width(op->dtype), all = lt_chunk_span(c, op, c->out, &first, &slice, &count);
-            memcpy((char *)op->x + first * width, lt_ring_out(c, c->out), all * width);
+            if (shared) memcpy((char *)op->x + first * width, lt_ring_out(c, c->out), all * width);
             atomic_store(&me->consumed, ++c->out);
             if (c->out == op->first_chunk + op->chunks) lt_op_done(op);
             again = 1;
         }
         if (again) {
             moved = 1;
-            lt_wake_node(c);
+            if (shared) lt_wake_node(c);
         }
     }
     return moved;
