@@ -166,7 +166,6 @@ class Engine:
     cuda_graphs: bool = True
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     priority_ageing: Duration = 30.0
-    max_waiting_requests: Count = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,6 @@ class Daemon:
     data_dir: PathStr = "laddertron-data"
     export_dir: PathStr | None = None
     control_host: Address | None = None
-    control_port: Port = 0
     api_key_file: PathStr | None = None
     tls_cert: PathStr | None = None
     tls_key: PathStr | None = None

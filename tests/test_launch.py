@@ -243,3 +243,13 @@ def test_an_allocation_prefers_its_own_launcher(tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7"}
     assert survey(deployment("demo.yaml"), environ).kind == "slurm"
     assert survey(deployment("demo.yaml", "launch.launcher=slurm"), {"PATH": str(tmp_path)}).version == (23, 11, 4)
+
+
+def test_run_over_replicas_starts_its_own_jobs() -> None:
+    """One mpirun for all replicas would end them all with the first rank lost: `run` is left to launch one each."""
+    from laddertron.launchers.commands.launch import starts_its_own
+
+    one, two = deployment("llama-3.1-405b-tp16.yaml"), deployment("llama-3.1-405b-tp16-x2.yaml")
+    assert [starts_its_own([name], d) for name in ("serve", "run", "preflight") for d in (one, two)] == [
+        True, True, False, True, False, False,
+    ]  # fmt: skip

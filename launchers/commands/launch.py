@@ -1,6 +1,7 @@
 """`laddertron launch`: the launcher's command for a deployment, printed, emitted for a batch system, or run.
 
-`serve` is a daemon that starts its ranks itself: it is run as it is. Everything else is started as ranks.
+`serve`, and `run` over several replicas, start a job for each replica themselves: they are run as they are. Everything
+else is started as ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from ..slurm import sbatch
 SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
 
 
+def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
+    """Whether the command launches its ranks itself, so that a lost replica does not end the others."""
+    return arguments[0] in SERVICES or (arguments[0] == "run" and deployment.parallel.replicas > 1)
+
+
 def sizes(deployment: Deployment) -> tuple[int, int]:
     """(ranks of a replica, replicas)."""
     return deployment.parallel.tensor_parallel_size, deployment.parallel.replicas
@@ -47,27 +53,25 @@ def job_command(deployment: Deployment, site: Site, shares: Sequence[Share], pro
 
 
 def replica_commands(deployment: Deployment, site: Site, shares: Sequence[Share]) -> list[LaunchCommand]:
-    """What `serve` will start, one job a replica."""
+    """What will be started by the command itself, one job a replica."""
     return [compose(deployment, site, share, worker_program(site), CONTROL) for share in shares]
 
 
-def printed(
-    deployment: Deployment, site: Site, program: Sequence[str], service: bool, environ: Mapping[str, str]
-) -> str:
+def printed(deployment: Deployment, site: Site, program: Sequence[str], alone: bool, environ: Mapping[str, str]) -> str:
     """The dry run: every command that would be started, with its reasons."""
     allotment = read_hosts(deployment, environ, site.fabric)
     shares = divide(allotment, *sizes(deployment), site.fabric)
-    if not service:
+    if not alone:
         if site.kind == "torchrun" and len(together(shares).hosts) > 1:
             commands = torchrun_hosts(deployment, site, together(shares), program)
             return "\n\n".join(
                 render(c, f"start this on {h.name}") for c, h in zip(commands, together(shares).hosts, strict=True)
             )
         return render(job_command(deployment, site, shares, program), f"hosts: {allotment.source}")
-    daemon = LaunchCommand((Part(tuple(program), "the daemon; it starts, per replica:"),))
-    texts = [render(daemon, f"hosts: {allotment.source}")]
-    for number, command in enumerate(replica_commands(deployment, site, shares)):
-        texts.append(render(command, f"replica {number} of {len(shares)} (started by the daemon)"))
+    command = LaunchCommand((Part(tuple(program), "on this host; it starts a job for each replica:"),))
+    texts = [render(command, f"hosts: {allotment.source}")]
+    for number, job in enumerate(replica_commands(deployment, site, shares)):
+        texts.append(render(job, f"replica {number} of {len(shares)} (started by the command above)"))
     return "\n\n".join(texts)
 
 
@@ -119,14 +123,14 @@ def command(
             return
         site = site_of(deployment, environ, dry_run)
         program = _laddertron(site.python, arguments, os.path.abspath(config), tail)
-        service = arguments[0] in SERVICES
+        alone = starts_its_own(arguments, deployment)
         if dry_run:
-            click.echo(printed(deployment, site, program, service, environ))
+            click.echo(printed(deployment, site, program, alone, environ))
             return
         allotment = read_hosts(deployment, environ, site.fabric)
         shares = divide(allotment, *sizes(deployment), site.fabric)
         argv, extra = program, {}
-        if not service:
+        if not alone:
             job = job_command(deployment, site, shares, program)
             argv, extra = job.argv, job.env
     except (ValueError, OSError) as error:
