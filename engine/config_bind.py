@@ -159,7 +159,8 @@ class Binder:
                 values[item.name] = self.section(inner, Table(tree.where, {}), child, required)  # type: ignore[arg-type]
             elif item.default_factory is dataclasses.MISSING:
                 if child not in self.bad:
-                    self.complain(self.places.get(path, tree.where), child, f"missing: {allowed(known[item.name])} must be given")
+                    where = self.places.get(path, tree.where)
+                    self.complain(where, child, f"missing: {allowed(known[item.name])} must be given")
                 values[item.name] = required[child]
         result = cls(**values)
         return self._defaults_resolved(result)
