@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 rank_log = logging.getLogger("laddertron.ranks")
 
 TICK_S = 0.25
+LAST_WORDS_S = 2.0
 _LINE_LIMIT = 8192
 
 
@@ -99,7 +100,8 @@ class Launch:
         self._dumps: dict[int, dict[str, Any]] = {}
         self._dumped = asyncio.Event()
         self._dump_id = 0
-        self._output: deque[str] = deque(maxlen=60)
+        self._output: deque[tuple[float, str]] = deque(maxlen=60)
+        self._sign_at = 0.0
 
     async def start(self) -> None:
         """Raises OSError if the channel or the keeper cannot be had."""
@@ -137,7 +139,9 @@ class Launch:
                 await (self._dumped if hangs else self._exited).wait()
         status = self._keeper.returncode if self._keeper is not None else None
         exit_code = status if status is None or status >= 0 else 128 - status
-        return self._board.judge(exit_code, tuple(self._output), dict(self._dumps))
+        # what was said around the end; before that it was about other things
+        last_words = tuple(line for at, line in self._output if at > self._sign_at - LAST_WORDS_S)
+        return self._board.judge(exit_code, last_words, dict(self._dumps))
 
     async def dump(self, timeout_s: float) -> dict[int, dict[str, Any]]:
         """Stacks and last collectives of every rank that answers in time."""
@@ -151,7 +155,7 @@ class Launch:
 
     def describe(self) -> dict[str, Any]:
         """What is known of every rank, as JSON values."""
-        return {"ranks": self._board.describe(time.monotonic()), "output": list(self._output)}
+        return {"ranks": self._board.describe(time.monotonic()), "output": [line for _, line in self._output]}
 
     async def end(self, *, orderly: bool) -> str | None:
         """Ends every process of the launch and returns when they are gone; else says what could not be ended.
@@ -245,6 +249,7 @@ class Launch:
                 log.warning("%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
                 if self._trouble.is_set():
                     continue
+                self._sign_at = time.monotonic()
                 self._trouble.set()
             self._owner.launch_news(item, node)
 
@@ -272,7 +277,7 @@ class Launch:
     def _take_line(self, line: bytes) -> None:
         text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
         if text.strip("-= "):  # mpirun frames its words with rules
-            self._output.append(text)
+            self._output.append((time.monotonic(), text))
             rank_log.info("%s", text)
 
     async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
