@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from .batchfiles import RunFiles
-from .daemon.answers import Answer, answer_line, fault_line, refusal_line, to_bytes
+from .daemon.answers import Answer
 from .daemon.intake import MAX_LINE_BYTES, Line, LineRules, key_of, read_lines
 from .daemon.job import EngineJob, JobState, RankReport
+from .daemon.lines import answer_line, fault_line, refusal_line, to_bytes
 from .daemon.requests import Origin, check_model, encode_prompts, to_requests
 from .daemon.rules import BadRequest
 from .request import ModelLimits, TokensEvent
-from .runview import EXPOSED, HIDDEN, Progress, Snapshot, Summary, mean_growth
+from .runview import Communication, Progress, Snapshot, Summary
 from .text import TextModel
 from .text_pool import Encoder
 
@@ -111,8 +112,7 @@ class _Run:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._began: float | None = None
         self._last = self._landed = 0.0  # the last answer: unix seconds, and monotonic
-        self._first_reports: dict[int, RankReport] = {}
-        self._reports: dict[int, RankReport] = {}
+        self._communication = Communication()
         self._reported = asyncio.Event()
         self._created = int(time.time())
 
@@ -144,10 +144,8 @@ class _Run:
         self._show()
 
     def on_report(self, report: RankReport) -> None:
-        self._reports[report.rank] = report
-        if self._began is None:
-            self._first_reports[report.rank] = report
-        if self._last and all(r.received_at >= self._last for r in self._reports.values()):
+        self._communication.add(report, before=self._began is None)
+        if self._last and self._communication.newer_than(self._last):
             self._reported.set()
 
     # -- what the run does
@@ -174,7 +172,7 @@ class _Run:
             self._end_unwritten(fault)
 
     def summary(self) -> Summary:
-        hidden, exposed = (mean_growth(name, self._first_reports, self._reports) for name in (HIDDEN, EXPOSED))
+        hidden, exposed = self._communication.seconds()
         return Summary(
             requests=self._requests,
             ok=self._ok - self._files.answers.unwritten,
@@ -326,7 +324,7 @@ class _Run:
 
     async def _last_reports(self) -> None:
         """Counters of the last steps arrive with the next heartbeat."""
-        if self._reports and self._last:
+        if self._communication.reported and self._last:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._reported.wait(), _LAST_REPORT_SECONDS)
 

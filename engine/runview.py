@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,11 +58,35 @@ class Summary:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-def mean_growth(name: str, first: Mapping[int, RankReport], last: Mapping[int, RankReport]) -> float | None:
-    """By how much a counter grew between two reports of each rank, as a mean over the ranks that have it."""
-    grown = [
-        report.counters[name] - (first[rank].counters.get(name, 0.0) if rank in first else 0.0)
-        for rank, report in last.items()
-        if name in report.counters
-    ]
-    return sum(grown) / len(grown) if grown else None
+class Communication:
+    """What ranks reported of their collectives, before the first request and last."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, RankReport] = {}
+        self._last: dict[int, RankReport] = {}
+
+    @property
+    def reported(self) -> bool:
+        return bool(self._last)
+
+    def add(self, report: RankReport, before: bool) -> None:
+        """`before`: no request has been submitted yet."""
+        self._last[report.rank] = report
+        if before:
+            self._first[report.rank] = report
+
+    def newer_than(self, moment: float) -> bool:
+        """Whether every rank has reported since (unix seconds)."""
+        return all(report.received_at >= moment for report in self._last.values())
+
+    def seconds(self) -> tuple[float | None, float | None]:
+        """(hidden, exposed), means over the ranks that count them."""
+        return self._mean(HIDDEN), self._mean(EXPOSED)
+
+    def _mean(self, name: str) -> float | None:
+        grown = [
+            report.counters[name] - (self._first[rank].counters.get(name, 0.0) if rank in self._first else 0.0)
+            for rank, report in self._last.items()
+            if name in report.counters
+        ]
+        return sum(grown) / len(grown) if grown else None

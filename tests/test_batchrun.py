@@ -19,6 +19,7 @@ import pytest
 from fake_job import FakeJob
 from laddertron.engine.batchfiles import LineFile, RunFileError, RunFiles, open_run
 from laddertron.engine.batchrun import RunOptions, run_batch
+from laddertron.engine.jobgroup import JobGroup
 from laddertron.engine.request import ModelLimits
 from laddertron.engine.runview import Snapshot, Summary
 from laddertron.engine.text import ChatOptions, TextModel
@@ -337,6 +338,28 @@ def test_killed_at_any_moment_nothing_is_lost_torn_or_doubled(bench: Bench) -> N
     for size in (100, 4000, 9000, 10**9):
         codes.append(subprocess.run([sys.executable, "-c", program, str(folder), str(size)]).returncode)
     assert codes == [-signal.SIGKILL] * 3 + [0]
+    assert len(bench.answers()) == 60
+
+
+def test_replicas_share_the_lines_and_one_failure_ends_all(bench: Bench) -> None:
+    """Two replicas take about half each; ranks are numbered in one row; when one dies the run stops and can resume."""
+    bench.write(*[completion(f"t{i}", n=1 + i % 2) for i in range(60)])
+    jobs: list[FakeJob] = []
+
+    async def go(die_after: int | None, **kind: bool) -> Summary:
+        jobs[:] = [FakeJob(LIMITS), FakeJob(LIMITS, die_after=die_after)]
+        group = JobGroup(jobs, ranks_each=2)
+        return await run_batch(group, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench)
+
+    summary = asyncio.run(go(12))
+    assert summary.reason == "replica 1: rank 1 on node-b was killed"
+    assert all(job.closed for job in jobs)
+    done = len(bench.answers())
+    assert 0 < done < 60
+    summary = asyncio.run(go(None, resume=True))
+    assert (summary.skipped, summary.ok, summary.reason) == (done, 60 - done, None)
+    taken = [len(job.submitted) for job in jobs]
+    assert abs(taken[0] - taken[1]) <= 0.3 * sum(taken)
     assert len(bench.answers()) == 60
 
 

@@ -146,7 +146,7 @@ class Asked:
         body = {"model": "demo", "prompt": "class threading.Barrier\n", "max_tokens": 40, "ignore_eos": True}
         envelope = {"method": "POST", "url": "/v1/completions"}
         asked = [{"custom_id": f"r-{i}", **envelope, "body": {**body, "seed": i}} for i in range(count)]
-        self.names = sorted(line["custom_id"] for line in asked)
+        self.names = sorted(f"r-{i}" for i in range(count))
         self.input.write_text("".join(json.dumps(line) + "\n" for line in asked) + "{bad\n")
         self.words = ["run", str(DEMO), "-i", str(self.input), "-o", str(self.output)]
         self.words += ["--set", "parallel.emulated_delay=0s"]

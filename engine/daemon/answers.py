@@ -1,4 +1,4 @@
-"""Tokens -> what the client gets: response bodies, streamed chunks, lines of a batch's output and error files.
+"""Tokens -> what the client gets: response bodies and streamed chunks.
 
 One `Answer` gathers the events of one body's requests, turns them into text, finds stop strings, and builds the JSON.
 Pure but for its own state; knows neither HTTP nor files.
@@ -6,7 +6,6 @@ Pure but for its own state; knows neither HTTP nor files.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 from ..detokenise import OutputText
 from ..request import FinishReason, Request, TokenLogprob, TokensEvent
 from ..text import TextModel
+from .lines import AnswerFault
 from .logprobs import Offsets, chat_logprobs, completion_logprobs, prompt_logprobs
-from .rules import BadRequest
 from .schema import CHAT, Body
 
 _FAULTS: dict[FinishReason, tuple[str, str, int | None]] = {
@@ -24,19 +23,6 @@ _FAULTS: dict[FinishReason, tuple[str, str, int | None]] = {
     "numerical_error": ("numerical_error", "the model computed values that are not finite", 500),
     "error": ("engine_error", "the engine failed on this request", 500),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFault:
-    """Why a request has no answer. `status=None`: it did not run to an end (a batch line's `error`); else the HTTP
-    status of a failed one."""
-
-    code: str
-    message: str
-    status: int | None = 500
-
-    def to_json(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": "server_error", "param": None, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,35 +267,3 @@ class Answer:
     def _scored(self, prompt: int) -> list[dict[str, Any] | None]:
         items = self._prompt_logprobs.get(prompt, ())
         return prompt_logprobs(items, self._text.pieces, self.body.prompt_logprobs or 0)
-
-
-def answer_line(custom_id: str, answer_id: str, body: dict[str, Any]) -> dict[str, Any]:
-    """A line of the output file."""
-    return _line(custom_id, answer_id, {"status_code": 200, "request_id": f"req_{answer_id}", "body": body}, None)
-
-
-def refusal_line(custom_id: str | None, answer_id: str, bad: BadRequest, number: int | None = None) -> dict[str, Any]:
-    """A line of the error file for a request that was not taken; `number` is its line in the input."""
-    body = bad.to_json(number)
-    return _line(
-        custom_id, answer_id, {"status_code": bad.status, "request_id": f"req_{answer_id}", "body": body}, None
-    )
-
-
-def fault_line(custom_id: str, answer_id: str, fault: AnswerFault) -> dict[str, Any]:
-    """A line of the error file for a request that was taken and has no answer."""
-    if fault.status is None:
-        return _line(custom_id, answer_id, None, {"code": fault.code, "message": fault.message})
-    response = {"status_code": fault.status, "request_id": f"req_{answer_id}", "body": fault.to_json()}
-    return _line(custom_id, answer_id, response, None)
-
-
-def _line(
-    custom_id: str | None, answer_id: str, response: dict[str, Any] | None, error: dict[str, Any] | None
-) -> dict[str, Any]:
-    return {"id": f"batch_req_{answer_id}", "custom_id": custom_id, "response": response, "error": error}
-
-
-def to_bytes(line: dict[str, Any]) -> bytes:
-    """One line as it stands in a file, line break included."""
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"

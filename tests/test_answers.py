@@ -1,0 +1,231 @@
+"""What the door answers: bodies, streams and lines, in the shapes that clients of both APIs know."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+from door import LIMITS, ORIGIN, chat, completion
+from laddertron.engine.daemon.answers import Answer
+from laddertron.engine.daemon.lines import answer_line, fault_line, refusal_line, to_bytes
+from laddertron.engine.daemon.requests import to_requests
+from laddertron.engine.daemon.rules import BadRequest
+from laddertron.engine.daemon.schema import CHAT, Body
+from laddertron.engine.request import Request, TokenLogprob, TokensEvent
+from laddertron.engine.text import TextModel
+from tiny_text import write_folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.from_folder(write_folder(tmp_path_factory.mktemp("tiny")))
+
+
+def answer(body: Body, text: TextModel, prompts: list[tuple[int, ...]] | None = None) -> tuple[Answer, list[Request]]:
+    if prompts is None:
+        prompts = [p if isinstance(p, tuple) else tuple(text.encode(p)) for p in body.prompts] or [(2,)]
+    requests = to_requests(body, prompts, replace(LIMITS, max_model_len=500), ORIGIN)
+    return Answer(body, requests, text, "id1", 1000), requests
+
+
+def event(
+    request: Request, ids: list[int], choice: int = 0, start: int = 0, finish: Any = None, **more: Any
+) -> TokensEvent:
+    return TokensEvent(request.request_id, choice, start, tuple(ids), finish, **more)
+
+
+def test_a_chat_answer_in_openais_shape(text: TextModel) -> None:
+    made, (request,) = answer(chat(n=2), text)
+    ids = text.encode("ok", False)
+    for choice in range(2):
+        made.take(event(request, ids[:1], choice, cached_tokens=1))
+        assert not made.done
+        made.take(event(request, ids[1:], choice, 1, "stop" if choice else "length", stop_token=1 if choice else None))
+    assert made.done
+    assert made.response() == {
+        "id": "chatcmpl-id1",
+        "object": "chat.completion",
+        "created": 1000,
+        "model": "m",
+        "choices": [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": "ok", "refusal": None},
+                "logprobs": None,
+                "finish_reason": ("length", "stop")[i],
+                "stop_reason": None,
+            }
+            for i in range(2)
+        ],
+        "usage": {
+            "prompt_tokens": 1,
+            "completion_tokens": 5,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        },
+    }
+
+
+def test_a_completion_scores_its_prompt(text: TextModel) -> None:
+    """echo with logprobs and max_tokens 0, as evaluation harnesses ask: the prompt's tokens, None for the first."""
+    made, (request,) = answer(completion(prompt="and x", echo=True, logprobs=1, max_tokens=0), text)
+    scores = tuple(TokenLogprob(t, -0.25, ((t, -0.25), (3, -2.0))) for t in request.prompt[1:])
+    made.take(event(request, [], 0, 0, "length", prompt_logprobs=(None, *scores), logprobs=()))
+    choice = made.response()["choices"][0]
+    assert choice["text"] == "and x"
+    assert choice["logprobs"] == {
+        "tokens": ["<s>", "and", " ", "x"],
+        "token_logprobs": [None, -0.25, -0.25, -0.25],
+        "top_logprobs": [None, {"and": -0.25}, {" ": -0.25}, {"x": -0.25}],
+        "text_offset": [0, 0, 3, 4],
+    }
+    assert "prompt_logprobs" not in choice
+
+
+def test_logprobs_in_both_apis_shapes(text: TextModel) -> None:
+    """A token that is half a character shows its bytes; minus infinity is written as -9999."""
+    half = text.encode("é", False)[0]
+    scores = (TokenLogprob(half, -1.5, ((2, -0.5), (half, -1.5))), TokenLogprob(2, float("-inf"), ((3, -0.1),)))
+    made, (request,) = answer(chat(logprobs=True, top_logprobs=1), text)
+    made.take(event(request, [half, 2], 0, 0, "length", logprobs=scores))
+    content = made.response()["choices"][0]["logprobs"]["content"]
+    assert content[0]["token"] == "bytes:\\xc3"
+    assert content[0]["bytes"] == [0xC3]
+    assert [t["logprob"] for t in content[0]["top_logprobs"]] == [-0.5]
+    assert content[1]["logprob"] == -9999.0
+    made, (request,) = answer(completion(logprobs=1, prompt_logprobs=0), text)
+    prompt_scores = (None, *(TokenLogprob(t, -2.0, ((9, -1.0),)) for t in request.prompt[1:]))
+    made.take(event(request, [half, 2], 0, 0, "length", logprobs=scores, prompt_logprobs=prompt_scores))
+    choice = made.response()["choices"][0]
+    assert choice["logprobs"]["top_logprobs"][0] == {text.pieces.show(2): -0.5, "bytes:\\xc3": -1.5}
+    assert choice["prompt_logprobs"][0] is None
+    shown = text.pieces.show(request.prompt[1])
+    want = {str(request.prompt[1]): {"logprob": -2.0, "rank": None, "decoded_token": shown}}
+    assert choice["prompt_logprobs"][1] == want
+    json.dumps(made.response(), allow_nan=False)
+
+
+def joined_logprobs(choices: list[dict[str, Any]], name: str) -> list[Any]:
+    return list(chain.from_iterable(c["logprobs"][name] for c in choices if c["logprobs"]))
+
+
+def test_a_stream_says_what_the_whole_says(text: TextModel) -> None:
+    """Chunks joined equal the response: texts, logprobs, finish; the role comes first, usage last, held text waits."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    bodies = [
+        chat(n=2, stop=["ab"], logprobs=True, stream=True, stream_options={"include_usage": True}),
+        completion(prompt=["x", "and"], n=2, stop=["ab"], logprobs=2, echo=True, max_tokens=30, stream=True),
+    ]
+    for body in bodies * 20:
+        made, requests = answer(body, text)
+        ids = {}
+        for request in requests:
+            for choice in range(2):
+                ids[request.request_id, choice] = text.encode("".join(rng.choice("ab é") for _ in range(12)), False)
+        chunks: list[dict[str, Any]] = []
+        at = dict.fromkeys(ids, 0)
+        scored = set()
+        while at:
+            key = rng.choice(list(at))
+            request = next(r for r in requests if r.request_id == key[0])
+            start, n = at[key], rng.randint(1, 4)
+            new = ids[key][start : start + n]
+            last = start + n >= len(ids[key])
+            extra: dict[str, Any] = {}
+            if body.echo and key[1] == 0 and key[0] not in scored:
+                extra = {"prompt_logprobs": (None, *(TokenLogprob(t, -1.0) for t in request.prompt[1:]))}
+            if key[1] == 0 or key[0] in scored or not body.echo:
+                scored.add(key[0])
+                score = tuple(TokenLogprob(t, -float(i)) for i, t in enumerate(new))
+                delta, stop = made.take(
+                    event(request, new, key[1], start, "length" if last else None, logprobs=score, **extra)
+                )
+                at[key] = start + n
+                if delta is not None:
+                    chunks += made.chunks(delta)
+                if last or stop is not None:
+                    del at[key]
+        assert made.done
+        whole = made.response()
+        for choice in whole["choices"]:
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+            joined = partial(joined_logprobs, mine)
+            if body.endpoint == CHAT:
+                assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+                assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+                assert joined("content") == choice["logprobs"]["content"]
+            else:
+                assert "".join(c["text"] for c in mine) == choice["text"]
+                for name in ("tokens", "token_logprobs", "text_offset"):
+                    assert joined(name) == choice["logprobs"][name]
+            assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
+        if body.include_usage:
+            assert made.usage_chunk()["choices"] == []
+            assert made.usage_chunk()["usage"] == whole["usage"]
+            assert all(c["usage"] is None for c in chunks)
+
+
+def test_repeated_events_count_once_and_gaps_are_faults(text: TextModel) -> None:
+    made, (request,) = answer(chat(), text)
+    a, b = text.encode("ab", False)
+    made.take(event(request, [a]))
+    made.take(event(request, [a, b], 0, 0, "length"))
+    assert made.response()["choices"][0]["message"]["content"] == "ab"
+    assert made.completion_tokens == 2
+    made, (request,) = answer(chat(), text)
+    made.take(event(request, [a], 0, 5))
+    assert made.fault is not None
+    assert made.done
+
+
+@pytest.mark.parametrize(
+    ("finish", "code", "status"),
+    [
+        ("numerical_error", "numerical_error", 500),
+        ("error", "engine_error", 500),
+        ("timeout", "request_timeout", None),
+        ("cancelled", "batch_cancelled", None),
+    ],
+)
+def test_a_failed_choice_fails_its_line(text: TextModel, finish: Any, code: str, status: int | None) -> None:
+    made, (request,) = answer(chat(n=2), text)
+    made.take(event(request, [3], 0, 0, "length"))
+    made.take(event(request, [], 1, 0, finish, message="why"))
+    assert made.done
+    assert made.fault is not None
+    out = fault_line("a", "id1", made.fault)
+    if status is None:
+        assert (out["response"], out["error"]) == (None, {"code": code, "message": "why"})
+    else:
+        assert out["response"]["status_code"] == status
+        assert out["response"]["body"]["error"]["code"] == code
+
+
+def test_output_lines_in_the_batch_apis_form() -> None:
+    assert json.loads(to_bytes(answer_line("r-1", "x", {"a": "é\u2028\n"}))) == {
+        "id": "batch_req_x",
+        "custom_id": "r-1",
+        "response": {"status_code": 200, "request_id": "req_x", "body": {"a": "é\u2028\n"}},
+        "error": None,
+    }
+    assert to_bytes(answer_line("r-1", "x", {"a": "\n"})).count(b"\n") == 1
+    refused = refusal_line(None, "x", BadRequest("m", param="p", code="c"), 7)
+    assert refused["response"]["body"]["error"] == {
+        "message": "m", "type": "invalid_request_error", "param": "p", "code": "c", "line": 7,
+    }  # fmt: skip
+
+
+def test_user_stop_ids_show_as_the_reason(text: TextModel) -> None:
+    made, (request,) = answer(chat(stop_token_ids=[2], include_stop_str_in_output=True), text)
+    made.take(event(request, [3], 0, 0, "stop", stop_token=2))
+    choice = made.response()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 2)
+    assert choice["message"]["content"] == text.pieces.show(3) + text.pieces.show(2)
+    assert made.completion_tokens == 2
