@@ -53,7 +53,7 @@ def run_requests(
         follow(built.runner, communicator.plans, progress)
         return None
     engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, progress)
-    tokens = {r.request_id: [[] for _ in range(r.params.n)] for r in requests}
+    tokens: dict[str, list[list[int]]] = {r.request_id: [[] for _ in range(r.params.n)] for r in requests}
     ends: dict[str, list[str]] = {r.request_id: [""] * r.params.n for r in requests}
     try:
         for r in requests:
@@ -81,7 +81,8 @@ def generate(
     per_node: int | None = None,
 ) -> dict[str, list[list[int]]] | None:
     """Greedy unless `params` say otherwise; `comm` are CommOptions' keywords."""
-    communicator = rank.connect(per_node, CommOptions(**comm)) if comm or per_node else rank.communicator
+    own = rank.connect(per_node, CommOptions(**(comm or {}))) if comm or per_node else None
+    communicator = own or rank.communicator
     try:
         d = deployment(folder, rank.size, model, **(engine or {}))
         if comm:
@@ -91,8 +92,8 @@ def generate(
         requests = [request(i, prompt, **(params or {})) for i, prompt in enumerate(prompts)]
         return run_requests(rank, built, communicator, requests)
     finally:
-        if communicator is not rank.communicator:
-            communicator.close()
+        if own is not None:
+            own.close()
 
 
 def forward_all(built: Built, prompts: list[list[int]]) -> torch.Tensor:

@@ -18,6 +18,13 @@ from rank_pool import Rank
 L = 3
 
 
+def all_of(kind: WiringKind) -> tuple[WiringKind, ...]:
+    return (kind,) * L
+
+
+LADDER, STANDARD, PARALLEL = all_of("ladder"), all_of("standard"), all_of("parallel")
+
+
 @dataclass(frozen=True)
 class Stream:
     """A residual as the set of what was added to it."""
@@ -85,7 +92,7 @@ def sees(*parts: str) -> frozenset[str]:
 
 def test_ladder_reads_everything_but_its_predecessor() -> None:
     """A_l sees e + A up to l-1 + M up to l-2, M_l sees e + A up to l-1 + M up to l-1; layer 0 sees e alone twice."""
-    recorder, out = play(*["ladder"] * L)
+    recorder, out = play(*LADDER)
     assert recorder.read == {
         "A0": sees(),
         "M0": sees(),
@@ -99,7 +106,7 @@ def test_ladder_reads_everything_but_its_predecessor() -> None:
 
 def test_ladder_computes_the_next_sub_block_before_it_waits() -> None:
     """Sub-block k + 1 is computed and its all-reduce set off before anyone waits for k's; two travel at most."""
-    recorder, _ = play(*["ladder"] * L)
+    recorder, _ = play(*LADDER)
     order = [f"{block}{layer}" for layer in range(L) for block in "AM"]
     for current, following in pairwise(order):
         waited = recorder.log.index(f"wait {current}")
@@ -110,7 +117,7 @@ def test_ladder_computes_the_next_sub_block_before_it_waits() -> None:
 
 def test_standard_waits_at_once() -> None:
     """Every sub-block reads the complete stream, one all-reduce travels at a time."""
-    recorder, out = play(*["standard"] * L)
+    recorder, out = play(*STANDARD)
     assert recorder.log[:6] == ["compute A0", "start A0", "wait A0", "compute M0", "start M0", "wait M0"]
     assert recorder.read["M1"] == sees("A0", "M0", "A1")
     assert recorder.most == 1
@@ -118,7 +125,7 @@ def test_standard_waits_at_once() -> None:
 
 
 def test_parallel_has_one_all_reduce_a_layer() -> None:
-    recorder, out = play(*["parallel"] * L)
+    recorder, out = play(*PARALLEL)
     assert [line for line in recorder.log if line.startswith("start")] == ["start P0", "start P1", "start P2"]
     assert recorder.read["P2"] == sees("P0", "P1")
     assert out.parts == sees("P0", "P1", "P2")
@@ -143,14 +150,14 @@ def test_hybrid_boundaries() -> None:
 def test_desync_reduces_every_nth_and_at_the_end(every: int, starts: int) -> None:
     """Six sub-blocks: a reduce after every n-th, and one before the norm if the last left the ranks apart."""
     recorder = Recorder()
-    wiring = Wiring(("desync",) * L, every)
+    wiring = Wiring(all_of("desync"), every)
     residual.run(Stream(frozenset("e")), wiring, recorder, recorder, 1)
     assert sum(line.startswith("start") for line in recorder.log) == starts
     assert residual.collectives_per_step(wiring) == starts
 
 
 def test_no_communication_starts_nothing() -> None:
-    recorder, out = play(*["none"] * L)
+    recorder, out = play(*all_of("none"))
     assert not any(line.startswith(("start", "wait")) for line in recorder.log)
     assert len(out.parts) == 1 + 2 * L
 
@@ -158,7 +165,7 @@ def test_no_communication_starts_nothing() -> None:
 def test_two_streams_can_be_interleaved() -> None:
     """`flow` yields after every start, so that two halves of a batch may take turns through the same layers."""
     recorders = Recorder(), Recorder()
-    flows = [residual.flow(Stream(frozenset("e")), Wiring(("standard",) * L), r, r, 1) for r in recorders]
+    flows = [residual.flow(Stream(frozenset("e")), Wiring(STANDARD), r, r, 1) for r in recorders]
     for _ in range(2 * L):
         for flow in flows:
             next(flow)
