@@ -26,7 +26,7 @@ _MAX_FAILED_STARTS = 3
 
 class PromptError(ValueError):
     """This text cannot become a prompt; `code` is for the error object: chat_template_error, prompt_too_costly,
-    context_length_exceeded (`n_tokens` then says how long it is)."""
+    context_length_exceeded (`n_tokens` then says how long it is), invalid_grammar, server_error."""
 
     def __init__(self, message: str, code: str, n_tokens: int | None = None) -> None:
         super().__init__(message)
@@ -41,6 +41,9 @@ class Encoder(Protocol):
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> list[int]:
         """Ids of a chat. Raises PromptError."""
+
+    async def check_grammar(self, spec: str) -> None:
+        """Raises PromptError if a grammar (llguidance's JSON) cannot be used, or the library is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,9 @@ class TextPool:
             },
         }
         return await self._ask(payload, sum(len(str(m.get("content", ""))) for m in messages))
+
+    async def check_grammar(self, spec: str) -> None:
+        await self._ask({"grammar": spec}, len(spec))
 
     async def _ask(self, payload: dict[str, Any], size: int) -> list[int]:
         if self._closed or not self._tasks or all(task.done() for task in self._tasks):

@@ -41,14 +41,21 @@ def frame(value: Any) -> bytes:
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """{"ids"}, {"long": how many there are} or {"error", "code"} for one item of the pool."""
+    """{"ids"} (none for a grammar that can be used), {"long": how many there are} or {"error", "code"} for one item."""
     try:
-        if "messages" in item:
+        if "grammar" in item:
+            from .grammar import validate  # numpy and llguidance: only where someone asks for structured output
+
+            validate(item["grammar"])
+            ids: list[int] = []
+        elif "messages" in item:
             ids = model.encode_chat(item["messages"], ChatOptions(**item["options"]))
         else:
             ids = model.encode(item["text"], item["add_special_tokens"])
     except TemplateError as error:
         return {"error": str(error), "code": "chat_template_error"}
+    except ValueError as error:
+        return {"error": str(error), "code": "invalid_grammar"}
     except MemoryError:
         return {"error": "the prompt needs more memory than a text worker may have", "code": "prompt_too_costly"}
     return {"ids": ids} if len(ids) <= max_ids else {"long": len(ids)}

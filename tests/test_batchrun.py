@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fake_job import FakeJob
+from laddertron.engine import grammar
 from laddertron.engine.batchfiles import LineFile, RunFileError, RunFiles, open_run
 from laddertron.engine.batchrun import RunOptions, run_batch
 from laddertron.engine.jobgroup import JobGroup
@@ -43,6 +44,9 @@ class Direct(Encoder):
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> list[int]:
         await asyncio.sleep(0)
         return self.model.encode_chat(messages, options)
+
+    async def check_grammar(self, spec: str) -> None:
+        grammar.validate(spec)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,14 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from laddertron.engine import grammar
 from laddertron.engine.chat import ChatTemplate, TemplateError
 from laddertron.engine.detokenise import OutputText, Pieces
 from laddertron.engine.text import ChatOptions, TextError, TextModel
@@ -336,6 +339,24 @@ def test_a_ten_megabyte_prompt_costs_its_request_not_the_pool(tmp_path: Path) ->
     asyncio.run(go())
 
 
+def test_grammars_are_checked_where_they_may_cost_a_process(tmp_path: Path) -> None:
+    """A good one passes, a bad one says why; without the library every one is refused with the mend."""
+    write_folder(tmp_path)
+
+    async def go() -> str:
+        async with TextPool(tmp_path, PoolLimits(workers=1)) as pool:
+            if grammar.available:
+                await pool.check_grammar('{"grammars": [{"json_schema": {"type": "object"}}]}')
+            with pytest.raises(PromptError) as caught:
+                await pool.check_grammar('{"grammars": [{"lark_grammar": "start: /(/"}]}')
+            assert caught.value.code == "invalid_grammar"
+            assert len(await pool.encode("x")) == 2
+            return str(caught.value)
+
+    said = asyncio.run(go())
+    assert ("cannot be used" if grammar.available else "laddertron[grammar]") in said
+
+
 def test_a_pool_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def go(limits: PoolLimits) -> None:
         async with TextPool(tmp_path, limits):
@@ -356,3 +377,15 @@ def children() -> list[int]:
     for task in Path("/proc/self/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
     return [pid for pid in found if b"text_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_nothing_at_the_door_loads_torch() -> None:
+    """Door, text and run command come up without torch, transformers or MPI."""
+    modules = "engine.batchrun engine.jobgroup engine.text_worker engine.daemon.answers launchers.commands.run"
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules.split()!r}: importlib.import_module('laddertron.' + name)\n"
+        "print(sorted({'torch', 'transformers', 'mpi4py'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -33,9 +33,13 @@ def check_model(body: Body, served: str) -> None:
 
 
 async def encode_prompts(body: Body, text: Encoder) -> list[tuple[int, ...]]:
-    """The ids of each of the body's prompts, in order. Raises BadRequest."""
+    """The ids of each of the body's prompts, in order; its grammar is checked as well. Raises BadRequest."""
     out: list[tuple[int, ...]] = []
+    param = "messages" if body.endpoint == CHAT else "prompt"
     try:
+        if body.grammar is not None:
+            # here, where it may cost its process: a grammar that cannot be used must not reach the ranks
+            await text.check_grammar(body.grammar)
         if body.endpoint == CHAT:
             options = ChatOptions(
                 body.add_generation_prompt,
@@ -53,7 +57,7 @@ async def encode_prompts(body: Body, text: Encoder) -> list[tuple[int, ...]]:
         server = error.code == "server_error"
         raise BadRequest(
             str(error),
-            param="messages" if body.endpoint == CHAT else "prompt",
+            param="response_format" if error.code == "invalid_grammar" else param,
             code=error.code,
             kind="server_error" if server else "invalid_request_error",
             status=500 if server else 400,
