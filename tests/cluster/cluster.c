@@ -1,0 +1,378 @@
+/* Several nodes on one machine: network, UTS, IPC and mount namespaces around TAP devices, and the switch between them.
+
+   cluster SCRATCH NODES MTU: prints "ready PID", the outside pid of the nodes' init, then switches until stdin ends or
+   its parent does. All of it lives in one PID namespace whose init is the switch: when it goes, however it goes, the
+   kernel kills every process on every node, and namespaces, devices and mounts go with the last of them.
+   Commands arrive on the SEQPACKET socket SCRATCH/control; see `command`. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/ethtool.h>
+#include <linux/if_tun.h>
+#include <linux/sockios.h>
+#include <net/if.h>
+#include <net/if_arp.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { MOST = 16, GUESTS = 8, FRAME = 16384, QUEUE = 1 << 16, BURST = 64 };
+#define NET 0x0ad50000u /* 10.213.0.0/24: node i is 10.213.0.(i + 1) */
+
+static int nodes, mtu, control;
+static const char *scratch;
+
+static void die(const char *what) {
+    fprintf(stderr, "cluster: %s: %s\n", what, strerror(errno));
+    exit(1);
+}
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+static void write_text(const char *path, const char *text, int must) {
+    int f = open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+    if ((f < 0 || write(f, text, strlen(text)) < 0) && must) die(path);
+    if (f >= 0) close(f);
+}
+
+/* ---- one node ---- */
+
+static void ask(int s, unsigned long request, void *argument, const char *what) {
+    if (ioctl(s, request, argument) < 0) die(what);
+}
+
+static void address(struct sockaddr *to, uint32_t host_order) {
+    struct sockaddr_in in = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(host_order)};
+    memcpy(to, &in, sizeof in);
+}
+
+static void hardware(struct sockaddr *to, int node) {
+    const uint8_t mac[6] = {2, 0, 0, 0, 0, (uint8_t)node};
+    to->sa_family = ARPHRD_ETHER;
+    memcpy(to->sa_data, mac, 6);
+}
+
+static void raise_interface(int s, const char *name) {
+    struct ifreq r = {0};
+    strcpy(r.ifr_name, name);
+    r.ifr_flags = IFF_UP | IFF_RUNNING;
+    ask(s, SIOCSIFFLAGS, &r, name);
+}
+
+/* Inside the node's namespaces: its devices; returns the TAP's fd. */
+static int furnish_network(int node) {
+    write_text("/proc/sys/net/ipv6/conf/all/disable_ipv6", "1", 0);
+    /* As on any tuned cluster; otherwise the window falls back while a prompt is read or a model loads. */
+    write_text("/proc/sys/net/ipv4/tcp_slow_start_after_idle", "0", 0);
+    int tap = open("/dev/net/tun", O_RDWR | O_NONBLOCK | O_CLOEXEC);
+    if (tap < 0) die("/dev/net/tun");
+    struct ifreq r = {0};
+    strcpy(r.ifr_name, "eth0");
+    r.ifr_flags = IFF_TAP | IFF_NO_PI;
+    ask(tap, TUNSETIFF, &r, "TUNSETIFF");
+    int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    hardware(&r.ifr_hwaddr, node);
+    ask(s, SIOCSIFHWADDR, &r, "hardware address");
+    r.ifr_mtu = mtu;
+    ask(s, SIOCSIFMTU, &r, "mtu");
+    address(&r.ifr_addr, NET + node + 1);
+    ask(s, SIOCSIFADDR, &r, "address");
+    address(&r.ifr_netmask, 0xffffff00u);
+    ask(s, SIOCSIFNETMASK, &r, "netmask");
+    /* A TAP calls itself 10 Mbit/s, and whoever plans by it would believe that. */
+    struct ethtool_cmd e = {.cmd = ETHTOOL_SSET, .duplex = DUPLEX_FULL};
+    ethtool_cmd_speed_set(&e, 10000);
+    r.ifr_data = (void *)&e;
+    (void)ioctl(s, SIOCETHTOOL, &r);
+    raise_interface(s, "eth0");
+    raise_interface(s, "lo");
+    for (int other = 0; other < nodes; other++) { /* nobody asks who has which address: the link carries payload only */
+        struct arpreq a = {.arp_flags = ATF_PERM | ATF_COM};
+        if (other == node) continue;
+        address(&a.arp_pa, NET + other + 1);
+        hardware(&a.arp_ha, other);
+        strcpy(a.arp_dev, "eth0");
+        ask(s, SIOCSARP, &a, "neighbour");
+    }
+    close(s);
+    return tap;
+}
+
+static void furnish_mounts(void) {
+    char hosts[4096];
+    snprintf(hosts, sizeof hosts, "%s/hosts", scratch);
+    if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0) die("private mounts");
+    if (mount("shm", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=1g") < 0) die("/dev/shm");
+    if (mount("sysfs", "/sys", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0) die("/sys");
+    if (mount(hosts, "/etc/hosts", NULL, MS_BIND, NULL) < 0) die("/etc/hosts");
+}
+
+static void send_fd(int s, int fd) {
+    char byte = 0, space[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec v = {&byte, 1};
+    struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
+    struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+    c->cmsg_level = SOL_SOCKET, c->cmsg_type = SCM_RIGHTS, c->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(c), &fd, sizeof fd);
+    if (sendmsg(s, &m, 0) != 1) die("passing a device on");
+}
+
+static int take_fd(int s) {
+    char byte, space[CMSG_SPACE(sizeof(int))];
+    struct iovec v = {&byte, 1};
+    struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
+    int fd;
+    if (recvmsg(s, &m, MSG_CMSG_CLOEXEC) != 1 || CMSG_FIRSTHDR(&m) == NULL) {
+        errno = EPIPE;
+        die("a node did not come up");
+    }
+    memcpy(&fd, CMSG_DATA(CMSG_FIRSTHDR(&m)), sizeof fd);
+    return fd;
+}
+
+/* Forks the process that keeps a node's namespaces; returns the node's TAP. */
+static int make_node(int node) {
+    int pair[2];
+    char path[4096], text[32];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) < 0) die("socketpair");
+    pid_t pid = fork();
+    if (pid < 0) die("fork");
+    if (pid == 0) {
+        if (unshare(CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWNS) < 0) die("unshare");
+        snprintf(text, sizeof text, "n%d", node);
+        if (sethostname(text, strlen(text)) < 0) die("hostname");
+        furnish_mounts();
+        send_fd(pair[1], furnish_network(node));
+        for (int fd = 0; fd < 64; fd++) close(fd); /* its TAP is the switch's alone, or the device would outlive it */
+        for (;;) pause();
+    }
+    close(pair[1]);
+    int tap = take_fd(pair[0]);
+    close(pair[0]);
+    snprintf(path, sizeof path, "%s/n%d.pid", scratch, node);
+    snprintf(text, sizeof text, "%d\n", pid);
+    write_text(path, text, 1);
+    return tap;
+}
+
+/* ---- the switch ---- */
+
+typedef struct {
+    int64_t due;
+    uint64_t order;
+    uint16_t to, size;
+    uint8_t *bytes;
+} Frame;
+
+static Frame heap[QUEUE];
+static int queued;
+static uint64_t order, frames, dropped, carried[MOST][MOST];
+static int taps[MOST], cut[MOST][MOST];
+static int64_t delay_ns, sender_free[MOST], receiver_free[MOST];
+static double ns_per_byte;
+static uint32_t loss_ppm;
+static uint64_t dice = 1;
+
+static int before(const Frame *a, const Frame *b) {
+    return a->due < b->due || (a->due == b->due && a->order < b->order);
+}
+
+static void push(Frame f) {
+    int at = queued++;
+    for (; at && before(&f, &heap[(at - 1) / 2]); at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
+    heap[at] = f;
+}
+
+static Frame pop(void) {
+    Frame first = heap[0], last = heap[--queued];
+    int at = 0;
+    for (int child; (child = 2 * at + 1) < queued; at = child) {
+        if (child + 1 < queued && before(&heap[child + 1], &heap[child])) child++;
+        if (!before(&heap[child], &last)) break;
+        heap[at] = heap[child];
+    }
+    heap[at] = last;
+    return first;
+}
+
+static int lost(void) {
+    dice ^= dice << 13, dice ^= dice >> 7, dice ^= dice << 17; /* xorshift: the same frames are lost in every run */
+    return loss_ppm && dice % 1000000 < loss_ppm;
+}
+
+/* A frame leaves its sender when the one before has, travels, and enters its receiver when the one before has: cut
+   through, so that an idle link costs its serialisation once. */
+static void enqueue(int from, int to, const uint8_t *bytes, int size, int64_t now) {
+    int64_t wire = (int64_t)(size * ns_per_byte);
+    sender_free[from] = (sender_free[from] > now ? sender_free[from] : now) + wire;
+    if (cut[from][to] || lost() || queued == QUEUE) {
+        dropped++;
+        return;
+    }
+    int64_t due = sender_free[from] + delay_ns;
+    if (due < receiver_free[to] + wire) due = receiver_free[to] + wire;
+    if (wire) receiver_free[to] = due;
+    frames++;
+    carried[from][to] += size;
+    Frame f = {due, order++, (uint16_t)to, (uint16_t)size, malloc(size)};
+    if (f.bytes == NULL) die("memory");
+    memcpy(f.bytes, bytes, size);
+    push(f);
+}
+
+static void take_from(int port, int64_t now) {
+    uint8_t bytes[FRAME];
+    for (int i = 0; i < BURST; i++) {
+        ssize_t size = read(taps[port], bytes, sizeof bytes);
+        if (size < 14) return;
+        for (int to = 0; to < nodes; to++)
+            if (to != port && ((bytes[0] & 1) || bytes[5] == to)) enqueue(port, to, bytes, (int)size, now);
+    }
+}
+
+static void deliver(int64_t now) {
+    while (queued && heap[0].due <= now) {
+        Frame f = pop();
+        if (write(taps[f.to], f.bytes, f.size) < 0) dropped++;
+        free(f.bytes);
+    }
+}
+
+/* `link DELAY_NS BYTES_PER_S LOSS_PPM` (0: no limit), `cut A B`, `mend A B` (both ways), `stats`:
+   `ok CPU_NS FRAMES DROPPED` and the bytes carried from each node to each. */
+static void command(int guest, char *text) {
+    char answer[8192] = "ok";
+    long long delay;
+    double rate;
+    unsigned loss;
+    int a, b;
+    if (sscanf(text, "link %lld %lf %u", &delay, &rate, &loss) == 3 && delay >= 0 && rate >= 0) {
+        delay_ns = delay, ns_per_byte = rate > 0 ? 1e9 / rate : 0, loss_ppm = loss, dice = 88172645463325252u;
+    } else if ((sscanf(text, "cut %d %d", &a, &b) == 2 || sscanf(text, "mend %d %d", &a, &b) == 2) && a >= 0 && b >= 0 &&
+               a < nodes && b < nodes) {
+        cut[a][b] = cut[b][a] = text[0] == 'c';
+    } else if (strcmp(text, "stats") == 0) {
+        struct rusage u;
+        getrusage(RUSAGE_SELF, &u);
+        int at = sprintf(answer, "ok %lld %llu %llu",
+                         (u.ru_utime.tv_sec + u.ru_stime.tv_sec) * 1000000000LL +
+                             (u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1000LL,
+                         (unsigned long long)frames, (unsigned long long)dropped);
+        for (int i = 0; i < nodes * nodes; i++)
+            at += sprintf(answer + at, " %llu", (unsigned long long)carried[i / nodes][i % nodes]);
+    } else {
+        strcpy(answer, "error: no such command");
+    }
+    (void)!send(guest, answer, strlen(answer), MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+static int64_t next_event(int64_t now) {
+    int64_t next = queued ? heap[0].due : now + 1000000000LL;
+    for (int i = 0; i < nodes; i++)
+        if (sender_free[i] > now + 500000 && sender_free[i] - 500000 < next) next = sender_free[i] - 500000;
+    return next > now ? next - now : 0;
+}
+
+static void run_switch(void) {
+    struct pollfd polled[MOST + GUESTS + 2];
+    int guests[GUESTS], count = 0;
+    char text[256];
+    for (;;) {
+        int64_t now = now_ns();
+        for (int i = 0; i < nodes; i++) /* a sender that is half a millisecond ahead of its link waits, as for a NIC */
+            polled[i] = (struct pollfd){sender_free[i] > now + 500000 ? -1 : taps[i], POLLIN, 0};
+        polled[nodes] = (struct pollfd){0, POLLIN, 0};
+        polled[nodes + 1] = (struct pollfd){control, POLLIN, 0};
+        for (int g = 0; g < count; g++) polled[nodes + 2 + g] = (struct pollfd){guests[g], POLLIN, 0};
+        int64_t wait = next_event(now);
+        struct timespec t = {wait / 1000000000, wait % 1000000000};
+        if (ppoll(polled, nodes + 2 + count, &t, NULL) < 0 && errno != EINTR) die("ppoll");
+        while (waitpid(-1, NULL, WNOHANG) > 0) {} /* init inherits every orphan */
+        now = now_ns();
+        for (int i = 0; i < nodes; i++)
+            if (polled[i].revents & POLLIN) take_from(i, now);
+        deliver(now_ns());
+        if (polled[nodes].revents && read(0, text, sizeof text) <= 0) exit(0);
+        for (int g = count; g-- > 0;) {
+            if (!polled[nodes + 2 + g].revents) continue;
+            ssize_t size = recv(guests[g], text, sizeof text - 1, MSG_DONTWAIT);
+            if (size > 0) {
+                text[size] = 0;
+                command(guests[g], text);
+            } else if (size == 0 || errno != EAGAIN) {
+                close(guests[g]);
+                guests[g] = guests[--count];
+            }
+        }
+        if (polled[nodes + 1].revents & POLLIN) {
+            int guest = accept4(control, NULL, NULL, SOCK_CLOEXEC);
+            if (guest >= 0 && count < GUESTS) guests[count++] = guest;
+            else if (guest >= 0) close(guest);
+        }
+    }
+}
+
+static void listen_for_commands(void) {
+    struct sockaddr_un at = {.sun_family = AF_UNIX};
+    snprintf(at.sun_path, sizeof at.sun_path, "%s/control", scratch);
+    control = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (control < 0 || bind(control, (void *)&at, sizeof at) < 0 || listen(control, GUESTS) < 0) die("control socket");
+}
+
+static void be_init(int ready) {
+    if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0) die("private mounts");
+    if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0) die("/proc");
+    for (int i = 0; i < nodes; i++) taps[i] = make_node(i);
+    listen_for_commands();
+    /* A real switch shares no core with the ranks: what it costs here is paid at once, and told by `stats`. */
+    struct sched_param priority = {.sched_priority = 10};
+    if (sched_setscheduler(0, SCHED_FIFO, &priority) < 0 && setpriority(PRIO_PROCESS, 0, -20) < 0)
+        fprintf(stderr, "cluster: the switch has no priority: delays will be longer on a busy machine\n");
+    if (write(ready, "r", 1) != 1) die("start");
+    run_switch();
+}
+
+int main(int argc, char **argv) {
+    int gate[2], status;
+    char byte;
+    if (argc != 4 || (nodes = atoi(argv[2])) < 1 || nodes > MOST || (mtu = atoi(argv[3])) < 576 || mtu > 16000) {
+        fprintf(stderr, "usage: cluster SCRATCH NODES(1..%d) MTU(576..16000)\n", MOST);
+        return 2;
+    }
+    scratch = argv[1];
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_TIMERSLACK, 1);
+    if (pipe2(gate, O_CLOEXEC) < 0 || unshare(CLONE_NEWPID | CLONE_NEWNS) < 0) die("unshare");
+    pid_t init = fork();
+    if (init < 0) die("fork");
+    if (init == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        close(gate[0]);
+        be_init(gate[1]);
+    }
+    close(gate[1]);
+    close(0);
+    if (read(gate[0], &byte, 1) != 1) return 1; /* init has said why */
+    printf("ready %d\n", init);
+    fflush(stdout);
+    waitpid(init, &status, 0);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}
