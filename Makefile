@@ -38,3 +38,14 @@ types:
 unit:
 	@echo "== tests"
 	@$(VENV)/bin/pytest tests -m "not slow"
+
+wheel: env ## Build a wheel into dist/ and see that it installs and starts
+	@rm -rf dist build/wheel-check
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+	@$(PY) -m venv build/wheel-check
+	@build/wheel-check/bin/python -m pip install --quiet --no-deps dist/laddertron-*.whl click PyYAML rich pygments markdown-it-py mdurl
+	@cd / && $(CURDIR)/build/wheel-check/bin/laddertron --version
+	@ls -l dist
+
+clean: ## Remove what was made, .venv included
+	rm -rf .venv build dist *.egg-info */_*.so
