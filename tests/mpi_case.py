@@ -1,5 +1,5 @@
 """What test_collectives.py starts under mpirun: the MPI bootstrap, and each backend over it. Prints a JSON line a rank.
-Not a test module; takes a backend and a number of ranks a node.
+Not a test module; takes backends (comma-separated) and a number of ranks a node.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from laddertron.topology.groups import BackendName, CommOptions, connect
 from laddertron.topology.layout import GroupLayout
 
 
-def main(backend: BackendName, per_node: int) -> None:
-    torch.set_num_threads(1)
+def main(backend: BackendName, per_node: int, bootstrap: MpiBootstrap) -> None:
     began = time.monotonic()
-    bootstrap = MpiBootstrap()
     size = bootstrap.size
     layout = GroupLayout(tuple(tuple(range(at, at + per_node)) for at in range(0, size, per_node)))
     options = CommOptions(backend=backend, process_groups=backend == "gloo", timeout_s=20)
@@ -51,4 +49,7 @@ def main(backend: BackendName, per_node: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))  # type: ignore[arg-type]
+    torch.set_num_threads(1)
+    ranks = MpiBootstrap()
+    for name in sys.argv[1].split(","):
+        main(name, int(sys.argv[2]), ranks)  # type: ignore[arg-type]

@@ -27,6 +27,20 @@ if TYPE_CHECKING:
     from laddertron.topology.groups import CommOptions, Communicator
 
 _LENGTH = struct.Struct("<I")
+_WARM = (
+    "torch",
+    "pytest",
+    "einops",
+    "megatron.core.hyper_comm_grid",
+    "megatron.core.process_groups_config",
+    "megatron.core.tensor_parallel",
+    "megatron.core.transformer.transformer_config",
+    "laddertron.topology.groups",
+    "laddertron.topology.transport",
+    "laddertron.models.llama",
+    "laddertron.engine.build",
+)
+"""Imported once by the server: what is missing here, every rank of every set imports for itself."""
 
 
 class RankError(AssertionError):
@@ -173,12 +187,11 @@ def _receive(line: socket.socket) -> Any:
 
 def _serve(line: socket.socket) -> None:
     """Forks sets of ranks on demand; ends with the line, and every rank with it."""
+    for module in _WARM:
+        import_module(module)
     import torch
 
     torch.set_num_threads(1)
-    import laddertron.topology.groups  # noqa: F401
-    import pytest  # noqa: F401 (the cases' modules import it)
-
     sets: dict[int, list[int]] = {}
     while head := line.recv(_LENGTH.size):
         size = _LENGTH.unpack(head)[0]

