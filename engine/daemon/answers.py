@@ -95,6 +95,11 @@ class Answer:
         return self._open == 0 or self.fault is not None
 
     @property
+    def finish(self) -> str | None:
+        """How the first choice ended, or which fault ended all."""
+        return self.fault.code if self.fault is not None else self._choices[0].finish
+
+    @property
     def completion_tokens(self) -> int:
         return sum(choice.tokens for choice in self._choices)
 

@@ -7,7 +7,7 @@ out as a Line with its error. What a good one becomes stands in requests.py.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -46,15 +46,18 @@ class LineRules:
     max_lines: int | None = None
 
 
-def read_lines(file: BinaryIO, rules: LineRules = LineRules()) -> Iterator[Line]:
+def read_lines(file: BinaryIO, rules: LineRules = LineRules(), skip: Container[int] = ()) -> Iterator[Line]:
     """Every line that is not blank, in order; a repeated custom_id is the later line's error. Memory: one line, and
-    16 bytes a custom_id. A line beyond `max_lines` comes out as an error, and is the last."""
+    16 bytes a custom_id. A line beyond `max_lines` comes out as an error, and is the last. Lines whose numbers are in
+    `skip` are passed over unread."""
     seen: set[bytes] = set()
     for number, offset, length, raw in _raw_lines(file, rules.max_line_bytes):
         if rules.max_lines is not None and number > rules.max_lines:
             message = f"line {number}: at most {rules.max_lines} lines a file"
             yield Line(number, offset, length, error=BadRequest(message, code="too_many_lines"))
             return
+        if number in skip:
+            continue
         if raw is None:
             message = f"line {number} has {length} bytes: at most {rules.max_line_bytes} are allowed"
             yield Line(number, offset, length, error=BadRequest(message, code="line_too_long"))

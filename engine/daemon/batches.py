@@ -1,0 +1,347 @@
+"""The life of every batch: checked whole, computed, its files made; cancelled, expired, failed, deleted in time.
+
+What a batch is stands in the store alone: a daemon that starts takes every open one up where its status says. Knows no
+HTTP; computing one is batch_feed.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..text import TextModel
+from ..text_pool import Encoder
+from . import records
+from .batch_feed import BatchFeed, BatchSettings, Gate, rules_of
+from .dispatch import Dispatcher
+from .intake import FileCheck, Line, check_file
+from .outputs import make_outputs
+from .records import BatchRow, FileRow, Status
+from .requests import check_model
+from .rules import BadRequest
+from .store import Store, StoreUnavailable
+from .store_schema import Rows
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 16  # batches that feed the engine side by side; the others wait in the order of their creation
+_MAX_ERRORS = 100
+_CLEANING_SECONDS = 600.0
+_OUTCOMES: dict[str, tuple[str, str]] = {
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request ran"),
+    "expired": ("batch_expired", "the batch's completion window was over before this request ran"),
+    "failed": ("batch_failed", "the engine failed before this request ran"),
+}
+
+
+class Batches:
+    """`create`, `cancel` and `remove_file` for the doors; `start` and `close` for the daemon."""
+
+    def __init__(
+        self,
+        store: Store,
+        dispatcher: Dispatcher,
+        text: TextModel,
+        encoder: Encoder,
+        settings: BatchSettings,
+        retention: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._dispatcher, self._text, self._encoder = store, dispatcher, text, encoder
+        self._settings, self._retention, self._clock = settings, retention, clock
+        self.gate = Gate()
+        self.gate.set("")
+        self._stops: dict[str, asyncio.Future[str]] = {}
+        self._feeds: dict[str, BatchFeed] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._checking = asyncio.Semaphore(1)
+        self._feeding = asyncio.Semaphore(_AT_ONCE)
+        self._over: str | None = None
+
+    async def start(self) -> None:
+        """Takes up every open batch."""
+        for batch in await self._store.read(records.open_batches):
+            self._take_up(batch)
+        self._spawn(self._clean_for_ever())
+
+    async def close(self) -> None:
+        """Leaves every batch as it stands; results that were computed are stored first."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def engine_over(self, reason: str) -> None:
+        """Nothing will run any more: batches whose lines were in the engine when it died fail, the others wait for
+        another daemon."""
+        self._over = reason
+        for batch_id, feed in self._feeds.items():
+            if feed.lost_some:
+                self._stop(batch_id, "failed")
+
+    async def settled(self) -> None:
+        """After `engine_over`: until those that failed have their files."""
+        while any(stop.done() for stop in self._stops.values()):
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED, timeout=0.5)
+
+    # for the doors
+
+    async def create(self, batch: BatchRow, repeat_key: str | None, digest: str) -> BatchRow | None:
+        """The batch, stored; or the one that the same idempotency key made; None where the key stands for another
+        body. Raises StoreUnavailable."""
+        found = await self._store.write(lambda rows: records.add_batch(rows, batch, repeat_key, digest))
+        if found is not None and found.id == batch.id:
+            self._take_up(found)
+        return found
+
+    async def cancel(self, batch_id: str) -> BatchRow:
+        """Unchanged if it has ended. Raises StoreUnavailable."""
+        now = int(self._clock())
+        open_ones: tuple[Status, ...] = ("validating", "in_progress")
+        batch = await self._store.write(
+            lambda rows: records.change_batch(rows, batch_id, open_ones, status="cancelling", cancelling_at=now)
+        )
+        if batch.status == "cancelling":
+            self._stop(batch_id, "cancelled")
+        return batch
+
+    async def add_file(self, file: FileRow) -> None:
+        """A file whose bytes are in place. Raises StoreUnavailable or OSError."""
+        if self._store.export is not None:
+            export, path = self._store.export, self._store.path_of(file.id)
+            await self._store.in_thread(lambda: export.keep(path, file.id))
+        await self._store.write(lambda rows: records.add_file(rows, file))
+
+    async def remove_file(self, file: FileRow) -> None:
+        """Raises StoreUnavailable."""
+        await self._store.write(lambda rows: records.drop_file(rows, file))
+        self._unlink(file.id)
+
+    async def content(self, file: FileRow) -> Path:
+        """Where its bytes are; an output file that is gone is made again. Raises StoreUnavailable or OSError."""
+        path = self._store.path_of(file.id)
+        if not path.exists() and file.batch_id is not None:
+            batch_id = file.batch_id
+            batch = await self._store.read(lambda db: records.get_batch(db, batch_id))
+            if batch is not None:
+                await make_outputs(self._store, batch)
+        return path
+
+    # a batch's life
+
+    def _take_up(self, batch: BatchRow) -> None:
+        self._stops[batch.id] = asyncio.get_running_loop().create_future()
+        self._spawn(self._live(batch))
+
+    def _spawn(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _stop(self, batch_id: str, why: str) -> None:
+        stop = self._stops.get(batch_id)
+        if stop is not None and not stop.done():
+            stop.set_result(why)
+
+    async def _live(self, batch: BatchRow) -> None:
+        """From any status to its end. What fails for want of a disk is tried again when there is one."""
+        said = {"event": "batch", "batch": batch.id}
+        try:
+            while not batch.ended:
+                try:
+                    batch = await self._step(batch)
+                    log.info("batch %s is %s", batch.id, batch.status, extra=said)
+                except FileNotFoundError as error:
+                    batch = await self._without_input(batch, error)
+                except (StoreUnavailable, OSError) as error:
+                    if self._store.fenced:
+                        return
+                    log.error("batch %s waits: %s", batch.id, error, extra=said)
+                    await asyncio.sleep(1.0)
+                    await self._store.usable()
+                    batch = await self._reread(batch)
+        except KeyError:
+            log.warning("batch %s is gone", batch.id, extra=said)
+        except Exception:
+            log.exception("batch %s stopped: restart the daemon to take it up again", batch.id, extra=said)
+        finally:
+            self._stops.pop(batch.id, None)
+
+    async def _without_input(self, batch: BatchRow, error: OSError) -> BatchRow:
+        """Whatever its status was: nothing more can be done."""
+        said = {"code": "input_file_missing", "message": f"the input file is gone: {error.strerror}"}
+        errors = [{**said, "param": None, "line": None}]
+        return await self._change(batch, batch.status, status="failed", failed_at=int(self._clock()), errors=errors)
+
+    async def _reread(self, batch: BatchRow) -> BatchRow:
+        found = await self._store.read(lambda db: records.get_batch(db, batch.id))
+        if found is None:
+            raise KeyError(batch.id)
+        return found
+
+    async def _step(self, batch: BatchRow) -> BatchRow:
+        match batch.status:
+            case "validating":
+                return await self._check(batch)
+            case "in_progress":
+                return await self._compute(batch)
+            case "cancelling":
+                return await self._wind_up(batch, self._feed(batch), "cancelled")
+            case _:
+                return await self._finalise(batch)
+
+    async def _check(self, batch: BatchRow) -> BatchRow:
+        async with self._checking:
+            path = self._store.path_of(batch.input_file_id)
+            check, strangers = await self._store.in_thread(lambda: self._check_file(batch, path))
+        now = int(self._clock())
+        faults = sorted([*check.errors, *strangers], key=lambda fault: fault[0])[:_MAX_ERRORS]
+        if faults:
+            errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in faults]
+            return await self._change(batch, "validating", status="failed", failed_at=now, errors=errors)
+        return await self._change(batch, "validating", status="in_progress", in_progress_at=now, total=check.lines)
+
+    def _check_file(self, batch: BatchRow, path: Path) -> tuple[FileCheck, list[tuple[int, BadRequest]]]:
+        strangers: list[tuple[int, BadRequest]] = []
+
+        def each(line: Line) -> None:
+            assert line.body is not None
+            if len(strangers) < _MAX_ERRORS and line.body.model != self._settings.served_model_name:
+                try:
+                    check_model(line.body, self._settings.served_model_name)
+                except BadRequest as bad:
+                    said = f"line {line.number}: {bad.message}"
+                    strangers.append((line.number, BadRequest(said, param=bad.param, code=bad.code)))
+
+        with path.open("rb") as file:
+            return check_file(file, rules_of(batch, self._settings), _MAX_ERRORS, each), strangers
+
+    async def _change(self, batch: BatchRow, only_if: Status, **values: Any) -> BatchRow:
+        """The batch as it is then, also where it was cancelled meanwhile."""
+        return await self._store.write(lambda rows: records.change_batch(rows, batch.id, (only_if,), **values))
+
+    def _feed(self, batch: BatchRow) -> BatchFeed:
+        return BatchFeed(batch, self._store, self._dispatcher, self._text, self._encoder, self._settings, self.gate)
+
+    async def _compute(self, batch: BatchRow) -> BatchRow:
+        stop = self._stops[batch.id]
+        feed = self._feed(batch)
+        left = max(0.0, batch.expires_at - self._clock())
+        timer = asyncio.get_running_loop().call_later(left, self._stop, batch.id, "expired")
+        work = asyncio.create_task(self._run(batch.id, feed))
+        try:
+            both: set[asyncio.Future[Any]] = {work, stop}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not stop.done():
+                await work
+                return await self._wind_up(batch, feed, "completed")
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await feed.stop()
+            return await self._wind_up(batch, feed, stop.result())
+        finally:
+            timer.cancel()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            with contextlib.suppress(StoreUnavailable):
+                await feed.stop()
+
+    async def _run(self, batch_id: str, feed: BatchFeed) -> None:
+        async with self._feeding:
+            self._feeds[batch_id] = feed
+            try:
+                await feed.run()
+            finally:
+                self._feeds.pop(batch_id, None)
+
+    async def _wind_up(self, batch: BatchRow, feed: BatchFeed, outcome: str) -> BatchRow:
+        """Every line has its result after this; the files get their names."""
+        now = int(self._clock())
+        values: dict[str, Any] = {}
+        if outcome in _OUTCOMES:
+            await feed.finish_rest(*_OUTCOMES[outcome])
+        if outcome == "expired":
+            values["expired_at"] = now
+        if outcome == "failed":
+            values["errors"] = [{"code": "engine_failed", "message": self._over, "param": None, "line": None}]
+
+        def work(rows: Rows) -> BatchRow:
+            found = records.get_batch(rows.db, batch.id)
+            if found is None:
+                raise KeyError(batch.id)
+            names: dict[str, Any] = {
+                "output_file_id": found.output_file_id or (records.new_id("file-") if found.completed else None),
+                "error_file_id": found.error_file_id or (records.new_id("file-") if found.failed else None),
+            }
+            return records.change_batch(rows, batch.id, status="finalizing", finalizing_at=now, **names, **values)
+
+        return await self._store.write(work)
+
+    async def _finalise(self, batch: BatchRow) -> BatchRow:
+        sizes = await make_outputs(self._store, batch)
+        now = int(self._clock())
+        status: Status = "completed"
+        if batch.errors:
+            status = "failed"
+        elif batch.cancelling_at is not None:
+            status = "cancelled"
+        elif batch.expired_at is not None:
+            status = "expired"
+
+        def work(rows: Rows) -> BatchRow:
+            for file_id, size in sizes.items():
+                kind = "output" if file_id == batch.output_file_id else "error"
+                name = f"{batch.id}_{kind}.jsonl"
+                records.add_file(rows, FileRow(file_id, batch.owner, "batch_output", name, size, now, batch.id))
+            stamp: dict[str, Any] = {f"{status}_at": now}
+            return records.change_batch(rows, batch.id, ("finalizing",), status=status, **stamp)
+
+        return await self._store.write(work)
+
+    # deletion in time
+
+    async def _clean_for_ever(self) -> None:
+        while self._retention is not None:
+            try:
+                await self.clean()
+            except (StoreUnavailable, OSError) as error:
+                log.warning("nothing was cleaned: %s", error, extra={"event": "retention"})
+            await asyncio.sleep(_CLEANING_SECONDS)
+
+    async def clean(self) -> int:
+        """Deletes what is older than the retention; how many files and batches."""
+        if self._retention is None:
+            return 0
+        before, count = int(self._clock() - self._retention), 0
+        while batches := await self._store.read(lambda db: records.old_batches(db, before)):
+            for batch in batches:
+                gone = await self._store.write(lambda rows, batch=batch: records.drop_batch(rows, batch))  # type: ignore[misc]
+                for name in gone:
+                    self._unlink(name)
+            count += len(batches)
+        while files := await self._store.read(lambda db: records.old_files(db, before)):
+            for file in files:
+                await self.remove_file(file)
+            count += len(files)
+        if count:
+            log.info("deleted %d old files and batches", count, extra={"event": "retention"})
+            await self._store.write(_shrink)
+        return count
+
+    def _unlink(self, name: str) -> None:
+        self._store.path_of(name).unlink(missing_ok=True)
+        if self._store.export is not None:
+            self._store.export.forget(name)
+
+
+def _shrink(rows: Rows) -> None:
+    rows.db.execute("PRAGMA incremental_vacuum(1024)").fetchall()
+
+
+def batch_counts(db: sqlite3.Connection) -> dict[str, int]:
+    return records.count_batches(db)

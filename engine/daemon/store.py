@@ -1,0 +1,351 @@
+"""The store: one SQLite file in the data folder, written by a thread of its own, a group of changes to a commit.
+
+`write(work)` and `read(query)` take functions of a connection and are awaited; what `write` returned is on the disk
+(and in the export). A disk that fails makes it refuse writes until a trial succeeds. Knows no HTTP and no requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .disk import DiskError, FolderLock, RealFiles, prepare_folder
+from .disk import Files as DiskFiles
+from .store_export import Change, Export, Fenced, fetch_files, generations, read_changes
+from .store_schema import KEYS, Rows, SchemaVersionError, columns, migrate
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_GROUP = 512
+_TRIAL_SECONDS = 1.0
+_READERS = 4
+
+
+class StoreUnavailable(RuntimeError):
+    """The disk did not take it: nothing of it is stored."""
+
+
+class StoreFenced(StoreUnavailable):
+    """Another daemon holds the store now: this one must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """`connect` makes SQLite connections (tests hand in one that fails); `observe_commit` is told each commit's
+    seconds, on the store's thread."""
+
+    export_dir: Path | None = None
+    files: DiskFiles = field(default_factory=RealFiles)
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+    observe_commit: Callable[[float], None] = field(default=lambda seconds: None)
+
+
+@dataclass(slots=True)
+class _Work:
+    run: Callable[[Rows], Any]
+    future: asyncio.Future[Any]
+    outcome: Any = None
+    error: BaseException | None = None
+
+
+class Store:
+    """Opened with `open_store`, on the loop that uses it; `close` it there."""
+
+    def __init__(self, folder: Path, lock: FolderLock, export: Export | None, options: StoreOptions) -> None:
+        self.folder, self._lock, self.export, self._options = folder, lock, export, options
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(_READERS, "store-read")
+        self._local = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+        self.generation = 0
+        self.fault: str | None = None
+        """Why writes are refused, or None."""
+        self.fenced = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called on the loop when `fault` came or went."""
+        self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+
+    @property
+    def files_folder(self) -> Path:
+        return self.folder / "files"
+
+    def path_of(self, file_id: str) -> Path:
+        """Where a file's bytes are. `file_id` comes from the store, never from a client."""
+        return self.files_folder / file_id
+
+    @property
+    def disk_files(self) -> DiskFiles:
+        return self._options.files
+
+    async def write(self, work: Callable[[Rows], T]) -> T:
+        """Runs `work` within a group's transaction; returns once the group is committed. What `work` raises undoes it
+        alone. Raises StoreUnavailable if the disk failed."""
+        if self.fault is not None:
+            raise StoreUnavailable(self.fault)
+        item = _Work(work, self._loop.create_future())
+        self._queue.put(item)
+        value: T = await item.future
+        return value
+
+    async def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        """Runs `query` on a connection that sees what is committed. Raises StoreUnavailable."""
+        try:
+            return await self._loop.run_in_executor(self._readers, lambda: query(self._reader()))
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(str(error)) from error
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Work on files, beside the readers."""
+        return await self._loop.run_in_executor(self._readers, work)
+
+    async def usable(self) -> None:
+        """Waits until writes are taken again."""
+        await self._writable.wait()
+
+    async def close(self) -> None:
+        """Commits what waits, lets go of the folder."""
+        self._queue.put(None)
+        await self._loop.run_in_executor(None, self._thread.join)
+        self._readers.shutdown()
+        for connection in self._opened:
+            connection.close()
+        if self.export is not None:
+            self.export.close()
+        self._lock.release()
+
+    def start(self) -> None:
+        """Fences off earlier holders, clears what an earlier daemon left half made, begins the export."""
+        db = self._connect()
+        with db:
+            db.execute("INSERT INTO meta VALUES ('generation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
+            self.generation = int(db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0])
+        known = {row[0] for row in db.execute("SELECT id FROM files")}
+        for path in self.files_folder.iterdir():
+            if path.name not in known:
+                path.unlink()
+        if self.export is not None:
+            self.export.begin(_snapshot(db))
+        db.close()
+        self._thread.start()
+
+    # on the store's thread
+
+    def _serve(self) -> None:
+        db = self._connect()
+        while True:
+            try:
+                item = self._queue.get(timeout=_TRIAL_SECONDS if self.fault is not None else None)
+            except queue.Empty:
+                db = self._trial(db)
+                continue
+            if item is None:
+                break
+            works, last = [item], False
+            while len(works) < _GROUP and not self._queue.empty():
+                if (more := self._queue.get()) is None:
+                    last = True
+                    break
+                works.append(more)
+            db = self._commit(db, works)
+            if last:
+                break
+        db.close()
+
+    def _commit(self, db: sqlite3.Connection, works: list[_Work]) -> sqlite3.Connection:
+        began = time.perf_counter()
+        exported = False
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            if db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0] != self.generation:
+                raise Fenced(f"{self.folder} was taken over by another daemon: this one must stop")
+            rows = Rows(db)
+            for work in works:
+                self._run_one(work, rows)
+            if self.export is not None and rows.changes:
+                self.export.append(rows.changes)
+                exported = True
+            db.execute("COMMIT")
+        except (sqlite3.Error, OSError, Fenced) as error:
+            if exported and self.export is not None:
+                self.export.undo()
+            self.fenced |= isinstance(error, Fenced)
+            db = self._reopened(db)
+            self._say(f"the store cannot be written: {error}")
+            kind = StoreFenced if self.fenced else StoreUnavailable
+            self._answer([(work, None, kind(str(error))) for work in works])
+            return db
+        self._options.observe_commit(time.perf_counter() - began)
+        self._say(None)
+        self._answer([(work, work.outcome, work.error) for work in works])
+        return db
+
+    def _run_one(self, work: _Work, rows: Rows) -> None:
+        mark = len(rows.changes)
+        rows.db.execute("SAVEPOINT work")
+        try:
+            work.outcome = work.run(rows)
+        except (sqlite3.OperationalError, OSError):
+            raise
+        except Exception as error:
+            work.error = error
+            rows.db.execute("ROLLBACK TO work")
+            del rows.changes[mark:]
+        rows.db.execute("RELEASE work")
+
+    def _trial(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """Whether the disk takes writes again."""
+        if self.fenced:
+            return db
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("INSERT INTO meta VALUES ('trial', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
+            if self.export is not None:
+                self.export.append([])
+            db.execute("COMMIT")
+        except (sqlite3.Error, OSError, Fenced):
+            return self._reopened(db)
+        self._say(None)
+        return db
+
+    def _reopened(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """After a failure the connection's view of its own pages is not to be trusted."""
+        try:
+            db.close()
+            return self._connect()
+        except sqlite3.Error:
+            return db  # the next trial finds out
+
+    def _say(self, fault: str | None) -> None:
+        if fault != self.fault:
+            (log.info if fault is None else log.error)(
+                "the store takes writes again" if fault is None else fault, extra={"event": "store"}
+            )
+            self.fault = fault
+            self._call(self._changed)
+
+    def _changed(self) -> None:
+        (self._writable.set if self.fault is None else self._writable.clear)()
+        self.on_change()
+
+    def _answer(self, answers: list[tuple[_Work, Any, BaseException | None]]) -> None:
+        def give() -> None:
+            for work, value, error in answers:
+                if work.future.done():  # cancelled by whoever asked
+                    continue
+                if error is not None:
+                    work.future.set_exception(error)
+                else:
+                    work.future.set_result(value)
+
+        self._call(give)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what)
+
+    # connections
+
+    def _connect(self) -> sqlite3.Connection:
+        return _connection(self.folder, self._options)
+
+    def _reader(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = _connection(self.folder, self._options)
+            connection.execute("PRAGMA query_only = ON")
+            self._opened.append(connection)
+        return connection
+
+
+def _connection(folder: Path, options: StoreOptions) -> sqlite3.Connection:
+    db = options.connect(folder / "store.db", isolation_level=None, timeout=10.0, check_same_thread=False)
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has its say only before the first page
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA secure_delete = ON")
+    db.execute("PRAGMA cache_size = -8192")
+    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def _snapshot(db: sqlite3.Connection) -> Iterator[Change]:
+    for table in KEYS:
+        names = columns(db, table)
+        for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
+            yield ["insert", table, {name: row[name] for name in names if row[name] is not None}]
+
+
+async def open_store(folder: Path, options: StoreOptions = StoreOptions()) -> Store:
+    """Makes or opens the store in `folder`; an empty one is rebuilt from the export, if there is one. Raises DiskError
+    (held, a network file system, damaged, of a later version) or OSError."""
+    lock = await asyncio.to_thread(prepare_folder, folder)
+    try:
+        export = None
+        if options.export_dir is not None:
+            await asyncio.to_thread(options.export_dir.mkdir, parents=True, exist_ok=True, mode=0o700)
+            export = Export(options.export_dir, options.files)
+        await asyncio.to_thread(_make, folder, options)
+        store = Store(folder, lock, export, options)
+        await asyncio.to_thread(store.start)
+        return store
+    except (sqlite3.Error, SchemaVersionError, Fenced) as error:
+        lock.release()
+        raise DiskError(f"{folder}: {error}") from error
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _make(folder: Path, options: StoreOptions) -> None:
+    (folder / "files").mkdir(exist_ok=True, mode=0o700)
+    fresh = not (folder / "store.db").exists()
+    if fresh and options.export_dir is not None and generations(options.export_dir):
+        _rebuild(folder, options)
+        return
+    db = _connection(folder, options)
+    try:
+        if not fresh:
+            verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise DiskError(f"{folder}/store.db is damaged ({verdict}): restore it, or rebuild from an export")
+        migrate(db)
+    finally:
+        db.close()
+
+
+def _rebuild(folder: Path, options: StoreOptions) -> None:
+    """Beside the place first: a rebuild that is interrupted begins anew."""
+    assert options.export_dir is not None
+    scratch = folder / "rebuild"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o700)
+    db = _connection(scratch, options)
+    migrate(db)
+    db.execute("BEGIN")
+    rows = Rows(db)
+    for change in read_changes(options.export_dir):
+        rows.apply(change)
+        rows.changes.clear()
+    db.execute("COMMIT")
+    count = db.execute("SELECT count(*) FROM results").fetchone()[0]
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    fetch_files(options.export_dir, folder / "files")
+    (scratch / "store.db").rename(folder / "store.db")
+    shutil.rmtree(scratch)
+    log.warning("the store was rebuilt from %s: %d results", options.export_dir, count, extra={"event": "store"})
