@@ -61,7 +61,7 @@ def main() -> int:
 def _race(console: Console, text: TextModel, folder: Path) -> None:
     console.rule("[bold]the race: ladder against standard, two MPI ranks, the same prompts")
     console.print(
-        "Two models of 1.8 M parameters, each trained with its own wiring. They take turns: the one\n"
+        "Two models of 0.9 M parameters, each trained with its own wiring. They take turns: the one\n"
         "whose own clock is behind steps next.\n"
     )
     results: dict[str, Any] = {}
