@@ -61,8 +61,8 @@ def main() -> int:
 def _race(console: Console, text: TextModel, folder: Path) -> None:
     console.rule("[bold]the race: ladder against standard, two MPI ranks, the same prompts")
     console.print(
-        "Two models of 0.9 M parameters, each trained with its own wiring. They take turns: the one\n"
-        "whose own clock is behind steps next.\n"
+        "Two models of 0.9 M parameters, each trained with its own wiring. They take turns: the "
+        "one whose own clock is behind steps next.\n"
     )
     results: dict[str, Any] = {}
     with Live(console=console, refresh_per_second=10, transient=True) as live:
@@ -151,8 +151,8 @@ def _verdict(console: Console, results: dict[str, Any]) -> None:
             f"({rates['ladder']:.0f} / {rates['standard']:.0f} tokens/s)"
         )
     console.print(
-        "[dim]The law allows 2x at L/c = 1, and nothing where there is nothing to hide. What ladder costs in quality:\n"
-        "configs/MODEL_CARD.md and docs/performance.md.[/]\n"
+        "[dim]The law allows 2x at L/c = 1, and nothing where there is nothing to hide. What ladder costs in "
+        "quality: configs/MODEL_CARD.md and docs/performance.md.[/]\n"
     )
 
 
