@@ -1,0 +1,126 @@
+"""A model with random weights, ready to step: what benchmarks run where a checkpoint would only cost time.
+
+Put together as engine/build.py does it, from the same parts; tokens mean nothing, times are real. Imported by rank
+programs alone (torch).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from laddertron.engine.build import DTYPES, make_attention, make_ops
+from laddertron.engine.config_schema import Engine as EngineKeys
+from laddertron.engine.runner import Runner
+from laddertron.engine.sampler import Sampler
+from laddertron.engine.scheduler import SchedulerLimits
+from laddertron.models.config import Dtype, ModelConfig, Rope, make_wiring
+from laddertron.models.kv_cache import KVCache
+from laddertron.models.llama import LlamaModel, replicate_embedding
+from laddertron.models.shapes import check_shapes
+from laddertron.models.shard import Shard
+from laddertron.topology.collectives import Collective
+from laddertron.topology.groups import Communicator
+
+BLOCK = 16
+NAMES = {"standard": "standard", "parallel": "parallel", "ladder": "ladder", "no-communication": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A Llama's shape, as JSON carries it to the ranks."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    dtype: Dtype
+    tied: bool = True
+    positions: int = 1024
+
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            family="llama",
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.hidden // self.heads,
+            ffn_size=self.ffn,
+            vocab_size=self.vocab,
+            max_position_embeddings=self.positions,
+            norm_eps=1e-5,
+            rope=Rope(),
+            wiring=make_wiring("standard", self.layers),
+            dtype=self.dtype,
+            tied_embeddings=self.tied,
+        )
+
+
+def fill(model: LlamaModel, seed: int = 0) -> None:
+    """Random weights of the size that trained ones have, norms at one; then what `load` does after reading."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+    model.prepare()
+
+
+def make_model(size: Size, communicator: Communicator, device: torch.device | None = None) -> LlamaModel:
+    """One rank's share of a random model. Raises ShapeError."""
+    config, dtype = size.config(), DTYPES[size.dtype]
+    device = device or torch.device("cpu")
+    check_shapes(config, communicator.size)
+    model = LlamaModel(
+        config,
+        communicator.process_groups.tp,
+        communicator.all_reduce,
+        make_ops(device, dtype),
+        dtype=dtype,
+        device=device,
+        positions=size.positions + 1,
+        replicate_embedding=replicate_embedding(config, dtype, len(communicator.layout.nodes) > 1),
+    )
+    fill(model)
+    return model
+
+
+def rewired(model: LlamaModel, wiring: str, all_reduce: Collective | None = None) -> LlamaModel:
+    """The same weights, in place, behind another wiring (of NAMES) and another collective."""
+    twin = copy.copy(model)
+    twin.config = replace(model.config, wiring=make_wiring(NAMES[wiring], model.config.num_layers))
+    twin.all_reduce = all_reduce or model.all_reduce
+    return twin
+
+
+def make_runner(model: LlamaModel, communicator: Communicator, seats: int, step_tokens: int) -> tuple[Runner, SchedulerLimits]:
+    """The model with its cache and sampler, and what rank 0 makes its scheduler from."""
+    config, dtype = model.config, DTYPES[model.config.dtype]
+    device = model.norm.weight.device
+    shard = Shard(config, communicator.size, communicator.rank)
+    length = config.max_position_embeddings
+    blocks = seats * -(-(length + 1) // BLOCK) + 1
+    cache = KVCache(shard, blocks, BLOCK, dtype, device)
+    runner = Runner(
+        model,
+        cache,
+        make_attention(EngineKeys(), config, cache, dtype),
+        Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device),
+        max_slots=seats,
+        max_model_len=length,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=seats,
+        max_num_batched_tokens=step_tokens,
+        max_model_len=length,
+        block_size=BLOCK,
+        num_blocks=blocks,
+        enable_prefix_caching=False,
+    )
+    return runner, limits

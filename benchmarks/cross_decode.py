@@ -1,0 +1,93 @@
+"""Ranks of cross_node.py: one model behind several wirings that decode in turns, over delays and batches. Rank 0 sets
+the link itself and prints a JSON line a case."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+
+import torch
+from bench_model import Size, make_model, make_runner, rewired
+from cluster.nodes import CONTROL, Control
+from lanes import END, Driver, Lane, Steps, follow, probe
+from laddertron.topology.bootstrap import MpiBootstrap
+from laddertron.topology.groups import CommOptions, Communicator, connect
+from laddertron.topology.layout import GroupLayout
+from rank_task import Spec, be_rank, say
+
+
+def decoding(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
+    """spec: size (of bench_model.Size), wirings, batches, delays_s, ratios (L/c of batch 1 to aim at), prompt, steps
+    (decode steps a case)."""
+    torch.set_grad_enabled(False)
+    batches = spec["batches"]
+    size = Size(**spec["size"])
+    with connect(bootstrap, layout, CommOptions(address=address)) as communicator:
+        model = make_model(size, communicator)
+        lanes = []
+        for index, wiring in enumerate(spec["wirings"]):
+            tokens = max(batches) * spec["prompt"]
+            runner, limits = make_runner(rewired(model, wiring), communicator, max(batches), tokens)
+            lanes.append(Lane(index, wiring, runner, limits))
+        if communicator.rank != 0:
+            follow(lanes, communicator)
+            return
+        try:
+            _lead(spec, size, lanes, communicator, Control(os.environ[CONTROL]))
+        finally:
+            communicator.plans.send(END)
+
+
+def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator, switch: Control) -> None:
+    drivers = [Driver(lane, communicator) for lane in lanes]
+    width = torch.tensor([], dtype=getattr(torch, size.dtype)).element_size()
+    switch.link(0.0)
+    for driver in drivers:
+        driver.begin(1, spec["prompt"], 6)
+        driver.end()
+    silent = _case(spec, drivers, 1)["no-communication"]
+    c = statistics.median(silent.decode_s) / (2 * size.layers)
+    at_rest = statistics.median(probe(communicator, size.hidden * width, 100))
+    delays = [(d, None) for d in spec["delays_s"]] + [(max(0.0, r * c - at_rest), r) for r in spec["ratios"]]
+    for delay, aimed in delays:
+        switch.link(delay)
+        for batch in spec["batches"]:
+            all_reduce = statistics.median(probe(communicator, batch * size.hidden * width, 60))
+            before, began = switch.stats(), time.perf_counter()
+            results = _case(spec, drivers, batch)
+            spent, wall = switch.stats().cpu_s - before.cpu_s, time.perf_counter() - began
+            for name, steps in results.items():
+                say(
+                    model=size.name,
+                    delay_s=delay,
+                    aimed=aimed,
+                    batch=batch,
+                    wiring=name,
+                    step_s=statistics.median(steps.decode_s),
+                    steps=len(steps.decode_s),
+                    prefill_s=steps.prefill_s,
+                    hidden_s=steps.hidden_s / len(steps.decode_s),
+                    exposed_s=steps.exposed_s / len(steps.decode_s),
+                    all_reduce_s=all_reduce,
+                    sub_blocks=2 * size.layers,
+                    prompt=spec["prompt"],
+                    switch_share=spent / wall,
+                    other_threads_share=steps.other_cpu_s / sum(steps.decode_s),
+                )
+
+
+def _case(spec: Spec, drivers: list[Driver], batch: int) -> dict[str, Steps]:
+    """Every lane's steps, in turns of a few."""
+    turns = max(1, spec["steps"] // spec["turn"])
+    for driver in drivers:
+        # two more than are timed: the last step of a request has its successor planned, and nothing to do in it
+        driver.begin(batch, spec["prompt"], turns * spec["turn"] + 4)
+    for turn in range(turns):
+        for driver in drivers if turn % 2 == 0 else reversed(drivers):
+            driver.turn(spec["turn"])
+    return {driver.lane.name: driver.end() for driver in drivers}
+
+
+if __name__ == "__main__":
+    be_rank(decoding)
