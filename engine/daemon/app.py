@@ -1,0 +1,199 @@
+"""The HTTP application: routes put together, errors in one form, the description of it all. No torch, no MPI.
+
+`make_app(services, …)` is all that launchers/ and the tests need; what the routes do stands in app_*.py.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from .app_batches import batches_router
+from .app_errors import HttpFault, not_found
+from .app_files import files_router
+from .app_generate import generate_router
+from .app_guard import Guard, GuardLimits
+from .app_state import Services
+from .keys import KeyRing
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STATUSES = (400, 401, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504, 507)
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def operations_router(services: Services) -> APIRouter:
+    """What operators and probes ask."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/health")
+    async def health() -> dict[str, Any]:
+        """Whether this process lives. Needs no key."""
+        return {"status": "alive"}
+
+    @router.get("/ready", responses={503: {}})
+    async def ready() -> Response:
+        """Whether requests are answered now: 503 from the moment a rank is suspect, or the store cannot be written."""
+        states = services.dispatcher.states
+        reasons = [state.reason for state in states if state.phase != "ready" and state.reason]
+        if services.store.fault is not None:
+            reasons.insert(0, services.store.fault)
+        fine = services.dispatcher.ready and services.store.fault is None
+        replicas = [
+            {
+                "phase": state.phase,
+                "reason": state.reason,
+                "restarts": state.restarts,
+                "rank": state.rank,
+                "node": state.node,
+            }
+            for state in states
+        ]
+        body: dict[str, Any] = {
+            "status": "ready" if fine else "not_ready",
+            "reason": "" if fine else "; ".join(reasons) or "the engine is starting",
+            "replicas": replicas,
+            "batches": services.batches.gate.why or "running",
+        }
+        return JSONResponse(body, 200 if fine else 503, headers={} if fine else {"retry-after": "5"})
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics(request: Request) -> Response:
+        """Every series, for Prometheus."""
+        body, kind = services.observer.render(request.headers.get("accept", ""))
+        return Response(body, media_type=kind)
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served here."""
+        return {"object": "list", "data": [_model(services)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """One model."""
+        if model != services.served_model_name:
+            raise not_found("model", model)
+        return _model(services)
+
+    return router
+
+
+def _model(services: Services) -> dict[str, Any]:
+    limits = services.dispatcher.limits
+    return {
+        "id": services.served_model_name,
+        "object": "model",
+        "created": services.started_at,
+        "owned_by": "laddertron",
+        "max_model_len": None if limits is None else limits.max_model_len,
+    }
+
+
+def make_api(services: Services, version: str) -> FastAPI:
+    """The routes, without the gate before them."""
+    app = FastAPI(title="laddertron", version=version, docs_url=None, redoc_url=None)
+    for router in (files_router, batches_router, generate_router, operations_router):
+        app.include_router(router(services))
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(page_of(app.openapi()))
+
+    @app.exception_handler(HttpFault)
+    async def fault(request: Request, error: HttpFault) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> JSONResponse:
+        message = {404: f"no route {request.url.path[:200]!r}", 405: f"{request.method} is not taken here"}
+        said = HttpFault(
+            error.status_code, message.get(error.status_code, str(error.detail)), _CODES.get(error.status_code)
+        )
+        response = said.response()
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"][1:])[:80]
+        return HttpFault(400, f"{name}: {first['msg']}", "invalid_value", name).response()
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return HttpFault(500, "the server failed on this request", "internal_error", close=True).response()
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        return app.openapi_schema
+
+    app.openapi = described  # type: ignore[method-assign]
+    return app
+
+
+def make_app(services: Services, version: str, keys: KeyRing | None) -> Guard:
+    """The ASGI application, gate included."""
+    limits = services.limits
+    guard = GuardLimits(limits.max_body_bytes, limits.max_request_bytes, limits.max_header_bytes, limits.body_timeout)
+    return Guard(make_api(services, version), guard, keys)
+
+
+def _described(schema: dict[str, Any]) -> dict[str, Any]:
+    """Errors as they really are, and the key."""
+    components = schema.setdefault("components", {})
+    components["schemas"] = {"Error": _ERROR}
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"key": []}]
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            for status in _STATUSES:
+                if path == "/ready" and status == 503:
+                    responses["503"] = {"description": "not ready", "content": {"application/json": {"schema": {}}}}
+                else:
+                    responses.setdefault(str(status), {"description": "error", "content": content})
+            if path == "/health":
+                operation["security"] = []
+    return schema
+
+
+def page_of(schema: dict[str, Any]) -> str:
+    """The description as one page of HTML, without scripts or anything from elsewhere."""
+    rows = []
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            parameters = ", ".join(p["name"] for p in operation.get("parameters", []))
+            words = (method.upper(), path, operation.get("description") or operation.get("summary", ""), parameters)
+            rows.append("<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in words) + "</tr>")
+    title = html.escape(f"{schema['info']['title']} {schema['info']['version']}")
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+        "<style>body{font:16px sans-serif;margin:2em}td,th{text-align:left;padding:.3em 1em .3em 0}"
+        "td:nth-child(-n+2){font-family:monospace}</style>"
+        f"<h1>{title}</h1><p>The full description: <a href=/openapi.json>/openapi.json</a></p>"
+        f"<table><tr><th>method<th>path<th>what it does<th>parameters</tr>{''.join(rows)}</table></html>"
+    )
