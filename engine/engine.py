@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .batch import Batch, StepResult, decode, encode
+from .histogram import STEP_SECONDS, STEP_TOKENS, Buckets
 from .request import Request, TokensEvent
 from .scheduler import RequestTooLarge, Scheduler
 
@@ -44,6 +45,8 @@ class Progress:
     last_seconds: float = 0.0
     finished_at: float = 0.0
     total_seconds: float = 0.0
+    durations: Buckets = field(default_factory=lambda: Buckets(STEP_SECONDS))
+    sizes: Buckets = field(default_factory=lambda: Buckets(STEP_TOKENS))
 
     def start(self, tokens: int) -> None:
         self.step_tokens, self.busy_since = tokens, time.monotonic()
@@ -52,6 +55,8 @@ class Progress:
         now = time.monotonic()
         self.last_seconds = now - (self.busy_since or now)
         self.total_seconds += self.last_seconds
+        self.durations.observe(self.last_seconds)
+        self.sizes.observe(self.step_tokens)
         self.last_tokens, self.step_tokens = self.step_tokens, 0
         self.step, self.busy_since, self.finished_at = self.step + 1, None, time.time()
 
@@ -73,9 +78,9 @@ class Engine:
         runner: StepRunner,
         plans: PlanSender,
         progress: Progress,
-        on_running: Callable[[list[str]], None] | None = None,
+        on_running: Callable[[list[str], list[str]], None] | None = None,
     ) -> None:
-        """on_running is told the requests that enter a slot, before the step that computes them is run."""
+        """on_running is told the requests that enter a slot and those put back to wait, before the step is run."""
         self.scheduler, self.runner, self.plans, self.progress = scheduler, runner, plans, progress
         self._on_running = on_running
         self._planned: Batch | None = None
@@ -127,9 +132,11 @@ class Engine:
 
     def _plan(self) -> Batch | None:
         batch = self.scheduler.schedule(time.time())
+        parked = self.scheduler.parked
+        if self._on_running is not None and (parked or (batch is not None and batch.admitted)):
+            entered = () if batch is None else (sequence.slot for sequence in batch.admitted)
+            self._on_running(self.scheduler.request_ids(entered), parked)
         if batch is not None:
-            if self._on_running is not None and batch.admitted:
-                self._on_running(self.scheduler.request_ids(s.slot for s in batch.admitted))
             self.plans.send(encode(batch))
         return batch
 

@@ -58,12 +58,15 @@ class Planner:
     ) -> None:
         self.limits, self.waiting, self.residency, self.counters = limits, waiting, residency, counters
         self.step = 0
+        self.parked: list[str] = []
+        """Requests of which the last plan preempted a choice."""
         self._blocked_steps = 0
         self._reserve = int(limits.watermark * limits.num_blocks)
 
     def plan(self, now: float) -> tuple[Batch, Plan] | None:
         """The next step, or None when nothing can be planned."""
         plan = Plan(now, self.limits.max_num_batched_tokens)
+        self.parked = []
         alone = self._blocked_steps >= BLOCKED_STEPS
         self._invite(plan, alone)
         prefills: list[Sequence] = []
@@ -132,6 +135,7 @@ class Planner:
         victim.computed = 0
         plan.preempted = True
         self.counters.preemptions += 1
+        self.parked.append(victim.group.request.request_id)
         self.waiting.push_back(victim)
 
     def _invite(self, plan: Plan, alone: bool) -> None:

@@ -118,6 +118,14 @@ class Scheduler:
         return [there[slot] for slot in slots if slot in there]
 
     @property
+    def parked(self) -> list[str]:
+        """Requests that the last plan put back to wait, none of whose choices still runs."""
+        if not self._planner.parked:
+            return []
+        running = {sequence.group.request.request_id for sequence in self._residency.running}
+        return [request_id for request_id in dict.fromkeys(self._planner.parked) if request_id not in running]
+
+    @property
     def num_uncommitted(self) -> int:
         return len(self._uncommitted)
 

@@ -24,7 +24,8 @@ from ..engine.daemon.job import JobListener, JobState, RankReport
 from ..engine.request import Request, TokensEvent
 from ..topology.identity import Identity
 from .messages import Announce, Cancel, Command, Loading, Ready, Running, Shutdown, StopChoice, Submit
-from .rank import Status, run_rank
+from .rank import run_rank
+from .rank_status import Status
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,12 +12,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..engine import config as deploy
 from ..engine.config_schema import Deployment
-from ..engine.engine import Engine, Progress, follow
+from ..engine.engine import Engine, follow
 from ..engine.request import ModelLimits, TokensEvent
 from ..engine.scheduler import Scheduler
 from ..topology.bootstrap import Bootstrap, MpiBootstrap, StoreBootstrap, open_store
@@ -26,7 +25,10 @@ from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity
 from ..topology.interfaces import address_of
 from ..topology.layout import observed_layout
-from .messages import Announce, Beat, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
+from ..topology.sysfs import Sysfs
+from .messages import Announce, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
+from .rank_health import HealthWatch, make_look
+from .rank_status import Status
 
 log = logging.getLogger(__name__)
 
@@ -43,62 +45,6 @@ class Channel(Protocol):
     def send_tokens(self, events: Sequence[TokensEvent]) -> None: ...
 
     def send_state(self, message: Announce | Loading | Ready | Running) -> None: ...
-
-
-@dataclass(slots=True)
-class Status:
-    """What the heartbeat reports, in plain attributes that another thread reads at any moment."""
-
-    progress: Progress = field(default_factory=Progress)
-    communicator: Communicator | None = None
-    scheduler: dict[str, float] = field(default_factory=dict)
-    gauges: dict[str, float] = field(default_factory=dict)
-
-    def beat(self) -> Beat:
-        p, communicator = self.progress, self.communicator
-        since = p.busy_since
-        counters = {"steps_total": float(p.step), "step_seconds_total": p.total_seconds}
-        collectives = 0
-        if communicator is not None:
-            collectives = self._add_collectives(communicator, counters)
-        gauges = dict(self.gauges)
-        for name, value in self.scheduler.items():
-            (counters if name.endswith("_total") else gauges)[name] = value
-        return Beat(
-            step=p.step,
-            busy_s=0.0 if since is None else max(0.0, time.monotonic() - since),
-            step_tokens=p.step_tokens,
-            last_tokens=p.last_tokens,
-            last_s=p.last_seconds,
-            collective=collectives,
-            counters=counters,
-            gauges=gauges | {"last_step_timestamp_seconds": p.finished_at},
-        )
-
-    @staticmethod
-    def _add_collectives(communicator: Communicator, counters: dict[str, float]) -> int:
-        count, hidden, exposed = 0, 0.0, 0.0
-        for entry in communicator.ledger.entries():
-            if entry.op == "all_reduce":
-                hidden, exposed = hidden + entry.hidden_s, exposed + entry.waited_s
-            count += entry.count
-            where = f"{entry.op}/{entry.link}"
-            counters[f"collective_hidden_seconds/{where}"] = (
-                counters.get(f"collective_hidden_seconds/{where}", 0.0) + entry.hidden_s
-            )
-            counters[f"collective_exposed_seconds/{where}"] = (
-                counters.get(f"collective_exposed_seconds/{where}", 0.0) + entry.waited_s
-            )
-            counters[f"collective_bytes/{where}"] = counters.get(f"collective_bytes/{where}", 0.0) + entry.bytes
-        counters["collective_hidden_seconds"], counters["collective_exposed_seconds"] = hidden, exposed
-        return count
-
-    def dump(self) -> dict[str, Any]:
-        """For the bundle: the last collectives, oldest first."""
-        communicator = self.communicator
-        records = [] if communicator is None else communicator.ledger.history()
-        names = ("seq", "op", "strategy", "bytes", "start_s", "in_flight_s", "waited_s")
-        return {"collectives": [{name: getattr(r, name) for name in names} for r in records]}
 
 
 def bootstrap_for(identity: Identity) -> Bootstrap:
@@ -189,6 +135,15 @@ def choose_device(deployment: Deployment, identity: Identity) -> Any:
     return device
 
 
+def gpu_uuid(device: Any) -> str | None:
+    """The name by which the driver knows a CUDA device; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 class _Steps:
     """Rank 0's loop around the engine."""
 
@@ -223,6 +178,7 @@ class _Steps:
     def _take_snapshot(self) -> None:
         now = time.monotonic()
         if now >= self._snapshot_due:
+            self.status.latencies.add(self.engine.scheduler.take_ended())
             self.status.scheduler = self.engine.scheduler.snapshot(time.time())
             self._snapshot_due = now + SNAPSHOT_S
 
@@ -238,6 +194,10 @@ def run_rank(
     from ..engine.build import build
 
     device = choose_device(deployment, identity)
+    if deployment.metrics.enabled:
+        look = make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device))
+        status.health = HealthWatch(look)
+        status.health.start()
     say(Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret) as communicator:
         status.communicator = communicator
@@ -279,7 +239,7 @@ def _lead(
         runner,
         communicator.plans,
         status.progress,
-        lambda request_ids: channel.send_state(Running(started=tuple(request_ids))),
+        lambda started, parked: channel.send_state(Running(tuple(started), tuple(parked))),
     )
     channel.send_state(Ready(limits))
     _Steps(engine, channel, status).run()

@@ -19,7 +19,8 @@ from ..topology.collectives import CommunicationError
 from ..topology.identity import Identity, IdentityError, identify, require_world
 from .control_client import ControlClient, address_and_secret
 from .processes import die_with_parent
-from .rank import Status, run_rank
+from .rank import run_rank
+from .rank_status import Status
 
 log = logging.getLogger(__name__)
 

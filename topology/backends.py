@@ -51,8 +51,13 @@ def other_backend(
             raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
         from .nccl import NcclCollective, NcclGather
 
-        return NcclCollective(groups.tp, ledger, link), NcclGather(groups.tp), set_timeout, lambda: None
-    return GlooCollective(groups.tp, ledger, link, timeout), GlooGather(groups.tp, timeout), set_timeout, lambda: None
+        return NcclCollective(groups.tp, ledger, link), NcclGather(groups.tp, ledger), set_timeout, lambda: None
+    return (
+        GlooCollective(groups.tp, ledger, link, timeout),
+        GlooGather(groups.tp, ledger, timeout),
+        set_timeout,
+        lambda: None,
+    )
 
 
 class GlooCollective:
@@ -68,11 +73,14 @@ class GlooCollective:
         began = time.monotonic()
         work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
         self._seq += 1
+        self._ledger.started += 1
         return _GlooPending(self, work, x, began, self._seq - 1)
 
     def _finish(self, work: Any, x: Tensor, began: float, seq: int) -> None:
         asked = time.monotonic()
+        self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
         _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
+        self._ledger.waiting = ""
         self._ledger.add("all_reduce", "gloo", self._link, x.nbytes, began, time.monotonic(), asked)
 
 
@@ -92,25 +100,27 @@ class _GlooPending:
 class GlooGather:
     """gloo's all-gather of bytes."""
 
-    def __init__(self, group: Any, timeout: list[float]) -> None:
-        self._group, self._timeout = group, timeout
+    def __init__(self, group: Any, ledger: Ledger, timeout: list[float]) -> None:
+        self._group, self._ledger, self._timeout = group, ledger, timeout
         self._size = dist.get_world_size(group)
 
     def start(self, payload: NDArray[np.uint8]) -> _GlooGathering:
         mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8).copy())
         out = [torch.empty_like(mine) for _ in range(self._size)]
         work = _guard(lambda: dist.all_gather(out, mine, group=self._group, async_op=True), -1) if len(mine) else None
-        return _GlooGathering(work, out, self._timeout)
+        self._ledger.started += work is not None
+        return _GlooGathering(work, out, self._ledger, self._timeout)
 
 
 class _GlooGathering:
-    def __init__(self, work: Any, out: list[Tensor], timeout: list[float]) -> None:
-        self._work, self._out, self._timeout = work, out, timeout
+    def __init__(self, work: Any, out: list[Tensor], ledger: Ledger, timeout: list[float]) -> None:
+        self._work, self._out, self._ledger, self._timeout = work, out, ledger, timeout
 
     def wait(self) -> NDArray[np.uint8]:
         if self._work is not None:
+            self._ledger.waiting = "gather"
             _guard(lambda: self._work.wait(timedelta(seconds=self._timeout[0])), -1)
-            self._work = None
+            self._work, self._ledger.waiting = None, ""
         return torch.stack(self._out).numpy()
 
 

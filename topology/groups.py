@@ -161,7 +161,7 @@ def connect(
             )
             closers.insert(0, core.close)
             link = "net" if len(layout.nodes) > 1 else "node"
-            ledger.add_source(lambda: core.entries(lambda _: link), core.records)
+            ledger.add_source(lambda: core.entries(lambda _: link), core.records, core.place)
             all_reduce = transport.NativeCollective(core, _strategy(options, layout, choose))
             gathers = transport.NativeGather(core, layout.size)
             set_timeout = core.set_timeout

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 HISTORY = 256
+Place = Callable[[], tuple[int, str]]
+"""Collectives started, and the name of the one waited for or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,34 @@ class Record:
 
 
 class Ledger:
-    """One group's accounts on one rank."""
+    """One group's accounts on one rank. `started` and `waiting` are kept by those who call `add`: the number of
+    collectives set off, and the name of the one that somebody waits in; left standing if that wait fails."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
         self._history: deque[Record] = deque(maxlen=HISTORY)
-        self._sources: list[tuple[Callable[[], Iterable[Entry]], Callable[[], Iterable[Record]]]] = []
+        self._sources: list[tuple[Callable[[], Iterable[Entry]], Callable[[], Iterable[Record]], Place]] = []
         self._seq = 0
+        self.started = 0
+        self.waiting = ""
 
-    def add_source(self, entries: Callable[[], Iterable[Entry]], records: Callable[[], Iterable[Record]]) -> None:
-        """A backend that keeps its own counts."""
-        self._sources.append((entries, records))
+    def add_source(
+        self,
+        entries: Callable[[], Iterable[Entry]],
+        records: Callable[[], Iterable[Record]],
+        place: Place = lambda: (0, ""),
+    ) -> None:
+        """A backend that keeps its own counts. `place` may be asked from any thread at any moment."""
+        self._sources.append((entries, records, place))
+
+    def place(self) -> tuple[int, str]:
+        """Collectives set off so far, in program order, and the one that this rank waits in now ("" if it computes).
+        From plain attributes: for a heartbeat on another thread."""
+        started, waiting = self.started, self.waiting
+        for _, _, place in self._sources:
+            count, name = place()
+            started, waiting = started + count, waiting or name
+        return started, waiting
 
     def add(self, op: str, strategy: str, link: str, size: int, start: float, arrived: float, asked: float) -> None:
         """Enters one collective whose wait ends now. All times from `time.monotonic`; `arrived`: when the result was
@@ -74,11 +93,11 @@ class Ledger:
     def entries(self) -> list[Entry]:
         """The sums so far. They only grow: two calls subtract to what happened between them."""
         own = [Entry(*key, int(n), int(size), flight, wait) for key, (n, size, flight, wait) in self._sums.items()]
-        return own + [e for source, _ in self._sources for e in source() if e.count]
+        return own + [e for source, _, _ in self._sources for e in source() if e.count]
 
     def history(self) -> list[Record]:
         """The last collectives (at most HISTORY of each backend), oldest first."""
-        out = list(self._history) + [r for _, source in self._sources for r in source()]
+        out = list(self._history) + [r for _, source, _ in self._sources for r in source()]
         return sorted(out, key=lambda record: record.start_s)
 
 

@@ -48,7 +48,7 @@ class MpiBackend:
         self.size, self.rank = layout.size, layout.ranks.index(bootstrap.rank)
         self._deterministic = options.deterministic
         self._timeout_s = options.timeout_s
-        self._ledger, self._link = ledger, link
+        self.ledger, self._link = ledger, link
         self._queue: deque[_Job] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
@@ -74,6 +74,7 @@ class MpiBackend:
         if self._closing or self._error is not None:
             raise CommunicationError(f"the MPI group is closed{f': {self._error}' if self._error else ''}")
         job.seq, self._seq = self._seq, self._seq + 1
+        self.ledger.started += 1
         self._queue.append(job)
         self._wake.release()
         return job
@@ -116,7 +117,7 @@ class MpiBackend:
                 job.fail(error)
 
     def enter(self, job: _Job, asked: float) -> None:
-        self._ledger.add(job.op, job.strategy, self._link, job.nbytes, job.began, job.arrived, asked)
+        self.ledger.add(job.op, job.strategy, self._link, job.nbytes, job.began, job.arrived, asked)
 
     def patience(self) -> float:
         return self._timeout_s
@@ -175,11 +176,14 @@ class _Job:
         self._done.set()
 
     def finish(self) -> None:
-        asked = time.monotonic()
-        if not self._done.wait(self._owner.patience()):
-            raise CollectiveTimeout(f"collective {self.seq}: MPI did not complete it in time", -1, self.seq)
+        asked, ledger = time.monotonic(), self._owner.ledger
+        if not self._done.is_set():
+            ledger.waiting = f"collective {self.seq} ({self.op} of {self.nbytes} bytes)"
+            if not self._done.wait(self._owner.patience()):
+                raise CollectiveTimeout(f"collective {self.seq}: MPI did not complete it in time", -1, self.seq)
         if self._error is not None:
             raise CommunicationError(f"collective {self.seq}: {self._error}") from self._error
+        ledger.waiting = ""
         if not self._entered:
             self._entered = True
             self._owner.enter(self, asked)

@@ -32,7 +32,7 @@ class NcclCollective:
     ready, waited for from when the computing stream asked; both are read when they are long past."""
 
     def __init__(self, group: Any, ledger: Ledger, link: str) -> None:
-        self._group, self._link = group, link
+        self._group, self._ledger, self._link = group, ledger, link
         self._stream = _STREAM(priority=-1)
         self._timings: deque[tuple[int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
         self._sums = [0, 0, 0.0, 0.0]
@@ -45,6 +45,7 @@ class NcclCollective:
         self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
             dist.all_reduce(x, group=self._group)
+        self._ledger.started += 1
         x.record_stream(self._stream)
         done = _EVENT(enable_timing=timed)
         done.record(self._stream)
@@ -88,19 +89,25 @@ class _NcclPending:
 class NcclGather:
     """Gathers of bytes that lie on the host: there and back through the device."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, ledger: Ledger) -> None:
+        self._group, self._ledger = group, ledger
 
     def start(self, payload: NDArray[np.uint8]) -> _NcclGathering:
         mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8)).cuda(non_blocking=True)
         out = torch.empty((dist.get_world_size(self._group), len(mine)), dtype=torch.uint8, device=mine.device)
-        return _NcclGathering(dist.all_gather_into_tensor(out, mine, group=self._group, async_op=True), out)
+        self._ledger.started += 1
+        work = dist.all_gather_into_tensor(out, mine, group=self._group, async_op=True)
+        return _NcclGathering(work, out, self._ledger)
 
 
 class _NcclGathering:
-    def __init__(self, work: Any, out: Tensor) -> None:
-        self._work, self._out = work, out
+    def __init__(self, work: Any, out: Tensor, ledger: Ledger) -> None:
+        self._work, self._out, self._ledger = work, out, ledger
 
     def wait(self) -> NDArray[np.uint8]:
         self._work.wait()
-        return self._out.cpu().numpy()
+        # The one place where the host waits for the device, and with it for every all-reduce before.
+        self._ledger.waiting = "gather"
+        gathered = self._out.cpu().numpy()
+        self._ledger.waiting = ""
+        return gathered

@@ -140,6 +140,17 @@ class Transport:
         # What C may still read or write, even if its caller has let go of it: at most four are in flight.
         self._held: list[object] = [None] * 8
         self._last = -1
+        self.waiting_for = -1
+        """The collective whose `wait` sleeps, for whoever asks from another thread; it stays if the wait fails."""
+
+    def place(self) -> tuple[int, str]:
+        """See Ledger.place."""
+        seq = self.waiting_for
+        if seq < 0:
+            return self._last + 1, ""
+        held = self._held[seq & 7]
+        what = f"all_reduce of {held.nbytes} bytes" if isinstance(held, torch.Tensor) else "gather"
+        return self._last + 1, f"collective {seq} ({what})"
 
     def set_timeout(self, seconds: float) -> None:
         """How long `wait` may take from now on before it raises CollectiveTimeout."""
@@ -175,7 +186,10 @@ class Transport:
         which the group is of no more use."""
         code = self._try(self._handle, seq)
         if code == 0:
+            self.waiting_for = seq
             code = self._wait(self._handle, seq)
+            if code >= 0:
+                self.waiting_for = -1
         if code < 0:
             self._raise(-code)
 

@@ -1,0 +1,90 @@
+"""Rates over the last seconds of heartbeats: who computes longest a step, how much of the travel time was hidden. Pure;
+times are arguments, unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .daemon.job import RankReport
+
+WINDOW_S = 15.0
+HIDDEN, EXPOSED = "collective_hidden_seconds/", "collective_exposed_seconds/"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    at: float
+    pid: int
+    steps: float
+    seconds: float
+    travel: Mapping[str, float]
+    """Hidden and exposed seconds under their heartbeat names."""
+
+
+class Windows:
+    """The last WINDOW_S of every rank's heartbeats."""
+
+    def __init__(self) -> None:
+        self._marks: defaultdict[tuple[int, int], deque[_Mark]] = defaultdict(deque)
+
+    def add(self, replica: int, report: RankReport) -> None:
+        """A rank that was started anew begins anew."""
+        marks, counters = self._marks[replica, report.rank], report.counters
+        travel = {name: value for name, value in counters.items() if name.startswith((HIDDEN, EXPOSED))}
+        if marks and marks[-1].pid != report.pid:
+            marks.clear()
+        marks.append(
+            _Mark(
+                report.received_at,
+                report.pid,
+                counters.get("steps_total", 0.0),
+                counters.get("step_seconds_total", 0.0),
+                travel,
+            )
+        )
+        while len(marks) > 2 and marks[1].at < report.received_at - WINDOW_S:
+            marks.popleft()
+
+    def forget(self, replica: int) -> None:
+        for key in [key for key in self._marks if key[0] == replica]:
+            del self._marks[key]
+
+    def straggler_scores(self, now: float) -> dict[tuple[int, int], float]:
+        """Compute time a step over the mean of the other ranks' of the replica; ranks without steps are left out."""
+        compute: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        for (replica, rank), (first, last) in self._spans(now).items():
+            steps = last.steps - first.steps
+            waited = sum(_grown(first, last, name) for name in last.travel if name.startswith(EXPOSED))
+            if steps > 0:
+                compute[replica][rank] = max(0.0, last.seconds - first.seconds - waited) / steps
+        scores = {}
+        for replica, ranks in compute.items():
+            for rank, own in ranks.items():
+                others = (sum(ranks.values()) - own) / (len(ranks) - 1) if len(ranks) > 1 else 0.0
+                if others > 0:
+                    scores[replica, rank] = own / others
+        return scores
+
+    def overlap_ratios(self, now: float) -> dict[tuple[int, str, str], float]:
+        """By replica, op and link: hidden over hidden and exposed, where anything travelled."""
+        sums: defaultdict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for (replica, _), (first, last) in self._spans(now).items():
+            for name in last.travel:
+                kind, op, link = name.split("/", 2)
+                sums[replica, op, link][f"{kind}/" == EXPOSED] += _grown(first, last, name)
+        return {key: hidden / (hidden + exposed) for key, (hidden, exposed) in sums.items() if hidden + exposed > 0}
+
+    def _spans(self, now: float) -> dict[tuple[int, int], tuple[_Mark, _Mark]]:
+        """First and last heartbeat of each rank that was heard lately."""
+        return {
+            key: (marks[0], marks[-1])
+            for key, marks in self._marks.items()
+            if len(marks) > 1 and marks[-1].at > now - WINDOW_S
+        }
+
+
+def _grown(first: _Mark, last: _Mark, name: str) -> float:
+    return last.travel[name] - first.travel.get(name, 0.0)

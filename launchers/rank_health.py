@@ -1,0 +1,66 @@
+"""A rank's own look at its port counters, its GPU and its memory, every few seconds on a thread of its own: a driver
+that hangs must hold up neither steps nor heartbeats. Status.beat reads what was seen last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..topology.health import gpu_figures, port_counters
+from ..topology.nvml import load_nvml
+from ..topology.sysfs import Sysfs
+
+PERIOD_S = 5.0
+
+
+class HealthWatch:
+    """`figures` holds what the last look saw. `look` is called on the watch's thread; what it raises ends that look."""
+
+    def __init__(self, look: Callable[[], Mapping[str, float]], period_s: float = PERIOD_S) -> None:
+        self._look, self._period_s = look, period_s
+        self.figures: Mapping[str, float] = {}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Does not wait for a look that hangs."""
+        self._end.set()
+        self._thread.join(0.2)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                seen = dict(self._look())
+            except Exception:  # figures are a help, never a reason to stop
+                seen = {}
+            self.figures = {**seen, "health_timestamp_seconds": time.time()}
+            if self._end.wait(self._period_s):
+                return
+
+
+def make_look(fs: Sysfs, ports: bool, gpu_uuid: str | None, nvml: Any | None = None) -> Callable[[], dict[str, float]]:
+    """What a rank looks at: the host's ports if it is the first rank there, its GPU if it has one."""
+    if gpu_uuid is not None:
+        nvml = nvml or load_nvml()
+    begun = False
+
+    def look() -> dict[str, float]:
+        nonlocal begun
+        out = port_counters(fs) if ports else {}
+        words = fs.text("proc/self/statm").split()
+        if len(words) > 1:
+            out["resident_memory_bytes"] = float(int(words[1]) * 4096)
+        if nvml is not None and gpu_uuid is not None:
+            if not begun:
+                nvml.nvmlInit()
+                begun = True
+            out |= gpu_figures(nvml, gpu_uuid)
+        return out
+
+    return look
