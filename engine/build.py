@@ -6,7 +6,6 @@ before anything is allocated. Called by launchers/worker.py and by the benchmark
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,16 +15,15 @@ import numpy as np
 import torch
 
 from ..models.attention import AttentionBackend, TorchAttention
-from ..models.checkpoint import DTYPES as STORED_DTYPES
-from ..models.checkpoint import Stored
 from ..models.config import ModelConfig, from_folder
 from ..models.cpu_ops import CpuAttention, CpuOps, Kernels, fits_kernels
 from ..models.kv_cache import KVCache, block_bytes
 from ..models.llama import LlamaModel, replicate_embedding
 from ..models.ops import Ops, TorchOps
+from ..models.quantised import Fp8, Int8Ops, QuantisationError, multiplies_fp8
 from ..models.shapes import check_shapes
 from ..models.shard import Shard
-from ..models.weights import check_folder
+from ..models.weights import Source, open_source
 from ..models.wiring import choose_wiring
 from ..topology.groups import Communicator
 from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
@@ -54,16 +52,8 @@ class Built:
     scheduler_limits: SchedulerLimits
     warnings: tuple[str, ...]
     digest: str
-    """Of the checkpoint's tensors by name, type, shape and place: ranks that read different files differ here."""
-
-
-def weights_digest(stored: dict[str, Stored]) -> str:
-    """Hex BLAKE2b of what the headers say; the bytes themselves are a manifest's matter."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(stored):
-        tensor = stored[name]
-        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} {tensor.begin}\n".encode())
-    return digest.hexdigest()
+    """Of the checkpoint's tensors by name, type, shape and place (and bytes, with a manifest): ranks that read
+    different files differ here."""
 
 
 def model_config(deployment: Deployment) -> tuple[ModelConfig, list[str]]:
@@ -128,9 +118,24 @@ def _agreed_minimum(communicator: Communicator, value: int) -> int:
     return int(np.ascontiguousarray(every).view(np.int64).min())
 
 
-def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operators that are right on this device."""
+def make_ops(device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> Ops:
+    """The fastest operators that are right on this device. Raises QuantisationError."""
+    if quantization == "int8":
+        if device.type != "cpu" or dtype != torch.bfloat16:
+            raise QuantisationError(
+                f"model.quantization=int8 is computed on CPUs in bfloat16, not on {device.type} in {dtype}: use auto"
+            )
+        return Int8Ops(Kernels.find())
     return CpuOps(Kernels.find()) if device.type == "cpu" and dtype != torch.float16 else TorchOps()
+
+
+def make_fp8(source: Source, config: ModelConfig, device: torch.device) -> Fp8 | None:
+    """How fp8 weights are computed; None where they are widened while loading, as on CPUs: there a widened copy is
+    quicker than widening at each use by far, and memory is what there is most of."""
+    if source.quantisation is None or device.type != "cuda":
+        return None
+    q = source.quantisation
+    return Fp8(source.kept_fp8(config), q.activations and multiplies_fp8(device), q.activation_bound)
 
 
 def make_attention(keys: EngineKeys, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> AttentionBackend:
@@ -143,17 +148,13 @@ def make_attention(keys: EngineKeys, config: ModelConfig, cache: KVCache, dtype:
     return TorchAttention(cache, windows, scale)
 
 
-def check_memory(
-    deployment: Deployment, shard: Shard, dtype: torch.dtype, stored: dict[str, Stored], free: int
-) -> None:
-    """Refuses before loading what cannot fit. Raises CapacityError with need and have."""
-    elements = sum((t.end - t.begin) // STORED_DTYPES[t.dtype].itemsize for t in stored.values())
-    weights = elements * dtype.itemsize // shard.size
+def check_memory(deployment: Deployment, size: int, weights: int, free: int) -> None:
+    """Refuses before loading what cannot fit. weights: bytes on a rank. Raises CapacityError with need and have."""
     kv = deployment.engine.kv_cache_memory or 0
     if weights + kv > free:
         raise CapacityError(
             f"a rank needs about {weights >> 20} MiB for weights and {kv >> 20} MiB for KV, {free >> 20} MiB are free: "
-            f"use more ranks than {shard.size}, a smaller kv_cache_memory or another dtype"
+            f"use more ranks than {size}, a smaller kv_cache_memory or another dtype"
         )
 
 
@@ -170,8 +171,10 @@ def build(
     dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
     length = model_length(config, deployment.model.max_model_len)
     shard = Shard(config, communicator.size, communicator.rank)
-    stored = check_folder(Path(deployment.model.path), config)
-    check_memory(deployment, shard, dtype, stored, available_bytes(device))
+    source = open_source(Path(deployment.model.path), shard)
+    fp8 = make_fp8(source, config, device)
+    needed = source.rank_bytes(dtype.itemsize, shard.size, fp8 is not None)
+    check_memory(deployment, shard.size, needed, available_bytes(device))
 
     wanted = deployment.parallel.embedding
     spans_nodes = len(communicator.layout.nodes) > 1
@@ -180,13 +183,15 @@ def build(
         config,
         communicator.process_groups.tp,
         communicator.all_reduce,
-        make_ops(device, dtype),
+        make_ops(device, dtype, deployment.model.quantization),
         dtype=dtype,
         device=device,
         positions=length + 1,
         replicate_embedding=replicate,
+        fp8=fp8,
     )
-    model.load(Path(deployment.model.path), progress)
+    per_node = communicator.layout.per_node  # each node reads its own copy: its ranks verify all of it between them
+    model.load(source, progress, verify=(communicator.rank % per_node, per_node))
 
     kv_dtype = dtype if keys.kv_cache_dtype == "auto" else DTYPES[keys.kv_cache_dtype]
     budget = _agreed_minimum(communicator, kv_budget(keys, device, available_bytes(device)))
@@ -219,4 +224,4 @@ def build(
         enable_chunked_prefill=keys.enable_chunked_prefill,
         ageing_s=keys.priority_ageing,
     )
-    return Built(runner, config, limits, scheduler_limits, tuple(warnings), weights_digest(stored))
+    return Built(runner, config, limits, scheduler_limits, tuple(warnings), source.digest)

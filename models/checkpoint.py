@@ -1,23 +1,20 @@
 """A folder of safetensors as data: which tensor lies where, checked before a byte of it is used.
 
-Reads headers only; `Mapped` then maps the files. Nothing here knows models or ranks. Called by models/weights.py. Every
-fault is a CheckpointError naming file and tensor: a shard is refused before the engine is ready, never noticed later.
+Reads headers only; models/readers.py reads the tensors. Nothing here knows models or ranks. Every fault is a
+CheckpointError naming file and tensor: a shard is refused before the engine is ready, never noticed later.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 DTYPES = {
     "F32": torch.float32,
@@ -26,8 +23,12 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
 }
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own bound on a header."""
+MAX_HEADER_BYTES = 16 << 20
+"""A tenth of a million tensors in one file; the format itself would allow 100 MB, which takes a gigabyte to parse."""
+MAX_INDEX_BYTES = 64 << 20
+MAX_DIMENSIONS = 8
+HARMLESS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)")
+"""Buffers that older checkpoints carry and nobody reads."""
 _BARE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
@@ -47,17 +48,28 @@ class Stored:
     end: int
 
 
+def shown(name: object) -> str:
+    """A name from a file, fit for one line of a terminal."""
+    text = str(name)
+    return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = dict(pairs)
     if len(keys) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} stands twice")
+        raise ValueError(f"the key {shown(twice)} stands twice")
     return keys
 
 
 def read_header(file: Path) -> list[Stored]:
-    """The tensors of one safetensors file, in file order. Raises CheckpointError."""
+    """The tensors of one safetensors file, as its header lists them. Raises CheckpointError."""
+    return read_annotated(file)[1]
+
+
+def read_annotated(file: Path) -> tuple[dict[str, Any], list[Stored]]:
+    """The `__metadata__` of one safetensors file, unchecked, and its tensors. Raises CheckpointError."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -66,64 +78,89 @@ def read_header(file: Path) -> list[Stored]:
                 f"{file}: this is a Git LFS pointer of {size} bytes, not weights: fetch them with `git lfs pull`"
             )
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        if not 2 <= length <= size - 8:
             raise CheckpointError(
                 f"{file}: {size} bytes with a header of {length} announced: truncated, or not a safetensors file"
             )
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{file}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
         text = stream.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_no_duplicates)
         if not isinstance(header, dict):
             raise ValueError("it is not an object")
-        header.pop("__metadata__", None)
+        metadata = header.pop("__metadata__", None)
         tensors = [_stored(file, name, entry, 8 + length) for name, entry in header.items()]
     except (ValueError, TypeError, KeyError, RecursionError) as fault:
-        raise CheckpointError(f"{file}: bad safetensors header: {fault}") from fault
-    at = 8 + length
+        raise CheckpointError(f"{file}: bad safetensors header: {_said(fault)}") from fault
+    _check_offsets(file, size, 8 + length, tensors)
+    return metadata if isinstance(metadata, dict) else {}, tensors
+
+
+def _said(fault: Exception) -> str:
+    return f"{shown(fault.args[0])} is missing" if isinstance(fault, KeyError) else str(fault)
+
+
+def _check_offsets(file: Path, size: int, at: int, tensors: list[Stored]) -> None:
+    """Tensors lie one behind the other from byte `at` to the file's end: no gap, no overlap, nothing behind."""
     for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
         if tensor.begin != at:
-            raise CheckpointError(f"{file}: tensor {tensor.name} begins at byte {tensor.begin}, expected {at}")
+            fault = "an overlap" if tensor.begin < at else "a gap"
+            raise CheckpointError(
+                f"{file}: tensor {shown(tensor.name)} begins at byte {tensor.begin}, what is before it ends at {at}: "
+                f"{fault}; fetch the file again"
+            )
         at = tensor.end
     if at != size:
-        last = max(tensors, key=lambda t: t.end).name if tensors else "none"
+        cut = min((t for t in tensors if t.end > size), key=lambda t: t.begin, default=None)
+        where = "more than its tensors" if cut is None else f"cut within tensor {shown(cut.name)}"
         raise CheckpointError(
-            f"{file}: {size} bytes, but its header describes {at} (last tensor: {last}): truncated or damaged; "
-            "fetch the file again"
+            f"{file}: {size} bytes, but its header describes {at} ({where}): truncated or damaged; fetch the file again"
         )
-    return tensors
 
 
 def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> Stored:
-    dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    if not all(isinstance(v, int) and v >= 0 for v in (*shape, begin, end)):
-        raise ValueError(f"tensor {name}: shape {shape} and offsets {begin}, {end} must be natural numbers")
+    label = shown(name)
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    except (ValueError, TypeError, KeyError) as fault:
+        raise ValueError(f"tensor {label}: dtype, shape and two data_offsets are needed: {_said(fault)}") from fault
+    if len(shape) > MAX_DIMENSIONS or not all(type(v) is int and 0 <= v < 2**63 for v in (*shape, begin, end)):
+        raise ValueError(f"tensor {label}: shape and offsets must be natural numbers, {MAX_DIMENSIONS} at most a shape")
     if dtype not in DTYPES:
-        raise ValueError(f"tensor {name}: dtype {dtype} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"tensor {label}: dtype {shown(dtype)} is not one of {', '.join(DTYPES)}")
     want = prod(shape) * DTYPES[dtype].itemsize
     if end - begin != want:
-        raise ValueError(f"tensor {name}: {dtype} {shape} takes {want} bytes, {end - begin} are announced")
+        raise ValueError(f"tensor {label}: {dtype} {shape} takes {want} bytes, {end - begin} are announced")
     return Stored(name, file, dtype, shape, base + begin, base + end)
 
 
 def _index_files(folder: Path, index: Path) -> dict[str, str]:
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{index}: more than the {MAX_INDEX_BYTES} bytes that an index may have")
+    text = index.read_bytes()
+    if text.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{index}: this is a Git LFS pointer, not an index: fetch it with `git lfs pull`")
     try:
-        weight_map = json.loads(index.read_bytes(), object_pairs_hook=_no_duplicates)["weight_map"]
+        weight_map = json.loads(text, object_pairs_hook=_no_duplicates)["weight_map"]
         if not isinstance(weight_map, dict):
             raise ValueError("weight_map is not an object")
     except (ValueError, TypeError, KeyError, RecursionError) as fault:
-        raise CheckpointError(f"{index}: bad index: {fault}") from fault
+        raise CheckpointError(f"{index}: bad index: {_said(fault)}") from fault
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not _BARE_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{index}: tensor {tensor} points to {name!r}: only bare *.safetensors names inside {folder} are read"
+                f"{index}: tensor {shown(tensor)} points to {str(name)[:200]!r}: only bare *.safetensors names inside "
+                f"{folder} are read"
             )
     return weight_map
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
+    """A file of the folder, links followed as far as the folder or its hub cache. Raises CheckpointError."""
     file = folder / name
     if not file.is_file():
-        raise CheckpointError(f"{file}: missing; the index names it")
+        raise CheckpointError(f"{file}: missing, or a link that leads nowhere, though the folder names it")
     real, home = file.resolve(), folder.resolve()
     # A hub cache keeps blobs beside the snapshot: links may point into the same cache, nowhere else.
     cache = home.parent.parent if home.parent.name == "snapshots" else home
@@ -153,67 +190,33 @@ def _refuse_other_formats(folder: Path) -> None:
 def read_folder(folder: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint folder by name, with or without an index. Raises CheckpointError."""
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = _index_files(folder, index)
+    weight_map: dict[str, str] | None = None
+    if index.exists() or index.is_symlink():
+        weight_map = _index_files(folder, inside(folder, index.name))
         files = sorted(set(weight_map.values()))
+    elif (folder / "model.safetensors").exists():
+        files = ["model.safetensors"]  # a consolidated copy may lie beside it
     else:
-        weight_map = None
         files = sorted(p.name for p in folder.glob("*.safetensors"))
     if not files:
         _refuse_other_formats(folder)
     tensors: dict[str, Stored] = {}
     for name in files:
-        for tensor in read_header(_inside(folder, name)):
+        for tensor in read_header(inside(folder, name)):
             if tensor.name in tensors:
                 raise CheckpointError(
-                    f"{folder / name}: tensor {tensor.name} also stands in {tensors[tensor.name].file.name}"
+                    f"{folder / name}: tensor {shown(tensor.name)} also stands in {tensors[tensor.name].file.name}"
+                )
+            if weight_map is not None and tensor.name not in weight_map and not HARMLESS.fullmatch(tensor.name):
+                raise CheckpointError(
+                    f"{folder / name}: tensor {shown(tensor.name)} is not in {index.name}: index and files belong to "
+                    "different checkpoints; fetch them again"
                 )
             tensors[tensor.name] = tensor
     for tensor_name, name in (weight_map or {}).items():
         found = tensors.get(tensor_name)
         if found is None or found.file.name != name:
-            raise CheckpointError(f"{folder / name}: tensor {tensor_name} is missing; the index says it is there")
+            raise CheckpointError(
+                f"{folder / name}: tensor {shown(tensor_name)} is missing; the index says it is there"
+            )
     return tensors
-
-
-class Mapped:
-    """Read-only views of tensors in mapped files; nothing is read until a view is copied from."""
-
-    def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
-
-    def view(self, stored: Stored) -> Tensor:
-        """The stored tensor, in its own dtype and shape, over the mapped file. Never write to it."""
-        mapped = self._maps.get(stored.file)
-        if mapped is None:
-            with stored.file.open("rb") as stream:
-                mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
-            self._maps[stored.file] = mapped
-        dtype = DTYPES[stored.dtype]
-        if stored.begin == stored.end:
-            return torch.empty(stored.shape, dtype=dtype)
-        count = (stored.end - stored.begin) // dtype.itemsize
-        return _frombuffer(mapped, dtype, count, stored.begin).view(stored.shape)
-
-    def forget(self, file: Path) -> None:
-        """Lets the kernel drop the file's pages from this process (they stay in the page cache for other ranks)."""
-        mapped = self._maps.pop(file, None)
-        if mapped is not None:
-            mapped.madvise(mmap.MADV_DONTNEED)
-
-
-def _frombuffer(mapped: mmap.mmap, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the map is read-only and nobody writes to the view
-        if offset % dtype.itemsize:
-            # The format does not promise alignment: such a tensor is viewed as bytes and copied once.
-            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
-            return raw.clone().view(dtype)
-        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
-
-
-def total_bytes(tensors: Iterator[Stored]) -> int:
-    """Bytes of all given tensors."""
-    return sum(t.end - t.begin for t in tensors)

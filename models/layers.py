@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .ops import Norm, Ops, Product
+from .quantised import Fp8
+from .readers import FP8
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns about every accelerator library that is not installed
@@ -94,10 +96,14 @@ class RowLinear(RowParallelLinear):  # type: ignore[misc]
         return functional.linear(x, self.weight, self.bias)
 
 
-def prepare(layer: ColumnLinear | RowLinear, ops: Ops, norm: Norm | None = None, *, gated: bool = False) -> Product:
+def prepare(
+    layer: ColumnLinear | RowLinear, ops: Ops, norm: Norm | None = None, *, gated: bool = False, fp8: Fp8 | None = None
+) -> Product:
     """The layer's product behind its norm, once the weights are loaded; [gate | up] layers are gated. The parameter
-    itself is given up where the operators hold a repacked copy."""
+    itself is given up where the operators hold a repacked copy; fp8 weights stay where they are."""
     weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
+    if fp8 is not None and weight.dtype == FP8:
+        return fp8.product(weight, layer.weight_scale.detach(), bias, norm, gated=gated)
     if gated and norm is not None:
         product = ops.gated_product(weight, bias, norm)
     else:

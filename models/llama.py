@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from .attention import AttentionBackend, StepLayout
 from .config import ModelConfig
 from .layers import ColumnLinear, RowLinear, VocabEmbedding, megatron_config, prepare
 from .ops import Norm, Ops, Product, TorchOps
+from .quantised import Fp8, make_fp8
 from .rotary import RotaryTable
 from .shard import Shard
 
@@ -81,8 +81,10 @@ class LlamaModel(nn.Module):
         device: torch.device,
         positions: int,
         replicate_embedding: bool = False,
+        fp8: Fp8 | None = None,
     ) -> None:
-        """positions: the longest sequence. Shapes must have passed models/shapes.py."""
+        """positions: the longest sequence. Shapes must have passed models/shapes.py. fp8: products that keep fp8
+        weights ("layers.3.gate_up"), and how they are computed."""
         super().__init__()
         self.config, self.ops, self.all_reduce = config, ops, all_reduce
         self.shard = Shard(config, group.size(), group.rank())
@@ -99,24 +101,49 @@ class LlamaModel(nn.Module):
             self.embedding = VocabEmbedding(self.shard.padded_vocab, config.hidden_size, megatron, group)
         layers = [LayerWeights(self.shard, i, megatron, group, make) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
+        self.fp8 = fp8
+        for name in fp8.products if fp8 is not None else ():
+            make_fp8(self.get_submodule(name))
         self.norm = _Scale(make(config.hidden_size))
         self.head: ColumnLinear | None = None
         if not config.tied_embeddings or replicate_embedding:
             self.head = ColumnLinear(config.hidden_size, self.shard.padded_vocab, False, megatron, group)
         self.rotary = RotaryTable(config.rope, config.head_dim, positions, device)
-        self._layers: list[_Layer] = []
+        self._layers: dict[int, _Layer] = {}
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
 
-    def load(self, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
-        """Reads this rank's slices into place and prepares the products. Raises CheckpointError."""
-        parameters = dict(self.named_parameters())
-        weights.load(folder, self.shard, parameters, replicate_embedding=self.replicate_embedding, progress=progress)
-        self.prepare()
+    def load(
+        self, source: weights.Source, progress: weights.Progress | None = None, verify: tuple[int, int] | None = None
+    ) -> None:
+        """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
+        never stands beside more than its own layer. progress, verify: see weights.load. Raises CheckpointError."""
+        weights.load(
+            source,
+            self.shard,
+            dict(self.named_parameters()),
+            replicate_embedding=self.replicate_embedding,
+            kept=frozenset() if self.fp8 is None else self.fp8.products,
+            progress=progress,
+            on_module=self._prepare_layer,
+            verify=verify,
+        )
+        self._prepare_head()
 
     def prepare(self) -> None:
-        """Hands the loaded weights to the operators."""
-        self._layers = [self._prepared(layer) for layer in self.layers if isinstance(layer, LayerWeights)]
+        """Hands parameters that were filled by other means to the operators."""
+        for i in range(self.config.num_layers):
+            self._prepare_layer(f"layers.{i}")
+        self._prepare_head()
+
+    def _prepare_layer(self, module: str) -> None:
+        number = module.removeprefix("layers.")
+        if number.isdecimal():
+            layer = self.layers[int(number)]
+            assert isinstance(layer, LayerWeights)
+            self._layers[int(number)] = self._prepared(layer)
+
+    def _prepare_head(self) -> None:
         if self.head is not None:
             self._head = prepare(self.head, self.ops, self._norm(self.norm))
         else:
@@ -128,10 +155,10 @@ class LlamaModel(nn.Module):
         return _Layer(
             q_norm=self._norm(layer.q_norm) if self.config.qk_norm else None,
             k_norm=self._norm(layer.k_norm) if self.config.qk_norm else None,
-            qkv=prepare(layer.qkv, self.ops, self._norm(layer.attention_norm)),
-            o=prepare(layer.o, self.ops),
-            gate_up=prepare(layer.gate_up, self.ops, self._norm(shared), gated=True),
-            down=prepare(layer.down, self.ops),
+            qkv=prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), fp8=self.fp8),
+            o=prepare(layer.o, self.ops, fp8=self.fp8),
+            gate_up=prepare(layer.gate_up, self.ops, self._norm(shared), gated=True, fp8=self.fp8),
+            down=prepare(layer.down, self.ops, fp8=self.fp8),
         )
 
     def _norm(self, scale: _Scale) -> Norm:

@@ -1,221 +1,141 @@
-"""Checkpoint names -> this rank's slices, and reading exactly those, straight into place.
+"""From a checkpoint folder to a rank's parameters: what the folder holds is checked against the model, then this rank's
+slices alone are read, straight into place, a layer at a time.
 
-`plan_fills` is pure: ModelConfig and rank to a list of Fills that tiles every parameter exactly once. `load` checks the
-folder against it (every tensor there, of the right shape, none unknown) and copies slice by slice from the mapped
-files. Parameter names are those of models/llama.py.
+models/weights_plan.py says which slices, models/readers.py reads them, models/manifest.py verifies what is read.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from .checkpoint import CheckpointError, Mapped, Stored, read_folder
+from .checkpoint import DTYPES, HARMLESS, CheckpointError, Stored, read_folder, shown
 from .config import ModelConfig
+from .manifest import Verifier, weights_digest
+from .quantisation import Quantisation, read_quantisation
+from .readers import FP8, Reader
 from .shard import Shard
+from .weights_plan import PRODUCTS, Fill, expected_shapes, head_of, plan_fills, scale_of, sources_of
+from .weights_shards import open_shards
+
+Progress = Callable[[int, int], None]
+_PLAIN = ("F32", "BF16", "F16")
+_CALIBRATION = re.compile(r".*(\.input_scale|\.input_scale_ub|\.output_scale|\.[qkv]_scale|_proj\.weight_scale_ub)")
+"""What fp8 checkpoints carry beside: activations are scaled per token here, and keys and values by the cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
-    """Rows [row, row + count) of a parameter come from rows [source_row, ...) and columns [source_col, source_col +
-    columns) of a checkpoint tensor (columns None: all). `tensor` None: the rows are vocabulary padding, zeros."""
+class Source:
+    """A checked folder: every tensor that this rank may read, by name."""
 
-    parameter: str
-    row: int
-    count: int
-    tensor: str | None
-    source_row: int = 0
-    source_col: int = 0
-    columns: int | None = None
+    folder: Path
+    tensors: Mapping[str, Stored]
+    digest: str
+    """Of names, types, shapes and places (and of the bytes, where there is a manifest): ranks must agree on it."""
+    quantisation: Quantisation | None = None
+    sharded_over: int = 0
+    """Ranks that per-rank files were written for; 0: the checkpoint itself."""
+    replicate_embedding: bool = False
+    """What per-rank files hold."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """How one layout calls the parts of a layer; `{}` is the layer's index."""
-
-    embedding: str
-    norm: str
-    head: str
-    attention_norm: str
-    mlp_norm: str
-    o: str
-    down: str
-
-
-_HUGGINGFACE = _Names(
-    embedding="model.embed_tokens.weight",
-    norm="model.norm.weight",
-    head="lm_head.weight",
-    attention_norm="model.layers.{}.input_layernorm.weight",
-    mlp_norm="model.layers.{}.post_attention_layernorm.weight",
-    o="model.layers.{}.self_attn.o_proj",
-    down="model.layers.{}.mlp.down_proj",
-)
-_DOLOMITE = _Names(
-    embedding="transformer.wte.weight",
-    norm="transformer.ln_f.weight",
-    head="lm_head.weight",
-    attention_norm="transformer.h.{}.ln_1.weight",
-    mlp_norm="transformer.h.{}.ln_2.weight",
-    o="transformer.h.{}.sequence_mixer.c_proj",
-    down="transformer.h.{}.mlp_block.c_proj",
-)
-_HARMLESS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)")
-"""Buffers that older checkpoints carry and nobody reads."""
-
-
-def _names(config: ModelConfig) -> _Names:
-    return _DOLOMITE if config.layout == "dolomite" else _HUGGINGFACE
-
-
-def _vocabulary(parameter: str, tensor: str, shard: Shard) -> Iterator[Fill]:
-    rows = shard.vocab
-    real = max(0, min(rows.stop, shard.config.vocab_size) - rows.start)
-    if real:
-        yield Fill(parameter, 0, real, tensor, source_row=rows.start)
-    if real < len(rows):
-        yield Fill(parameter, real, len(rows) - real, None)
-
-
-def _qkv(shard: Shard, layer: int, suffix: str) -> Iterator[Fill]:
-    """The fused projection's rows on this rank: its query heads, its key heads, its value heads."""
-    config, dim = shard.config, shard.config.head_dim
-    to = f"layers.{layer}.qkv.{suffix}"
-    q_rows, kv_rows = shard.num_heads * dim, shard.num_kv_heads * dim
-    if config.layout == "huggingface":
-        base = f"model.layers.{layer}.self_attn."
-        yield Fill(to, 0, q_rows, f"{base}q_proj.{suffix}", shard.first_head * dim)
-        yield Fill(to, q_rows, kv_rows, f"{base}k_proj.{suffix}", shard.first_kv_head * dim)
-        yield Fill(to, q_rows + kv_rows, kv_rows, f"{base}v_proj.{suffix}", shard.first_kv_head * dim)
-        return
-    tensor = f"transformer.h.{layer}.sequence_mixer.c_attn.{suffix}"
-    per_group = config.num_heads // config.num_kv_heads
-    stride = (per_group + 2) * dim
-    for i in range(shard.num_heads):
-        group, member = divmod(shard.first_head + i, per_group)
-        yield Fill(to, i * dim, dim, tensor, group * stride + member * dim)
-    for i in range(shard.num_kv_heads):
-        source = (shard.first_kv_head + i) * stride + per_group * dim
-        yield Fill(to, q_rows + i * dim, dim, tensor, source)
-        yield Fill(to, q_rows + kv_rows + i * dim, dim, tensor, source + dim)
-
-
-def _gate_up(shard: Shard, layer: int, suffix: str) -> Iterator[Fill]:
-    to, rows, at = f"layers.{layer}.gate_up.{suffix}", shard.ffn_size, shard.first_ffn
-    if shard.config.layout == "huggingface":
-        base = f"model.layers.{layer}.mlp."
-        yield Fill(to, 0, rows, f"{base}gate_proj.{suffix}", at)
-        yield Fill(to, rows, rows, f"{base}up_proj.{suffix}", at)
-    else:  # c_fc is [up; gate]
-        tensor = f"transformer.h.{layer}.mlp_block.c_fc.{suffix}"
-        yield Fill(to, 0, rows, tensor, shard.config.ffn_size + at)
-        yield Fill(to, rows, rows, tensor, at)
-
-
-def plan_fills(shard: Shard, replicate_embedding: bool = False) -> list[Fill]:
-    """Every parameter row of this rank, exactly once. A bias behind a row-parallel product belongs to rank 0 alone:
-    the all-reduce would otherwise add it size times."""
-    config, names = shard.config, _names(shard.config)
-    d = config.hidden_size
-    if replicate_embedding:
-        fills = [Fill("embedding.weight", 0, config.vocab_size, names.embedding)]
-    else:
-        fills = list(_vocabulary("embedding.weight", names.embedding, shard))
-    for layer in range(config.num_layers):
-        here = f"layers.{layer}."
-        fills.append(Fill(f"{here}attention_norm.weight", 0, d, names.attention_norm.format(layer)))
-        fills.extend(_qkv(shard, layer, "weight"))
-        if config.qkv_bias:
-            fills.extend(_qkv(shard, layer, "bias"))
-        if config.qk_norm:
-            for which in ("q_norm", "k_norm"):
-                source = f"model.layers.{layer}.self_attn.{which}.weight"
-                fills.append(Fill(f"{here}{which}.weight", 0, config.head_dim, source))
-        heads = shard.num_heads * config.head_dim
-        fills.append(
-            Fill(f"{here}o.weight", 0, d, f"{names.o.format(layer)}.weight", 0, shard.rank * heads, columns=heads)
+    def kept_fp8(self, config: ModelConfig) -> frozenset[str]:
+        """Products whose weights are fp8 in full, and may stay so: "layers.3.gate_up", …"""
+        if self.quantisation is None:
+            return frozenset()
+        return frozenset(
+            f"layers.{layer}.{product}"
+            for layer in range(config.num_layers)
+            for product in PRODUCTS
+            if all(self._is_fp8(name) for name in self._names(config, layer, product))
         )
-        if config.wiring.kinds[layer] != "parallel":
-            fills.append(Fill(f"{here}mlp_norm.weight", 0, d, names.mlp_norm.format(layer)))
-        fills.extend(_gate_up(shard, layer, "weight"))
-        down = f"{names.down.format(layer)}.weight"
-        fills.append(Fill(f"{here}down.weight", 0, d, down, 0, shard.first_ffn, columns=shard.ffn_size))
-        if config.mlp_bias:
-            fills.extend(_gate_up(shard, layer, "bias"))
-        if shard.rank == 0 and config.o_bias:
-            fills.append(Fill(f"{here}o.bias", 0, d, f"{names.o.format(layer)}.bias"))
-        if shard.rank == 0 and config.mlp_bias:
-            fills.append(Fill(f"{here}down.bias", 0, d, f"{names.down.format(layer)}.bias"))
-    fills.append(Fill("norm.weight", 0, d, names.norm))
-    if not config.tied_embeddings or replicate_embedding:
-        head = names.embedding if config.tied_embeddings else names.head
-        fills.extend(_vocabulary("head.weight", head, shard))
-    return fills
 
+    def _names(self, config: ModelConfig, layer: int, product: str) -> tuple[str, ...]:
+        return (f"layers.{layer}.{product}.weight",) if self.sharded_over else sources_of(config, layer, product)
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the checkpoint must hold, with its shape."""
-    names, d, dim = _names(config), config.hidden_size, config.head_dim
-    q, kv, f = config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size
-    shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, d), names.norm: (d,)}
-    if not config.tied_embeddings:
-        shapes[names.head] = (config.vocab_size, d)
-    for layer in range(config.num_layers):
-        shapes[names.attention_norm.format(layer)] = (d,)
-        if config.wiring.kinds[layer] != "parallel":
-            shapes[names.mlp_norm.format(layer)] = (d,)
-        if config.layout == "huggingface":
-            base = f"model.layers.{layer}."
-            outputs = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-            mlp = {"mlp.gate_proj": f, "mlp.up_proj": f}
-        else:
-            base = f"transformer.h.{layer}."
-            outputs, mlp = {"sequence_mixer.c_attn": q + 2 * kv}, {"mlp_block.c_fc": 2 * f}
-        for group, bias in ((outputs, config.qkv_bias), (mlp, config.mlp_bias)):
-            for part, rows in group.items():
-                shapes[f"{base}{part}.weight"] = (rows, d)
-                if bias:
-                    shapes[f"{base}{part}.bias"] = (rows,)
-        if config.qk_norm:
-            shapes[f"{base}self_attn.q_norm.weight"] = shapes[f"{base}self_attn.k_norm.weight"] = (dim,)
-        shapes[f"{names.o.format(layer)}.weight"] = (d, q)
-        shapes[f"{names.down.format(layer)}.weight"] = (d, f)
-        if config.o_bias:
-            shapes[f"{names.o.format(layer)}.bias"] = (d,)
-        if config.mlp_bias:
-            shapes[f"{names.down.format(layer)}.bias"] = (d,)
-    return shapes
+    def _is_fp8(self, name: str) -> bool:
+        return name in self.tensors and self.tensors[name].dtype == "F8_E4M3"
+
+    def rank_bytes(self, itemsize: int, size: int, keeps_fp8: bool) -> int:
+        """About what one of `size` ranks holds with `itemsize` bytes an element."""
+        total = 0
+        for stored in self.tensors.values():
+            kept = keeps_fp8 and stored.dtype == "F8_E4M3"
+            width = DTYPES[stored.dtype].itemsize
+            total += (stored.end - stored.begin) // width * (width if kept else itemsize)
+        return total if self.sharded_over else total // size
 
 
 def check_folder(folder: Path, config: ModelConfig) -> dict[str, Stored]:
-    """The folder's tensors, once all that the model needs are there in the right shape and nothing unknown is.
+    """The checkpoint's tensors, once all that the model needs are there in the right shape and nothing unknown is.
 
     Raises CheckpointError naming file and tensor.
     """
+    return _check(folder, config, _quantisation(folder))
+
+
+def open_source(folder: Path, shard: Shard) -> Source:
+    """What this rank loads from: files of its own where `laddertron shard` has written them for as many ranks, else the
+    checkpoint. Raises CheckpointError."""
+    quantisation = _quantisation(folder)
+    own = open_shards(folder, shard)
+    if own is not None:
+        return Source(folder, own.tensors, own.digest, quantisation, shard.size, own.replicate_embedding)
+    tensors = _check(folder, shard.config, quantisation)
+    return Source(folder, tensors, weights_digest(folder, tensors), quantisation)
+
+
+def _quantisation(folder: Path) -> Quantisation | None:
+    try:
+        return read_quantisation(folder)
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(str(fault)) from fault
+
+
+def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None) -> dict[str, Stored]:
     tensors = read_folder(folder)
     expected = expected_shapes(config)
+    scales = set()
     for name, shape in expected.items():
         stored = tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{folder}: tensor {name} {shape} is missing; config.json promises it")
         if stored.shape != shape:
             raise CheckpointError(f"{stored.file}: tensor {name} has shape {stored.shape}, config.json says {shape}")
-        if stored.dtype not in ("F32", "BF16", "F16"):
+        if stored.dtype == "F8_E4M3" and quantisation is not None and len(shape) == 2:
+            scales.add(_check_scale(stored, tensors.get(scale_of(name))))
+        elif stored.dtype not in _PLAIN:
             raise CheckpointError(
-                f"{stored.file}: tensor {name} is stored as {stored.dtype}, readable are F32, BF16 and F16"
+                f"{stored.file}: tensor {name} is stored as {stored.dtype}; readable are {', '.join(_PLAIN)}, and "
+                "F8_E4M3 matrices where config.json has a quantization_config"
             )
-    tied_copy = {_names(config).head} if config.tied_embeddings else set()
+    known = scales | ({head_of(config)} if config.tied_embeddings else set())
     for name, stored in tensors.items():
-        if name not in expected and name not in tied_copy and not _HARMLESS.fullmatch(name):
+        if name in expected or name in known or HARMLESS.fullmatch(name):
+            continue
+        if quantisation is None or not _CALIBRATION.fullmatch(name):
             raise CheckpointError(
-                f"{stored.file}: tensor {name} {stored.shape} belongs to nothing in config.json "
+                f"{stored.file}: tensor {shown(name)} {stored.shape} belongs to nothing in config.json "
                 f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"
             )
     return tensors
+
+
+def _check_scale(stored: Stored, scale: Stored | None) -> str:
+    """The scale's name, once it fits its tensor: one number, or one a row."""
+    if scale is None:
+        raise CheckpointError(
+            f"{stored.file}: tensor {stored.name} is fp8 without {scale_of(stored.name)}: its scale is missing"
+        )
+    rows = stored.shape[0]
+    if scale.shape not in ((), (1,), (rows,), (rows, 1)) or scale.dtype not in _PLAIN:
+        raise CheckpointError(
+            f"{scale.file}: tensor {scale.name} is {scale.dtype} {scale.shape}; one number or ({rows}, 1) is read"
+        )
+    return scale.name
 
 
 def check_cover(fills: list[Fill], parameters: Mapping[str, Tensor]) -> None:
@@ -237,47 +157,115 @@ def check_cover(fills: list[Fill], parameters: Mapping[str, Tensor]) -> None:
             raise CheckpointError(f"parameter {name}: {at} of its {parameters[name].shape[0]} rows are filled")
 
 
+def module_of(parameter: str) -> str:
+    """ "layers.3.qkv.weight" -> "layers.3", "norm.weight" -> "norm": what is ready at once."""
+    return ".".join(parameter.split(".")[: 2 if parameter.startswith("layers.") else 1])
+
+
 def load(
-    folder: Path,
+    source: Source,
     shard: Shard,
     parameters: Mapping[str, Tensor],
     *,
     replicate_embedding: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    kept: Set[str] = frozenset(),
+    progress: Progress | None = None,
+    on_module: Callable[[str], None] | None = None,
+    verify: tuple[int, int] | None = None,
 ) -> None:
-    """Fills every parameter (in its own dtype, on its own device) from the folder.
+    """Fills every parameter (in its own dtype, on its own device).
 
-    progress(done, total) is called in bytes of this rank's slices. Raises CheckpointError.
+    progress(done, total): in bytes of this rank's parameters. on_module("layers.3"): all parameters below that name are
+    filled, and may be repacked and given up before the next ones are read. verify (part, parts): if the folder has a
+    manifest, the part-th of `parts` equal shares of all files is verified; the ranks of a node verify one each. Raises
+    CheckpointError.
     """
-    tensors = check_folder(folder, shard.config)
-    fills = plan_fills(shard, replicate_embedding)
+    fills = plan_fills(shard, replicate_embedding, kept)
+    if source.sharded_over:
+        fills = _own_fills(source, shard, replicate_embedding, parameters)
+        verify = (0, 1)
     check_cover(fills, parameters)
-    # File by file, in file order: one sequential read each, and pages dropped behind us.
-    fills.sort(key=lambda f: ("", 0) if f.tensor is None else (tensors[f.tensor].file.name, tensors[f.tensor].begin))
-    sizes = [
-        fill.count * parameters[fill.parameter][0].numel() * parameters[fill.parameter].element_size() for fill in fills
-    ]
-    mapped, done, file = Mapped(), 0, None
-    for fill, size in zip(fills, sizes, strict=True):
-        target = parameters[fill.parameter].detach()[fill.row : fill.row + fill.count]
-        if fill.tensor is None:
-            target.zero_()
-        else:
-            stored = tensors[fill.tensor]
-            if file is not None and stored.file != file:
-                mapped.forget(file)
-            file = stored.file
-            source = mapped.view(stored)[fill.source_row : fill.source_row + fill.count]
-            if fill.columns is not None:
-                source = source[:, fill.source_col : fill.source_col + fill.columns]
-            if source.shape != target.shape:
-                raise CheckpointError(
-                    f"{stored.file}: tensor {stored.name}: slice {tuple(source.shape)} for {fill.parameter} "
-                    f"{tuple(target.shape)}"
-                )
-            target.copy_(source)
-        done += size
-        if progress is not None:
-            progress(done, sum(sizes))
-    if file is not None:
-        mapped.forget(file)
+    left: dict[str, int] = {}
+    for fill in fills:
+        left[module_of(fill.parameter)] = left.get(module_of(fill.parameter), 0) + 1
+    fills = _in_order(fills, source.tensors)
+    sizes = [fill.count * (p := parameters[fill.parameter])[:1].numel() * p.element_size() for fill in fills]
+    total, done = sum(sizes), 0
+    with Reader() as reader, Verifier.start(source.folder, source.tensors, verify or (shard.rank, shard.size)) as check:
+        for i, (fill, size) in enumerate(zip(fills, sizes, strict=True)):
+            if i + 1 < len(fills) and (ahead := fills[i + 1].tensor) is not None:
+                reader.prefetch(source.tensors[ahead])
+            fill_target(reader, source, fill, parameters[fill.parameter].detach()[fill.row : fill.row + fill.count])
+            done += size
+            check.look()
+            module = module_of(fill.parameter)
+            left[module] -= 1
+            if left[module] == 0 and on_module is not None:
+                on_module(module)
+            if progress is not None:
+                progress(done, total)
+        check.finish()
+
+
+def _own_fills(source: Source, shard: Shard, replicate_embedding: bool, parameters: Mapping[str, Tensor]) -> list[Fill]:
+    """Each parameter whole from this rank's own file."""
+    again = f"write them again with `laddertron shard {source.folder} --tensor-parallel-size {shard.size}"
+    if source.replicate_embedding != replicate_embedding:
+        wanted = "replicate" if replicate_embedding else "shard"
+        raise CheckpointError(
+            f"{source.folder}: its per-rank files were not written with parallel.embedding={wanted}: {again} "
+            f"--embedding {wanted}`"
+        )
+    for name, parameter in parameters.items():
+        stored = source.tensors.get(name)
+        if stored is None or stored.shape != tuple(parameter.shape):
+            found = "missing" if stored is None else f"of shape {stored.shape}"
+            where = source.folder if stored is None else stored.file
+            raise CheckpointError(f"{where}: tensor {name} {tuple(parameter.shape)} is {found}: {again}`")
+    return [Fill(name, 0, parameter.shape[0], name) for name, parameter in parameters.items()]
+
+
+def _in_order(fills: list[Fill], tensors: Mapping[str, Stored]) -> list[Fill]:
+    """Module by module in the order of the files, and in file order within each: long sequential reads, and one layer
+    at a time."""
+
+    def place(fill: Fill) -> tuple[str, int]:
+        return ("", 0) if fill.tensor is None else (tensors[fill.tensor].file.name, tensors[fill.tensor].begin)
+
+    first: dict[str, tuple[str, int]] = {}
+    for fill in fills:
+        if fill.tensor is not None:
+            module = module_of(fill.parameter)
+            first[module] = min(first.get(module, place(fill)), place(fill))
+    nowhere = ("", 0)
+    return sorted(
+        fills, key=lambda f: (first.get(module_of(f.parameter), nowhere), module_of(f.parameter), place(f), f.row)
+    )
+
+
+def fill_target(reader: Reader, source: Source, fill: Fill, target: Tensor) -> None:
+    """One slice into its rows of a parameter. Raises CheckpointError."""
+    if fill.tensor is None:
+        target.zero_()
+        return
+    stored = source.tensors[fill.tensor]
+    scale = None
+    if fill.parameter.endswith("_scale"):
+        _fill_scale(reader, stored, fill, target)
+        return
+    if stored.dtype == "F8_E4M3" and target.dtype != FP8:
+        scale = reader.whole(source.tensors[scale_of(fill.tensor)]).view(-1)
+        if scale.numel() > 1:
+            scale = scale[fill.source_row : fill.source_row + fill.count]
+    rows, columns = stored.shape[0], fill.columns or (stored.shape[1] if len(stored.shape) == 2 else 1)
+    if fill.source_row + fill.count > rows or (target.ndim == 2 and target.shape[1] != columns):
+        raise CheckpointError(
+            f"{stored.file}: tensor {shown(stored.name)} {stored.shape} does not hold rows {fill.source_row} to "
+            f"{fill.source_row + fill.count} of {fill.parameter} {tuple(target.shape)}"
+        )
+    reader.read(stored, fill.source_row, fill.source_col, target, scale)
+
+
+def _fill_scale(reader: Reader, stored: Stored, fill: Fill, target: Tensor) -> None:
+    values = reader.whole(stored).view(-1).float()
+    target.copy_(values if values.numel() == 1 else values[fill.source_row : fill.source_row + fill.count])
