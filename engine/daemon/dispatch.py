@@ -159,6 +159,7 @@ class Dispatcher:
     async def drain(self, timeout_s: float) -> bool:
         """Lets what runs come to its end; True if all did."""
         self.draining = True
+        self._end_interactive("the daemon is stopping")
         return all(await asyncio.gather(*(replica.job.drain(timeout_s) for replica in self._replicas)))
 
     @property

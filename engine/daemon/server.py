@@ -23,6 +23,9 @@ _BUSY = json.dumps(
 ).encode()
 
 
+_GRACEFUL_SECONDS = 3  # requests have been drained by then: what is left are clients that do not read
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Where to listen and what a connection may do. Seconds, bytes."""
@@ -32,7 +35,6 @@ class ServerOptions:
     max_connections: int = 1024
     max_header_bytes: int = 16384
     header_timeout: float = 10.0
-    drain_timeout: float = 30.0
     tls_cert: str | None = None
     tls_key: str | None = None
 
@@ -140,7 +142,7 @@ def make_server(app: Any, options: ServerOptions) -> Server:
         proxy_headers=False,
         h11_max_incomplete_event_size=options.max_header_bytes,
         timeout_keep_alive=15,
-        timeout_graceful_shutdown=max(1, int(options.drain_timeout)),
+        timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,
         ssl_version=ssl.PROTOCOL_TLS_SERVER,

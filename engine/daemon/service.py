@@ -1,0 +1,180 @@
+"""The daemon put together: store, text workers, replicas, batches, HTTP; and its end, by signal or by failure.
+
+Handed its jobs and its observer by launchers/serve.py (or a test); `run` returns the exit code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import Deployment
+from ..text import TextModel
+from ..text_pool import PoolLimits, TextPool
+from .app import make_app
+from .app_state import Services
+from .batch_feed import BatchSettings
+from .batches import Batches, batch_counts
+from .disk import free_bytes
+from .dispatch import Dispatcher
+from .job import EngineJob
+from .keys import KeyRing
+from .observe import Observer
+from .server import ServerOptions, make_server
+from .store import Store, StoreOptions, StoreUnavailable, open_store
+
+log = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 1.0
+_FAILING_SECONDS = 20.0  # for batches that failed with the engine to get their files
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the daemon is made of and does not make itself. `store`: observers and, in tests, failing disks."""
+
+    jobs: Sequence[EngineJob]
+    text: TextModel
+    text_folder: Path
+    version: str
+    observer: Observer = field(default_factory=Observer)
+    store: StoreOptions = field(default_factory=StoreOptions)
+    keys: KeyRing | None = None
+
+
+class Daemon:
+    """`run` once; `stop` from a signal handler, any time."""
+
+    def __init__(self, deployment: Deployment, parts: Parts) -> None:
+        self._deployment, self._parts = deployment, parts
+        self._stop = asyncio.Event()
+        self._ended = ""
+        self.started = asyncio.Event()
+        """Set once the door is open."""
+        self.dispatcher = Dispatcher(parts.jobs, parts.observer)
+        self.services: Services
+
+    def stop(self) -> None:
+        """Drain and end."""
+        self._stop.set()
+
+    async def run(self, listener: socket.socket) -> int:
+        """Until stopped (0) or failed (1). Raises DiskError, TextError or OSError where it cannot begin."""
+        async with contextlib.AsyncExitStack() as stack:
+            store = await self._open_store()
+            stack.push_async_callback(store.close)
+            pool = TextPool(self._parts.text_folder, self._pool_limits())
+            await stack.enter_async_context(pool)
+            batches = self._batches(store, pool)
+            self.services = self._services(store, pool, batches)
+            stack.push_async_callback(self.dispatcher.close)
+            store.on_change = lambda: self._look(store, batches)
+            self.dispatcher.on_over = lambda reason: self._fail(reason, batches)
+            await self.dispatcher.start()
+            await batches.start()
+            stack.push_async_callback(batches.close)
+            daemon = self._deployment.daemon
+            limits = daemon.limits
+            options = ServerOptions(
+                daemon.host,
+                daemon.port,
+                limits.max_connections,
+                limits.max_header_bytes,
+                limits.header_timeout,
+                daemon.tls_cert,
+                daemon.tls_key,
+            )
+            server = make_server(make_app(self.services, self._parts.version, self._parts.keys), options)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            watching = asyncio.create_task(self._watch(store, batches))
+            try:
+                self.started.set()
+                stopping = asyncio.create_task(self._stop.wait())
+                await asyncio.wait({serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                await self._wind_down(batches)
+            finally:
+                watching.cancel()
+                server.should_exit = True
+                server.force_exit = bool(self._ended)
+                await asyncio.gather(serving, watching, return_exceptions=True)
+        return 1 if self._ended else 0
+
+    async def _wind_down(self, batches: Batches) -> None:
+        if self._ended:
+            log.error("ending: %s", self._ended, extra={"event": "failed"})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FAILING_SECONDS):
+                    await batches.settled()
+            return
+        seconds = self._deployment.daemon.drain_timeout
+        log.info("draining for up to %g s", seconds, extra={"event": "drain"})
+        drained = await self.dispatcher.drain(seconds)
+        log.info(
+            "drained" if drained else "not all ended in time: batches resume from the store", extra={"event": "drain"}
+        )
+
+    def _fail(self, reason: str, batches: Batches) -> None:
+        self._ended = reason
+        batches.engine_over(reason)
+        self._stop.set()
+
+    async def _watch(self, store: Store, batches: Batches) -> None:
+        while True:
+            self._look(store, batches)
+            with contextlib.suppress(StoreUnavailable, OSError):
+                counts = await store.read(batch_counts)
+                self._parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    def _look(self, store: Store, batches: Batches) -> None:
+        """Whether batches may go on."""
+        if store.fenced and not self._ended:
+            self._ended = store.fault or "another daemon holds the store"
+            self._stop.set()
+        least = self._deployment.daemon.limits.min_free_disk
+        why = store.fault or ""
+        if not why and (free := free_bytes(store.folder)) < least:
+            why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"
+        if why != batches.gate.why:
+            (log.warning if why else log.info)(why or "batches go on", extra={"event": "gate"})
+            batches.gate.set(why)
+
+    # the parts
+
+    async def _open_store(self) -> Store:
+        daemon, given = self._deployment.daemon, self._parts.store
+        export = Path(daemon.export_dir) if daemon.export_dir is not None else None
+        options = StoreOptions(export, given.files, given.connect, self._parts.observer.commit)
+        return await open_store(Path(daemon.data_dir), options)
+
+    def _pool_limits(self) -> PoolLimits:
+        return PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
+
+    def _batches(self, store: Store, pool: TextPool) -> Batches:
+        deployment = self._deployment
+        limits = deployment.daemon.limits
+        settings = BatchSettings(
+            deployment.served_model_name, limits.max_line_bytes, limits.max_lines, limits.max_choices
+        )
+        return Batches(store, self.dispatcher, self._parts.text, pool, settings, deployment.daemon.retention)
+
+    def _services(self, store: Store, pool: TextPool, batches: Batches) -> Services:
+        deployment = self._deployment
+        return Services(
+            store,
+            self.dispatcher,
+            batches,
+            self._parts.text,
+            pool,
+            self._parts.observer,
+            deployment.daemon.limits,
+            deployment.served_model_name,
+            int(time.time()),
+        )

@@ -1,0 +1,44 @@
+"""`laddertron serve`: the batch daemon."""
+
+from __future__ import annotations
+
+import click
+
+from ...engine.config import read
+from ...topology.identity import IdentityError, identify
+from .run import UsageError, read_text
+
+
+@click.command(short_help="The batch daemon: HTTP, store, and ranks that are relaunched when lost.")
+@click.argument("config", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+def command(config: str, overrides: tuple[str, ...]) -> int:
+    """Serve the model that CONFIG describes over the OpenAI API: files, batches, chats, completions.
+
+    \b
+    Launches its ranks itself, watches them, and launches them again when one is lost; every batch goes on from the
+    store in daemon.data_dir. SIGTERM drains (daemon.drain_timeout), a second one ends at once.
+      laddertron serve deploy.yaml
+      laddertron serve deploy.yaml --set daemon.port=8080
+      laddertron batch submit prompts.jsonl
+
+    \b
+    Exit codes: 0 stopped; 1 the ranks failed again and again; 2 the command line, CONFIG or the data folder is wrong.
+    """
+    from ..serve import ServeError, serve
+
+    try:
+        identity = identify()
+    except IdentityError as error:
+        raise UsageError(str(error)) from error
+    if identity is not None:
+        raise UsageError(
+            f"serve under an outer {identity.launcher}: the daemon launches its own ranks; call it plainly: "
+            f"laddertron serve {config} (or, for one file inside your own launch: laddertron run {config} -i … -o …)"
+        )
+    loaded = read(config, overrides)
+    text, folder = read_text(loaded)
+    try:
+        return serve(loaded, text, folder)
+    except ServeError as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,111 @@
+"""`laddertron serve`: the daemon with real replicas: configuration, jobs, keys, logs, signals. No torch, no MPI here.
+
+Everything that can be wrong is found before anything is launched; what the daemon does stands in engine/daemon/.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .. import __version__
+from ..engine.config import Deployment, Loaded, to_json
+from ..engine.daemon.disk import DiskError
+from ..engine.daemon.job import EngineJob
+from ..engine.daemon.keys import KeyFileError, KeyRing
+from ..engine.daemon.logs import set_up
+from ..engine.daemon.observe import Observer
+from ..engine.daemon.server import ServerOptions, listen
+from ..engine.daemon.service import Daemon, Parts
+from ..engine.text import TextError, TextModel
+from .fleet import Fleet
+from .supervisor import JobFailure, JobHooks, MpiJob
+
+log = logging.getLogger(__name__)
+
+
+class ServeError(RuntimeError):
+    """The daemon cannot begin: exit code 2, one line."""
+
+
+def replicas_of(deployment: Deployment, failed: Callable[[int, JobFailure], None]) -> list[EngineJob]:
+    """One job a replica, not started. Raises ValueError or OSError where they cannot be launched here."""
+    fleet = Fleet(deployment, os.environ)
+    config = json.dumps(to_json(fleet.deployment))
+
+    def replica(index: int) -> MpiJob:
+        hooks = JobHooks(failed=lambda failure: failed(index, failure))
+        return MpiJob(
+            lambda excluded: fleet.command(index, excluded), config, fleet.options(index, restart=True), hooks
+        )
+
+    return [replica(index) for index in range(deployment.parallel.replicas)]
+
+
+def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer | None = None) -> int:
+    """Runs the daemon to its end; the exit code. Raises ServeError."""
+    deployment = loaded.deployment
+    daemon = deployment.daemon
+    data_dir = Path(daemon.data_dir)
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        set_up(sys.stderr, daemon.log_format, daemon.log_level, data_dir / "audit.jsonl")
+        keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
+        watcher = observer or _observer(deployment)
+        jobs = replicas_of(deployment, _teller(watcher))
+        listener = _listen(daemon.host, daemon.port)
+    except (OSError, ValueError, KeyFileError) as error:
+        raise ServeError(
+            f"{daemon.host}:{daemon.port}: {error}" if isinstance(error, OSError) else str(error)
+        ) from error
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if daemon.tls_cert else "http"
+    log.info("listening on %s://%s:%d", scheme, host, port, extra={"event": "listening", "port": port})
+    parts = Parts(jobs, text, text_folder, __version__, watcher, keys=keys)
+    try:
+        return asyncio.run(_run(deployment, parts, listener))
+    except (DiskError, TextError, OSError) as error:
+        raise ServeError(str(error)) from error
+    finally:
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen(ServerOptions(host, port))
+    except OSError as error:
+        raise ServeError(f"{host}:{port} cannot be listened on ({error.strerror}): set daemon.port") from error
+
+
+async def _run(deployment: Deployment, parts: Parts, listener: socket.socket) -> int:
+    daemon = Daemon(deployment, parts)
+    asked: list[int] = []
+
+    def stop(number: int) -> None:
+        if asked:
+            os._exit(128 + number)  # asked twice: at once; the ranks' keepers see this process go
+        asked.append(number)
+        daemon.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    return await daemon.run(listener)
+
+
+def _observer(deployment: Deployment) -> Observer:
+    return Observer()
+
+
+def _teller(observer: Observer) -> Callable[[int, JobFailure], None]:
+    def tell(replica: int, failure: JobFailure) -> None:
+        said = {"event": "restart", "replica": replica, "reason": failure.kind, "rank": failure.rank}
+        log.error("replica %d: %s", replica, failure.reason, extra={**said, "node": failure.node})
+
+    return tell
