@@ -34,7 +34,7 @@ ATTENTION_CALLS = 0.65
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How much slower a collective makes what computes beside it: while it waits for latencies, and while bytes move."""
+    """How much slower a collective makes what computes beside it: while it waits for latencies, while bytes move."""
 
     waiting: float
     moving: float

@@ -1,0 +1,144 @@
+"""Where a rank's memory goes, before any is allocated: weights by part, activations, buffers, reserve, and what is left
+for keys and values. Pure arithmetic over shapes; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..models.config import ModelConfig
+from ..models.shard import Shard
+from .simulate_rates import BYTES
+
+GIB, MIB = 1 << 30, 1 << 20
+
+GPU_CONTEXT, GPU_GRAPHS, NCCL_BUFFERS = 600 * MIB, 512 * MIB, 512 * MIB
+"""What a CUDA context with its libraries, the graphs of decode steps and NCCL's channels take, about: not derived from
+shapes, and small beside the weights."""
+
+IN_FLIGHT = 2
+"""All-reduces of a step that travel at once in a ladder wiring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How numbers lie in memory: of projections, of everything else that is computed with, of keys and values."""
+
+    weights: str = "bfloat16"
+    values: str = "bfloat16"
+    kv: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKeys:
+    """What of a deployment decides about memory."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    block_size: int = 16
+    utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    gpu: bool = True
+    graphs: bool = True
+    replicate_embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One rank. `parts` in bytes, weights first; `kv_bytes` is what the KV cache gets (0 if the rest does not fit)."""
+
+    device_bytes: int
+    parts: Mapping[str, int]
+    kv_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(size for name, size in self.parts.items() if name.startswith("weights: "))
+
+    @property
+    def other_bytes(self) -> int:
+        return sum(self.parts.values()) - self.weight_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Weights and buffers have room, and one sequence of the configured length has its KV."""
+        return self.kv_bytes > 0 and self.kv_tokens > self.max_model_len
+
+    @property
+    def largest_context(self) -> int:
+        """Positions of the longest sequence that could run alone, whatever the model's own limit."""
+        return max(0, self.kv_tokens - 1)
+
+    def sequences(self, positions: int) -> int:
+        """How many sequences of so many positions have room at once, slots not counted."""
+        return self.kv_tokens // (positions + 1)
+
+    @property
+    def verdict(self) -> str:
+        """In words, with need and have."""
+        have, used = self.device_bytes, sum(self.parts.values())
+        if self.kv_bytes <= 0:
+            return (
+                f"does not fit: a rank needs {used / GIB:.1f} GiB ({self.weight_bytes / GIB:.1f} of it weights) before "
+                f"any KV and has {have / GIB:.1f} GiB"
+            )
+        if not self.fits:
+            return (
+                f"does not fit max_model_len={self.max_model_len}: {self.kv_bytes / GIB:.1f} GiB of KV hold "
+                f"{self.kv_tokens} positions; use at most {self.largest_context}"
+            )
+        return f"fits: {self.kv_bytes / GIB:.1f} GiB of {have / GIB:.1f} are left for {self.kv_tokens:,} KV positions"
+
+
+def memory(
+    config: ModelConfig, size: int, stored: Stored, keys: MemoryKeys, device_bytes: int, stages: int = 1
+) -> Memory:
+    """One rank of a group of `size`, which holds all layers or, in a pipeline of `stages`, its part of them (the
+    fullest stage's, with one end's table)."""
+    c, shard = config, Shard(config, size, 0)
+    layers = -(-c.num_layers // stages)
+    linear, other, kv = BYTES[stored.weights], BYTES[stored.values], BYTES[stored.kv]
+    d, dim = c.hidden_size, c.head_dim
+    outputs = (shard.num_heads + 2 * shard.num_kv_heads) * dim
+    attention = d * outputs + shard.num_heads * dim * d
+    biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
+    norms = sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d
+    rows = shard.padded_vocab // size
+    embedding = c.vocab_size if keys.replicate_embedding else rows
+    # A tied head is the embedding's shard; a replicated table leaves the head to be held apart.
+    head = rows if not c.tied_embeddings or keys.replicate_embedding else 0
+    if stages > 1:
+        embedding, head = max(embedding, head), 0
+    scales = 4 * (outputs + d + 2 * shard.ffn_size + d) * layers if linear == 1.0 else 0
+    tokens = keys.max_num_batched_tokens
+    widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
+    activations = tokens * (2 * d + widest) * other + 2 * keys.max_num_seqs * rows * 4
+    rotary = (keys.max_model_len + 1) * dim * 4 * 2
+    parts = {
+        "weights: embedding": int(embedding * d * other),
+        "weights: attention": int(layers * attention * linear),
+        "weights: MLP": int(layers * 3 * d * shard.ffn_size * linear),
+        "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
+        "weights: head": int(head * d * other),
+        "activations": int(activations + rotary),
+        "all-reduces in flight": int(IN_FLIGHT * tokens * d * other) if size > 1 else 0,
+    }
+    reserve = 0
+    if keys.gpu:
+        parts["CUDA context"] = GPU_CONTEXT
+        parts["CUDA graphs"] = GPU_GRAPHS if keys.graphs else 0
+        parts["NCCL buffers"] = NCCL_BUFFERS if size > 1 else 0
+        reserve = int(device_bytes * (1.0 - keys.utilization))
+    parts["reserve"] = reserve
+    per_token = int(2 * layers * shard.num_kv_heads * dim * kv)
+    left = device_bytes - sum(parts.values())
+    wanted = keys.kv_cache_memory
+    budget = max(0, left if wanted is None else min(left, wanted))
+    tokens_held = budget // (per_token * keys.block_size) * keys.block_size
+    return Memory(device_bytes, parts, budget, per_token, tokens_held, keys.max_model_len, keys.max_num_seqs)

@@ -1,0 +1,204 @@
+"""From a deployment file, or from a model's and a fabric's names, to the Question that engine/plan.py answers.
+
+Reads the files that they name; what is not on this machine (weights, hosts) is assumed, and the assumption noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..engine.config import CPU_KV_CACHE_MEMORY, ConfigError, Deployment, Loaded
+from ..engine.plan import Emulated, Question
+from ..engine.plan_layouts import Work
+from ..engine.plan_memory import MemoryKeys, Stored, memory
+from ..models.config import ModelConfig, from_folder
+from ..models.config_parts import make_wiring
+from ..models.known import by_folder, half_ladder, known
+from ..models.quantisation import read_quantisation
+from ..models.shapes import ShapeError, check_shapes, splits
+from ..models.wiring import choose_wiring
+from ..topology.cost import Backend, Costs, Shape, shape_of
+from ..topology.fabric import Fabric
+from ..topology.grid import Suits
+from ..topology.placement import place
+from ..topology.presets import preset
+from .commands.topo import backend_of, lay_out
+
+REPLICATED_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What of the command line concerns every plan. `fabric` None: the deployment's, or assumed."""
+
+    fabric: Fabric | None
+    work: Work
+    fp8: bool = False
+
+
+def from_deployment(loaded: Loaded, asked: Asked) -> Question:
+    """The deployment's plan. Raises ConfigError, PlacementError, ValueError, OSError."""
+    d = loaded.deployment
+    config, fp8, notes = _model(loaded)
+    try:
+        check_shapes(config, d.parallel.tensor_parallel_size)
+    except ShapeError as error:
+        raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
+    fabric, assumed = asked.fabric, ""
+    if fabric is None and d.launch.fabric is not None:
+        from .commands.topo import read_fabric
+
+        fabric = read_fabric(d.launch.fabric)
+    if fabric is None:
+        assumed = assumed_fabric(d)
+        fabric = preset(assumed)
+        notes.append(f"no fabric was named: {assumed} is assumed (--nodes, --fabric, or launch.fabric)")
+    if assumed:
+        # Host names of the file mean machines that the assumed fabric does not know.
+        placement = place(
+            fabric, d.parallel.tensor_parallel_size, d.parallel.replicas,
+            ranks_per_node=d.launch.ranks_per_node, suits=_suits(config),
+        )  # fmt: skip
+    else:
+        fabric, placement = lay_out(d, fabric, {})
+    gpu = any(n.devices for n in fabric.nodes) and d.engine.device != "cpu"
+    shape = shape_of(fabric, placement)
+    values = config.dtype if d.model.dtype == "auto" else d.model.dtype
+    kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
+    stored = Stored("fp8" if fp8 or asked.fp8 else values, values, kv)
+    keys = MemoryKeys(
+        max_num_seqs=d.engine.max_num_seqs,
+        max_num_batched_tokens=d.engine.max_num_batched_tokens,
+        max_model_len=d.model.max_model_len or config.max_position_embeddings,
+        block_size=d.engine.block_size,
+        utilization=d.engine.gpu_memory_utilization,
+        kv_cache_memory=d.engine.kv_cache_memory or (None if gpu else CPU_KV_CACHE_MEMORY),
+        gpu=gpu,
+        graphs=d.engine.cuda_graphs,
+        replicate_embedding=replicates(d.parallel.embedding, config, values, shape.nodes > 1),
+    )
+    backend = backend_of(d, shape)
+    costs, source, more = _tuned(d, fabric, shape, backend)
+    p = d.parallel
+    emulated = Emulated(p.emulated_delay, p.emulated_bandwidth) if p.collective == "emulated" else None
+    return Question(
+        name=d.served_model_name, config=config, stored=stored, keys=keys, fabric=fabric, placement=placement,
+        shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated,
+        threads=d.engine.threads, notes=(*notes, *more, *placement.notes),
+    )  # fmt: skip
+
+
+def from_names(
+    name: str, asked: Asked, wiring: str = "auto", size: int | None = None, replicas: int | None = None,
+    max_model_len: int | None = None,
+) -> Question:  # fmt: skip
+    """The plan of a known architecture. `size` None: a node's devices if the model fits on them, else all of them;
+    `replicas` None: as many as there are devices for. Raises PlacementError, ValueError."""
+    config = known(name)
+    if wiring == "hybrid":
+        config = replace(config, wiring=half_ladder(config))
+    elif wiring != "auto":
+        config = replace(
+            config, wiring=make_wiring("none" if wiring == "no-communication" else wiring, config.num_layers)
+        )
+    fabric = asked.fabric or preset("1x8xH100")
+    notes = [] if asked.fabric else ["no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)"]
+    gpu = any(n.devices for n in fabric.nodes)
+    stored = Stored("fp8" if asked.fp8 else config.dtype, config.dtype, config.dtype)
+    keys = MemoryKeys(
+        max_num_seqs=512 if gpu else 256,
+        max_num_batched_tokens=8192 if gpu else 2048,
+        max_model_len=max_model_len or min(8192, config.max_position_embeddings),
+        kv_cache_memory=None if gpu else CPU_KV_CACHE_MEMORY,
+        gpu=gpu,
+    )
+    size = size or _natural_size(config, stored, keys, fabric)
+    total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
+    placement = place(fabric, size, replicas or max(1, total // size), suits=_suits(config))
+    shape = shape_of(fabric, placement)
+    backend: Backend = "nccl" if gpu else "native"
+    return Question(
+        name=name.lower(), config=config, stored=stored, keys=keys, fabric=fabric, placement=placement, shape=shape,
+        backend=backend, work=asked.work, notes=(*notes, *placement.notes),
+    )  # fmt: skip
+
+
+def _natural_size(config: ModelConfig, stored: Stored, keys: MemoryKeys, fabric: Fabric) -> int:
+    """A node's devices where the model fits on them, else all that there are, as far as the model splits."""
+    node = fabric.nodes[0]
+    if not node.devices:
+        return max(1, len(fabric.nodes) * len(node.numa))
+    per_node, total = len(node.devices), sum(len(n.devices) for n in fabric.nodes)
+    sizes = [n for n in range(1, total + 1) if splits(config, n) and total % n == 0]
+    inside = max((n for n in sizes if n <= per_node), default=1)
+    if memory(config, inside, stored, keys, node.devices[0].memory_bytes).fits:
+        return inside
+    return max(sizes, default=1)
+
+
+def _model(loaded: Loaded) -> tuple[ModelConfig, bool, list[str]]:
+    """The model that the file names, wired as it says; whether its weights are fp8; what had to be assumed."""
+    d = loaded.deployment
+    folder, notes = Path(d.model.path), list[str]()
+    if (folder / "config.json").is_file():
+        config, fp8 = from_folder(folder), read_quantisation(folder) is not None
+    else:
+        guess = by_folder(folder.name)
+        if guess is None:
+            raise ConfigError(
+                [loaded.fault("model.path", f"{folder}: no such folder, and its name is none of a known architecture")]
+            )
+        config, fp8 = guess.config, guess.fp8
+        form = f"{', fp8 weights' if fp8 else ''}{'' if guess.how == 'stock' else f', {config.wiring.name} wiring'}"
+        notes.append(f"{folder} is not on this machine: taken for {guess.name}{form} by its name")
+    # Whether weights suit their wiring is for `check` and the ranks: a plan may ask what if.
+    config, _ = choose_wiring(config, d.model.wiring, d.model.ladder_layers, allow_untrained=True)
+    return config, fp8, notes
+
+
+def _suits(config: ModelConfig) -> Suits:
+    def suits(size: int) -> str | None:
+        if splits(config, size):
+            return None
+        try:
+            check_shapes(config, size)
+        except ShapeError as error:
+            return str(error).partition(": ")[2].rpartition(": use ")[0]
+        return None
+
+    return suits
+
+
+def assumed_fabric(d: Deployment) -> str:
+    """A preset that has room for the deployment: H100 nodes of 8, or CPU hosts."""
+    world = d.world_size
+    if d.engine.device == "cpu":
+        hosts = max(1, len(d.launch.hosts))
+        return f"{hosts}x16xcpu"
+    each = d.launch.ranks_per_node or min(8, d.parallel.tensor_parallel_size)
+    return f"{-(-world // each)}x{each}xH100"
+
+
+def replicates(wanted: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:
+    """`parallel.embedding`; auto as models/llama.py decides it (which needs torch): across nodes, tables that are small
+    beside the rest."""
+    if wanted != "auto":
+        return wanted == "replicate"
+    table = config.vocab_size * config.hidden_size
+    itemsize = 4 if dtype == "float32" else 2
+    return spans_nodes and itemsize * table <= REPLICATED_LIMIT and table * 16 <= config.num_parameters * 4
+
+
+def _tuned(d: Deployment, fabric: Fabric, shape: Shape, backend: Backend) -> tuple[Costs | None, str, Sequence[str]]:
+    """Prices of the tuning file, if there is one that can be read here."""
+    if d.parallel.tuning_file is None:
+        return None, "untuned prices", ()
+    try:
+        from ..topology.tuning import chooser
+    except ImportError as error:
+        return None, "untuned prices", (f"{d.parallel.tuning_file} is not used: {error}",)
+    found, warnings = chooser(Path(d.parallel.tuning_file), fabric, shape, backend)
+    costs = None if found.source == "untuned" else found.costs
+    return costs, f"{found.source} prices of {Path(d.parallel.tuning_file).name}", tuple(w.message for w in warnings)
