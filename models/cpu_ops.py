@@ -1,4 +1,4 @@
-"""A step on a CPU: products packed once by oneDNN, and models/kernels.c for norm, gating and the attention of decodes.
+"""A step on a CPU: weights packed once, models/products.c or oneDNN for the products, models/kernels.c for the rest.
 
 torch packs a weight anew at every call and needs a dozen small operators where one loop does. The kernels borrow
 torch's own thread pool. Everything here means what models/ops.py and models/attention.py mean.
@@ -7,7 +7,9 @@ torch's own thread pool. Everything here means what models/ops.py and models/att
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -22,15 +24,39 @@ FEW_TOKENS = 64
 """Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
 MOST_HEAD_DIM = 1024
 """The attention kernel's scratch for one head."""
+ROWS = 32
+"""Output rows of a block of models/products.c's packed weights."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
+class _Product(ctypes.Structure):
+    """products.c's struct product."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("norm", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("eps", c_float),
+        ("gated", c_int32),
+        ("threads", c_int32),
+    ]
+
+
 class Kernels:
-    """The built library. `threads` is torch's number when it is made."""
+    """The built library. `threads` is torch's number when it is made; `products`: models/products.c runs here."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.threads = torch.get_num_threads() if _share_pool(library) else 1
-        p, i, n, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+        p, i, n, f = c_void_p, c_int, c_int64, c_float
+        self.products: bool = library.kernels_has_products() == 1
+        if self.products:
+            self.product: Callable[..., int] = library.kernels_product
+            library.kernels_product.argtypes = [p, p, p, n]
+            self.pack: Callable[..., None] = library.kernels_pack
+            library.kernels_pack.argtypes = [p, p, n, n, i]
+            library.kernels_pack.restype = None
         self.rms_norm: Callable[..., None] = library.kernels_rms_norm
         library.kernels_rms_norm.argtypes = [i, p, p, p, n, n, f]
         library.kernels_rms_norm.restype = None
@@ -59,6 +85,26 @@ def _share_pool(library: ctypes.CDLL) -> bool:
     return False
 
 
+class HugePages:
+    """Room for packed weights in pages of 2 MiB where the kernel has them: with 4 KiB ones a core reads memory at half
+    the speed, as every page of a weight misses the TLB. Grows; what was given out lives as long as its tensor."""
+
+    CHUNK = 64 << 20
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size], zeros, aligned to a cache line."""
+        size = -(-size // 64) * 64
+        if size > len(self._room):
+            pages = mmap.mmap(-1, max(size, self.CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            self._room = torch.frombuffer(pages, dtype=torch.uint8)
+        taken, self._room = self._room[:size], self._room[size:]
+        return taken
+
+
 class CpuOps(TorchOps):
     """Packed products; kernels for norm and gating where they were built. fp32 and bf16 (fp16 is left to torch)."""
 
@@ -67,13 +113,51 @@ class CpuOps(TorchOps):
 
     def __init__(self, kernels: Kernels | None) -> None:
         self.kernels = kernels
+        self._pages = HugePages()
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         multiply = torch.ops.mkldnn._linear_pointwise.default
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         return lambda x: multiply(x, packed, bias, "none", [], "")
 
+    def _fused(self, weight: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool) -> Product | None:
+        """The whole product as one kernel call, None where models/products.c does not serve."""
+        kernels = self.kernels
+        rows, inputs = weight.shape
+        if kernels is None or not kernels.products or weight.dtype != torch.bfloat16 or inputs % 2:
+            return None
+        outputs = rows // 2 if gated else rows
+        blocks = -(-outputs // (ROWS // 2 if gated else ROWS))
+        packed = self._pages.take(2 * blocks * ROWS * inputs)
+        kernels.pack(packed.data_ptr(), weight.contiguous().data_ptr(), rows, inputs, gated)
+        scale = None if norm is None else norm.weight.contiguous()
+        offset = None if bias is None else bias.contiguous()
+        plan = _Product(
+            packed.data_ptr(),
+            None if offset is None else offset.data_ptr(),
+            None if scale is None else scale.data_ptr(),
+            inputs,
+            outputs,
+            0.0 if norm is None else norm.eps,
+            gated,
+            kernels.threads,
+        )
+        call, address, kept = kernels.product, ctypes.addressof(plan), (plan, packed, scale, offset)
+
+        def product(x: Tensor) -> Tensor:
+            tokens = x.shape[0]
+            out = x.new_empty((tokens, outputs))
+            if not x.is_contiguous():
+                x = x.contiguous()
+            if call(address, x.data_ptr(), out.data_ptr(), tokens):
+                raise MemoryError(f"the product kernel could not allocate its scratch space, {kept[0].inputs} inputs")
+            return out
+
+        return product
+
     def product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None) -> Product:
+        if fused := self._fused(weight, bias, norm, gated=False):
+            return fused
         matmul = self._matmul(weight, bias)
         if norm is None:
             return matmul
@@ -81,6 +165,8 @@ class CpuOps(TorchOps):
         return lambda x: matmul(normed(x))
 
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
+        if fused := self._fused(weight, bias, norm, gated=True):
+            return fused
         matmul, normed, gated = self._matmul(weight, bias), self._norm(norm), self._gate()
         return lambda x: gated(matmul(normed(x)))
 

@@ -3,15 +3,8 @@
  * Beside the matrix products (oneDNN's, through torch) these are what a step of few tokens spends its time on: torch
  * needs a dozen small operators for each, with a dispatch and a temporary apiece, and copies the whole context to
  * gather it. Arithmetic is fp32; a row's result does not depend on the other rows of the batch.
- *
- * Parallel regions run on the pool that torch already has (its GOMP_parallel is handed over by models/cpu_ops.py): a
- * second pool would fight the first one for the cores.
  */
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "kernels.h"
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -22,22 +15,6 @@
 #else
 #define CLONES
 #endif
-
-typedef uint16_t bf16;
-
-static inline float widen(bf16 v) {
-    uint32_t bits = (uint32_t)v << 16;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-}
-
-static inline bf16 narrow(float f) { /* round to nearest even; NaN stays NaN */
-    uint32_t bits;
-    memcpy(&bits, &f, 4);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return (bf16)((bits >> 16) | 0x40);
-    return (bf16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
 
 /* ---- the pool ---- */
 
@@ -61,7 +38,7 @@ static void enter(void *p) {
     r->run(r->args, omp_thread(), r->threads);
 }
 
-static void parallel(body run, void *args, int threads) {
+void kernels_parallel(body run, void *args, int threads) {
     if (threads <= 1 || !gomp_parallel) {
         run(args, 0, 1);
         return;
@@ -153,21 +130,7 @@ CLONES void kernels_silu_and_mul(int type, void *out, const void *gate_up, int64
 
 /* ---- attention of sequences with one new token ---- */
 
-struct attention {
-    int type;
-    void *out;             /* [rows, heads * dim] */
-    const void *qkv;       /* [rows, (heads + 2 * kv_heads) * dim], not yet rotated */
-    void *keys, *values;   /* [blocks, kv_heads, block_size, dim] */
-    const float *cos, *sin; /* [rows, rotary / 2] */
-    const void *q_norm, *k_norm;
-    const int64_t *table;  /* [rows, table_stride] */
-    const int64_t *length; /* [rows], the new token included */
-    int64_t rows, heads, kv_heads, dim, rotary, block_size, table_stride, window;
-    float scale, eps;
-    int *failed;
-};
-
-static void rotate_head(int type, float *to, const void *from, const void *norm, const float *cos, const float *sin,
+void kernels_rotate_head(int type, float *to, const void *from, const void *norm, const float *cos, const float *sin,
                         int64_t dim, int64_t rotary, float eps) {
     bf16 normed16[1024];
     float normed32[1024];
@@ -224,7 +187,7 @@ SPECIALISED void attend_head(const struct attention *a, const int type, int64_t 
     const int64_t length = a->length[row], at = length - 1, *table = a->table + row * a->table_stride;
     float *q = space, *sum = q + group * dim, *best = sum + group * dim, *total = best + group, *score = total + group;
     for (int64_t g = 0; g < group; g++) {
-        rotate_head(type, q + g * dim, line + (size_t)((kv * group + g) * dim) * item, a->q_norm, cos, sin, dim, a->rotary,
+        kernels_rotate_head(type, q + g * dim, line + (size_t)((kv * group + g) * dim) * item, a->q_norm, cos, sin, dim, a->rotary,
                     a->eps);
         best[g] = -INFINITY;
         total[g] = 0;
@@ -233,7 +196,7 @@ SPECIALISED void attend_head(const struct attention *a, const int type, int64_t 
     { /* the new key and value */
         const size_t slot = (size_t)(((table[at / a->block_size] * a->kv_heads + kv) * a->block_size + at % a->block_size) * dim);
         float *key = score; /* big enough: see scratch below */
-        rotate_head(type, key, line + (size_t)((a->heads + kv) * dim) * item, a->k_norm, cos, sin, dim, a->rotary, a->eps);
+        kernels_rotate_head(type, key, line + (size_t)((a->heads + kv) * dim) * item, a->k_norm, cos, sin, dim, a->rotary, a->eps);
         if (type)
             for (int64_t i = 0; i < dim; i++) ((bf16 *)a->keys)[slot + i] = narrow(key[i]);
         else
@@ -289,13 +252,15 @@ CLONES static void attention_part(const struct attention *a, int64_t from, int64
 static void attention_body(void *p, int thread, int threads) {
     struct attention *a = p;
     const int64_t group = a->heads / a->kv_heads, jobs = a->rows * a->kv_heads;
+    const int64_t first = jobs * thread / threads, last = jobs * (thread + 1) / threads;
+    if (a->type && kernels_wide_attention(a, first, last)) return;
     const int64_t scratch = a->block_size > a->dim ? a->block_size : a->dim;
     float *space = malloc(sizeof(float) * (size_t)(2 * group * a->dim + 2 * group + scratch));
     if (!space) {
         *a->failed = 1;
         return;
     }
-    attention_part(a, jobs * thread / threads, jobs * (thread + 1) / threads, space);
+    attention_part(a, first, last, space);
     free(space);
 }
 
@@ -307,7 +272,7 @@ int kernels_attend(int type, void *out, const void *qkv, void *keys, void *value
     int failed = 0;
     struct attention a = {type, out,    qkv,   keys,       values,       cos,    sin,   q_norm, k_norm, table,  length,
                           rows, heads,  kv_heads, dim,     rotary,       block_size, table_stride, window, scale, eps, &failed};
-    parallel(attention_body, &a, threads);
+    kernels_parallel(attention_body, &a, threads);
     return failed;
 }
 

@@ -1,0 +1,200 @@
+"""The CPU's own kernels against the torch operators that say what they mean, over shapes that fit nothing evenly."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from laddertron.models import cpu_ops
+from laddertron.models.attention import AttentionBackend, StepLayout, TorchAttention
+from laddertron.models.cpu_ops import CpuAttention, CpuOps, HugePages, Kernels, fits_kernels
+from laddertron.models.ops import Norm, TorchOps
+from torch import Tensor
+
+KERNELS = Kernels.find()
+needs_kernels = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built (no compiler)")
+TYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    """Within a few roundings of the largest value: fp32 sums in another order, bf16 has 8 bits."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    tolerance = 2e-5 if got.dtype == torch.float32 else 2e-2
+    error = (got.float() - want.float()).abs().max().item()
+    assert error <= tolerance * want.float().abs().max().item(), error
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (70, 66), (32, 96), (16, 2), (10, 34), (1, 130)])
+@pytest.mark.parametrize("tokens", [1, 2, 11, 12, 13, 17, 100, 205])
+@needs_kernels
+def test_products_mean_what_torch_means(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> None:
+    """Plain, with a bias, behind a norm, gated: rows that fill no block, tokens that fill no tile."""
+    fast, plain = CpuOps(KERNELS), TorchOps()
+    weight, bias = normal(outputs, inputs, dtype=dtype), normal(outputs, dtype=dtype)
+    norm = Norm(normal(inputs, dtype=dtype), 1e-5)
+    x = normal(tokens, inputs, dtype=dtype)
+    for b in (None, bias):
+        for n in (None, norm):
+            assert_near(fast.product(weight, b, n)(x), plain.product(weight, b, n)(x))
+    if outputs % 2 == 0:
+        for b in (None, bias):
+            assert_near(fast.gated_product(weight, b, norm)(x), plain.gated_product(weight, b, norm)(x))
+
+
+@needs_kernels
+def test_a_token_does_not_notice_its_neighbours() -> None:
+    """bf16 products by the kernel: a token alone, among 5, among 40 gives the same bits."""
+    assert KERNELS is not None
+    if not KERNELS.products:
+        pytest.skip("this processor's products are oneDNN's")
+    weight, norm = normal(96, 64, dtype=torch.bfloat16), Norm(normal(64, dtype=torch.bfloat16), 1e-5)
+    product, x = CpuOps(KERNELS).gated_product(weight, None, norm), normal(40, 64, dtype=torch.bfloat16)
+    together = product(x)
+    for row in range(40):
+        assert torch.equal(product(x[row : row + 1])[0], together[row])
+    assert torch.equal(product(x[3:8]), together[3:8])
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38])
+def test_what_is_no_number_stays_none(value: float) -> None:
+    """A NaN or Inf among the inputs must reach the outputs of its token, and of no other."""
+    weight, norm = normal(64, 64, dtype=torch.bfloat16), Norm(normal(64, dtype=torch.bfloat16), 1e-5)
+    x = normal(3, 64, dtype=torch.bfloat16)
+    x[1, 7] = value
+    for made in (CpuOps(KERNELS).product(weight, None), CpuOps(KERNELS).gated_product(weight, None, norm)):
+        y = made(x)
+        assert torch.isfinite(y[0]).all()
+        assert torch.isfinite(y[2]).all()
+        if value != 1e38:
+            assert not torch.isfinite(y[1]).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_without_the_library_torch_takes_over(dtype: torch.dtype) -> None:
+    fast, plain = CpuOps(None), TorchOps()
+    weight, norm, x = normal(70, 66, dtype=dtype), Norm(normal(66, dtype=dtype), 1e-6), normal(5, 66, dtype=dtype)
+    assert_near(fast.product(weight, None, norm)(x), plain.product(weight, None, norm)(x))
+    assert_near(fast.gated_product(weight, None, norm)(x), plain.gated_product(weight, None, norm)(x))
+
+
+def test_a_library_that_was_not_built_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_ops.native, "load", lambda module: None)
+    assert Kernels.find() is None
+
+
+def test_huge_pages_give_zeros_that_do_not_overlap() -> None:
+    """Three pieces, one larger than a chunk; each zero, aligned, and its own."""
+    pages = HugePages()
+    pieces = [pages.take(size) for size in (100, HugePages.CHUNK + 1, 7)]
+    for number, piece in enumerate(pieces):
+        assert piece.data_ptr() % 64 == 0
+        assert not piece[:100].any()
+        piece.fill_(number + 1)
+    assert [int(piece[0]) for piece in pieces] == [1, 2, 3]
+    del pages
+    assert int(pieces[1][-1]) == 2
+
+
+def cache_of(blocks: int, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> Any:
+    stored = [normal(blocks, kv_heads, block_size, dim, dtype=dtype) for _ in range(2)]
+    return SimpleNamespace(block_size=block_size, num_blocks=blocks, keys=stored[:1], values=stored[1:], write=None)
+
+
+SHAPES = [  # heads, KV heads, dim, rotary dims, block size, window, QK norm
+    (8, 4, 64, 64, 16, None, False),
+    (8, 8, 32, 32, 16, 20, True),
+    (6, 2, 40, 40, 4, None, True),
+    (6, 1, 128, 64, 7, 9, False),
+    (16, 2, 256, 128, 1, None, False),
+    (10, 2, 96, 24, 33, 50, True),
+    (4, 2, 288, 288, 16, None, False),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decodes_attend_as_torch_does(dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
+    """Contexts of 1 to 90 positions in scattered blocks: the same answers, and the same keys and values stored."""
+    heads, kv_heads, dim, rotary, size, window, qk_norm = shape
+    assert KERNELS is not None
+    lengths = [1, 2, 15, 16, 17, 33, 90, 64]
+    print("seed 5")
+    chance = random.Random(5)
+    need = [-(-length // size) for length in lengths]
+    blocks = list(range(1, sum(need) + 1))
+    chance.shuffle(blocks)
+    table = torch.zeros(len(lengths), max(need), dtype=torch.int64)
+    for row, count in enumerate(need):
+        table[row, :count] = torch.tensor([blocks.pop() for _ in range(count)])
+    positions = torch.tensor(lengths) - 1
+    rows = torch.arange(len(lengths))
+    layout = StepLayout(
+        positions, list(range(len(lengths) + 1)), lengths, table, table[rows, positions // size], positions % size, 8
+    )
+    angles = torch.randn(len(lengths), 1, rotary // 2)
+    qkv = normal(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    norms = (Norm(normal(dim, dtype=dtype), 1e-5), Norm(normal(dim, dtype=dtype), 1e-5)) if qk_norm else (None, None)
+    answers, stored = [], []
+    cache = cache_of(sum(need) + 1, kv_heads, size, dim, dtype)
+    keys, values = cache.keys[0].clone(), cache.values[0].clone()
+
+    def write(layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        cache.keys[layer][blocks, :, offsets], cache.values[layer][blocks, :, offsets] = k, v
+
+    cache.write = write
+    backends: list[AttentionBackend] = [
+        TorchAttention(cache, (window,), dim**-0.5),
+        CpuAttention(cache, (window,), dim**-0.5, KERNELS),
+    ]
+    for backend in backends:
+        cache.keys[0], cache.values[0] = keys.clone(), values.clone()
+        backend.plan(layout, angles.cos(), angles.sin())
+        answers.append(backend.attend(0, qkv, *norms))
+        stored.append((cache.keys[0], cache.values[0]))
+    assert_near(answers[1], answers[0])
+    assert_near(stored[1][0], stored[0][0])
+    assert torch.equal(stored[1][1], stored[0][1])
+
+
+@needs_kernels
+def test_a_poisoned_context_answers_nan() -> None:
+    """NaN in one sequence's stored keys: its own answer is NaN, so that the sampler sees it; its neighbour's is not."""
+    assert KERNELS is not None
+    for dtype in TYPES:
+        cache = cache_of(4, 2, 16, 64, dtype)
+        cache.keys[0][1, 0, 3, 5] = float("nan")
+        layout = StepLayout(
+            torch.tensor([9, 9]), [0, 1, 2], [10, 10], torch.tensor([[1], [2]]), torch.tensor([1, 2]),
+            torch.tensor([9, 9]), 2,
+        )  # fmt: skip
+        backend = CpuAttention(cache, (None,), 0.125, KERNELS)
+        backend.plan(layout, torch.ones(2, 1, 32), torch.zeros(2, 1, 32))
+        out = backend.attend(0, normal(2, 8 * 64, dtype=dtype), None, None)
+        assert torch.isnan(out[0]).any()
+        assert torch.isfinite(out[1]).all()
+
+
+@needs_kernels
+def test_what_the_kernels_do_not_serve_is_left_to_torch() -> None:
+    assert fits_kernels(cache_of(1, 1, 4, 64, torch.float32), torch.float32, 64)
+    assert not fits_kernels(cache_of(1, 1, 4, 64, torch.bfloat16), torch.float32, 64)
+    assert not fits_kernels(cache_of(1, 1, 4, 64, torch.float16), torch.float16, 64)
+    assert not fits_kernels(cache_of(1, 1, 4, 2048, torch.float32), torch.float32, 2048)
