@@ -99,7 +99,9 @@ def rewired(model: LlamaModel, wiring: str, all_reduce: Collective | None = None
     return twin
 
 
-def make_runner(model: LlamaModel, communicator: Communicator, seats: int, step_tokens: int) -> tuple[Runner, SchedulerLimits]:
+def make_runner(
+    model: LlamaModel, communicator: Communicator, seats: int, step_tokens: int
+) -> tuple[Runner, SchedulerLimits]:
     """The model with its cache and sampler, and what rank 0 makes its scheduler from."""
     config, dtype = model.config, DTYPES[model.config.dtype]
     device = model.norm.weight.device

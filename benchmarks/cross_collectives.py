@@ -24,9 +24,7 @@ def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, addres
     opened: list[Communicator] = []
 
     def joined(backend: Any, strategy: Any = "auto") -> Communicator:
-        options = CommOptions(
-            backend=backend, collective=strategy, process_groups=backend == "gloo", address=address
-        )
+        options = CommOptions(backend=backend, collective=strategy, process_groups=backend == "gloo", address=address)
         opened.append(connect(bootstrap, layout, options))
         return opened[-1]
 

@@ -10,10 +10,10 @@ import time
 import torch
 from bench_model import Size, make_model, make_runner, rewired
 from cluster.nodes import CONTROL, Control
-from lanes import END, Driver, Lane, Steps, follow, probe
 from laddertron.topology.bootstrap import MpiBootstrap
 from laddertron.topology.groups import CommOptions, Communicator, connect
 from laddertron.topology.layout import GroupLayout
+from lanes import END, Driver, Lane, Steps, follow, probe
 from rank_task import Spec, be_rank, say
 
 

@@ -57,7 +57,13 @@ def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], timeout_s: float
     crowded = nodes * per_node > len(os.sched_getaffinity(0))
     with Cluster(nodes, cores=None if crowded else one_core_each(nodes)) as cluster:
         ranks = [sys.executable, "-W", "ignore", str(HERE / f"cross_{spec['task']}.py"), json.dumps(spec)]
-        env = {**TUNED, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent / "tests"), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        path = [str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
+        env = {
+            **TUNED,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
         if crowded:
             env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # else its spinning ranks starve one another
         command = cluster.mpirun(ranks, per_node, names=tuple(env))
@@ -75,11 +81,15 @@ def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], timeout_s: float
 
 
 def reduce_runs(quick: bool) -> list[dict[str, Any]]:
-    """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, and the sweep that the cost model is held to."""
+    """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, and the sweep for the cost model."""
     others = ["gloo", "openmpi"]
     found = []
     seconds = 0.3 if quick else 1.5
-    for nodes, per_node, native in ((2, 1, ["exchange"]), (2, 2, ["exchange", "two_level"]), (4, 1, ["exchange", "doubling"])):
+    for nodes, per_node, native in (
+        (2, 1, ["exchange"]),
+        (2, 2, ["exchange", "two_level"]),
+        (4, 1, ["exchange", "doubling"]),
+    ):
         lanes = ["native", *others]
         found += on_cluster(
             nodes,

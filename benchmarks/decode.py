@@ -68,12 +68,12 @@ def main() -> int:
 def be_rank(args: argparse.Namespace) -> None:
     import torch
     from bench_model import Size, make_model, make_runner, rewired
-    from lanes import END, Driver, Lane, follow
     from laddertron.topology.bootstrap import MpiBootstrap
     from laddertron.topology.collectives import Blocking
     from laddertron.topology.emulated import Emulated, Emulation
     from laddertron.topology.groups import CommOptions, connect
     from laddertron.topology.layout import GroupLayout
+    from lanes import END, Driver, Lane, follow
 
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)

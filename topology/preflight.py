@@ -88,7 +88,7 @@ class Transport:
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """What one rank says of itself. `versions`: nccl, cuda, driver, laddertron, torch, …; `clock_s` is unix time at a
-    barrier, `matmul_s` a short matmul's median."""
+    barrier, `matmul_s` the best of a few short matmuls."""
 
     rank: int
     hostname: str

@@ -1,0 +1,115 @@
+"""`laddertron preflight`: measures the fabric under a deployment, writes its tuning file, refuses a broken one.
+
+Called plainly it launches one rank for each of the deployment's; as one of them it measures. Here launcher, ranks and
+terminal meet; the measuring is launchers/preflight.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import click
+
+from ...engine.config import Deployment, Loaded, read
+from ...topology.identity import Identity, IdentityError, identify, require_world
+from ..find import survey
+from ..hosts import read_hosts
+from ..mpi import compose
+from ..shares import divide, together
+
+
+class UsageError(click.ClickException):
+    """Exit code 2, one line."""
+
+    exit_code = 2
+
+
+def launch(loaded: Loaded, words: list[str]) -> int:
+    """The same command as ranks of a job; its exit status. Raises UsageError where it cannot be launched."""
+    deployment = loaded.deployment
+    try:
+        site = survey(deployment, os.environ)
+        parallel = deployment.parallel
+        shares = divide(
+            read_hosts(deployment, os.environ, site.fabric),
+            parallel.tensor_parallel_size,
+            parallel.replicas,
+            site.fabric,
+        )
+        program = (site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
+        job = compose(deployment, site, together(shares), program)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    try:
+        # mpirun ends its ranks on the signal that the terminal sends to it as well: wait for that
+        return subprocess.run(job.argv, env={**os.environ, **job.env}, check=False).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
+def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> int:
+    """Measures as one rank; rank 0 prints and writes. Ends the process at once on an error, as others wait for it."""
+    from ..preflight import run_preflight
+
+    try:
+        require_world(identity, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
+    except IdentityError as error:
+        if identity.rank == 0:
+            raise UsageError(str(error)) from error
+        return 2
+    try:
+        status, outcome = run_preflight(deployment, identity)
+        if outcome is not None:
+            from ..preflight_view import show
+
+            if outcome.tuning is not None and save is not None:
+                outcome.tuning.save(save)
+            show(outcome, save if outcome.tuning is not None else None)
+        return status
+    except BaseException as error:
+        expected = isinstance(error, ValueError | RuntimeError | OSError)
+        text = f"{type(error).__name__}: {error}" if expected else traceback.format_exc()
+        click.echo(f"error: rank {identity.rank} on {identity.node}: {text}", err=True)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@click.command(short_help="Measure the fabric and refuse a broken one.")
+@click.argument("config", type=click.Path())
+@click.option(
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the tuning file goes.  [default: parallel.tuning_file]",
+)
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
+    """Measure what CONFIG's ranks have between them: every link, every all-reduce over the model's message sizes and
+    32 KiB to 8 MiB, every rank's clock, libraries, transport and speed.
+
+    \b
+      laddertron preflight deploy.yaml --save fabric-tuning.json
+      mpirun -np 16 --hostfile hosts laddertron preflight deploy.yaml
+
+    The tuning file tells `collective: auto` which all-reduce to use for which size: name it as parallel.tuning_file.
+
+    \b
+    Exit codes: 0 all is well; 1 something is broken, and the culprit is named; 2 the command line or CONFIG is wrong.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    loaded = read(config, overrides)
+    try:
+        identity = identify()
+    except IdentityError as error:
+        raise UsageError(str(error)) from error
+    if identity is None:
+        words = [os.path.abspath(config)]
+        words += ["--save", os.path.abspath(save)] if save is not None else []
+        return launch(loaded, words + [word for override in overrides for word in ("--set", override)])
+    configured = loaded.deployment.parallel.tuning_file
+    return be_rank(loaded.deployment, identity, save or (Path(configured) if configured else None))

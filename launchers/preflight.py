@@ -1,0 +1,267 @@
+"""A rank's part of preflight: measures its links, the collectives and itself; rank 0 judges and makes the tuning.
+
+What to measure and what is wrong is topology/preflight.py's, the fit topology/fit.py's. Prints nothing. Called by
+launchers/commands/preflight.py on every rank.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..engine import config as deploy
+from ..engine.config_schema import Deployment
+from ..models.config import from_folder
+from ..topology.bootstrap import Bootstrap
+from ..topology.cost import Backend, Shape, shape_of
+from ..topology.fabric import Fabric
+from ..topology.fit import Fit, Point, fit
+from ..topology.groups import CommOptions, Communicator, connect
+from ..topology.identity import Identity
+from ..topology.layout import GroupLayout, observed_layout
+from ..topology.links import line_of, measure
+from ..topology.preflight import Finding, LinkTime, Pair, Plan, RankReport, Transport, judge, plan
+from ..topology.tuning import Tuning, make
+from . import tuned
+from .rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
+
+BATCHES = (1, 4, 16, 64, 256)
+"""Decode batches whose all-reduces are measured beside the usual sizes."""
+_SECONDS = 0.25  # for each strategy and size
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What rank 0 knows at the end. `tuning` is None where something is wrong with the fabric."""
+
+    fabric: Fabric
+    shape: Shape
+    backend: Backend
+    reports: tuple[RankReport, ...]
+    links: tuple[LinkTime, ...]
+    fitted: Fit
+    findings: tuple[Finding, ...]
+    tuning: Tuning | None
+
+    @property
+    def broken(self) -> bool:
+        return any(f.severity == "error" for f in self.findings)
+
+
+def message_bytes(deployment: Deployment) -> tuple[int, ...]:
+    """The model's own all-reduces in decode, () where its folder is not here."""
+    folder = Path(deployment.model.path)
+    if not (folder / "config.json").is_file():
+        return ()
+    model = from_folder(folder)
+    width = _WIDTH[model.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
+    return tuple(model.hidden_size * width * batch for batch in BATCHES if model.hidden_size * width * batch <= 8 << 20)
+
+
+def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outcome | None]:
+    """(exit status, the same on every rank; on rank 0 what it found). Raises what stops it, naming the rank."""
+    set_threads(deployment, identity)
+    device = choose_device(deployment, identity)
+    bootstrap = bootstrap_for(identity)
+    nodes = tuple(name.decode() for name in bootstrap.all_gather(identity.node.encode()))
+    size = deployment.parallel.tensor_parallel_size
+    layout = observed_layout(nodes, bootstrap.rank // size * size, size)
+    fabric = tuned.fabric_of_job(deployment, bootstrap, nodes)
+    placement = tuned.placed(fabric, deployment, nodes)
+    shape = shape_of(fabric, placement)
+    backend: Backend = "nccl" if device.type == "cuda" else tuned.backend_here(deployment)
+    # every rank must measure the same: rank 0's model folder says which sizes
+    sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
+    wanted = plan(placement, shape, backend, sizes)
+    address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
+    options = replace(
+        comm_options(deployment, address, b""), backend=backend, collective="auto", emulation=None, deterministic=False
+    )
+    log = _listen_to_nccl(backend, identity)
+    with connect(bootstrap, layout, replace(options, process_groups=backend in ("gloo", "nccl"))) as communicator:
+        points = _sweep(wanted, communicator, bootstrap, layout, options, shape, device)
+        links = _links(wanted, bootstrap, backend, device)
+        report = _report(deployment, identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
+        status, outcome = 0, None
+        everyone = bootstrap.all_gather(json.dumps({"report": asdict(report), "links": links}).encode())
+        if bootstrap.rank == 0:
+            outcome = _judge(deployment, fabric, shape, backend, everyone, points)
+            status = int(outcome.broken)
+        status = bootstrap.all_gather(bytes([status]))[0][0]
+    return status, outcome
+
+
+def _judge(
+    deployment: Deployment,
+    fabric: Fabric,
+    shape: Shape,
+    backend: Backend,
+    everyone: Sequence[bytes],
+    points: Sequence[Point],
+) -> Outcome:
+    told = [json.loads(data) for data in everyone]
+    reports = tuple(_read_report(t["report"]) for t in told)
+    links = tuple(LinkTime(Pair(a, b, rail), latency, rate) for t in told for a, b, rail, latency, rate in t["links"])
+    fitted = fit(points, backend)
+    findings = judge(reports, links, fitted, deployment.parallel.require_transport)
+    broken = any(f.severity == "error" for f in findings)
+    tuning = None if broken else make(fabric, shape, fitted, tuned.versions())
+    return Outcome(fabric, shape, backend, reports, links, fitted, findings, tuning)
+
+
+def _read_report(data: dict[str, Any]) -> RankReport:
+    transport = dict(data.pop("transport"))
+    return RankReport(transport=Transport(**{**transport, "devices": tuple(transport["devices"])}), **data)
+
+
+# measuring
+
+
+def _links(
+    wanted: Plan, bootstrap: Bootstrap, backend: Backend, device: torch.device
+) -> list[tuple[int, int, int | None, float, float]]:
+    """This rank's pairs, those that it is the first of."""
+    line = line_of(bootstrap, backend, device)
+    found: list[tuple[int, int, int | None, float, float]] = []
+    for pairs in wanted.rounds:
+        for pair in pairs:
+            if line is not None and bootstrap.rank in (pair.a, pair.b):
+                first = bootstrap.rank == pair.a
+                latency, rate = measure(line, pair.b if first else pair.a, first)
+                if first:
+                    found.append((pair.a, pair.b, pair.rail, latency, rate))
+        bootstrap.all_gather(b"")
+    return found
+
+
+def _sweep(
+    wanted: Plan,
+    control: Communicator,
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    options: CommOptions,
+    shape: Shape,
+    device: torch.device,
+) -> list[Point]:
+    """Every strategy and size of the plan; a strategy has connections of its own."""
+    points = []
+    for strategy in dict.fromkeys(s for s, _ in wanted.sweep):
+        own = control
+        if strategy in ("exchange", "two_level", "doubling"):
+            own = connect(bootstrap, layout, replace(options, collective=strategy, process_groups=False))
+        try:
+            for nbytes in (n for s, n in wanted.sweep if s == strategy):
+                points.append(Point(strategy, nbytes, _all_reduce_s(own, control, nbytes, device), shape))
+        finally:
+            if own is not control:
+                own.close()
+    return points
+
+
+def _all_reduce_s(own: Communicator, control: Communicator, nbytes: int, device: torch.device) -> float:
+    """Seconds an all-reduce, calls back to back: the median of a few batches of them, the slowest rank's."""
+    x = torch.zeros(nbytes // 4, device=device)
+
+    def calls(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            own.all_reduce.start(x).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - began) / count
+
+    calls(2)
+    count = int(min(200, max(2, _SECONDS / 5 / _slowest(control, calls(3)))))
+    return _slowest(control, statistics.median(calls(count) for _ in range(5)))
+
+
+def _slowest(control: Communicator, seconds: float) -> float:
+    mine: NDArray[np.uint8] = np.array([seconds]).view(np.uint8)
+    return float(np.ascontiguousarray(control.gather(mine)).view(np.float64).max())
+
+
+# this rank
+
+
+def _report(
+    deployment: Deployment,
+    identity: Identity,
+    bootstrap: Bootstrap,
+    backend: Backend,
+    device: torch.device,
+    spans: bool,
+    log: Path | None,
+) -> RankReport:
+    versions = tuned.versions()
+    if (driver := Path("/sys/module/nvidia/version")).is_file():
+        versions["driver"] = driver.read_text().strip()
+    used = ""
+    if spans:
+        used = transport_in(log.read_text(errors="replace")) if log is not None and log.is_file() else "NET/Socket"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    infiniband = Path("/dev/infiniband")
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    seconds = matmul_s(device)
+    bootstrap.all_gather(b"")
+    return RankReport(
+        rank=bootstrap.rank,
+        hostname=identity.node,
+        versions=versions,
+        config_digest=deploy.digest(deployment),
+        transport=Transport(
+            used=used,
+            devices=tuple(sorted(map(str, infiniband.glob("uverbs*")))) if infiniband.is_dir() else (),
+            memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
+            library=ctypes.util.find_library("ibverbs") or "",
+            # NCCL's rings inside a node lie there; the native backend brings memory of its own
+            shm_bytes=shm.f_blocks * shm.f_frsize if shm is not None and backend == "nccl" else None,
+        ),
+        clock_s=time.time(),
+        matmul_s=seconds,
+    )
+
+
+def matmul_s(device: torch.device, rounds: int = 30) -> float:
+    """Seconds of a short matrix product, the best of some: what the device can do when nobody is in its way."""
+    side, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (384, torch.float32)
+    a = torch.ones(side, side, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _listen_to_nccl(backend: Backend, identity: Identity) -> Path | None:
+    """NCCL says how it goes between nodes in its log alone, and reads where to before its first communicator."""
+    if backend != "nccl":
+        return None
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"laddertron-preflight-nccl-{identity.rank}-{os.getpid()}.log"
+    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
+    return path
+
+
+def transport_in(log: str) -> str:
+    """NET/IB, NET/Socket or the name of a plugin, from NCCL's log; NET/Socket where it says none: the slow one is
+    refused until it is known to be another."""
+    for line in log.splitlines():
+        if "Using network" in line:
+            name = line.partition("Using network")[2].split()[0]
+            return name if name.startswith("NET/") else f"NET/{name}"
+    return "NET/Socket"

@@ -1,0 +1,118 @@
+"""From a tuning file to the strategy of each message size, the same on every rank; and what the job's fabric is.
+
+Rank 0 alone reads the file and sends a table: a file that another node lacks, or has in another version, cannot make
+ranks disagree. Called by launchers/rank.py at start and by launchers/preflight.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from ..engine.config_schema import Deployment
+from ..topology import fabric as fabrics
+from ..topology import transport
+from ..topology.bootstrap import Bootstrap
+from ..topology.cost import Backend, Shape, shape_of
+from ..topology.discover import discover, gather
+from ..topology.fabric import Fabric
+from ..topology.layout import GroupLayout
+from ..topology.placement import Placement, place
+from ..topology.tuning import Chooser, chooser
+
+log = logging.getLogger(__name__)
+
+SIZES = tuple(round(256 * 2 ** (step / 4)) for step in range(4 * 19))
+"""256 B to 128 MiB, four to a doubling: where a chooser is asked."""
+
+
+def backend_here(deployment: Deployment) -> Backend:
+    """The backend that `auto` comes to on this rank."""
+    said = deployment.parallel.backend
+    if said != "auto":
+        return said
+    return "native" if transport.available() else "gloo"
+
+
+def fabric_of_job(deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str]) -> Fabric:
+    """The configured fabric, else what the ranks see, host by host; every rank calls it. Raises ReadError, OSError,
+    DiscoveryError, ValueError."""
+    if deployment.launch.fabric is not None:
+        return fabrics.load(Path(deployment.launch.fabric)).only(dict.fromkeys(nodes))
+    found = discover(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return gather(found.node, bootstrap.all_gather)
+
+
+def placed(fabric: Fabric, deployment: Deployment, nodes: Sequence[str]) -> Placement:
+    """The job's ranks on the fabric as they were started: `nodes` is each rank's host. Raises PlacementError."""
+    parallel = deployment.parallel
+    return place(fabric, parallel.tensor_parallel_size, parallel.replicas, slots=Counter(nodes))
+
+
+def group_shape(fabric: Fabric, deployment: Deployment, nodes: Sequence[str], layout: GroupLayout) -> Shape:
+    """This group as the cost model sees it. A replica is a job of its own under `serve`: then it is the only group."""
+    parallel = deployment.parallel
+    alone = len(nodes) == parallel.tensor_parallel_size
+    placement = place(fabric, parallel.tensor_parallel_size, 1 if alone else parallel.replicas, slots=Counter(nodes))
+    return shape_of(fabric, placement, layout.ranks[0] // layout.size)
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that a measurement depends on."""
+    import torch
+
+    found = {"laddertron": version("laddertron"), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.version.cuda or "none"
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def tabulate(choose: Chooser, sizes: Sequence[int] = SIZES) -> tuple[tuple[int, str], ...]:
+    """(largest bytes, strategy), rising, neighbours of one strategy joined; the last holds for all above. Pure."""
+    table: list[tuple[int, str]] = []
+    for size in sizes:
+        strategy = choose.strategy(size)
+        if table and table[-1][1] == strategy:
+            table[-1] = (size, strategy)
+        else:
+            table.append((size, strategy))
+    return tuple(table)
+
+
+def look_up(table: Sequence[tuple[int, str]]) -> Callable[[int], str]:
+    """`choose` of topology.groups.connect. Raises ValueError on a table without rows."""
+    if not table:
+        raise ValueError("an empty table of strategies: nothing to choose from")
+    bounds = [bound for bound, _ in table]
+    return lambda nbytes: table[min(bisect_left(bounds, nbytes), len(table) - 1)][1]
+
+
+def tuned_choice(
+    deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str], layout: GroupLayout
+) -> Callable[[int], str] | None:
+    """The strategy by size where a tuning file is configured and the native backend is to choose; else None, and the
+    transport goes by size alone. A file that does not fit is warned of on rank 0, and untuned prices take its place.
+    Every rank calls it."""
+    parallel = deployment.parallel
+    if parallel.tuning_file is None or parallel.collective != "auto" or parallel.deterministic:
+        return None
+    if backend_here(deployment) != "native":
+        return None
+    fabric = fabric_of_job(deployment, bootstrap, nodes)
+    table: tuple[tuple[int, str], ...] = ()
+    if bootstrap.rank == 0:
+        shape = group_shape(fabric, deployment, nodes, layout)
+        choose, warnings = chooser(Path(parallel.tuning_file), fabric, shape, "native", versions())
+        for warning in warnings:
+            log.warning("%s", warning.message)
+        log.info("collectives by %s prices", choose.source)
+        table = tabulate(choose)
+    told = json.loads(bootstrap.all_gather(json.dumps(table).encode() if bootstrap.rank == 0 else b"")[0])
+    return look_up([(int(bound), str(strategy)) for bound, strategy in told])

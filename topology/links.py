@@ -1,0 +1,100 @@
+"""Point to point between two ranks of a job, as the backend in use would carry it: latency and rate of one link.
+
+Effects alone: which pairs to measure is preflight.py's plan. Called by launchers/preflight.py on both ranks of a pair.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from .bootstrap import Bootstrap, MpiBootstrap
+
+_SMALL, _BULK = 8, 4 << 20
+_WARM, _ROUNDS, _TRANSFERS = 5, 30, 3
+
+
+class Line(Protocol):
+    """Blocking messages between two ranks (global numbers)."""
+
+    def send(self, nbytes: int, peer: int) -> None: ...
+
+    def receive(self, nbytes: int, peer: int) -> None: ...
+
+
+class MpiLine:
+    """Through MPI's own send and receive."""
+
+    def __init__(self, bootstrap: MpiBootstrap) -> None:
+        self._comm = bootstrap.comm
+        self._buffer = np.zeros(_BULK, np.uint8)
+
+    def send(self, nbytes: int, peer: int) -> None:
+        self._comm.Send(self._buffer[:nbytes], peer)
+
+    def receive(self, nbytes: int, peer: int) -> None:
+        self._comm.Recv(self._buffer[:nbytes], peer)
+
+
+class TorchLine:
+    """Through torch.distributed: NCCL between devices, gloo between hosts."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch.distributed as dist
+
+        self._dist: Any = dist
+        self._device = device
+        self._buffer = torch.zeros(_BULK, dtype=torch.uint8, device=device)
+
+    def send(self, nbytes: int, peer: int) -> None:
+        self._dist.send(self._buffer[:nbytes], peer)
+        self._settle()
+
+    def receive(self, nbytes: int, peer: int) -> None:
+        self._dist.recv(self._buffer[:nbytes], peer)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def line_of(bootstrap: Bootstrap, backend: str, device: torch.device) -> Line | None:
+    """What tells most about the backend's links; None for torchrun's ranks without a torch group."""
+    if backend == "nccl":
+        return TorchLine(device)
+    if isinstance(bootstrap, MpiBootstrap):
+        return MpiLine(bootstrap)
+    return TorchLine(torch.device("cpu")) if backend == "gloo" else None
+
+
+def measure(line: Line, peer: int, first: bool) -> tuple[float, float]:
+    """(seconds one way, bytes/s) to `peer`, which calls this at the same time with the other `first`; what the second
+    one returns is its own view, of no use. Half of a quick round trip (the tenth of them that is quickest: a link is
+    not slow because a rank was not awake); the best of a few bulk transfers."""
+    trips = []
+    for _ in range(_WARM + _ROUNDS):
+        began = time.perf_counter()
+        if first:
+            line.send(_SMALL, peer)
+            line.receive(_SMALL, peer)
+        else:
+            line.receive(_SMALL, peer)
+            line.send(_SMALL, peer)
+        trips.append(time.perf_counter() - began)
+    round_trip = float(np.quantile(trips[_WARM:], 0.1))
+    best = float("inf")
+    for _ in range(_TRANSFERS):
+        began = time.perf_counter()
+        if first:
+            line.send(_BULK, peer)
+            line.receive(_SMALL, peer)
+        else:
+            line.receive(_BULK, peer)
+            line.send(_SMALL, peer)
+        best = min(best, time.perf_counter() - began)
+    # a transfer and its receipt take a round trip beside the bytes; on a link without latency that is noise
+    return round_trip / 2, _BULK / max(best - round_trip, best / 10)
