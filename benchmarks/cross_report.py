@@ -1,3 +1,10 @@
-def tables(r): return []
-def bars(r): return []
-def write_docs(r): pass
+def tables(r):
+    return []
+
+
+def bars(r):
+    return []
+
+
+def write_docs(r):
+    pass

@@ -29,6 +29,7 @@ from ..topology.sysfs import Sysfs
 from .messages import Announce, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status
+from .tuned import tuned_choice
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,8 @@ def join_group(deployment: Deployment, identity: Identity, secret: bytes = b"") 
     size = deployment.parallel.tensor_parallel_size
     layout = observed_layout(nodes, bootstrap.rank // size * size, size)
     address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
-    return connect(bootstrap, layout, comm_options(deployment, address, secret))
+    choose = tuned_choice(deployment, bootstrap, nodes, layout)
+    return connect(bootstrap, layout, comm_options(deployment, address, secret), choose)
 
 
 def set_threads(deployment: Deployment, identity: Identity) -> None:

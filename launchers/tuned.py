@@ -12,9 +12,9 @@ import os
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
+from .. import __version__
 from ..engine.config_schema import Deployment
 from ..topology import fabric as fabrics
 from ..topology import transport
@@ -67,7 +67,7 @@ def versions() -> dict[str, str]:
     """Of the libraries that a measurement depends on."""
     import torch
 
-    found = {"laddertron": version("laddertron"), "torch": torch.__version__}
+    found = {"laddertron": __version__, "torch": torch.__version__}
     if torch.cuda.is_available():
         found["cuda"] = torch.version.cuda or "none"
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
