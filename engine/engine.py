@@ -116,7 +116,11 @@ class Engine:
             if self._held:
                 self._prove()
             return self._release(self.scheduler.take_events())
-        result = _timed(self.runner, batch, self.progress, self._plan_ahead)
+        try:
+            result = _timed(self.runner, batch, self.progress, self._plan_ahead)
+        except BaseException:
+            self._planned = None  # the group is broken: nobody runs it any more
+            raise
         return self._release(self.scheduler.commit(batch, result, time.time()))
 
     def _prove(self) -> None:
@@ -144,7 +148,11 @@ class Engine:
         self._planned = self._plan()
 
     def close(self) -> None:
-        """Ends the followers."""
+        """Ends the followers. A plan that they have been sent is run first: they are in its collectives already, and
+        would take this rank for lost."""
+        batch, self._planned = self._planned, None
+        if batch is not None:
+            _timed(self.runner, batch, self.progress, None)
         self.plans.send(b"")
 
 
