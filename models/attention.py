@@ -23,7 +23,8 @@ class StepLayout:
     one token each. All tensors are int64 on the model's device.
 
     positions [T]; query_start [N + 1] (host list); kv_len [N] (host list: positions known after this step);
-    block_table [N, most blocks of any], padded with 0; blocks, offsets [T]: where each token's keys go.
+    block_table [N, most blocks of any], with anything behind a sequence's own blocks; blocks, offsets [T]: where each
+    token's keys go.
     """
 
     positions: Tensor
@@ -55,6 +56,7 @@ class TorchAttention:
         self.cache, self.windows, self.scale = cache, windows, scale
         self.layout: StepLayout | None = None
         self._cos = self._sin = torch.empty(0)
+        self._decode_table = torch.empty(0, dtype=torch.int64)
         self._masks: dict[int | None, tuple[Tensor | None, list[Tensor | None]]] = {}
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
@@ -63,6 +65,16 @@ class TorchAttention:
             prompts = [self._prompt_mask(i, window) for i in range(layout.decode, len(layout.kv_len))]
             decode = self._decode_mask(window) if layout.decode and self._plans_decode_mask() else None
             self._masks[window] = (decode, prompts)
+        if layout.decode and self._plans_decode_mask():
+            self._decode_table = self._own_blocks(layout)
+
+    def _own_blocks(self, layout: StepLayout) -> Tensor:
+        """The decodes' block table [decodes, most], filled up with each one's own first block: what is masked is still
+        multiplied by its weight of zero, and another sequence's NaN must not come in that way."""
+        lengths, size = layout.kv_len[: layout.decode], self.cache.block_size
+        table = layout.block_table[: layout.decode, : -(-max(lengths) // size)]
+        held = torch.tensor([[-(-length // size)] for length in lengths], device=table.device)
+        return torch.where(torch.arange(table.shape[1], device=table.device) < held, table, table[:, :1])
 
     def _plans_decode_mask(self) -> bool:
         return True
@@ -120,7 +132,7 @@ class TorchAttention:
     def _decode(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         layout = self._layout()
         q, _, _ = self._write(layer, qkv, (q_norm, k_norm), 0, layout.decode)
-        keys, values = self._gather(layer, layout.block_table[: layout.decode], max(layout.kv_len[: layout.decode]))
+        keys, values = self._gather(layer, self._decode_table, max(layout.kv_len[: layout.decode]))
         return self._sdpa(q.unsqueeze(2), keys, values, self._masks[self.windows[layer]][0], causal=False).flatten(1)
 
     def _prompts(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
