@@ -28,9 +28,10 @@ from ..models.wiring import choose_wiring
 from ..topology.groups import Communicator
 from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
 from .config_schema import Engine as EngineKeys
+from .grammar import GrammarSlots, NoGrammars
 from .request import ModelLimits
 from .runner import Runner
-from .sampler import Sampler
+from .sampler import Grammars, Sampler
 from .scheduler import SchedulerLimits
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,15 @@ def check_memory(deployment: Deployment, size: int, weights: int, free: int) -> 
         )
 
 
+def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
+    """Structured output with the model's tokenizer, or what refuses it request by request."""
+    folder = Path(deployment.model.tokenizer or deployment.model.path)
+    try:
+        return GrammarSlots(folder, config.vocab_size, config.eos_token_ids)
+    except (ValueError, OSError) as fault:
+        return NoGrammars(f"structured output cannot be had here: {fault}")
+
+
 def build(
     deployment: Deployment,
     communicator: Communicator,
@@ -198,7 +208,8 @@ def build(
     one = block_bytes(shard, keys.block_size, kv_dtype)
     num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, length)
     cache = KVCache(shard, num_blocks, keys.block_size, kv_dtype, device)
-    sampler = Sampler(config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device)
+    grammars = make_grammars(deployment, config)
+    sampler = Sampler(config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars)
     runner = Runner(
         model,
         cache,

@@ -69,6 +69,28 @@ def _brief(message: str) -> str:
     return " ".join(message.split())[:300]
 
 
+class NoGrammars:
+    """Stands where grammars cannot be had: a request that wants one all the same ends alone, with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
+        pass
+
+    def release(self, slot: int) -> None:
+        pass
+
+    def allowed(self, slot: int, ids: range) -> npt.NDArray[np.bool_]:
+        return np.zeros(len(ids), np.bool_)
+
+    def advance(self, slot: int, token: int) -> None:
+        pass
+
+    def failure(self, slot: int) -> str | None:
+        return self._reason
+
+
 class GrammarSlots:
     """The matchers of one rank's slots, for the sampler. A failed matcher (a spec that slipped through the door, a
     resource limit of the library) allows nothing: the sampler then ends that request alone, with `failure`'s words."""
