@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -28,7 +28,6 @@ from .metrics_catalogue import (
     Series,
 )
 from .metrics_ranks import RankFigures
-from .sequence import RequestTimes
 
 RANK_UP_S = 3.0
 ETA_WINDOW_S = 300.0
@@ -40,15 +39,13 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class BatchView:
-    """The store's batches and lines, as of now. `jobs`: batches by status. `oldest_queued` and `first_expiry` are unix
-    seconds, None where there is none. `completed` and `failed` count lines since the daemon's start."""
+    """Lines of the batches under way, as of now. `oldest` is when the oldest batch with lines left was created,
+    `first_expiry` when the first expires, in unix seconds, None where there is none."""
 
-    jobs: Mapping[str, int] = field(default_factory=dict)
-    queued: int = 0
-    running: int = 0
+    left: int = 0
     completed: int = 0
     failed: int = 0
-    oldest_queued: float | None = None
+    oldest: float | None = None
     first_expiry: float | None = None
 
 
@@ -108,13 +105,15 @@ class Metrics:
         """Requests that ended the engine twice and were given up."""
         self.add("quarantined_requests_total", requests)
 
-    def observe_request(self, times: RequestTimes) -> None:
-        """An ended request, with the times that its client saw."""
-        if times.first_token is not None:
-            self.observe("time_to_first_token_seconds", times.first_token - times.arrival)
-        self.observe("e2e_request_latency_seconds", times.finished - times.arrival)
-        self.observe("request_prompt_tokens", times.prompt_tokens)
-        self.observe("request_generation_tokens", times.output_tokens)
+    def observe_request(
+        self, first_token_s: float | None, whole_s: float, prompt_tokens: int, generation_tokens: int
+    ) -> None:
+        """An answered body: seconds from its arrival, as its client saw them."""
+        if first_token_s is not None:
+            self.observe("time_to_first_token_seconds", first_token_s)
+        self.observe("e2e_request_latency_seconds", whole_s)
+        self.observe("request_prompt_tokens", prompt_tokens)
+        self.observe("request_generation_tokens", generation_tokens)
 
     def observe_finish(self, reason: str) -> None:
         """A choice ended."""
@@ -126,21 +125,28 @@ class Metrics:
         """`tokens` tokens of a choice came `seconds` after the ones before."""
         self.observe("inter_token_latency_seconds", seconds / max(1, tokens), times=tokens)
 
-    def observe_batches(self, view: BatchView) -> None:
-        """To be called every few seconds, and before a scrape if that is cheap."""
-        now = self._clock()
+    def observe_queues(self, jobs: Mapping[str, int], waiting: int, in_flight: int) -> None:
+        """Batches by status; bodies that wait for a replica, and those there or waiting."""
         for status in BATCH_STATUSES:
-            self.set("batch_jobs", view.jobs.get(status, 0), status)
-        for status in ("queued", "running", "completed", "failed"):
+            self.set("batch_jobs", jobs.get(status, 0), status)
+        self.set("dispatch_requests", waiting, "waiting")
+        self.set("dispatch_requests", max(0, in_flight - waiting), "in_flight")
+
+    def observe_batches(self, view: BatchView) -> None:
+        """To be called about once a second: the rate of answers is seen here."""
+        now = self._clock()
+        for status in ("left", "completed", "failed"):
             self.set("batch_requests", getattr(view, status), status)
         done = view.completed + view.failed
+        if self._answered and done < self._answered[-1][1]:
+            self._answered.clear()  # a batch ended, and took its lines out of the count
         self._answered.append((now, done))
         while len(self._answered) > 2 and self._answered[1][0] < now - ETA_WINDOW_S:
             self._answered.popleft()
         since, before = self._answered[0]
-        left, rate = view.queued + view.running, (done - before) / (now - since) if now > since else 0.0
-        self.put("batch_eta_seconds", 0.0 if not left else left / rate if rate > 0 else None)
-        oldest = 0.0 if view.oldest_queued is None else max(0.0, now - view.oldest_queued)
+        rate = (done - before) / (now - since) if now > since else 0.0
+        self.put("batch_eta_seconds", 0.0 if not view.left else view.left / rate if rate > 0 else None)
+        oldest = 0.0 if view.oldest is None else max(0.0, now - view.oldest)
         self.set("oldest_queued_request_age_seconds", oldest)
         self.put("batch_deadline_seconds", None if view.first_expiry is None else view.first_expiry - now)
 

@@ -168,13 +168,10 @@ def _daemon() -> Iterator[Series]:
     yield Series("rank_desync_total", "counter", ("replica",), "Launches ended because ranks drew different tokens.")
     yield Series("quarantined_requests_total", "counter", (), "Requests given up because they ended the engine twice.")
     yield Series("batch_jobs", "gauge", ("status",), "Batches by status.")
-    yield Series(
-        "batch_requests", "gauge", ("status",), "Lines of batches under way: queued, running, completed, failed."
-    )
+    yield Series("batch_requests", "gauge", ("status",), "Lines of batches under way: left, completed, failed.")
+    yield Series("dispatch_requests", "gauge", ("status",), "Bodies in the daemon: waiting for a replica, in flight.")
     yield Series("batch_eta_seconds", "gauge", (), "Until all queued lines are answered, at the present rate.")
-    yield Series(
-        "oldest_queued_request_age_seconds", "gauge", (), "Age of the oldest line or request that nobody computes yet."
-    )
+    yield Series("oldest_queued_request_age_seconds", "gauge", (), "Age of the oldest batch that has lines left.")
     yield Series("batch_deadline_seconds", "gauge", (), "Until the first batch under way expires.")
     yield Series(
         "store_commit_seconds", "histogram", (), "One grouped commit to the store, fsync included.", COMMIT_SECONDS
@@ -204,7 +201,9 @@ LABELS: Mapping[str, str] = {
     "finished_reason": ", ".join(FINISH_REASONS) + ".",
     "reason": "For restarts " + ", ".join(FAILURE_KINDS) + "; for throttling power, thermal, hardware, sync.",
     "phase": ", ".join(PHASES) + ".",
-    "status": "For batches " + ", ".join(BATCH_STATUSES) + "; for lines queued, running, completed, failed.",
+    "status": "For batches "
+    + ", ".join(BATCH_STATUSES)
+    + "; for lines left, completed, failed; for bodies waiting, in_flight.",
     "route": "The route's template, such as /v1/batches/{id}.",
     "code": "HTTP status code.",
     "hca": "RDMA adapter, such as mlx5_0.",

@@ -89,10 +89,11 @@ class RankFigures:
                 _place(name, value, me, values)
             counts: dict[str, dict[int, int]] = {}
             for name in rank.counters.keys() | rank.base.keys():
-                value = rank.counters.get(name, 0.0) + rank.base.get(name, 0.0)
+                value = max(0.0, rank.counters.get(name, 0.0) + rank.base.get(name, 0.0))
                 series, _, index = name.partition("_bucket/")
                 if index and series in RANK_HISTOGRAMS:
-                    counts.setdefault(series, {})[int(index)] = int(value)
+                    if index.isascii() and index.isdecimal():
+                        counts.setdefault(series, {})[int(index)] = max(0, int(value))
                 else:
                     _place(name, value, me, values)
             for series, found in counts.items():

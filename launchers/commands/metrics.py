@@ -1,0 +1,39 @@
+"""`laddertron metrics`: the catalogue of series, for people, for docs/metrics.md and for programs."""
+
+from __future__ import annotations
+
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ...engine.metrics_catalogue import GROUPS
+from ...engine.metrics_text import as_json, markdown
+
+
+@click.command(short_help="Print the catalogue of metrics.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="As docs/metrics.md.")
+@click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")
+def command(as_markdown: bool, as_objects: bool) -> int:
+    """Print every series that `/metrics` may hold: its name, type, labels and meaning.
+
+    \b
+      laddertron metrics
+      laddertron metrics --json | jq -r '.[].name'
+    """
+    if as_markdown:
+        click.echo(markdown(), nl=False)
+        return 0
+    if as_objects:
+        click.echo(json.dumps(as_json(), indent=1))
+        return 0
+    console = Console()
+    for title, group in GROUPS.items():
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for column in ("name", "type", "labels", "meaning"):
+            table.add_column(column, overflow="fold", no_wrap=column == "type")
+        for series in group:
+            table.add_row(series.full_name, series.kind, ", ".join(series.labels), series.help)
+        console.print(table, "")
+    return 0
