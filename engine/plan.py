@@ -135,9 +135,8 @@ def make_plan(question: Question) -> Plan:
     )
     ways = wirings(q.config)
     predictions, prefills = _speeds(q, group, room, ways)
-    depths = tuple(
-        _depth(group, room, context) for context in q.contexts if context <= q.config.max_position_embeddings
-    )
+    contexts = [n for n in q.work.contexts if n <= q.config.max_position_embeddings]
+    depths = tuple(depth(group, room, n, gpu_hour=q.work.gpu_hour) for n in contexts)
     found = layouts(q.config, size, q.stored, q.keys, devices, q.work) if devices.total > 1 and q.keys.gpu else ()
     return Plan(
         question=q,

@@ -202,8 +202,8 @@ def _contexts(plan: Plan) -> Sheet:
         }
         rows.append((describe(x), *(cells.get(c, "-") for c in contexts)))
     note = (
-        f"Sequences that fit (at most {MOST_SEQUENCES} a replica) at tokens/s, decoding alone, and dollars a million of "
-        "them."
+        f"Sequences that fit (at most {MOST_SEQUENCES} a replica and stage) at tokens/s, decoding alone, and dollars a "
+        "million of them."
     )
     return Sheet("Layouts by context", ("layout", *(f"{c:,}" for c in contexts)), tuple(rows), 1, note)
 
