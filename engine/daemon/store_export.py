@@ -75,7 +75,8 @@ def read_changes(folder: Path) -> Iterator[Change]:
         with path.open("rb") as file:
             for group, value in _frames(file):
                 undone = value.get("undone")
-                if held is not None and held[0] != undone:
+                # a group of the same number was written again: the first writing was never acknowledged
+                if held is not None and held[0] not in (undone, group):
                     yield from held[1]
                 if group > last + 1:
                     raise ExportError(f"{path}: group {group} follows {last}: frames between are damaged or missing")
