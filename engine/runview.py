@@ -38,8 +38,8 @@ class Progress(Protocol):
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What a run did. `requests` are the lines read, `skipped` those finished earlier; `reason` says why it stopped
-    before the end, `lost` how many lines were under way then. Communication: seconds, mean over the ranks, None where
-    no rank reported it."""
+    before the end (`stopped`: it was told to), `lost` how many lines were under way then. Communication: seconds, mean
+    over the ranks, None where no rank reported it."""
 
     requests: int
     ok: int
@@ -52,6 +52,7 @@ class Summary:
     exposed_seconds: float | None = None
     reason: str | None = None
     lost: int = 0
+    stopped: bool = False
 
     @property
     def tokens_per_second(self) -> float:

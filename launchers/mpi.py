@@ -14,6 +14,7 @@ from ..engine.config import Deployment
 from ..topology.fabric import Fabric
 from .hosts import LaunchError
 from .network import Variable, Wires, choose_wires, told, variables
+from .seats import ENV_SEATS, seats_text
 from .shares import Share
 
 Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
@@ -87,6 +88,8 @@ def compose(
         )
     wires = choose_wires(deployment, share)
     env = told(deployment, variables(deployment, wires, share))
+    if site.fabric is not None:
+        env[ENV_SEATS] = Variable(seats_text(share.hosts), "each rank looks whether it is where the fabric has it")
     asked = dict.fromkeys((*INHERITED, *deployment.launch.forward_env))
     inherited = tuple(name for name in asked if name in site.shell and name not in env)
     parts = _COMPOSERS[site.kind](deployment, site, share, wires, (*env, *inherited, *forward))
@@ -113,16 +116,12 @@ def _version(site: Site) -> str:
     return ".".join(map(str, site.version)) or "(not found on this machine)"
 
 
-def _host_list(share: Share) -> str:
-    return ",".join(f"{h.name}:{h.slots}" for h in share.hosts)
-
-
 def _openmpi(deployment: Deployment, site: Site, share: Share, wires: Wires, names: Sequence[str]) -> list[Part]:
     launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
     parts = [
         Part((site.program,), f"Open MPI {_version(site)}"),
         Part(("-np", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
-        Part(("--host", _host_list(share)), "hosts and the ranks that each takes"),
+        Part(("--host", seats_text(share.hosts)), "hosts and the ranks that each takes"),
         Part(
             ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
             "launch.map_by" if launch.map_by else "neighbouring ranks share a node: a group spans nodes last",
@@ -155,7 +154,7 @@ def _mpich(deployment: Deployment, site: Site, share: Share, wires: Wires, names
     parts = [
         Part((site.program,), f"MPICH {_version(site)} (Hydra)"),
         Part(("-n", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
-        Part(("-hosts", _host_list(share)), "hosts and the ranks that each takes"),
+        Part(("-hosts", seats_text(share.hosts)), "hosts and the ranks that each takes"),
         Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
         Part(("-bind-to", launch.bind_to), "launch.bind_to: unless told, ranks pin their own threads"),
     ]

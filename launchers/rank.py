@@ -29,6 +29,7 @@ from ..topology.sysfs import Sysfs
 from .messages import Announce, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status
+from .seats import ENV_SEATS, verify_seats
 from .tuned import tuned_choice
 
 log = logging.getLogger(__name__)
@@ -97,13 +98,20 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
     )
 
 
-def join_group(deployment: Deployment, identity: Identity, secret: bytes = b"") -> Communicator:
-    """This rank's group, connected. Raises ValueError, MeshError or RuntimeError naming what does not fit."""
-    bootstrap = bootstrap_for(identity)
-    nodes = tuple(name.decode() for name in bootstrap.all_gather(identity.node.encode()))
+def join_group(
+    deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
+) -> Communicator:
+    """This rank's group, connected; `bootstrap` where the ranks have met already. Raises ValueError, MeshError or
+    RuntimeError naming what does not fit."""
+    bootstrap = bootstrap or bootstrap_for(identity)
+    said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
+    places = [place.decode().partition(" ") for place in said]
+    nodes = tuple(node for _, _, node in places)
+    observed = [(rank, node, int(local)) for rank, (local, _, node) in enumerate(places)]
+    verify_seats(os.environ.get(ENV_SEATS), observed, identity.launcher)
     size = deployment.parallel.tensor_parallel_size
     layout = observed_layout(nodes, bootstrap.rank // size * size, size)
-    address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
+    address = local_address(deployment, nodes)
     choose = tuned_choice(deployment, bootstrap, nodes, layout)
     return connect(bootstrap, layout, comm_options(deployment, address, secret), choose)
 
@@ -186,7 +194,12 @@ class _Steps:
 
 
 def run_rank(
-    deployment: Deployment, identity: Identity, channel: Channel | None, status: Status, secret: bytes = b""
+    deployment: Deployment,
+    identity: Identity,
+    channel: Channel | None,
+    status: Status,
+    secret: bytes = b"",
+    bootstrap: Bootstrap | None = None,
 ) -> None:
     """Until Shutdown (rank 0 of the group) or the end of plans (the others). Raises whatever stops it."""
     say: Callable[[Announce | Loading | Ready | Running], None]
@@ -201,7 +214,7 @@ def run_rank(
         status.health = HealthWatch(look)
         status.health.start()
     say(Loading(0.1, "connecting"))
-    with join_group(deployment, identity, secret) as communicator:
+    with join_group(deployment, identity, secret, bootstrap) as communicator:
         status.communicator = communicator
         last_told = 0.0
 

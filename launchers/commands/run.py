@@ -83,6 +83,7 @@ class Prepared:
             window=4 * deployment.engine.max_num_seqs * deployment.parallel.replicas,
             max_line_bytes=deployment.daemon.limits.max_line_bytes,
             max_choices=deployment.daemon.limits.max_choices,
+            drain_s=deployment.daemon.drain_timeout,
         )
 
 
@@ -126,6 +127,7 @@ async def drive(job: EngineJob, prepared: Prepared, arguments: Arguments, consol
     deployment = prepared.deployment
     limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
     caught: list[signal.Signals] = []
+    stopping = asyncio.Event()
     task = asyncio.current_task()
     assert task is not None
 
@@ -133,7 +135,10 @@ async def drive(job: EngineJob, prepared: Prepared, arguments: Arguments, consol
         if caught:
             os._exit(128 + number)  # asked twice: at once; the ranks' keeper sees this process go
         caught.append(number)
-        task.cancel()
+        if number == signal.SIGTERM:
+            stopping.set()  # a batch system's: there is time to finish what is under way
+        else:
+            task.cancel()
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -141,16 +146,24 @@ async def drive(job: EngineJob, prepared: Prepared, arguments: Arguments, consol
     try:
         with RunView(console) as view:
             async with TextPool(prepared.text_folder, limits) as pool:
-                summary = await run_batch(job, prepared.text, pool, prepared.files, prepared.options, view)
+                summary = await run_batch(job, prepared.text, pool, prepared.files, prepared.options, view, stopping)
     except TextError as error:
         console.print(f"failed: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1
     except asyncio.CancelledError:
         if not caught:
             raise
-        console.print(f"interrupted: resume with\n  {arguments.resume_line()}", highlight=False, soft_wrap=True)
-        return 128 + caught[0]
+        return _interrupted(arguments, caught[0], console)
+    if summary.stopped and caught and summary.reason is None:
+        console.print(summary_table(summary))
+        return _interrupted(arguments, caught[0], console)
     return report(summary, arguments, console)
+
+
+def _interrupted(arguments: Arguments, number: signal.Signals, console: Console) -> int:
+    words = f"interrupted: resume with\n  {arguments.resume_line()}"
+    console.print(words, highlight=False, soft_wrap=True, markup=False)
+    return 128 + number
 
 
 def report(summary: Summary, arguments: Arguments, console: Console) -> int:
@@ -247,7 +260,8 @@ def command(
 
     \b
     Exit codes: 0 every line has its answer or error line; 1 the job failed; 2 the command line or CONFIG is wrong;
-    130 interrupted.
+    130 interrupted (^C: at once); 143 stopped by TERM, what was under way having been finished
+    (daemon.drain_timeout). A second signal ends it at once.
     """
     console = Console(stderr=True)
     logging.basicConfig(
