@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -13,15 +14,18 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fake_job import FakeJob
 from laddertron.engine import grammar
 from laddertron.engine.batchfiles import LineFile, RunFileError, RunFiles, open_run
 from laddertron.engine.batchrun import RunOptions, run_batch
+from laddertron.engine.daemon.answers import Answer
+from laddertron.engine.daemon.job import JobListener
 from laddertron.engine.jobgroup import JobGroup
-from laddertron.engine.request import ModelLimits
+from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.runview import Snapshot, Summary
 from laddertron.engine.text import ChatOptions, TextModel
 from laddertron.engine.text_pool import Encoder
@@ -410,3 +414,43 @@ def test_line_file_undoes_a_short_write(tmp_path: Path) -> None:
     assert path.read_bytes() == b"one\n"
     file.close()
     assert path.read_bytes() == b"one\ntwo\n"
+
+
+class Deaf(FakeJob):
+    """As a launched job: what its listener raises is not its affair, it goes on."""
+
+    async def start(self, listener: JobListener) -> None:
+        def heard(events: list[TokensEvent]) -> None:
+            with contextlib.suppress(Exception):
+                listener.on_tokens(events)
+
+        rest = {name: getattr(listener, name) for name in ("on_state", "on_report", "on_lost")}
+        mine = SimpleNamespace(on_tokens=heard, **rest)
+        await super().start(cast(JobListener, mine))
+
+
+@pytest.mark.parametrize("where", ["take", "response"])
+def test_an_answer_that_cannot_be_made_is_an_error_line(
+    bench: Bench, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever raises while one answer is made, that line fails and the rest runs: nobody waits for it for ever."""
+    real = getattr(Answer, where)
+
+    def broken(self: Answer, *arguments: Any) -> Any:
+        if self.requests[0].prompt == prompt:
+            raise ArithmeticError("no answer")
+        return real(self, *arguments)
+
+    bench.write(*[completion(f"t{i}", f"go {i}") for i in range(6)])
+    prompt = tuple(bench.text.encode("go 2"))
+    monkeypatch.setattr(Answer, where, broken)
+
+    async def go() -> Summary:
+        job = Deaf(LIMITS)
+        async with asyncio.timeout(10):
+            return await run_batch(job, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
+
+    summary = asyncio.run(go())
+    assert (summary.ok, summary.failed, summary.reason) == (5, 1, None)
+    assert [f["custom_id"] for f in bench.faults()] == ["t2"]
+    assert bench.faults()[0]["response"]["body"]["error"]["code"] == "engine_error"
