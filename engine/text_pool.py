@@ -139,6 +139,7 @@ class TextPool:
 
     async def _serve(self, worker: _Worker | None) -> None:
         """One worker after another, for as long as the pool lives."""
+        items: list[_Item] = []
         try:
             while True:
                 if worker is None:
@@ -150,8 +151,12 @@ class TextPool:
                     await worker.kill()
                     worker = None
                     self._blame(items, died)
-        except TextError as error:
-            self._fail_waiting(str(error))
+                items = []
+        except Exception as error:  # no process to be had, or a worker that talks nonsense: nobody may wait for ever
+            self._waiting.extendleft(item for item in reversed(items) if not item.future.done())
+            if sum(not task.done() for task in self._tasks) <= 1:
+                self._fail_waiting(str(error))
+            self._arrived.set()
         finally:
             if worker is not None:
                 await worker.kill()

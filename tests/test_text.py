@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from laddertron.engine import grammar
+from laddertron.engine import grammar, text_pool
 from laddertron.engine.chat import ChatTemplate, TemplateError
 from laddertron.engine.detokenise import OutputText, Pieces
 from laddertron.engine.text import ChatOptions, TextError, TextModel
@@ -389,3 +389,24 @@ def test_nothing_at_the_door_loads_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_pool_without_processes_answers_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only worker dies and the system gives no other: who waits, and who comes later, hears so."""
+    write_folder(tmp_path)
+
+    async def refused(settings: dict[str, Any]) -> Any:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    async def go() -> None:
+        async with TextPool(tmp_path, PoolLimits(workers=1)) as pool:
+            assert await pool.encode("hello")
+            monkeypatch.setattr(text_pool._Worker, "start", refused)
+            (worker,) = children()
+            os.kill(worker, signal.SIGKILL)
+            for _ in range(2):
+                with pytest.raises(PromptError, match=r"Resource temporarily unavailable|not running"):
+                    async with asyncio.timeout(10):
+                        await pool.encode("hello")
+
+    asyncio.run(go())
