@@ -71,7 +71,7 @@ def test_without_a_tokenizer_a_grammar_fails_alone(ranks: Ranks, tmp_path: Path)
     folder = checkpoints.save(tmp_path / "m", "llama", tokenizer=False)
     spec = json.dumps({"grammars": [{"lark_grammar": 'start: "ab"'}]})
     (_, end), (_, other) = ranks(1, "engine_play:structured", {"folder": str(folder), "spec": spec})[0]
-    assert end == "numerical_error"
+    assert end in ("error", "numerical_error")
     assert other in ("stop", "length")
 
 
