@@ -75,6 +75,8 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
     """For a chunk that asks: one entry for each of its positions that a prompt token follows, in order."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """For nonfinite slots whose grammar, not the model, left nothing to draw: why."""
 
 
 MAGIC = 0x4C544231  # "LTB1"

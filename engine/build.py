@@ -21,6 +21,7 @@ from ..models.kv_cache import KVCache, block_bytes
 from ..models.llama import LlamaModel, replicate_embedding
 from ..models.ops import Ops, TorchOps
 from ..models.quantised import Fp8, Int8Ops, QuantisationError, multiplies_fp8
+from ..models.refusal import Refusal
 from ..models.shapes import check_shapes
 from ..models.shard import Shard
 from ..models.weights import Source, open_source
@@ -30,16 +31,21 @@ from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
 from .config_schema import Engine as EngineKeys
 from .grammar import GrammarSlots, NoGrammars
 from .request import ModelLimits
-from .runner import Runner
+from .runner import Patience, Runner
 from .sampler import Grammars, Sampler
 from .scheduler import SchedulerLimits
+from .steptimes import StepTimes
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class CapacityError(ValueError):
+FIRST_TIMEOUT_S = 60.0
+"""A collective's timeout until a step has been measured."""
+
+
+class CapacityError(Refusal, ValueError):
     """The model, or its longest sequence, does not fit; the message has need and have."""
 
 
@@ -217,6 +223,10 @@ def build(
         sampler,
         max_slots=keys.max_num_seqs,
         max_model_len=length,
+        # A limit that the deployment names is kept to.
+        patience=Patience(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
+        if deployment.parallel.collective_timeout is None
+        else None,
     )
     limits = ModelLimits(
         max_model_len=length,

@@ -6,7 +6,9 @@ rank 0 and by the follower loop on the others; all of them see the same Batches 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -19,6 +21,26 @@ from ..models.llama import LlamaModel
 from .batch import Batch, Chunk, StepResult
 from .request import TokenLogprob
 from .sampler import Sampler
+from .steptimes import StepTimes
+
+
+class Patience:
+    """Sets the group's collective timeout by the times of its steps."""
+
+    def __init__(self, times: StepTimes, set_timeout: Callable[[float], None]) -> None:
+        self.times, self._set_timeout = times, set_timeout
+        self.set_to, self._started = times.first, 0.0
+        set_timeout(times.first)
+
+    def before(self, tokens: int) -> None:
+        limit = self.times.limit(tokens)
+        if not 0.8 < limit / self.set_to < 1.25:
+            self._set_timeout(limit)
+            self.set_to = limit
+        self._started = time.monotonic()
+
+    def after(self, tokens: int) -> None:
+        self.times.observe(tokens, time.monotonic() - self._started)
 
 
 class Runner:
@@ -33,6 +55,7 @@ class Runner:
         *,
         max_slots: int,
         max_model_len: int,
+        patience: Patience | None = None,
     ) -> None:
         self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
         self.device = model.norm.weight.device
@@ -43,6 +66,7 @@ class Runner:
         self.blocks = np.zeros((max_slots, -(-(max_model_len + 1) // self.size)), np.int32)
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
+        self._patience = patience
 
     def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
         """Applies the Batch and computes its chunks. Raises DesyncError if ranks disagreed about the step before.
@@ -53,11 +77,16 @@ class Runner:
         if not batch.chunks:
             self.sampler.flush()
             return StepResult(())
+        if self._patience is not None:
+            self._patience.before(batch.num_tokens)
         with torch.inference_mode():
             chunks = sorted(batch.chunks, key=lambda chunk: chunk.count != 1)  # decodes first; a stable sort
             layout, tokens, rows = self._layout(chunks)
             logits = self.model.forward(tokens, layout, self.attention, rows, on_travelling)
-            return self._draw(batch, chunks, logits)
+            result = self._draw(batch, chunks, logits)
+        if self._patience is not None:
+            self._patience.after(batch.num_tokens)
+        return result
 
     def _apply(self, batch: Batch) -> None:
         for slot in batch.released:
@@ -115,23 +144,30 @@ class Runner:
         slots, sampled = [chunk.slot for chunk in chunks if chunk.samples], logits
         if any(chunk.prompt_logprobs for chunk in chunks):
             sampled, scored = self._score(chunks, logits)
+        poisoned = {slot for slot, scores in scored.items() if any(math.isnan(score.logprob) for score in scores)}
         if not slots:
             self.sampler.flush()
-            return StepResult((), prompt_logprobs=scored)
+            self._heal(poisoned)
+            return StepResult((), nonfinite=poisoned, prompt_logprobs=scored)
         drawn = self.sampler.sample(sampled, slots)
         at = self.length[slots]
         self.tokens[slots, at] = drawn.ids
         self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
-        for row in np.flatnonzero(drawn.nonfinite):
-            slot = slots[row]
-            self.cache.heal(self.blocks[slot, : self.num_blocks[slot]].tolist())
+        failures = {slots[row]: why for row, why in drawn.failures.items()}
+        poisoned |= {slots[row] for row in np.flatnonzero(drawn.nonfinite)}
+        self._heal(poisoned - failures.keys())
         ids = dict(zip(slots, drawn.ids.tolist(), strict=True))
         return StepResult(
             tokens=[ids[chunk.slot] for chunk in batch.chunks if chunk.samples],
-            nonfinite=[slots[row] for row in np.flatnonzero(drawn.nonfinite)],
+            nonfinite=poisoned,
+            failures=failures,
             logprobs={slot: p for slot, p in zip(slots, drawn.logprobs, strict=True) if p is not None},
             prompt_logprobs=scored,
         )
+
+    def _heal(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.cache.heal(self.blocks[slot, : self.num_blocks[slot]].tolist())
 
     def _score(self, chunks: list[Chunk], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
         """Splits logits rows into those to sample from and those to score against the prompt's next token."""

@@ -248,7 +248,7 @@ class Scheduler:
             if sequence.state == "ended":
                 continue
             if chunk.slot in bad:
-                self._fail(sequence)
+                self._fail(sequence, result.failures.get(chunk.slot))
                 continue
             if chunk.prompt_logprobs and sequence.prompt_logprobs is not None:
                 count = min(chunk.count, sequence.group.prompt_len - 1 - chunk.start)
@@ -261,11 +261,14 @@ class Scheduler:
             if not sequence.draws and chunk.start + chunk.count == sequence.end:
                 self._finish(sequence, "length")
 
-    def _fail(self, sequence: Sequence) -> None:
-        """Logits were NaN or Inf: the choice ends, what it computed is forgotten. Before the prompt was through there
-        is only one sequence, and its fate is every choice's."""
+    def _fail(self, sequence: Sequence, grammar: str | None) -> None:
+        """Logits were NaN or Inf, or its grammar failed: the choice ends, what it computed is forgotten. Before the
+        prompt was through there is only one sequence, and its fate is every choice's."""
         group = sequence.group
+        reason: FinishReason = "numerical_error" if grammar is None else "error"
         message = f"logits were NaN or Inf after {sequence.outputs} tokens: only this choice was ended"
+        if grammar is not None:
+            message = f"structured output ended after {sequence.outputs} tokens: {grammar}"
         if sequence.chain is not None:
             full = min(sequence.computed, len(sequence.tokens)) // self.limits.block_size
             digests = sequence.chain.upto(full, sequence.tokens)
@@ -273,9 +276,9 @@ class Scheduler:
             digests = []
         self._residency.unhold(group)
         if group.open > 1 and len(group.sequences) == 1:
-            self._end_group(group, "numerical_error", message)
+            self._end_group(group, reason, message)
         else:
-            self._finish(sequence, "numerical_error", message=message)
+            self._finish(sequence, reason, message=message)
         self._residency.pool.forget(digests)
 
     def _finish(

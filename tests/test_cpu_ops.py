@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from laddertron.models import cpu_ops
 from laddertron.models.attention import AttentionBackend, StepLayout, TorchAttention
 from laddertron.models.cpu_ops import CpuAttention, CpuOps, HugePages, Kernels, fits_kernels
 from laddertron.models.ops import Norm, TorchOps
+from laddertron.topology import native
 from torch import Tensor
 
 KERNELS = Kernels.find()
@@ -95,7 +95,7 @@ def test_without_the_library_torch_takes_over(dtype: torch.dtype) -> None:
 
 
 def test_a_library_that_was_not_built_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_ops.native, "load", lambda module: None)
+    monkeypatch.setattr(native, "load", lambda module: None)
     assert Kernels.find() is None
 
 

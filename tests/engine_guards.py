@@ -1,0 +1,129 @@
+"""What tests/test_runner.py runs on ranks: an engine with a poisoned weight, with a rank that draws another token, with
+a grammar. Arguments and results are JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+from engine_cases import build_on, deployment
+from laddertron.engine import sampling_step
+from laddertron.engine.batch import decode
+from laddertron.engine.build import Built
+from laddertron.engine.engine import Engine, Progress, follow
+from laddertron.engine.request import Request, SamplingParams
+from laddertron.engine.sampler import DesyncError
+from laddertron.engine.sampling_step import Sampled, Step
+from laddertron.engine.scheduler import Scheduler
+from laddertron.topology.collectives import CollectiveTimeout, CommunicationError
+from laddertron.topology.groups import Communicator
+from rank_pool import Rank
+
+Told = dict[str, dict[str, Any]]
+
+
+def _run(built: Built, communicator: Communicator, requests: list[Request]) -> Told:
+    """Rank 0: what was told of each choice ("id/choice"), and the error that ended the engine, if one did."""
+    engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, Progress())
+    told: Told = {}
+    for r in requests:
+        engine.add(r)
+    try:
+        while engine.has_work:
+            for event in engine.step():
+                choice = told.setdefault(f"{event.request_id}/{event.choice}", {"tokens": []})
+                choice["tokens"].extend(event.tokens)
+                if event.finish is not None:
+                    choice |= {"finish": event.finish, "message": event.message}
+    finally:
+        engine.close()
+    return told
+
+
+def _requests(asked: list[dict[str, Any]]) -> list[Request]:
+    out = []
+    for number, fields in enumerate(asked):
+        fields = {"max_tokens": 8, "seed": number, "temperature": 0.0} | fields
+        prompt = tuple(fields.pop("prompt"))
+        if "stop_token_ids" in fields:
+            fields["stop_token_ids"] = tuple(fields["stop_token_ids"])
+        out.append(Request(f"r{number}", prompt, SamplingParams(**fields)))
+    return out
+
+
+def answer(
+    rank: Rank,
+    folder: str,
+    asked: list[dict[str, Any]],
+    poisoned: int | None = None,
+    model: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Told | None:
+    """Answers to `asked` (a prompt and sampling parameters each). poisoned: a token whose embedding is NaN."""
+    built = build_on(rank, deployment(folder, rank.size, model, **engine))
+    if poisoned is not None:
+        table = built.runner.model._table()
+        first = built.runner.model.shard.vocab.start
+        if first <= poisoned < first + table.shape[0]:
+            table[poisoned - first] = float("nan")
+    if rank.rank == 0:
+        return _run(built, rank.communicator, _requests(asked))
+    follow(built.runner, rank.communicator.plans, Progress())
+    return None
+
+
+def disagree(rank: Rank, folder: str, asked: list[dict[str, Any]], liar: int, step: int) -> dict[str, Any]:
+    """Rank `liar` draws other tokens at its sampling step `step`. What ended this rank's loop; on rank 0 what was told
+    by then."""
+    with rank.connect() as communicator:
+        built = build_on(rank, deployment(folder, rank.size), communicator)
+        honest, steps = Step.run, [0]
+
+        def run(self: Step) -> Sampled:
+            sampled = honest(self)
+            steps[0] += 1
+            if rank.rank == liar and steps[0] == step + 1:
+                sampled.ids[0] = (sampled.ids[0] + 1) % 5
+            return sampled
+
+        told: Told = {}
+        with mock.patch.object(sampling_step.Step, "run", run):
+            try:
+                if rank.rank == 0:
+                    engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, Progress())
+                    for r in _requests(asked):
+                        engine.add(r)
+                    while engine.has_work:
+                        for event in engine.step():
+                            told.setdefault(event.request_id, {"tokens": []})["tokens"].extend(event.tokens)
+                else:
+                    follow(built.runner, communicator.plans, Progress())
+            except DesyncError as error:
+                return {"ranks": list(error.ranks), "step": error.step, "ran": steps[0], "told": told}
+        return {"ranks": None, "told": told}
+
+
+def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int, least: float) -> dict[str, Any]:
+    """Rank 1 runs some steps and then none. What ended rank 0, with the timeout that its steps had led to."""
+    with rank.connect() as communicator:
+        built = build_on(rank, deployment(folder, rank.size), communicator)
+        patience = built.runner._patience
+        assert patience is not None
+        patience.times.least = least
+        if rank.rank != 0:
+            for _ in range(steps):
+                built.runner.run(decode(communicator.plans.receive()))
+            with contextlib.suppress(CommunicationError):
+                while communicator.plans.receive():
+                    pass
+            return {}
+        engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, Progress())
+        for r in _requests(asked):
+            engine.add(r)
+        try:
+            while engine.has_work:
+                engine.step()
+        except CollectiveTimeout as error:
+            return {"message": str(error), "peer": error.peer, "timeout": patience.set_to}
+        return {"message": "it ended as if nothing were wrong"}
