@@ -6,6 +6,7 @@ Everything that can be wrong is found before anything is launched; what the daem
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -14,6 +15,8 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from prometheus_client import CollectorRegistry
 
 from .. import __version__
 from ..engine.config import Deployment, Loaded, to_json
@@ -24,6 +27,7 @@ from ..engine.daemon.logs import set_up
 from ..engine.daemon.observe import Observer
 from ..engine.daemon.server import ServerOptions, listen
 from ..engine.daemon.service import Daemon, Parts
+from ..engine.metrics_observer import MetricsObserver
 from ..engine.text import TextError, TextModel
 from .fleet import Fleet
 from .supervisor import JobFailure, JobHooks, MpiJob
@@ -60,31 +64,31 @@ def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer
         keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
         watcher = observer or _observer(deployment)
         jobs = replicas_of(deployment, _teller(watcher))
-        listener = _listen(daemon.host, daemon.port)
     except (OSError, ValueError, KeyFileError) as error:
-        raise ServeError(
-            f"{daemon.host}:{daemon.port}: {error}" if isinstance(error, OSError) else str(error)
-        ) from error
-    host, port = listener.getsockname()[:2]
-    scheme = "https" if daemon.tls_cert else "http"
-    log.info("listening on %s://%s:%d", scheme, host, port, extra={"event": "listening", "port": port})
-    parts = Parts(jobs, text, text_folder, __version__, watcher, keys=keys)
-    try:
-        return asyncio.run(_run(deployment, parts, listener))
-    except (DiskError, TextError, OSError) as error:
         raise ServeError(str(error)) from error
-    finally:
-        listener.close()
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(_listen(daemon.host, daemon.port, "daemon.port"))
+        scraped = None
+        if (metrics := deployment.metrics).enabled and metrics.port is not None:
+            scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
+        parts = Parts(jobs, text, text_folder, __version__, watcher, keys=keys)
+        try:
+            return asyncio.run(_run(deployment, parts, listener, scraped))
+        except (DiskError, TextError, OSError) as error:
+            raise ServeError(str(error)) from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, key: str) -> socket.socket:
     try:
-        return listen(ServerOptions(host, port))
+        listener = listen(ServerOptions(host, port))
     except OSError as error:
-        raise ServeError(f"{host}:{port} cannot be listened on ({error.strerror}): set daemon.port") from error
+        raise ServeError(f"{host}:{port} cannot be listened on ({error.strerror}): set {key}") from error
+    at = listener.getsockname()[1]
+    log.info("listening on %s:%d (%s)", host, at, key, extra={"event": "listening", "port": at})
+    return listener
 
 
-async def _run(deployment: Deployment, parts: Parts, listener: socket.socket) -> int:
+async def _run(deployment: Deployment, parts: Parts, listener: socket.socket, scraped: socket.socket | None) -> int:
     daemon = Daemon(deployment, parts)
     asked: list[int] = []
 
@@ -96,16 +100,21 @@ async def _run(deployment: Deployment, parts: Parts, listener: socket.socket) ->
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    return await daemon.run(listener)
+    return await daemon.run(listener, scraped)
 
 
 def _observer(deployment: Deployment) -> Observer:
-    return Observer()
+    if not deployment.metrics.enabled:
+        return Observer()
+    observer = MetricsObserver(CollectorRegistry(), Path(deployment.daemon.data_dir))
+    observer.metrics.describe_build(__version__, deployment.served_model_name, deployment.model.wiring)
+    return observer
 
 
 def _teller(observer: Observer) -> Callable[[int, JobFailure], None]:
     def tell(replica: int, failure: JobFailure) -> None:
-        said = {"event": "restart", "replica": replica, "reason": failure.kind, "rank": failure.rank}
+        observer.failure(replica, failure.kind, failure.reason)
+        said = {"event": "failure", "replica": replica, "kind": failure.kind, "rank": failure.rank}
         log.error("replica %d: %s", replica, failure.reason, extra={**said, "node": failure.node})
 
     return tell

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,10 @@ def test_a_daemon_that_was_overtaken_writes_nothing_more(tmp_path: Path) -> None
     with_store(tmp_path / "data", work)
 
 
+def _lines(db: sqlite3.Connection, ok: bool) -> list[bytes]:
+    return list(records.result_lines(db, "batch_1", ok))
+
+
 def test_a_fresh_node_rebuilds_the_store_from_the_export(tmp_path: Path) -> None:
     """Rows of every table, an upload's bytes, an update and a deletion: all of it is there again."""
     options = StoreOptions(export_dir=tmp_path / "export")
@@ -329,9 +334,7 @@ def test_a_fresh_node_rebuilds_the_store_from_the_export(tmp_path: Path) -> None
 
     async def look(store: Store) -> Any:
         row = await store.read(lambda db: records.get_batch(db, "batch_1"))
-        lines = [
-            await store.read(lambda db, ok=ok: list(records.result_lines(db, "batch_1", ok))) for ok in (True, False)
-        ]  # type: ignore[misc]
+        lines = [await store.read(partial(_lines, ok=ok)) for ok in (True, False)]
         deaths = await store.read(lambda db: records.read_deaths(db, "batch_1"))
         two = await store.read(lambda db: records.get_batch(db, "batch_2"))
         return row, lines, deaths, two, store.path_of("file-1").read_bytes()
@@ -422,14 +425,19 @@ def test_a_torn_end_is_left_out_and_damage_in_the_middle_is_an_error(tmp_path: P
         list(read_changes(tmp_path / "export"))
 
 
+def _make(path: Path, files: RealFiles) -> None:
+    with NewFile(path, files) as file:
+        file.write(b"half of it")
+        file.commit()
+
+
 @pytest.mark.parametrize("kind", ["write_error", "fsync_error"])
 def test_a_file_is_whole_or_not_there(tmp_path: Path, kind: str) -> None:
     files = BadFiles()
     path = tmp_path / "out"
     setattr(files, kind, errno.ENOSPC)
-    with pytest.raises(OSError, match="No space"), NewFile(path, files) as file:
-        file.write(b"half of it")
-        file.commit()
+    with pytest.raises(OSError, match="No space"):
+        _make(path, files)
     assert list(tmp_path.iterdir()) == []
     setattr(files, kind, 0)
     with NewFile(path, files) as file:

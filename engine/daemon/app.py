@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from ..config import Limits
 from .app_batches import batches_router
 from .app_errors import HttpFault, not_found
 from .app_files import files_router
@@ -21,6 +22,7 @@ from .app_generate import generate_router
 from .app_guard import Guard, GuardLimits
 from .app_state import Services
 from .keys import KeyRing
+from .observe import Observer
 
 _ERROR = {
     "type": "object",
@@ -77,12 +79,6 @@ def operations_router(services: Services) -> APIRouter:
         }
         return JSONResponse(body, 200 if fine else 503, headers={} if fine else {"retry-after": "5"})
 
-    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics(request: Request) -> Response:
-        """Every series, for Prometheus."""
-        body, kind = services.observer.render(request.headers.get("accept", ""))
-        return Response(body, media_type=kind)
-
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model that is served here."""
@@ -98,6 +94,19 @@ def operations_router(services: Services) -> APIRouter:
     return router
 
 
+def metrics_router(observer: Observer) -> APIRouter:
+    """What Prometheus scrapes: on the daemon's own listener, or on one beside it."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics(request: Request) -> Response:
+        """Every series, for Prometheus."""
+        body, kind = observer.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": kind})
+
+    return router
+
+
 def _model(services: Services) -> dict[str, Any]:
     limits = services.dispatcher.limits
     return {
@@ -109,16 +118,29 @@ def _model(services: Services) -> dict[str, Any]:
     }
 
 
-def make_api(services: Services, version: str) -> FastAPI:
+def make_api(services: Services, version: str, with_metrics: bool = True) -> FastAPI:
     """The routes, without the gate before them."""
     app = FastAPI(title="laddertron", version=version, docs_url=None, redoc_url=None)
     for router in (files_router, batches_router, generate_router, operations_router):
         app.include_router(router(services))
+    if with_metrics:
+        app.include_router(metrics_router(services.observer))
+    _handle_errors(app)
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> HTMLResponse:
         return HTMLResponse(page_of(app.openapi()))
 
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        return app.openapi_schema
+
+    app.openapi = described  # type: ignore[method-assign]
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(HttpFault)
     async def fault(request: Request, error: HttpFault) -> JSONResponse:
         return error.response()
@@ -144,20 +166,22 @@ def make_api(services: Services, version: str) -> FastAPI:
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return HttpFault(500, "the server failed on this request", "internal_error", close=True).response()
 
-    def described() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _described(get_openapi(title=app.title, version=app.version, routes=app.routes))
-        return app.openapi_schema
 
-    app.openapi = described  # type: ignore[method-assign]
-    return app
-
-
-def make_app(services: Services, version: str, keys: KeyRing | None) -> Guard:
+def make_app(services: Services, version: str, keys: KeyRing | None, with_metrics: bool = True) -> Guard:
     """The ASGI application, gate included."""
-    limits = services.limits
-    guard = GuardLimits(limits.max_body_bytes, limits.max_request_bytes, limits.max_header_bytes, limits.body_timeout)
-    return Guard(make_api(services, version), guard, keys)
+    return Guard(make_api(services, version, with_metrics), _gate(services.limits), keys, services.observer)
+
+
+def make_metrics_app(services: Services, version: str, keys: KeyRing | None) -> Guard:
+    """/metrics alone, behind the same gate."""
+    app = FastAPI(title="laddertron metrics", version=version, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(metrics_router(services.observer))
+    _handle_errors(app)
+    return Guard(app, _gate(services.limits), keys)
+
+
+def _gate(limits: Limits) -> GuardLimits:
+    return GuardLimits(limits.max_body_bytes, limits.max_request_bytes, limits.max_header_bytes, limits.body_timeout)
 
 
 def _described(schema: dict[str, Any]) -> dict[str, Any]:

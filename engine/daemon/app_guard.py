@@ -16,6 +16,7 @@ from typing import Any
 
 from .app_errors import HttpFault
 from .keys import Key, KeyRing
+from .observe import Observer
 
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("laddertron.audit")
@@ -47,8 +48,9 @@ class GuardLimits:
 class Guard:
     """Wraps the application. `keys=None`: everyone is the same anonymous owner."""
 
-    def __init__(self, app: App, limits: GuardLimits, keys: KeyRing | None) -> None:
+    def __init__(self, app: App, limits: GuardLimits, keys: KeyRing | None, observer: Observer | None = None) -> None:
         self._app, self._limits, self._keys = app, limits, keys
+        self._observer = observer or Observer()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -98,8 +100,7 @@ class Guard:
             raise HttpFault(401, "a working API key is needed: Authorization: Bearer KEY", "invalid_api_key")
         return holder
 
-    @staticmethod
-    def _tell(scope: MutableMapping[str, Any], exchange: _Exchange, seconds: float) -> None:
+    def _tell(self, scope: MutableMapping[str, Any], exchange: _Exchange, seconds: float) -> None:
         key: Key | None = scope.get("state", {}).get("key")
         said = {
             "event": "http",
@@ -111,6 +112,8 @@ class Guard:
             "client": (scope.get("client") or ("",))[0],
             "key": key.id if key else None,
         }
+        route = getattr(scope.get("route"), "path", "other")
+        self._observer.http(route, exchange.status, seconds)
         level = logging.DEBUG if scope["path"] in ("/health", "/ready", "/metrics") else logging.INFO
         log.log(level, "%s %s %s", said["method"], said["path"], said["status"], extra=said)
         if scope["method"] in _AUDITED or exchange.status == 401:

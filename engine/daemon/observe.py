@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..request import TokensEvent
 from .job import JobState, RankReport
+
+if TYPE_CHECKING:
+    from ..metrics import BatchView
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,9 @@ class Observer:
     def state(self, replica: int, state: JobState) -> None:
         """A replica's new state."""
 
+    def failure(self, replica: int, kind: str, reason: str) -> None:
+        """A launch ended badly: its kind (a closed set) and why."""
+
     def request(self, times: RequestTimes) -> None:
         """A body was answered."""
 
@@ -44,8 +51,17 @@ class Observer:
     def commit(self, seconds: float) -> None:
         """The store committed a group."""
 
+    def http(self, route: str, code: int, seconds: float) -> None:
+        """A response: `route` is the template, never what was asked for."""
+
+    def store(self, fault: str | None) -> None:
+        """Whether the store takes writes; about once a second, and whenever that changes."""
+
+    def batches(self, view: BatchView) -> None:
+        """How far the batches under way are; about once a second."""
+
     def queues(self, batches: Mapping[str, int], waiting: int, in_flight: int) -> None:
-        """Batches by status, and bodies in the dispatcher; a few times a minute."""
+        """Batches by status, and bodies in the dispatcher; about once a second."""
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition, and its content type."""

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import Deployment
+from ..metrics_observer import batch_view
 from ..text import TextModel
 from ..text_pool import PoolLimits, TextPool
-from .app import make_app
+from .app import make_app, make_metrics_app
 from .app_state import Services
 from .batch_feed import BatchSettings
 from .batches import Batches, batch_counts
@@ -26,7 +27,7 @@ from .dispatch import Dispatcher
 from .job import EngineJob
 from .keys import KeyRing
 from .observe import Observer
-from .server import ServerOptions, make_server
+from .server import Server, ServerOptions, make_server
 from .store import Store, StoreOptions, StoreUnavailable, open_store
 
 log = logging.getLogger(__name__)
@@ -64,8 +65,9 @@ class Daemon:
         """Drain and end."""
         self._stop.set()
 
-    async def run(self, listener: socket.socket) -> int:
-        """Until stopped (0) or failed (1). Raises DiskError, TextError or OSError where it cannot begin."""
+    async def run(self, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
+        """Until stopped (0) or failed (1). `metrics_listener`: for /metrics alone. Raises DiskError, TextError or
+        OSError where it cannot begin."""
         async with contextlib.AsyncExitStack() as stack:
             store = await self._open_store()
             stack.push_async_callback(store.close)
@@ -90,8 +92,13 @@ class Daemon:
                 daemon.tls_cert,
                 daemon.tls_key,
             )
-            server = make_server(make_app(self.services, self._parts.version, self._parts.keys), options)
+            version, keys = self._parts.version, self._parts.keys
+            server = make_server(make_app(self.services, version, keys, metrics_listener is None), options)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
+            if metrics_listener is not None:
+                beside = make_server(make_metrics_app(self.services, version, keys), options)
+                scraped = asyncio.create_task(beside.serve(sockets=[metrics_listener]))
+                stack.push_async_callback(_end, beside, scraped)
             watching = asyncio.create_task(self._watch(store, batches))
             try:
                 self.started.set()
@@ -130,6 +137,7 @@ class Daemon:
             self._look(store, batches)
             with contextlib.suppress(StoreUnavailable, OSError):
                 counts = await store.read(batch_counts)
+                self._parts.observer.batches(await store.read(batch_view))
                 self._parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
             await asyncio.sleep(_WATCH_SECONDS)
 
@@ -138,6 +146,7 @@ class Daemon:
         if store.fenced and not self._ended:
             self._ended = store.fault or "another daemon holds the store"
             self._stop.set()
+        self._parts.observer.store(store.fault)
         least = self._deployment.daemon.limits.min_free_disk
         why = store.fault or ""
         if not why and (free := free_bytes(store.folder)) < least:
@@ -178,3 +187,8 @@ class Daemon:
             deployment.served_model_name,
             int(time.time()),
         )
+
+
+async def _end(server: Server, serving: asyncio.Task[None]) -> None:
+    server.should_exit = True
+    await asyncio.gather(serving, return_exceptions=True)
