@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from ...engine.dashboards import write_all
+from ...engine.dashboards_content import BOARDS
 from ...engine.metrics_catalogue import GROUPS
 from ...engine.metrics_text import as_json, markdown
 
 
 @click.command(short_help="Print the catalogue of metrics.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="As docs/metrics.md.")
+@click.option("--dashboards", type=click.Path(path_type=Path), help="Write Grafana's dashboards into this folder.")
 @click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")
-def command(as_markdown: bool, as_objects: bool) -> int:
+def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int:
     """Print every series that `/metrics` may hold: its name, type, labels and meaning.
 
     \b
       laddertron metrics
       laddertron metrics --json | jq -r '.[].name'
+      laddertron metrics --dashboards configs/monitoring/grafana
     """
     if as_markdown:
         click.echo(markdown(), nl=False)
+        return 0
+    if dashboards is not None:
+        for path in write_all(BOARDS, dashboards):
+            click.echo(str(path))
         return 0
     if as_objects:
         click.echo(json.dumps(as_json(), indent=1))
