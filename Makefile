@@ -49,3 +49,7 @@ wheel: env ## Build a wheel into dist/ and see that it installs and starts
 
 clean: ## Remove what was made, .venv included
 	rm -rf .venv build dist *.egg-info */_*.so
+
+plans: ## Renew docs/plans: every shipped configuration's plan, fleets, and how far the simulator carries
+	@$(PY) -m laddertron.launchers.plans configs/llama-*.yaml configs/demo*.yaml docs/plans
+	@$(PY) benchmarks/simulate_published.py --write

@@ -129,10 +129,7 @@ def make_plan(question: Question) -> Plan:
     q = question
     size = q.placement.tensor_parallel_size
     devices = devices_of(q)
-    room = memory(q.config, size, q.stored, q.keys, devices.memory_bytes)
-    group = group_of(
-        q.config, size, q.stored, devices.rates(q.stored.weights), _links(q, q.shape), q.keys.replicate_embedding
-    )
+    room, group = memory_in(q), group_in(q)
     ways = wirings(q.config)
     predictions, prefills = _speeds(q, group, room, ways)
     contexts = [n for n in q.work.contexts if n <= q.config.max_position_embeddings]
@@ -150,6 +147,18 @@ def make_plan(question: Question) -> Plan:
         recommendation=recommend(q.config, q.stored, room, q.placement, found, predictions),
         assumptions=_assumptions(q, group),
     )
+
+
+def group_in(q: Question) -> Group:
+    """The question's tensor-parallel group, ready to be asked for steps."""
+    rates = devices_of(q).rates(q.stored.weights)
+    size = q.placement.tensor_parallel_size
+    return group_of(q.config, size, q.stored, rates, _links(q, q.shape), q.keys.replicate_embedding)
+
+
+def memory_in(q: Question) -> Memory:
+    """One rank of that group."""
+    return memory(q.config, q.placement.tensor_parallel_size, q.stored, q.keys, devices_of(q).memory_bytes)
 
 
 def wirings(config: ModelConfig) -> Mapping[str, Wiring]:

@@ -223,15 +223,18 @@ def markdown(plan: Plan) -> str:
     lines = [f"**{headline(plan)}.**", ""]
     lines += [f"- {sentence}" for sentence in plan.recommendation]
     for sheet in sheets(plan):
-        if not sheet.rows:
-            continue
-        lines += ["", f"## {sheet.title}", "", _line(sheet.columns)]
-        lines.append("|" + "|".join("---" if i < sheet.left else "---:" for i in range(len(sheet.columns))) + "|")
-        lines += [_line(row) for row in sheet.rows]
-        lines += ["", sheet.note] if sheet.note else []
+        lines += ["", *sheet_lines(sheet)] if sheet.rows else []
     lines += ["", "## What this rests on", ""]
     lines += [f"- {text}" for text in plan.assumptions]
     return "\n".join(lines) + "\n"
+
+
+def sheet_lines(sheet: Sheet) -> list[str]:
+    """A table as lines of Markdown, its title above."""
+    lines = [f"## {sheet.title}", "", _line(sheet.columns)]
+    lines.append("|" + "|".join("---" if i < sheet.left else "---:" for i in range(len(sheet.columns))) + "|")
+    lines += [_line(row) for row in sheet.rows]
+    return [*lines, "", sheet.note] if sheet.note else lines
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 
 from ..engine.plan import Plan
-from ..engine.plan_layouts import Layout
+from ..engine.plan_layouts import Layout, by_cost
 from ..engine.plan_memory import GIB
 from ..engine.plan_tables import Sheet, headline, sheets
 from ..engine.plan_words import describe
@@ -91,7 +91,7 @@ def _plots(plan: Plan) -> list[str]:
         found.append(
             _figure("Ladder beside its law", _law_points(plan), "By batch. Contention and the ends keep it below.")
         )
-    shown = _listed(plan.layouts)
+    shown = _listed(plan)
     if len(shown) > 1:
         output, dollars = [], []
         for i, layout in enumerate(shown):
@@ -109,11 +109,13 @@ def _plots(plan: Plan) -> list[str]:
     return [f for f in found if f]
 
 
-def _listed(layouts: tuple[Layout, ...]) -> list[Layout]:
-    """The cheapest few that run, in the table's order."""
-    running = [x for x in layouts if x.cheapest]
-    kept = sorted(running, key=lambda x: x.cheapest.dollars if x.cheapest else 0.0)[:LISTED]
-    return [x for x in running if x in kept]
+def _listed(plan: Plan) -> list[Layout]:
+    """The layout asked about and the cheapest few that run, in the table's order."""
+    q = plan.question
+    asked = (q.placement.tensor_parallel_size, 1, q.stored, q.config.wiring.name)
+    running = [x for x in plan.layouts if x.cheapest]
+    kept = by_cost(running)[: LISTED - 1]
+    return [x for x in running if x in kept or (x.tp, x.stages, x.stored, x.wiring.name) == asked]
 
 
 def _brief(layout: Layout) -> str:
