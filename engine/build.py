@@ -38,6 +38,9 @@ from .steptimes import StepTimes
 
 log = logging.getLogger(__name__)
 
+SCORED_LOGITS = 1 << 26
+"""A rank's logits of prompt positions in one step: some 400 MB beside the caches, whatever is asked for."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -244,5 +247,6 @@ def build(
         enable_prefix_caching=keys.enable_prefix_caching,
         enable_chunked_prefill=keys.enable_chunked_prefill,
         ageing_s=keys.priority_ageing,
+        max_scored_positions=max(1, SCORED_LOGITS // len(shard.vocab)),
     )
     return Built(runner, config, limits, scheduler_limits, tuple(warnings), source.digest)

@@ -25,9 +25,13 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     ageing_s: float = 60.0
     watermark: float = 0.01
+    max_scored_positions: int = 1 << 30
+    """Prompt positions whose logits are wanted in one step (`prompt_logprobs`): they cost a vocabulary of memory each.
+    Without chunked prefill a prompt is scored whole all the same."""
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks"):
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks")
+        for name in (*sizes, "max_scored_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is below 1: a step needs at least one of each")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -38,6 +38,8 @@ class Plan:
 
     now: float
     budget: int
+    scored: int
+    """Prompt positions that may still be scored in this step."""
     chunks: list[Chunk] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[NewSequence] = field(default_factory=list)
@@ -65,7 +67,7 @@ class Planner:
 
     def plan(self, now: float) -> tuple[Batch, Plan] | None:
         """The next step, or None when nothing can be planned."""
-        plan = Plan(now, self.limits.max_num_batched_tokens)
+        plan = Plan(now, self.limits.max_num_batched_tokens, self.limits.max_scored_positions)
         self.parked = []
         alone = self._blocked_steps >= BLOCKED_STEPS
         self._invite(plan, alone)
@@ -235,8 +237,11 @@ class Planner:
         """The next chunk of what the sequence knows, as large as the budget allows."""
         start, known = sequence.computed, len(sequence.tokens)
         count = min(known - start, plan.budget)
-        last = start + count == known
         scores = not sequence.prompt_scored and start < sequence.group.prompt_len - 1
+        if scores and self.limits.enable_chunked_prefill:
+            count = min(count, max(1, plan.scored))
+            plan.scored -= count
+        last = start + count == known
         plan.chunks.append(Chunk(sequence.slot, start, count, last and sequence.draws, scores))
         plan.sequences.append(sequence)
         plan.prefilled.append(sequence)

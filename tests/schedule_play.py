@@ -225,6 +225,7 @@ def _limits(choices: Choices) -> SchedulerLimits:
         enable_chunked_prefill=chunked,
         ageing_s=5.0,
         watermark=choices.below(3) * 0.05,
+        max_scored_positions=1 + choices.below(30),
     )
 
 

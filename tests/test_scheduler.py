@@ -67,6 +67,23 @@ def test_plans_are_the_same_in_another_process() -> None:
     assert theirs.stdout.split() == ours
 
 
+def test_scored_prompts_are_cut_to_what_their_logits_cost() -> None:
+    """A scored position costs a vocabulary of logits: a step scores few, however many tokens it may compute, and what
+    is not scored is not held up."""
+    game = Play(limits(max_scored_positions=6))
+    game.add(ask("plain", 30))
+    game.add(ask("a", 20, prompt_logprobs=0))
+    game.add(ask("b", 20, prompt_logprobs=0))
+    game.plan()
+    assert [chunk.count for chunk in last_plan(game).chunks] == [30, 6, 1]
+    scored = []
+    while game.step():
+        scored.append(sum(chunk.count for chunk in last_plan(game).chunks if chunk.prompt_logprobs))
+    assert max(scored) <= 7
+    assert not game.scheduler.has_work
+    game.ledger.close()
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize(
     "changes",
