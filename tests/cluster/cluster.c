@@ -1,8 +1,8 @@
 /* Several nodes on one machine: network, UTS, IPC and mount namespaces around TAP devices, and the switch between them.
 
-   cluster SCRATCH NODES MTU: prints "ready PID", the outside pid of the nodes' init, then switches until stdin ends or
-   its parent does. All of it lives in one PID namespace whose init is the switch: when it goes, however it goes, the
-   kernel kills every process on every node, and namespaces, devices and mounts go with the last of them.
+   cluster SCRATCH NODES MTU: prints "ready PID", the outside pid of the nodes' init, and switches until stdin ends (its
+   owner closed it, or is gone); then removes SCRATCH. All nodes live in one PID namespace whose init is the switch: when
+   that goes, however it goes, the kernel kills every process on every node, and namespaces, devices and mounts go too.
    Commands arrive on the SEQPACKET socket SCRATCH/control; see `command`. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -292,27 +292,25 @@ static int64_t next_event(int64_t now) {
 }
 
 static void run_switch(void) {
-    struct pollfd polled[MOST + GUESTS + 2];
+    struct pollfd polled[MOST + GUESTS + 1];
     int guests[GUESTS], count = 0;
     char text[256];
     for (;;) {
         int64_t now = now_ns();
         for (int i = 0; i < nodes; i++) /* a sender that is half a millisecond ahead of its link waits, as for a NIC */
             polled[i] = (struct pollfd){sender_free[i] > now + 500000 ? -1 : taps[i], POLLIN, 0};
-        polled[nodes] = (struct pollfd){0, POLLIN, 0};
-        polled[nodes + 1] = (struct pollfd){control, POLLIN, 0};
-        for (int g = 0; g < count; g++) polled[nodes + 2 + g] = (struct pollfd){guests[g], POLLIN, 0};
+        polled[nodes] = (struct pollfd){control, POLLIN, 0};
+        for (int g = 0; g < count; g++) polled[nodes + 1 + g] = (struct pollfd){guests[g], POLLIN, 0};
         int64_t wait = next_event(now);
         struct timespec t = {wait / 1000000000, wait % 1000000000};
-        if (ppoll(polled, nodes + 2 + count, &t, NULL) < 0 && errno != EINTR) die("ppoll");
+        if (ppoll(polled, nodes + 1 + count, &t, NULL) < 0 && errno != EINTR) die("ppoll");
         while (waitpid(-1, NULL, WNOHANG) > 0) {} /* init inherits every orphan */
         now = now_ns();
         for (int i = 0; i < nodes; i++)
             if (polled[i].revents & POLLIN) take_from(i, now);
         deliver(now_ns());
-        if (polled[nodes].revents && read(0, text, sizeof text) <= 0) exit(0);
         for (int g = count; g-- > 0;) {
-            if (!polled[nodes + 2 + g].revents) continue;
+            if (!polled[nodes + 1 + g].revents) continue;
             ssize_t size = recv(guests[g], text, sizeof text - 1, MSG_DONTWAIT);
             if (size > 0) {
                 text[size] = 0;
@@ -322,7 +320,7 @@ static void run_switch(void) {
                 guests[g] = guests[--count];
             }
         }
-        if (polled[nodes + 1].revents & POLLIN) {
+        if (polled[nodes].revents & POLLIN) {
             int guest = accept4(control, NULL, NULL, SOCK_CLOEXEC);
             if (guest >= 0 && count < GUESTS) guests[count++] = guest;
             else if (guest >= 0) close(guest);
@@ -358,7 +356,7 @@ int main(int argc, char **argv) {
         return 2;
     }
     scratch = argv[1];
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    signal(SIGPIPE, SIG_IGN);
     prctl(PR_SET_TIMERSLACK, 1);
     if (pipe2(gate, O_CLOEXEC) < 0 || unshare(CLONE_NEWPID | CLONE_NEWNS) < 0) die("unshare");
     pid_t init = fork();
@@ -366,13 +364,18 @@ int main(int argc, char **argv) {
     if (init == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         close(gate[0]);
+        close(0);
         be_init(gate[1]);
     }
     close(gate[1]);
-    close(0);
-    if (read(gate[0], &byte, 1) != 1) return 1; /* init has said why */
-    printf("ready %d\n", init);
-    fflush(stdout);
+    if (read(gate[0], &byte, 1) == 1) { /* else init has said why */
+        printf("ready %d\n", init);
+        fflush(stdout);
+        struct pollfd ends[2] = {{0, POLLIN, 0}, {gate[0], POLLIN, 0}}; /* the owner's, and init's */
+        while (poll(ends, 2, -1) < 0 && errno == EINTR) {}
+    }
+    kill(init, SIGKILL);
     waitpid(init, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+    execlp("rm", "rm", "-rf", "--", scratch, NULL);
+    return 1;
 }

@@ -189,9 +189,9 @@ class Cluster:
         if control is not None:
             control.close()
         if switch is not None:
-            switch.kill()  # its init dies of it, and with that everything on the nodes
+            switch.stdin.close()  # it ends the nodes' init, and with that everything on them
             switch.wait()
-            for pipe in (switch.stdin, switch.stdout, switch.stderr):
+            for pipe in (switch.stdout, switch.stderr):
                 pipe.close()
         for process in self._running:
             kill(process)
