@@ -1,0 +1,93 @@
+"""Slurm for real: slurmctld and two slurmd on the emulated cluster, srun over both nodes, and the emitted batch script
+drained, requeued and resumed. `make slurm-test`; skipped where Slurm is not installed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.launching import Job, processes
+from cluster.nodes import Cluster, why_not
+from cluster.slurm import Slurm, missing, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "slurmscriptd")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[tuple[Cluster, Slurm]]:
+    if reason := why_not() or missing():
+        pytest.skip(reason)
+    with Cluster(2) as cluster, Slurm(cluster) as running:
+        yield cluster, running
+
+
+def none_left(cluster: Cluster) -> None:
+    """Nothing runs on the nodes beside Slurm's daemons, or stops doing so within a few seconds."""
+
+    def left() -> list[str]:
+        return [words for words in processes(cluster) if not any(name in words for name in DAEMONS)]
+
+    until(lambda: f"processes are gone: {left()}", lambda: not left(), 10.0)
+
+
+@pytest.mark.parametrize("launch", [False, True], ids=["run", "launch"])
+def test_srun_over_both_nodes(slurm: tuple[Cluster, Slurm], tmp_path: Path, launch: bool) -> None:
+    """Inside an allocation `run` starts its ranks with srun and its own control channel; `launch` becomes srun, and
+    `run` takes its place among the ranks. Hosts and launcher come from the allocation. One rank a node; both answer
+    every line; nothing is left on either node."""
+    cluster, running = slurm
+    job = Job(tmp_path, "ranks_per_node: 1", tp=2)
+    before = cluster.control.stats().bytes
+    command = job.command(sys.executable, launch=launch)
+    done = running.run(["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *command], timeout=120)
+    assert done.returncode == 0, done.stderr + running.logs()
+    assert job.answered() == job.names
+    assert ("srun --mpi=pmix" in done.stderr) == launch
+    assert cluster.control.stats().bytes - before > 1_000_000  # the ranks did meet over the link
+    none_left(cluster)
+
+
+def test_a_node_that_would_be_billed_and_not_used_is_refused(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
+    """Both nodes are allocated, the one rank needs one of them: exit 2, before anything starts."""
+    _, running = slurm
+    job = Job(tmp_path, "ranks_per_node: 1", tp=1)
+    done = running.run(["salloc", "-N2", "--quiet", *job.command(sys.executable, launch=True)], timeout=60)
+    assert done.returncode == 2
+    assert "billed and never used" in done.stderr
+
+
+def test_the_batch_script_drains_is_requeued_and_resumes(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
+    """1. The emitted script runs; some lines are answered. 2. Slurm signals USR1 to the batch shell, as it would before
+    the time is up: admission stops, what is under way ends and is written. 3. The job requeues itself, starts again and
+    finishes the rest. No line is lost, none answered twice, and what was written before the requeue stays as it was."""
+    cluster, running = slurm
+    job = Job(tmp_path, "launcher: slurm, ranks_per_node: 1, slurm: {time_limit: 30m}", tp=2, lines=120, tokens=24)
+    emitted = running.run(job.command(sys.executable, launch=True, arguments=("--emit", "slurm")))
+    assert emitted.returncode == 0, emitted.stderr
+    script, log = tmp_path / "job.sbatch", tmp_path / "job.log"
+    script.write_text(emitted.stdout)
+    number = running.submit(script, f"--output={log}", f"--chdir={os.getcwd()}")
+
+    def words() -> str:
+        return f"{log.read_text() if log.exists() else ''}\n{running.logs()}"
+
+    until("first answers", lambda: bool(job.answered()), 60)
+    assert running.run(["scancel", "--batch", "--signal=USR1", number]).returncode == 0
+    until("a requeue", lambda: running.job(number).get("Restarts") == "1", 60)
+    kept = job.output.read_bytes()
+    assert kept.endswith(b"\n")
+    assert 0 < len(job.answered()) < len(job.names), words()
+    assert "draining" in log.read_text()
+    assert "were lost" not in log.read_text()
+    until("the end", lambda: running.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"), 120)
+    assert running.job(number)["JobState"] == "COMPLETED", words()
+    assert job.output.read_bytes().startswith(kept)
+    assert job.answered() == job.names
+    assert f"{len(job.names) - kept.count(10)} answered" in log.read_text()
+    none_left(cluster)
