@@ -4,6 +4,7 @@ never waits; the whole may be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class NcclCollective:
         self._stream = _STREAM(priority=-1)
         self._timings: deque[tuple[int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
         self._sums = [0, 0, 0.0, 0.0]
+        self._settling = threading.Lock()  # the heartbeat's thread reads the accounts too
         ledger.add_source(self._entries, lambda: ())
 
     def start(self, x: Tensor) -> _NcclPending:
@@ -57,12 +59,13 @@ class NcclCollective:
         self._timings.append((size, ready, asked, done))
 
     def _settle(self) -> None:
-        while self._timings and self._timings[0][2].query() and self._timings[0][3].query():
-            size, ready, asked, done = self._timings.popleft()
-            self._sums[0] += 1
-            self._sums[1] += size
-            self._sums[2] += ready.elapsed_time(done) * 1e-3
-            self._sums[3] += max(0.0, asked.elapsed_time(done) * 1e-3)
+        with self._settling:
+            while self._timings and self._timings[0][2].query() and self._timings[0][3].query():
+                size, ready, asked, done = self._timings.popleft()
+                self._sums[0] += 1
+                self._sums[1] += size
+                self._sums[2] += ready.elapsed_time(done) * 1e-3
+                self._sums[3] += max(0.0, asked.elapsed_time(done) * 1e-3)
 
     def _entries(self) -> Iterable[Entry]:
         self._settle()

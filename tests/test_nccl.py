@@ -1,0 +1,51 @@
+"""The accounts of NCCL's collectives, with events that need no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+from laddertron.topology import nccl
+from laddertron.topology.ledger import Ledger
+
+
+class Event:
+    """Long past; each who asks waits a moment for a second who does."""
+
+    def __init__(self, meet: threading.Barrier | None = None) -> None:
+        self._meet = meet
+
+    def query(self) -> bool:
+        if self._meet is not None:
+            with contextlib.suppress(threading.BrokenBarrierError):  # broken: the other is kept out, as it should be
+                self._meet.wait(0.3)
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1000.0
+
+
+def test_two_threads_may_settle_the_accounts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stepping thread and the heartbeat's both find the last timing settled: it is counted once, and neither falls
+    over what the other took."""
+    monkeypatch.setattr(nccl, "_STREAM", lambda priority: None)
+    collective = nccl.NcclCollective(None, Ledger(), "node")
+    collective._timings.append((8, Event(), Event(), Event(threading.Barrier(2))))
+    faults: list[BaseException] = []
+
+    def settle() -> Any:
+        try:
+            return collective._settle()
+        except BaseException as fault:
+            faults.append(fault)
+
+    readers = [threading.Thread(target=settle) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(5)
+    assert not faults
+    (entry,) = collective._entries()
+    assert (entry.count, entry.bytes) == (1, 8)
