@@ -15,6 +15,7 @@ from typing import Any
 from fake_job import FakeJob
 from laddertron.engine.config import Daemon as DaemonConfig
 from laddertron.engine.config import Deployment, Limits, Model
+from laddertron.engine.daemon.job import JobState
 from laddertron.engine.daemon.keys import KeyRing
 from laddertron.engine.daemon.observe import Observer
 from laddertron.engine.daemon.server import ServerOptions, listen
@@ -86,7 +87,8 @@ class Served:
         started = asyncio.ensure_future(self.daemon.started.wait())
         await asyncio.wait({running, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
-        self._up.set()
+        if not running.done():
+            self._up.set()
         return await running
 
     def on_loop(self, what: Coroutine[Any, Any, Any] | Callable[[], Any]) -> Any:
@@ -166,3 +168,47 @@ def lines_of(client: OpenAI, file_id: str | None) -> dict[str, Any]:
     by_name = {entry["custom_id"]: entry for entry in found}
     assert len(by_name) == len(found), "a line stands twice"
     return by_name
+
+
+class MortalJob(FakeJob):
+    """A FakeJob that dies and comes back as a real one does: restarting (with the rank to blame), what was in flight
+    lost (the latest to enter the step first), ready again. `poison`: a first prompt id whose step kills rank 1;
+    `most`: the failure in a row, without a request finished between, that is final. `pause_at`: the step after which
+    it holds."""
+
+    def __init__(self, limits: ModelLimits, poison: int | None = None, most: int = 4, **options: Any) -> None:
+        super().__init__(limits, **options)
+        self.poison, self.most = poison, most
+        self.deaths = self.in_a_row = 0
+        self.pause_at: int | None = None
+
+    def die(self, rank: int | None = 1, reason: str = "rank 1 on node-b was killed") -> None:
+        ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
+        running = min(len(ids), self.limits.max_num_seqs)
+        order = ids[:running][::-1] + ids[running:]
+        self._sequences.clear()
+        self.deaths += 1
+        self.in_a_row += 1
+        assert self._listener is not None
+        restarts = self._state.restarts + 1
+        self._state = JobState("restarting", reason, restarts, self.limits, rank, None if rank is None else "node-b")
+        self._listener.on_state(self._state)
+        self._listener.on_lost(order, reason, running)
+        if self.in_a_row >= self.most:
+            reason = f"{self.in_a_row} failures in a row without progress, the last: {reason}"
+            self._state = JobState("failed", reason, restarts, self.limits, rank, "node-b")
+        else:
+            self._state = JobState("ready", "", restarts, self.limits)
+        self._listener.on_state(self._state)
+
+    def _step(self) -> None:
+        running = self._sequences[: self.limits.max_num_seqs]
+        if self.poison is not None and any(s.request.prompt[0] == self.poison for s in running):
+            self.die()
+            return
+        before = self._ended
+        super()._step()
+        if self._ended > before:
+            self.in_a_row = 0
+        if self.steps == self.pause_at:
+            self.hold()

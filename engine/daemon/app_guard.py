@@ -159,11 +159,11 @@ class _Exchange:
             size = len(message.get("body", b""))
             self._seen += size
             self._window_bytes += size
+            self._whole = not message.get("more_body", False)
             if self._seen > self._most:
                 raise too_large(self._most)
             if self._window_bytes >= _LEAST_BYTES:
                 self._window, self._window_bytes = time.monotonic() + self._timeout, 0
-            self._whole = not message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
