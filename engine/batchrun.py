@@ -36,13 +36,15 @@ _LAST_REPORT_SECONDS = 2.5
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """`run_id` goes into the seeds of requests that bring none: the same run, interrupted or not, gives the same
-    answers. `window=None`: four times the engine's max_num_seqs are in flight."""
+    answers. `window=None`: four times the engine's max_num_seqs are in flight. `drain_s`: how long what is under way
+    may go on, in seconds, once the run is told to stop."""
 
     served_model_name: str
     run_id: str = "run-0"
     window: int | None = None
     max_line_bytes: int = MAX_LINE_BYTES
     max_choices: int | None = None
+    drain_s: float = 30.0
 
 
 _Prompts = list[tuple[int, ...]] | BadRequest
@@ -60,11 +62,13 @@ async def run_batch(
     files: RunFiles,
     options: RunOptions,
     progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
 ) -> Summary:
     """Starts the job, answers every line of `files.input` that is not finished, closes job and files. A bad line is an
     error line; a job that dies, or a full disk, ends the run with `Summary.reason`, everything counted as answered
-    being in the files. When cancelled it closes both in the same way."""
-    run = _Run(job, text, encoder, files, options, progress)
+    being in the files. Once `stop` is set nothing more is submitted and what is under way goes on to its end. When
+    cancelled it closes both at once."""
+    run = _Run(job, text, encoder, files, options, progress, stop or asyncio.Event())
     try:
         try:
             await job.start(run)
@@ -97,6 +101,7 @@ class _Run:
         files: RunFiles,
         options: RunOptions,
         progress: Progress | None,
+        stop: asyncio.Event,
     ) -> None:
         self._job, self._text, self._encoder = job, text, encoder
         self._files, self._options, self._progress = files, options, progress
@@ -107,7 +112,8 @@ class _Run:
         self._requests = self._ok = self._failed = self._skipped = 0
         self._prompt_tokens = self._tokens = self._streamed = 0
         self._phase = "starting"
-        self._over = False
+        self._over = self._fed = self._draining = self._stopped = False
+        self._stop = stop
         self._limits: ModelLimits | None = None
         self._moved = asyncio.Event()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -142,7 +148,7 @@ class _Run:
     def on_state(self, state: JobState) -> None:
         if self._over:
             return
-        self._phase = state.phase
+        self._phase = f"{state.phase}: {state.reason}" if state.phase == "loading" and state.reason else state.phase
         if state.phase in ("failed", "stopped"):
             self._end(state.reason or f"the job is {state.phase}")
         self._moved.set()
@@ -158,11 +164,11 @@ class _Run:
     async def go(self) -> None:
         """Until every line is answered, or nothing more can be."""
         try:
-            await self._until_ended(self._answer_all())
-            await self._last_reports()
-        except _Ended:
-            self._lost = len({id(flight) for flight in self._flights.values()})
+            with contextlib.suppress(_Ended):
+                await self._until_ended(self._answer_or_stop())
+                await self._last_reports()
         finally:
+            self._lost = len({id(flight) for flight in self._flights.values()})
             self._over = True  # that a closed job is "stopped" is no failure
             if self._flush_timer is not None:
                 self._flush_timer.cancel()
@@ -190,7 +196,30 @@ class _Run:
             exposed_seconds=exposed,
             reason=self._ended.result() if self._ended.done() else None,
             lost=self._lost,
+            stopped=self._stopped,
         )
+
+    async def _answer_or_stop(self) -> None:
+        """Everything, or once told to stop what is under way, for at most `drain_s`."""
+        answering, told = asyncio.create_task(self._answer_all()), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((answering, told), return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                await answering
+                return
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+            self._draining = True
+            self._show()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._options.drain_s):
+                    while self._flights:
+                        await self._move()
+            self._stopped = bool(self._flights) or not self._fed
+        finally:
+            for task in (answering, told):
+                task.cancel()
+            await asyncio.gather(answering, told, return_exceptions=True)
 
     async def _answer_all(self) -> None:
         await self._wait_ready()
@@ -198,6 +227,7 @@ class _Run:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(queue, tasks))
             tasks.create_task(self._submit_all(queue))
+        self._fed = True
         while self._flights:
             await self._move()
 
@@ -352,7 +382,7 @@ class _Run:
         if self._progress is not None:
             self._progress.update(
                 Snapshot(
-                    phase=self._phase,
+                    phase="draining" if self._draining else self._phase,
                     total=self._files.total_lines,
                     skipped=self._skipped,
                     ok=self._ok,
