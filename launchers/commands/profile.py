@@ -1,0 +1,90 @@
+"""`laddertron profile`: a short decode under the eye of a recorder, written as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from ...engine.config import Deployment, load, to_json
+from ..fleet import Fleet
+from ..mpi import compose
+
+
+def run_profile(deployment: Deployment, options: dict[str, object], timeout_s: float = 600.0) -> None:
+    """Launches the deployment's ranks once and waits for the trace. Raises ClickException with the ranks' words."""
+    try:
+        fleet = Fleet(deployment, os.environ)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="laddertron-") as folder:
+        config = Path(folder) / "deployment.json"
+        config.write_text(json.dumps(to_json(fleet.deployment)))
+        program = (sys.executable, "-m", f"{__package__.rpartition('.')[0]}.profile_rank", str(config))
+        command = compose(deployment, fleet.site, fleet.shares[0], (*program, json.dumps(options)))
+        with (Path(folder) / "log").open("w+") as log:
+            job = subprocess.Popen(
+                command.argv, env={**os.environ, **command.env}, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                status = job.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                status = 124
+            finally:
+                if job.poll() is None:
+                    os.killpg(job.pid, signal.SIGKILL)
+                    job.wait()
+            if status != 0:
+                log.seek(0)
+                raise click.ClickException(f"the ranks ended with status {status}:\n{log.read()[-4000:].strip()}")
+
+
+@click.command(short_help="A trace of compute, all-reduces and waits for Perfetto.")
+@click.argument("config", type=click.Path())
+@click.option("--steps", default=8, show_default=True, type=click.IntRange(1, 1000), help="Decode steps to record.")
+@click.option("--batch", type=click.IntRange(1), help="Sequences.  [default: engine.max_num_seqs]")
+@click.option("--prompt", default=32, show_default=True, type=click.IntRange(1), help="Prompt tokens of each.")
+@click.option("--rank", "ranks", multiple=True, type=int, help="Record this rank; repeatable.  [default: all]")
+@click.option("--ops", is_flag=True, help="Each rank's operators and kernels too (torch.profiler), in files beside.")
+@click.option("-o", "--output", default="trace.json", show_default=True, type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+def command(
+    config: str,
+    steps: int,
+    batch: int | None,
+    prompt: int,
+    ranks: tuple[int, ...],
+    ops: bool,
+    output: Path,
+    overrides: tuple[str, ...],
+) -> int:
+    """Decode a few steps with CONFIG's ranks and write who computed, travelled and waited when.
+
+    \b
+    Open the file at https://ui.perfetto.dev, or draw it:
+      laddertron profile deploy.yaml --steps 4 -o ladder.json
+      laddertron timeline ladder.json -o ladder.svg
+
+    Every span is named by layer and sub-block. On GPUs the host's spans are launches: add --ops for the kernels.
+    """
+    deployment = load(config, overrides)
+    size = deployment.parallel.tensor_parallel_size
+    if unknown := [rank for rank in ranks if not 0 <= rank < size]:
+        raise click.UsageError(f"--rank {unknown[0]}: the deployment has ranks 0 to {size - 1}")
+    options = {
+        "steps": steps,
+        "batch": batch or deployment.engine.max_num_seqs,
+        "prompt": prompt,
+        "ranks": list(ranks or range(size)),
+        "ops": ops,
+        "output": str(output.resolve()),
+    }
+    run_profile(deployment, options)
+    click.echo(f"{output}: {steps} steps of {len(options['ranks'])} ranks; open it at https://ui.perfetto.dev")  # type: ignore[arg-type]
+    return 0
