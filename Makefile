@@ -11,7 +11,7 @@ TORCH ?= 2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env demo test lint types unit cluster-test fault-test chaos-demo monitoring-demo bench plans wheel clean
+.PHONY: help env demo test lint types unit cluster-test fault-test chaos-demo monitoring-demo bench plans bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -33,7 +33,7 @@ types:
 	@echo "== types"
 	@mkdir -p build/typecheck && ln -sfn "$(CURDIR)" build/typecheck/laddertron
 	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers
-	@MYPYPATH=build/typecheck:tests $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
+	@MYPYPATH=build/typecheck:tests:benchmarks $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
 
 unit:
 	@echo "== tests"
@@ -53,3 +53,10 @@ clean: ## Remove what was made, .venv included
 plans: ## Renew docs/plans: every shipped configuration's plan, fleets, and how far the simulator carries
 	@$(PY) -m laddertron.launchers.plans configs/llama-*.yaml configs/demo*.yaml docs/plans
 	@$(PY) benchmarks/simulate_published.py --write
+
+cluster-test: env ## Tests on emulated nodes, MPICH too (root; part of `make test` but for MPICH, which is fetched here)
+	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
+	@$(VENV)/bin/pytest tests/cluster
+
+bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; eight minutes, quiet machine)
+	@$(PY) benchmarks/cross_node.py --write

@@ -98,7 +98,8 @@ def _timed(
         began[i] = time.monotonic()
         call(x)
         ended[i] = time.monotonic()
-    return of_all(control, ended).max(0) - of_all(control, began).max(0)
+    found: NDArray[np.float64] = of_all(control, ended).max(0) - of_all(control, began).max(0)
+    return found
 
 
 if __name__ == "__main__":

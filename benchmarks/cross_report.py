@@ -1,10 +1,265 @@
-def tables(r):
-    return []
+"""From cross_node.py's measurements to tables, verdicts and docs/performance.md. Pure but for `write_docs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cross_picture import picture
+from laddertron.topology.cost import Shape, Strategy, predict
+from laddertron.topology.fit import Fit, Point, fit
+
+Results = Mapping[str, Any]
+Line = Mapping[str, Any]
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+BEGIN, END = "<!-- measured by benchmarks/cross_node.py: begin -->", "<!-- end -->"
+REDUCE_BARS = {(2, 1): 1.5e-3, (4, 1): 2.6e-3}
+TWO_LEVEL_BAR = 1.3
+HIDDEN_BAR, SPEED_BAR, REST_BAR, MODEL_BAR = 0.85, 1.5, 0.98, 0.25
+PUBLISHED = {
+    (1e-4, 1): (15.6, 13.6, 13.5),
+    (1e-4, 8): (118, 97, 102),
+    (1e-3, 1): (7.2, 6.8, 11.5),
+    (1e-3, 8): (55, 52, 89),
+}
+"""Tokens/s of the same model by vLLM's CPU build, and by the paper's code as standard and as ladder: (delay, batch)."""
+LLAMA_BARS = {(1e-3, 1): (20, 38), (1e-3, 8): (150, 280), (1e-4, 1): (38, 50), (1e-4, 8): (280, 360)}
+"""Tokens/s wanted of standard and ladder."""
 
 
-def bars(r):
-    return []
+def law(ratio: float) -> float:
+    """The speed-up of ladder over standard that hiding alone can give, at L/c = ratio; never above 2."""
+    return (1 + ratio) / max(1.0, (1 + ratio) / 2)
 
 
-def write_docs(r):
-    pass
+def cases(lines: list[Line]) -> dict[tuple[float, int], dict[str, Line]]:
+    """By (delay, batch), each with its wirings' lines."""
+    found: dict[tuple[float, int], dict[str, Line]] = {}
+    for line in lines:
+        found.setdefault((line["delay_s"], line["batch"]), {})[line["wiring"]] = line
+    return dict(sorted(found.items()))
+
+
+def hidden_share(case: Mapping[str, Line]) -> float:
+    """(t_standard - t_ladder) / (t_standard - t_no-communication): what of the communication's cost ladder removes."""
+    t = {name: case[name]["step_s"] for name in ("standard", "ladder", "no-communication")}
+    return float((t["standard"] - t["ladder"]) / (t["standard"] - t["no-communication"]))
+
+
+def compute_s(case: Mapping[str, Line]) -> float:
+    """c: a sub-block's computation."""
+    return float(case["no-communication"]["step_s"] / case["standard"]["sub_blocks"])
+
+
+def speed_up(case: Mapping[str, Line]) -> float:
+    return float(case["standard"]["step_s"] / case["ladder"]["step_s"])
+
+
+def effective_ratio(case: Mapping[str, Line]) -> float:
+    """L/c as the steps themselves say it: what communication adds to what computation takes."""
+    return float(case["standard"]["step_s"] / case["no-communication"]["step_s"] - 1.0)
+
+
+# all-reduces
+
+
+def _reduce_lines(results: Results, sweep: bool) -> list[Line]:
+    lines: list[Line] = results["reduce"]["lines"]
+    return [line for line in lines if ("/" in line["lane"]) == sweep]
+
+
+def fits(results: Results) -> dict[tuple[int, int, float], Fit]:
+    """The cost model fitted to each sweep: by nodes, ranks a node and delay."""
+    points: dict[tuple[int, int, float], list[Point]] = {}
+    for line in _reduce_lines(results, True):
+        strategy: Strategy = line["lane"].partition("/")[2]
+        shape = Shape(line["nodes"], line["per_node"])
+        key = (line["nodes"], line["per_node"], line["delay_s"])
+        points.setdefault(key, []).append(Point(strategy, line["bytes"], line["median_s"], shape))
+    return {key: fit(found, "native") for key, found in points.items()}
+
+
+def foretold(found: Mapping[tuple[int, int, float], Fit]) -> list[tuple[str, float]]:
+    """How far prices fitted at one delay miss another delay's measurements, worst point: (what, relative error)."""
+    misses = []
+    for (nodes, per_node, delay), there in found.items():
+        near = found.get((nodes, per_node, 1e-4))
+        if near is None or delay <= 1e-4:
+            continue
+        costs = near.costs.delayed(delay - 1e-4)
+        errors = [
+            abs(predict(costs, r.point.shape, r.point.strategy, r.point.nbytes) / r.point.seconds - 1.0)
+            for r in there.residuals
+        ]
+        misses.append((f"{nodes} x {per_node}: prices fitted at 0.1 ms, asked about {delay * 1e3:g} ms", max(errors)))
+    return misses
+
+
+def reduce_tables(results: Results) -> list[str]:
+    rows = [
+        "### One all-reduce of 16 KB, 1 ms one way",
+        "",
+        "Milliseconds, median (90th percentile), from the last rank's entry to the last one's return; all three take "
+        "turns in one set of ranks. Open MPI is told to use recursive doubling, its best here.",
+        "",
+        "| nodes x ranks | laddertron | gloo | Open MPI |",
+        "|---|---|---|---|",
+    ]
+    by: dict[tuple[int, int], dict[str, Line]] = {}
+    for line in _reduce_lines(results, False):
+        by.setdefault((line["nodes"], line["per_node"]), {})[line["lane"]] = line
+    for (nodes, per_node), lanes in by.items():
+        cells = [
+            f"{lanes[n]['median_s'] * 1e3:.2f} ({lanes[n]['p90_s'] * 1e3:.2f})" for n in ("native", "gloo", "openmpi")
+        ]
+        rows.append(f"| {nodes} x {per_node} | {' | '.join(cells)} |")
+    rows += [
+        "",
+        "### The cost model",
+        "",
+        "Fitted to each sweep (4 KB to 1 MB, every strategy): relative error of the worst and the median point.",
+        "",
+        "| nodes x ranks, one-way delay | points | worst | median |",
+        "|---|---|---|---|",
+    ]
+    found = fits(results)
+    for (nodes, per_node, delay), fitted in found.items():
+        errors = sorted(abs(r.relative) for r in fitted.residuals)
+        rows.append(
+            f"| {nodes} x {per_node}, {delay * 1e3:g} ms | {len(errors)} | {errors[-1]:.0%} | "
+            f"{errors[len(errors) // 2]:.0%} |"
+        )
+    rows += ["", *(f"- {what}: worst miss {miss:.0%}" for what, miss in foretold(found))]
+    return rows
+
+
+# decoding
+
+
+def wiring_tables(results: Results) -> list[str]:
+    lines = results["wirings"]["lines"]
+    rows = [
+        f"### Wirings ({lines[0]['model']}, tp 2 over 2 nodes, one core a rank)",
+        "",
+        "Decode tokens/s; c is a sub-block's computation (the no-communication step over its sub-blocks), L one "
+        "all-reduce of the step's size, measured by itself; speed-up is ladder over standard.",
+        "",
+        "| one way, batch | c | L | L/c | standard | parallel | ladder | no-comm. | speed-up | the law | hidden |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (delay, batch), case in cases(lines).items():
+        c, all_reduce = compute_s(case), case["ladder"]["all_reduce_s"]
+        speeds = [f"{batch / case[w]['step_s']:.1f}" for w in ("standard", "parallel", "ladder", "no-communication")]
+        rows.append(
+            f"| {delay * 1e3:.3g} ms, {batch} | {c * 1e3:.2f} ms | {all_reduce * 1e3:.2f} ms | {all_reduce / c:.2f} | "
+            f"{' | '.join(speeds)} | {speed_up(case):.2f} | {law(all_reduce / c):.2f} | {hidden_share(case):.0%} |"
+        )
+    shares = [line["switch_share"] for line in lines]
+    others = [line["other_threads_share"] for line in lines]
+    rows += [
+        "",
+        f"The switch between the nodes, which a real cluster does not have, took {min(shares):.1%} to "
+        f"{max(shares):.1%} of one core, and a rank's threads beside its main one {min(others):.1%} to "
+        f"{max(others):.1%}: both on the cores that compute.",
+    ]
+    return rows
+
+
+def llama_tables(results: Results) -> list[str]:
+    lines = results["llama150m"]["lines"]
+    rows = [
+        f"### {lines[0]['model']}, tp 2, one core and one node a rank, prompt {lines[0]['prompt']}",
+        "",
+        "Decode tokens/s. In brackets, as a share of the no-communication speed. vLLM and the paper's code were "
+        "measured over such a link on another day: compare magnitudes, not digits.",
+        "",
+        "| one way, batch | standard | parallel | ladder | no-comm. | vLLM | paper's standard | paper's ladder |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (delay, batch), case in cases(lines).items():
+        top = batch / case["no-communication"]["step_s"]
+        speeds = [batch / case[w]["step_s"] for w in ("standard", "parallel", "ladder")]
+        others = PUBLISHED.get((delay, batch), ("", "", ""))
+        cells = [*(f"{s:.1f} ({s / top:.0%})" for s in speeds), f"{top:.1f}", *map(str, others)]
+        rows.append(f"| {delay * 1e3:.3g} ms, {batch} | {' | '.join(cells)} |")
+    rows += [
+        "",
+        "Prefill, tokens/s of prompts computed in one step:",
+        "",
+        "| one way, batch | standard | parallel | ladder | no-comm. |",
+        "|---|---|---|---|---|",
+    ]
+    for (delay, batch), case in cases(lines).items():
+        cells = [
+            f"{batch * case[w]['prompt'] / case[w]['prefill_s']:.0f}"
+            for w in ("standard", "parallel", "ladder", "no-communication")
+        ]
+        rows.append(f"| {delay * 1e3:.3g} ms, {batch} | {' | '.join(cells)} |")
+    return rows
+
+
+TABLES = {"reduce": reduce_tables, "wirings": wiring_tables, "llama150m": llama_tables}
+
+
+def tables(results: Results) -> list[str]:
+    """Markdown of every part that was measured."""
+    rows: list[str] = []
+    for name, make in TABLES.items():
+        if name in results:
+            note = " A first impression: a third of the calls." if results[name]["quick"] else ""
+            rows += [*make(results), "", f"Load before: {results[name]['load_before']}.{note}", ""]
+    return rows
+
+
+def bars(results: Results) -> list[str]:
+    """Each bar, met or missed, with its figure."""
+    rows: list[str] = []
+
+    def held(met: bool, text: str) -> None:
+        rows.append(f"{'met   ' if met else 'MISSED'} {text}")
+
+    if "reduce" in results:
+        ours = {
+            (x["nodes"], x["per_node"]): x["median_s"] for x in _reduce_lines(results, False) if x["lane"] == "native"
+        }
+        for (nodes, per_node), bar in REDUCE_BARS.items():
+            took = ours[nodes, per_node]
+            held(took <= bar, f"16 KB over {nodes} x {per_node}: {took * 1e3:.2f} ms, at most {bar * 1e3:g} ms")
+        ratio = ours[2, 2] / ours[2, 1]
+        held(ratio <= TWO_LEVEL_BAR, f"16 KB over 2 x 2: {ratio:.2f} times 2 x 1, at most {TWO_LEVEL_BAR}")
+        worst = max(fitted.worst for fitted in fits(results).values())
+        held(worst <= MODEL_BAR, f"cost model's worst point: {worst:.0%}, at most {MODEL_BAR:.0%}")
+    if "wirings" in results:
+        for (delay, batch), case in cases(results["wirings"]["lines"]).items():
+            where = f"at {delay * 1e3:.3g} ms, batch {batch}"
+            if delay and compute_s(case) >= case["ladder"]["all_reduce_s"]:
+                share = hidden_share(case)
+                held(share >= HIDDEN_BAR, f"hidden {where}: {share:.0%}, at least {HIDDEN_BAR:.0%}")
+            if delay == 1e-3:
+                held(speed_up(case) >= SPEED_BAR, f"ladder {where}: {speed_up(case):.2f}x, at least {SPEED_BAR}x")
+            if delay == 0.0:
+                held(speed_up(case) >= REST_BAR, f"ladder {where}: {speed_up(case):.2f}x, at least {REST_BAR}x")
+    if "llama150m" in results:
+        for (delay, batch), case in cases(results["llama150m"]["lines"]).items():
+            wanted = LLAMA_BARS.get((delay, batch), ())
+            for wiring, bar in zip(("standard", "ladder"), wanted, strict=False):
+                speed = batch / case[wiring]["step_s"]
+                held(speed >= bar, f"150M {wiring} at {delay * 1e3:g} ms, batch {batch}: {speed:.1f}, at least {bar}")
+    return rows
+
+
+def write_docs(results: Results) -> None:
+    """Renews the measured part of docs/performance.md, and the picture."""
+    page = DOCS / "performance.md"
+    text = page.read_text()
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    verdicts = ["### Bars", "", "```", *bars(results), "```"]
+    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join([*tables(results), *verdicts]) + f"\n\n{END}{tail}")
+    points = [
+        (effective_ratio(case), speed_up(case), batch)
+        for (delay, batch), case in cases(results["wirings"]["lines"]).items()
+    ]
+    (DOCS / "pictures").mkdir(exist_ok=True)
+    (DOCS / "pictures" / "law.svg").write_text(picture(points, law))

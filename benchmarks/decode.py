@@ -97,7 +97,8 @@ def be_rank(args: argparse.Namespace) -> None:
             link = Emulation(f"link {args.delay_ms:g} ms", args.delay_ms * 1e-3)
             all_reduce = Emulated(all_reduce, link, communicator.ledger)
         model = make_model(size, communicator)
-        lanes, cases = [], []
+        lanes: list[Lane] = []
+        cases = []
         for wiring in args.wirings.split(","):
             for overlap in args.overlap.split(","):
                 collective = all_reduce if overlap == "true" else Blocking(all_reduce)

@@ -234,7 +234,7 @@ def _report(
     )
 
 
-def matmul_s(device: torch.device, rounds: int = 30) -> float:
+def matmul_s(device: torch.device, rounds: int = 100) -> float:
     """Seconds of a short matrix product, the best of some: what the device can do when nobody is in its way."""
     side, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (384, torch.float32)
     a = torch.ones(side, side, dtype=dtype, device=device)
