@@ -41,13 +41,15 @@ class JobGroup:
         self._jobs, self.ranks_each = tuple(jobs), ranks_each
         self._where: dict[str, tuple[int, int]] = {}  # request id -> (replica, choices still open)
         self._load = [0] * len(jobs)
+        self._asked = 0  # replicas that were told to start
         self._told: JobState | None = None
         self.listener: JobListener
 
     @property
     def state(self) -> JobState:
         """The least of the replicas' states: ready once all are, failed as soon as one is."""
-        states = [job.state for job in self._jobs]
+        # the first replica speaks up before the others are told to start: they are not "stopped" for that
+        states = [job.state if i < self._asked else JobState("starting") for i, job in enumerate(self._jobs)]
         order = ("failed", "stopped", "starting", "loading", "restarting", "suspect", "draining", "ready")
         index, state = min(enumerate(states), key=lambda pair: order.index(pair[1].phase))
         return replace(state, reason=f"replica {index}: {state.reason}") if state.reason else state
@@ -55,6 +57,7 @@ class JobGroup:
     async def start(self, listener: JobListener) -> None:
         self.listener = listener
         for index, job in enumerate(self._jobs):
+            self._asked = index + 1
             await job.start(_Member(self, index))
 
     def submit(self, request: Request) -> None:

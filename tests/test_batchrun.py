@@ -23,7 +23,7 @@ from laddertron.engine import grammar
 from laddertron.engine.batchfiles import LineFile, RunFileError, RunFiles, open_run
 from laddertron.engine.batchrun import RunOptions, run_batch
 from laddertron.engine.daemon.answers import Answer
-from laddertron.engine.daemon.job import JobListener
+from laddertron.engine.daemon.job import JobListener, JobState
 from laddertron.engine.jobgroup import JobGroup
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.runview import Snapshot, Summary
@@ -369,6 +369,32 @@ def test_replicas_share_the_lines_and_one_failure_ends_all(bench: Bench) -> None
     taken = [len(job.submitted) for job in jobs]
     assert abs(taken[0] - taken[1]) <= 0.3 * sum(taken)
     assert len(bench.answers()) == 60
+
+
+class Unstarted(FakeJob):
+    """As a launched job: stopped until it is told to start, and it says so when it does."""
+
+    def __init__(self, limits: ModelLimits) -> None:
+        super().__init__(limits)
+        self._state = JobState("stopped")
+
+    async def start(self, listener: JobListener) -> None:
+        self._listener = listener
+        self._to("starting")
+        await super().start(listener)
+
+
+def test_replicas_start_one_after_another(bench: Bench) -> None:
+    """While the first replica starts the second is still "stopped": that does not end the run."""
+    bench.write(*[completion(f"t{i}") for i in range(8)])
+
+    async def go() -> Summary:
+        group = JobGroup([Unstarted(LIMITS), Unstarted(LIMITS)], ranks_each=2)
+        assert group.state.phase == "starting"
+        return await run_batch(group, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
+
+    summary = asyncio.run(go())
+    assert (summary.ok, summary.reason) == (8, None)
 
 
 def test_options_reach_the_engine(bench: Bench) -> None:
