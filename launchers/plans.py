@@ -28,6 +28,13 @@ EXTRA = {
 """Planned though no file deploys them: the questions that come next."""
 
 
+FLEETS = """\
+From `laddertron simulate scale` and `laddertron simulate fleet`; simulated, not measured. Beyond four nodes one replica
+only gets slower: all-reduces grow while sub-blocks shrink. The way to use more nodes is more replicas behind one queue:
+a thousand nodes with 80,000 requests of 1,024 + 512 tokens, all there at the start, with stock weights and with ladder
+ones; and 40,000 long answers on nodes that each fail every 100 hours on average."""
+
+
 def all_plans(configs: Sequence[Path]) -> dict[str, Plan]:
     """By name: one a deployment file, then EXTRA."""
     plans = {c.name.removesuffix(".yaml"): make_plan(from_deployment(read(c), Asked(None, Work()))) for c in configs}
@@ -53,14 +60,7 @@ def fleets() -> str:
     whole = FleetAsked(model, "1000x8xH100", 80_000)
     fragile = replace(whole, requests=40_000, output=4096, mtbf_hours=100.0)
     sheets += [fleet(asked)[1] for asked in (whole, replace(whole, wiring="ladder"), fragile)]
-    lines = [
-        "# 405B over more nodes, and fleets",
-        "",
-        "From `laddertron simulate scale` and `laddertron simulate fleet`; simulated, not measured. Beyond four nodes one",
-        "replica only gets slower: all-reduces grow while sub-blocks shrink. The way to use more nodes is more replicas",
-        "behind one queue: a thousand nodes with 80,000 requests of 1,024 + 512 tokens, all there at the start, with stock",
-        "weights and with ladder ones; and 40,000 long answers on nodes that each fail every 100 hours on average.",
-    ]
+    lines = ["# 405B over more nodes, and fleets", "", FLEETS]
     for sheet in sheets:
         lines += ["", *sheet_lines(sheet)]
     return "\n".join(lines) + "\n"

@@ -1,0 +1,163 @@
+"""The simulator against this engine on the emulated cluster: reads the JSON lines of benchmarks/cross_node.py.
+
+    python benchmarks/simulate_check.py [FILE]     default: benchmarks/results/cross_node.json; also plain JSON lines
+
+From each model's step without communication and each case's all-reduce, as measured, every wiring's step is predicted.
+Two constants (what setting an all-reduce off takes from computing, as a share of an all-reduce without a delay, and how
+much slower computing gets beside one) are fitted on every other delay and tested on the rest. Ends with 1 if a tested
+step is missed by more than 15 %.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import exp, log
+from pathlib import Path
+from typing import Any
+
+from laddertron.engine.simulate import StepCost, Wire, simulate_step
+from laddertron.models.config_parts import make_wiring
+
+RESULTS = Path(__file__).resolve().parent / "results" / "cross_node.json"
+LIMIT = 0.15
+SILENT = "no-communication"
+ATTENTION_SHARE = 0.35
+"""Of a layer's time: a third of its weights, and more small operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One wiring at one delay and batch: seconds a step as measured, and what the prediction starts from: the step
+    without communication, an all-reduce at this delay and at the smallest one."""
+
+    model: str
+    delay_s: float
+    batch: int
+    wiring: str
+    step_s: float
+    silent_s: float
+    all_reduce_s: float
+    at_rest_s: float
+    sub_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    start_share: float
+    slows: float
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The measurements of decoding in a results file or in a file of JSON lines. Raises OSError, ValueError."""
+    text = path.read_text(encoding="utf-8")
+    if text.lstrip().startswith("{\n") or '"lines"' in text[:4000]:
+        found = [line for part in json.loads(text).values() for line in part.get("lines", ())]
+    else:
+        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return [line for line in found if "wiring" in line and "step_s" in line and "all_reduce_s" in line]
+
+
+def cases(lines: Iterable[dict[str, Any]]) -> list[Case]:
+    """One for each line that has a silent step beside it. The silent step is the fastest over the delays: it sends
+    nothing, so what differs is noise."""
+    listed = list(lines)
+    silent: dict[tuple[str, int], float] = {}
+    at_rest: dict[tuple[str, int], float] = {}
+    for line in listed:
+        key = (line["model"], line["batch"])
+        at_rest[key] = min(line["all_reduce_s"], at_rest.get(key, float("inf")))
+        if line["wiring"] == SILENT:
+            silent[key] = min(line["step_s"], silent.get(key, float("inf")))
+    return [
+        Case(
+            line["model"], line["delay_s"], line["batch"], line["wiring"], line["step_s"],
+            silent[line["model"], line["batch"]], line["all_reduce_s"], at_rest[line["model"], line["batch"]],
+            line["sub_blocks"],
+        )
+        for line in listed
+        if (line["model"], line["batch"]) in silent and line["wiring"] != SILENT
+    ]  # fmt: skip
+
+
+def predicted(case: Case, constants: Constants) -> float:
+    """Seconds of the step. The delay is latency, which overlaps; the rest of an all-reduce has the wire to itself."""
+    layers = case.sub_blocks // 2
+    layer = case.silent_s / layers
+    busy = min(case.at_rest_s, case.all_reduce_s)
+    wire = Wire(busy, case.all_reduce_s - busy, constants.slows)
+    start = constants.start_share * case.at_rest_s
+    cost = StepCost(
+        [layer * ATTENTION_SHARE] * layers, [layer * (1 - ATTENTION_SHARE)] * layers, wire,
+        before=wire, after=Wire(wire.busy_s, wire.latency_s), start_s=start,
+    )  # fmt: skip
+    return simulate_step(cost, make_wiring(case.wiring, layers), 2).total_s
+
+
+def fit(known: Sequence[Case]) -> Constants:
+    """The pair on a grid with the smallest mean square of relative errors."""
+
+    def badness(constants: Constants) -> float:
+        return sum(log(predicted(c, constants) / c.step_s) ** 2 for c in known)
+
+    grid = product([i / 10 for i in range(11)], [i / 10 for i in range(11)])
+    return min((Constants(*pair) for pair in grid), key=badness)
+
+
+def halves(listed: Sequence[Case]) -> tuple[list[Case], list[Case]]:
+    """Every other delay to fit on, the rest to test."""
+    delays = sorted({c.delay_s for c in listed})
+    fitted = set(delays[::2])
+    return [c for c in listed if c.delay_s in fitted], [c for c in listed if c.delay_s not in fitted]
+
+
+def report(listed: Sequence[Case]) -> tuple[list[str], int]:
+    """Lines of a table, and how many tested steps are missed."""
+    known, tested = halves(listed)
+    constants = fit(known)
+    lines = [
+        f"setting off {constants.start_share:.0%} of an all-reduce, computing {constants.slows:.0%} slower beside one; "
+        f"fitted on {len(known)} steps, tested on {len(tested)}",
+        "| model | delay ms | batch | wiring | L/c | measured ms | simulated ms | error | |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---|",
+    ]
+    errors = []
+    for case in sorted(listed, key=lambda c: (c.model, c.batch, c.delay_s, c.wiring)):
+        seconds = predicted(case, constants)
+        error = seconds / case.step_s - 1
+        held = case in tested
+        if held:
+            errors.append(abs(error))
+        mark = "fitted" if not held else "miss" if abs(error) > LIMIT else ""
+        ratio = case.all_reduce_s * case.sub_blocks / case.silent_s
+        lines.append(
+            f"| {case.model} | {case.delay_s * 1e3:.2f} | {case.batch} | {case.wiring} | {ratio:.2f} | "
+            f"{case.step_s * 1e3:.2f} | {seconds * 1e3:.2f} | {error:+.1%} | {mark} |"
+        )
+    missed = sum(error > LIMIT for error in errors)
+    if errors:
+        mean = exp(sum(log(1 + e) for e in errors) / len(errors)) - 1
+        lines.append(f"tested: mean error {mean:.1%}, worst {max(errors):.1%}, {missed} beyond {LIMIT:.0%}")
+    return lines, missed
+
+
+def main(argv: Sequence[str]) -> int:
+    path = Path(argv[0]) if argv else RESULTS
+    try:
+        listed = cases(read_lines(path))
+    except (OSError, ValueError) as error:
+        print(f"{path}: {error}: run benchmarks/cross_node.py first", file=sys.stderr)
+        return 2
+    if not listed:
+        print(f"{path}: no wiring beside a {SILENT} step: run benchmarks/cross_node.py --only wirings", file=sys.stderr)
+        return 2
+    lines, missed = report(listed)
+    print("\n".join(lines))
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
