@@ -2,7 +2,8 @@
 
 The main thread steps the engine, an event loop in a second thread holds the input, the output and the text; `LocalJob`
 is the EngineJob between them and speaks the same messages as the control channel. Nothing is relaunched: a rank that
-dies ends the whole mpirun, and the files on disk are what goes on. Called by launchers/commands/run.py.
+dies ends the whole mpirun, and the files on disk are what goes on. Called by launchers/commands/run.py; several
+replicas in one mpirun are launchers/outer.py's.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from ..engine.config_schema import Deployment
 from ..engine.daemon.job import JobListener, JobState, RankReport
 from ..engine.request import Request, TokensEvent
+from ..models.refusal import Refusal
+from ..topology.bootstrap import Bootstrap
 from ..topology.identity import Identity
-from .messages import Announce, Cancel, Command, Loading, Ready, Running, Shutdown, StopChoice, Submit
+from .messages import Announce, Beat, Cancel, Command, Loading, Ready, Running, Shutdown, StopChoice, Submit
 from .rank import run_rank
 from .rank_status import Status
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 REPORT_S = 0.5
 
 
@@ -60,20 +62,18 @@ class _LocalChannel:
         self._deliver(message)
 
 
-class LocalJob:
-    """EngineJob over a channel in this process; see engine/daemon/job.py for the methods."""
+class ChannelJob:
+    """EngineJob over a channel to one engine's first rank; see engine/daemon/job.py for the methods. `put` takes
+    commands to it, `deliver` what it says: Tokens' events as a list, states as they are."""
 
-    def __init__(self, status: Status, identity: Identity) -> None:
-        self._status, self._identity = status, identity
+    def __init__(self, put: Callable[[Command], None], node: str) -> None:
+        self._put, self._node = put, node
         self._state = JobState("stopped")
         self._listener: JobListener | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, set[int]] = {}
         self._idle = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._reporting: asyncio.TimerHandle | None = None
         self._early: list[object] = []
-        self.channel = _LocalChannel(self._deliver)
         self._lock = threading.Lock()
 
     @property
@@ -87,20 +87,19 @@ class LocalJob:
         self._set(JobState("starting"))
         for message in early:
             self._take(message)
-        self._report()
 
     def submit(self, request: Request) -> None:
         if self._state.phase != "ready":
             raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
         self._open[request.request_id] = set(range(request.params.n))
         self._idle.clear()
-        self.channel.put(Submit(request))
+        self._put(Submit(request))
 
     def cancel(self, request_id: str) -> None:
-        self.channel.put(Cancel(request_id))
+        self._put(Cancel(request_id))
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
-        self.channel.put(StopChoice(request_id, choice, n_tokens))
+        self._put(StopChoice(request_id, choice, n_tokens))
 
     async def drain(self, timeout_s: float) -> bool:
         if self._open:
@@ -110,19 +109,17 @@ class LocalJob:
         return not self._open
 
     async def close(self) -> None:
-        """Asks the engine to end; the main thread does, and returns from its loop."""
-        if self._reporting is not None:
-            self._reporting.cancel()
-        self.channel.put(Shutdown())
+        """Asks the engine to end."""
+        self._put(Shutdown())
 
     async def bundle(self) -> dict[str, Any]:
-        return {"dumps": {"0": self._status.dump()}}
+        return {}
 
     def engine_ended(self, reason: str) -> None:
-        """From the engine's thread: it is over; with a reason, it failed."""
-        self._deliver(_Ended(reason))
+        """From any thread: it is over; with a reason, it failed."""
+        self.deliver(_Ended(reason))
 
-    def _deliver(self, message: object) -> None:
+    def deliver(self, message: object) -> None:
         with self._lock:
             if self._loop is None:
                 self._early.append(message)
@@ -144,7 +141,7 @@ class LocalJob:
             case Loading(_, detail):
                 self._set(JobState("loading", reason=detail))
             case _Ended(reason) if reason:
-                self._set(JobState("failed", reason=reason, rank=0, node=self._identity.node, exit_code=1))
+                self._set(JobState("failed", reason=reason, rank=0, node=self._node, exit_code=1))
                 lost = list(self._open)
                 self._open.clear()
                 self._listener.on_lost(lost, reason, len(lost))
@@ -165,13 +162,37 @@ class LocalJob:
         if self._listener is not None:
             self._listener.on_state(state)
 
+    def report(self, pid: int, beat: Beat) -> None:
+        """A heartbeat of the engine's first rank, on the event loop."""
+        if self._listener is not None:
+            found = RankReport(0, self._node, pid, beat.step, time.time(), beat.counters, beat.gauges)
+            self._listener.on_report(found)
+
+
+class LocalJob(ChannelJob):
+    """The engine is in this process, in another thread."""
+
+    def __init__(self, status: Status, identity: Identity) -> None:
+        self.channel = _LocalChannel(self.deliver)
+        super().__init__(self.channel.put, identity.node)
+        self._status = status
+        self._reporting: asyncio.TimerHandle | None = None
+
+    async def start(self, listener: JobListener) -> None:
+        await super().start(listener)
+        self._report()
+
+    async def close(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+        await super().close()
+
+    async def bundle(self) -> dict[str, Any]:
+        return {"dumps": {"0": self._status.dump()}}
+
     def _report(self) -> None:
-        if self._listener is None or self._loop is None:
-            return
-        beat = self._status.beat()
-        report = RankReport(0, self._identity.node, os.getpid(), beat.step, time.time(), beat.counters, beat.gauges)
-        self._listener.on_report(report)
-        self._reporting = self._loop.call_later(REPORT_S, self._report)
+        self.report(os.getpid(), self._status.beat())
+        self._reporting = asyncio.get_running_loop().call_later(REPORT_S, self._report)
 
 
 class _Ended:
@@ -190,16 +211,26 @@ def run_inside(deployment: Deployment, identity: Identity, drive: Callable[[Loca
         if identity.rank != 0:
             run_rank(deployment, identity, None, status)
             return 0
-        return _lead(deployment, identity, status, drive)
+        return lead(deployment, identity, status, drive)
+    except Refusal as refusal:
+        sys.stderr.write(f"laddertron: rank {identity.rank} on {identity.node}: {refusal}\n")
+        sys.stderr.flush()
+        os._exit(1)
     except BaseException:
         sys.stderr.write(f"laddertron: rank {identity.rank} on {identity.node} failed:\n{traceback.format_exc()}")
         sys.stderr.flush()
         os._exit(1)
 
 
-def _lead(
-    deployment: Deployment, identity: Identity, status: Status, drive: Callable[[LocalJob], Awaitable[int]]
+def lead(
+    deployment: Deployment,
+    identity: Identity,
+    status: Status,
+    drive: Callable[[LocalJob], Awaitable[int]],
+    meet: Callable[[], Bootstrap | None] = lambda: None,
 ) -> int:
+    """Rank 0's part. `meet` is called in the main thread once `drive` runs in its own: for ranks that must exchange
+    more than their group does."""
     job = LocalJob(status, identity)
     outcome: list[int] = []
 
@@ -218,7 +249,7 @@ def _lead(
     thread = threading.Thread(target=beside, name="driver")
     thread.start()
     try:
-        run_rank(deployment, identity, job.channel, status)
+        run_rank(deployment, identity, job.channel, status, bootstrap=meet())
         job.engine_ended("")
     except BaseException as error:
         job.engine_ended(f"rank 0 on {identity.node}: {type(error).__name__}: {error}")

@@ -205,24 +205,26 @@ def run_launched(arguments: Arguments, loaded: Loaded, console: Console) -> int:
 def run_among_ranks(arguments: Arguments, loaded: Loaded, identity: Identity, console: Console) -> int:
     """As one of an outer mpirun's ranks; rank 0 alone opens the files."""
     from ..local import run_inside
+    from ..outer import run_replicas
 
     deployment = loaded.deployment
     try:
-        if deployment.parallel.replicas > 1:
+        if deployment.parallel.replicas > 1 and identity.launcher == "torchrun":
             raise IdentityError(
-                f"replicas={deployment.parallel.replicas} under an outer {identity.launcher}: call `laddertron run` "
-                f"plainly (it launches every replica), or set parallel.replicas=1"
+                f"replicas={deployment.parallel.replicas} under torchrun: call `laddertron run` plainly (it launches "
+                f"every replica), start it with mpirun or srun, or set parallel.replicas=1"
             )
-        require_world(identity, deployment.parallel.tensor_parallel_size)
+        require_world(identity, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
     except IdentityError as error:
         if identity.rank == 0:
             raise UsageError(str(error)) from error
         return 2
+    inside = run_inside if deployment.parallel.replicas == 1 else run_replicas
     if identity.rank != 0:
-        return run_inside(deployment, identity, lambda job: asyncio.sleep(0, 0))
+        return inside(deployment, identity, lambda job: asyncio.sleep(0, 0))
     prepared = Prepared(deployment, *read_text(loaded), open_files(arguments))
     try:
-        return run_inside(deployment, identity, lambda job: drive(job, prepared, arguments, console))
+        return inside(deployment, identity, lambda job: drive(job, prepared, arguments, console))
     finally:
         prepared.files.release()
 
