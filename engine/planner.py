@@ -17,6 +17,8 @@ from .sequence import Group, Sequence
 BLOCKED_STEPS = 8
 """Without chunked prefill: steps that a prompt waits for room beside the running sequences before it gets a step of
 its own."""
+MOST_PAYLOAD = 8 << 20
+"""Bytes of prompts, biases and grammars that enter with one plan, the last not counted: a plan is one frame."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Plan:
     blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     prefilled: list[Sequence] = field(default_factory=list)
+    payload: int = 0
     preempted: bool = False
     blocked: bool = False
     invited: Turn | None = None
@@ -186,7 +189,7 @@ class Planner:
     def _admit(self, plan: Plan, below: int | None) -> None:
         """Those whose turn it is, while there are slots, blocks and tokens; only ranks better than `below`."""
         residency = self.residency
-        while plan.budget and residency.slots:
+        while plan.budget and residency.slots and plan.payload < MOST_PAYLOAD:
             invited = plan.invited is not None
             turn = plan.invited or self.waiting.peek(plan.now)
             if turn is None or (below is not None and turn.rank >= below):
@@ -217,6 +220,9 @@ class Planner:
         plan.admitted.append(
             NewSequence(slot, sequence.choice, group.prompt_len, tuple(sequence.tokens), group.request.params)
         )
+        params = group.request.params
+        # UTF-8 takes up to four bytes a character
+        plan.payload += 4 * (len(sequence.tokens) + len(params.grammar or "")) + 12 * len(params.logit_bias)
         plan.blocks.append((slot, blocks))
         if reuse.copied is not None:
             plan.copies.append((reuse.copied, blocks[len(reuse.shared)]))

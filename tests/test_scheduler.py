@@ -67,6 +67,14 @@ def test_plans_are_the_same_in_another_process() -> None:
     assert theirs.stdout.split() == ours
 
 
+def test_a_plan_carries_no_more_than_its_frame_holds() -> None:
+    """Sixty choices with a grammar of a megabyte each enter a few a step: no plan outgrows the channel."""
+    game = Play(limits(max_num_seqs=60, num_blocks=400))
+    game.add(ask("many", 4, tokens=3, n=60, grammar="x" * (1 << 20)))
+    game.drain()
+    assert max(map(len, game.plans)) < 16 << 20
+
+
 def test_scored_prompts_are_cut_to_what_their_logits_cost() -> None:
     """A scored position costs a vocabulary of logits: a step scores few, however many tokens it may compute, and what
     is not scored is not held up."""
