@@ -41,20 +41,33 @@ class Job:
         return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
 
 
-def processes(cluster: Cluster) -> list[str]:
-    """Command lines of what runs on the nodes, zombies and the nodes' own keepers left out."""
-    inside, found = os.readlink(f"/proc/{cluster.init}/ns/pid"), []
-    for name in os.listdir("/proc"):
-        if not name.isdecimal():
-            continue
+def running(cluster: Cluster) -> dict[int, str]:
+    """Command lines by pid (this process's view) of what runs on the nodes; zombies and the nodes' keepers left out."""
+    inside, found = os.readlink(f"/proc/{cluster.init}/ns/pid"), {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             if os.readlink(f"/proc/{name}/ns/pid") == inside:
                 words = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 if words and not words.startswith(str(cluster.scratch / "cluster")):
-                    found.append(words)
+                    found[int(name)] = words
         except OSError:
             continue
     return found
+
+
+def processes(cluster: Cluster) -> list[str]:
+    """The command lines alone."""
+    return list(running(cluster).values())
+
+
+def ranks_on(cluster: Cluster, node: int, words: str) -> list[int]:
+    """Pids of Python processes on one node whose command line holds `words`."""
+    network = cluster.run(node, ["readlink", "/proc/self/ns/net"]).stdout.strip()
+    return [
+        pid
+        for pid, line in running(cluster).items()
+        if words in line and "python" in line.split()[0] and os.readlink(f"/proc/{pid}/ns/net") == network
+    ]
 
 
 _CONFIG = """\

@@ -1,0 +1,157 @@
+"""`laddertron launch` and `run` on emulated nodes with real launchers, from a YAML file and a hostfile alone: the job
+comes up over every node, answers its batch and leaves nothing behind. `make launch-test`; all but one are slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.launching import Job, processes, ranks_on
+from cluster.nodes import Cluster
+from cluster.slurm import until
+from cluster.test_over_nodes import OVER_TCP, library, mpich
+
+pytestmark = pytest.mark.cluster
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def nodes(possible: None) -> Iterator[Callable[[int], Cluster]]:
+    """`nodes(4)`: a cluster of four; the last one asked for is kept."""
+    running: list[Cluster] = []
+
+    def get(count: int) -> Cluster:
+        if not running or len(running[0].names) != count:
+            while running:
+                running.pop().__exit__(None, None, None)
+            running.append(Cluster(count).__enter__())
+        return running[0]
+
+    yield get
+    while running:
+        running.pop().__exit__(None, None, None)
+
+
+def launch_section(cluster: Cluster, folder: Path, launcher: str, slots: int = 1, more: str = "") -> str:
+    """The launch section's keys, beside a hostfile in `folder`. Skips where there is no MPICH."""
+    (folder / "hosts").write_text("".join(f"{name} slots={slots}\n" for name in cluster.names))
+    keys = f"launcher: {launcher}, hostfile: ./hosts, rsh_agent: {cluster.agent}{more}"
+    if launcher == "mpich":
+        root = mpich()
+        if root is None:
+            pytest.skip("no MPICH: make cluster-test fetches one into build/mpich")
+        env = ", ".join(f"{name}: '{value}'" for name, value in {"MPI4PY_LIBMPI": library(root), **OVER_TCP}.items())
+        keys += f", mpirun: {root / 'bin' / 'mpiexec'}, env: {{{env}}}"
+    return keys
+
+
+def none_left(cluster: Cluster) -> None:
+    """Nothing of the job runs on any node, or stops doing so within a few seconds: mpirun does not wait for the last
+    word of its agents."""
+    until(lambda: f"processes are gone: {processes(cluster)}", lambda: not processes(cluster), 10.0)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("launcher", "count", "launch"),
+    [
+        pytest.param("openmpi", 2, True),
+        pytest.param("openmpi", 2, False, marks=SLOW),
+        pytest.param("mpich", 2, False, marks=SLOW),
+        pytest.param("mpich", 2, True, marks=SLOW),
+        pytest.param("openmpi", 4, False, marks=SLOW),
+        pytest.param("openmpi", 4, True, marks=SLOW),
+        pytest.param("mpich", 4, False, marks=SLOW),
+        pytest.param("mpich", 4, True, marks=SLOW),
+    ],
+)
+def test_a_batch_from_a_file_and_a_hostfile(
+    nodes: Callable[[int], Cluster], tmp_path: Path, launcher: str, count: int, launch: bool
+) -> None:
+    """`run` starts its ranks and leads them over its control channel; `launch` becomes the launcher, and the ranks are
+    `run` itself. Either way: exit 0, one answer a line, traffic between all neighbours, no process left."""
+    cluster = nodes(count)
+    job = Job(tmp_path, launch_section(cluster, tmp_path, launcher), tp=count, lines=8, tokens=8)
+    before = cluster.control.stats().carried
+    done = cluster.run(0, job.command(sys.executable, launch=launch), QUIET, timeout=180.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert job.answered() == job.names
+    assert done.stderr.startswith("+ ") == launch
+    after = cluster.control.stats().carried
+    for a in range(count):
+        assert sum(after[a]) - sum(before[a]) > 20_000, f"node {a} sent nothing"
+    none_left(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_with_a_fabric_ranks_that_were_dealt_out_refuse(
+    nodes: Callable[[int], Cluster], tmp_path: Path, launcher: str
+) -> None:
+    """1. `launch … topo` over both nodes saves their fabric. 2. With it the interface is chosen and named, and a run of
+    two ranks a node goes through. 3. The user's own map_by deals ranks round the nodes: every rank is where it does
+    not belong, and the run ends with the launcher's mend in its reason, not with slow all-reduces."""
+    cluster = nodes(2)
+    section = launch_section(cluster, tmp_path, launcher, slots=2)
+    job = Job(tmp_path, section, tp=4, lines=4, tokens=4)
+    fabric = tmp_path / "fabric.json"
+    words = [sys.executable, "-m", "laddertron.launchers.cli", "launch", str(job.config), "topo", "--save", str(fabric)]
+    done = cluster.run(0, words, QUIET, timeout=120.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = ("--set", f"launch.fabric={fabric}")
+    shown = cluster.run(0, [*job.command(sys.executable, launch=True), *said, "--dry-run"], QUIET)
+    assert "LADDERTRON_SEATS=n0:2,n1:2" in shown.stdout
+    assert "eth0" in shown.stdout
+    done = cluster.run(0, job.command(sys.executable, launch=False, arguments=said), QUIET, timeout=180.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert job.answered() == job.names
+    dealt = (*said, "--overwrite", "--set", f"launch.map_by={'node' if launcher == 'openmpi' else 'rr'}")
+    if launcher == "mpich":
+        dealt = (*dealt, "--set", "launch.extra_args=[-ppn, '1']")
+    done = cluster.run(0, job.command(sys.executable, launch=False, arguments=dealt), QUIET, timeout=120.0)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "are misplaced (they were dealt round the nodes one by one)" in " ".join(done.stderr.split())
+    assert job.answered() == []
+    none_left(cluster)
+
+
+def replicas(cluster: Cluster, folder: Path) -> Job:
+    section = launch_section(cluster, folder, "openmpi")
+    return Job(folder, section, tp=1, lines=200, tokens=40, more=", replicas: 2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [False, True], ids=["two jobs", "one mpirun"])
+def test_a_replica_lost_ends_the_run_and_resume_finishes_it(
+    nodes: Callable[[int], Cluster], tmp_path: Path, outer: bool
+) -> None:
+    """Two replicas, a node each: two jobs that `run` starts, or one mpirun around both. 1. Both are at work; the rank
+    of the second is killed. 2. The run ends, not zero, and with it every process of both replicas; the file holds
+    whole lines, each once. 3. Resumed, the rest is answered, nothing twice, nothing that stood there touched."""
+    cluster = nodes(2)
+    job = replicas(cluster, tmp_path)
+    around = [*cluster.mpirun([], names=tuple(QUIET))] if outer else []
+    command = [*around, *job.command(sys.executable, launch=False)]
+    process = cluster.start(0, command, QUIET)
+    until("first answers", lambda: process.poll() is not None or len(job.answered()) > 4, 90.0)
+    assert process.poll() is None
+    who = "launchers.cli run" if outer else "laddertron.launchers.worker"
+    (second,) = ranks_on(cluster, 1, who)
+    os.kill(second, signal.SIGKILL)
+    assert process.wait(60.0) != 0
+    none_left(cluster)
+    kept = job.output.read_bytes()
+    whole = kept[: kept.rfind(b"\n") + 1]
+    assert 4 < len(set(job.answered())) == len(job.answered()) < len(job.names)
+    done = cluster.run(0, [*command, "--resume"], QUIET, timeout=180.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert job.output.read_bytes().startswith(whole)
+    assert job.answered() == job.names
+    none_left(cluster)
