@@ -1,0 +1,204 @@
+"""From tuning file to the same strategy on every rank; what preflight says of a rank's transport, and shows: no ranks."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from laddertron.engine.config_schema import Deployment, Model, Parallel
+from laddertron.launchers import tuned
+from laddertron.launchers.preflight import Outcome, message_bytes, transport_in
+from laddertron.launchers.preflight_view import show, size_name
+from laddertron.topology.cost import Shape
+from laddertron.topology.discover import discover
+from laddertron.topology.fabric import Fabric
+from laddertron.topology.fit import Fit, Point, fit
+from laddertron.topology.layout import GroupLayout
+from laddertron.topology.preflight import Finding, LinkTime, Pair, RankReport, Transport
+from laddertron.topology.tuning import Choice, Chooser, Tuning, make
+from rich.console import Console
+
+ONE_NODE = GroupLayout(((0, 1),))
+SHAPE = Shape(1, 2)
+
+
+class Alone:
+    """A bootstrap whose other ranks say what this one says: enough for what rank 0 decides."""
+
+    def __init__(self, rank: int = 0, size: int = 2, first: bytes | None = None) -> None:
+        self.rank, self.size, self.first = rank, size, first
+        self.said: list[bytes] = []
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        self.said.append(payload)
+        return [payload if self.first is None else self.first] * self.size
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned.transport, "available", lambda: True)
+
+
+def measured(shape: Shape, fabric: Fabric, crossing: int) -> Tuning:
+    """A sweep in which two_level (or doubling) overtakes exchange at `crossing` bytes."""
+    other = "two_level" if shape.per_node > 1 and shape.nodes > 1 else "exchange"
+    points = []
+    for nbytes in (1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10):
+        points.append(Point("exchange", nbytes, 1e-5 + nbytes * 1e-9, shape))
+        if other == "two_level":
+            points.append(Point("two_level", nbytes, (2e-5 if nbytes < crossing else 0.5e-5) + nbytes * 1e-9, shape))
+    return make(fabric, shape, fit(points, "native"), tuned.versions())
+
+
+def deployment(path: Path | None, **parallel: object) -> Deployment:
+    keys = Parallel(tensor_parallel_size=2, tuning_file=None if path is None else str(path))
+    return Deployment(model=Model(path="nowhere"), parallel=replace(keys, **parallel))  # type: ignore[arg-type]
+
+
+def fabric_here() -> Fabric:
+    return Fabric((discover(None).node,))
+
+
+def nodes_here(fabric: Fabric) -> tuple[str, str]:
+    return (fabric.nodes[0].hostname,) * 2
+
+
+def chooser_of(*choices: Choice) -> Chooser:
+    shape = Shape(2, 2)
+    costs = measured(shape, fabric_here(), 16 << 10).costs
+    return Chooser(shape, costs, choices, "measured")
+
+
+def test_a_table_says_what_the_chooser_says() -> None:
+    """At every size that was asked about, and between them the larger neighbour's."""
+    choose = chooser_of(Choice(20_000, "exchange"), Choice(None, "two_level"))
+    table = tuned.tabulate(choose)
+    assert [strategy for _, strategy in table] == ["exchange", "two_level"]
+    look = tuned.look_up(table)
+    for size in tuned.SIZES:
+        assert look(size) == choose.strategy(size)
+    assert look(1) == "exchange"
+    assert look(1 << 40) == "two_level"
+
+
+def test_an_empty_table_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to choose from"):
+        tuned.look_up(())
+
+
+def test_ranks_follow_rank_0_whatever_lies_on_their_own_disk(tmp_path: Path) -> None:
+    """Rank 1 has no file at that path; it does as rank 0 says."""
+    fabric = fabric_here()
+    nodes = nodes_here(fabric)
+    told = Alone(rank=0)
+    path = tmp_path / "tuning.json"
+    measured(SHAPE, fabric, 1 << 14).save(path)
+    leader = tuned.tuned_choice(deployment(path), told, nodes, ONE_NODE)
+    follower = tuned.tuned_choice(deployment(tmp_path / "gone.json"), _Second(told.said), nodes, ONE_NODE)
+    assert leader is not None
+    assert follower is not None
+    assert {leader(n) for n in tuned.SIZES} == {follower(n) for n in tuned.SIZES} == {"exchange"}
+
+
+class _Second(Alone):
+    """Rank 1, which hears what rank 0 said."""
+
+    def __init__(self, said: list[bytes]) -> None:
+        super().__init__(rank=1)
+        self._heard = iter(said)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return [next(self._heard), payload]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda t: replace(t, fabric="0" * 32), "made for another fabric"),
+        (lambda t: replace(t, versions={**t.versions, "torch": "1.0"}), "measured with torch 1.0"),
+        (None, "not used"),
+    ],
+    ids=["another fabric", "another library", "no file"],
+)
+def test_a_file_that_does_not_fit_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Tuning], Tuning] | None, words: str
+) -> None:
+    """Refused or doubted, it is said so on rank 0, and there is a choice all the same."""
+    fabric, path = fabric_here(), tmp_path / "tuning.json"
+    if spoil is not None:
+        spoil(measured(SHAPE, fabric, 1 << 14)).save(path)
+    with caplog.at_level(logging.WARNING):
+        choose = tuned.tuned_choice(deployment(path), Alone(), nodes_here(fabric), ONE_NODE)
+    assert words in caplog.text
+    assert choose is not None
+    assert choose(4096) == "exchange"
+
+
+@pytest.mark.parametrize(
+    "given", [{"deterministic": True}, {"collective": "exchange"}, {"backend": "gloo"}], ids=lambda g: next(iter(g))
+)
+def test_who_leaves_no_choice_gets_none(tmp_path: Path, given: dict[str, object]) -> None:
+    """A fixed strategy, one tree for all sizes, or a backend with a choice of its own: nobody looks at files."""
+    told = Alone()
+    assert tuned.tuned_choice(deployment(tmp_path / "gone.json", **given), told, ("a", "a"), ONE_NODE) is None
+    assert tuned.tuned_choice(deployment(None), told, ("a", "a"), ONE_NODE) is None
+    assert told.said == []
+
+
+def test_the_models_own_messages_are_measured() -> None:
+    """A width of 192 in fp32 at the batches of decode; nothing where the model is elsewhere."""
+    demo = Path(__file__).parents[1] / "configs" / "demo-ladder"
+    found = message_bytes(replace(deployment(None), model=Model(path=str(demo), dtype="float32")))
+    assert found == tuple(found[0] * batch for batch in (1, 4, 16, 64, 256))
+    assert message_bytes(deployment(None)) == ()
+
+
+def test_transport_is_read_from_nccls_log() -> None:
+    """IB where NCCL says IB; a log without a word of it counts as sockets, which `require_transport: ib` refuses."""
+    log = "node1:4:5 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB\nnode1:4:5 [0] NCCL INFO Using network IB\n"
+    assert transport_in(log) == "NET/IB"
+    assert transport_in("x NCCL INFO Using network Socket\n") == "NET/Socket"
+    assert transport_in("x NCCL INFO Using network AWS Libfabric\n") == "NET/AWS"
+    assert transport_in("") == "NET/Socket"
+
+
+def outcome(*findings: Finding) -> Outcome:
+    fabric = fabric_here()
+    points = [Point("exchange", n, 1e-5 + n * 1e-9, SHAPE) for n in (1 << 10, 1 << 15, 1 << 20)]
+    fitted: Fit = fit(points, "native")
+    reports = tuple(RankReport(r, f"node{r}", {}, "c", Transport(), 0.0, 1e-3 * (r + 1)) for r in (0, 1))
+    links = (LinkTime(Pair(0, 1, 0), 12e-6, 10e9),)
+    return Outcome(fabric, SHAPE, "native", reports, links, fitted, findings, None)
+
+
+def shown(found: Outcome, saved: Path | None = None) -> str:
+    stream = io.StringIO()
+    show(found, saved, Console(file=stream, width=120))
+    return stream.getvalue()
+
+
+def test_the_view_names_links_sizes_and_culprits() -> None:
+    text = shown(outcome(Finding("error", "rank 1 on node1", "a matmul takes twice as long")))
+    assert "node0 rank 0 - node1 rank 1" in text
+    assert "12.0 us" in text
+    assert "1 MiB" in text
+    assert "error: rank 1 on node1: a matmul takes twice as long" in text
+    assert "no tuning file" in text
+    assert "slowest matmul: 2.00 ms, rank 1 on node1" in text
+
+
+def test_the_view_says_where_the_file_went(tmp_path: Path) -> None:
+    text = shown(outcome(), tmp_path / "t.json")
+    assert f"saved {tmp_path / 't.json'}" in text
+    assert "error" not in text.replace("median error", "")
+
+
+def test_sizes_read_as_people_write_them() -> None:
+    assert [size_name(n) for n in (384, 1536, 32 << 10, 8 << 20)] == ["384 B", "1.5 KiB", "32 KiB", "8 MiB"]
