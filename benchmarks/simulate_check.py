@@ -62,25 +62,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cases(lines: Iterable[dict[str, Any]]) -> list[Case]:
-    """One for each line that has a silent step beside it. The silent step is the fastest over the delays: it sends
-    nothing, so what differs is noise."""
+    """One for each line that has a silent step beside it, of the same delay and batch: they were measured in turns, so
+    that what else the machine did weighs on both."""
     listed = list(lines)
-    silent: dict[tuple[str, int], float] = {}
+    silent: dict[tuple[str, int, float], float] = {}
     at_rest: dict[tuple[str, int], float] = {}
     for line in listed:
         key = (line["model"], line["batch"])
         at_rest[key] = min(line["all_reduce_s"], at_rest.get(key, float("inf")))
         if line["wiring"] == SILENT:
-            silent[key] = min(line["step_s"], silent.get(key, float("inf")))
-    return [
-        Case(
-            line["model"], line["delay_s"], line["batch"], line["wiring"], line["step_s"],
-            silent[line["model"], line["batch"]], line["all_reduce_s"], at_rest[line["model"], line["batch"]],
-            line["sub_blocks"],
-        )
-        for line in listed
-        if (line["model"], line["batch"]) in silent and line["wiring"] != SILENT
-    ]  # fmt: skip
+            silent[*key, line["delay_s"]] = line["step_s"]
+    found = []
+    for line in listed:
+        key = (line["model"], line["batch"])
+        beside = silent.get((*key, line["delay_s"]))
+        if beside is not None and line["wiring"] != SILENT:
+            found.append(
+                Case(
+                    line["model"], line["delay_s"], line["batch"], line["wiring"], line["step_s"], beside,
+                    line["all_reduce_s"], at_rest[key], line["sub_blocks"],
+                )
+            )  # fmt: skip
+    return found
 
 
 def predicted(case: Case, constants: Constants) -> float:

@@ -48,6 +48,7 @@ class Question:
     costs: Costs | None = None
     costs_source: str = "untuned prices"
     emulated: Emulated | None = None
+    overlap: bool = True
     threads: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -153,7 +154,8 @@ def group_in(q: Question) -> Group:
     """The question's tensor-parallel group, ready to be asked for steps."""
     rates = devices_of(q).rates(q.stored.weights)
     size = q.placement.tensor_parallel_size
-    return group_of(q.config, size, q.stored, rates, _links(q, q.shape), q.keys.replicate_embedding)
+    group = group_of(q.config, size, q.stored, rates, _links(q, q.shape), q.keys.replicate_embedding)
+    return group if q.overlap else replace(group, overlap=False)
 
 
 def memory_in(q: Question) -> Memory:

@@ -174,7 +174,8 @@ def emulated_links(under: Links, delay_s: float, bytes_per_s: float | None) -> L
 @dataclass(frozen=True, slots=True)
 class Group:
     """One tensor-parallel group that computes steps. `replicate_embedding` and `replicate_head`: whole tables on every
-    rank. `kv_reads`: how often an attention reads a key or value (1 for paged attention)."""
+    rank. `kv_reads`: how often an attention reads a key or value (1 for paged attention). `overlap` False: every
+    all-reduce is waited for where it starts."""
 
     config: ModelConfig
     size: int
@@ -186,6 +187,7 @@ class Group:
     replicate_embedding: bool = False
     replicate_head: bool = False
     kv_reads: float = 1.0
+    overlap: bool = True
 
     @property
     def shard(self) -> Shard:
@@ -235,9 +237,9 @@ class Group:
         decode = max(read, load.decodes * seen * flops / self.rates.flops)
         return decode + load.prompt * prompt_seen * flops / self.rates.flops
 
-    def step(self, load: Load, wiring: Wiring | None = None, overlap: bool = True) -> StepTime:
+    def step(self, load: Load, wiring: Wiring | None = None) -> StepTime:
         """The step on the virtual clock, wired as the model is or as `wiring`."""
-        return simulate_step(self.cost(load), wiring or self.config.wiring, self.size, overlap)
+        return simulate_step(self.cost(load), wiring or self.config.wiring, self.size, self.overlap)
 
     def prefill(self, prompt: int, chunk: int, wiring: Wiring | None = None) -> StepTime:
         """One prompt of `prompt` tokens, alone, in chunks of at most `chunk`: the sum of its steps."""

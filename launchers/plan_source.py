@@ -82,10 +82,13 @@ def from_deployment(loaded: Loaded, asked: Asked) -> Question:
     backend = backend_of(d, shape)
     costs, source, more = _tuned(d, fabric, shape, backend)
     p = d.parallel
+    if not p.overlap:
+        notes.append("parallel.overlap is false: this layout waits for every all-reduce; other layouts do not")
     emulated = Emulated(p.emulated_delay, p.emulated_bandwidth) if p.collective == "emulated" else None
     return Question(
         name=d.served_model_name, config=config, stored=stored, keys=keys, fabric=fabric, placement=placement,
         shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated,
+        overlap=p.overlap,
         threads=d.engine.threads, notes=(*notes, *more, *placement.notes),
     )  # fmt: skip
 

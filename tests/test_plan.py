@@ -355,6 +355,15 @@ def test_emulated_links_are_planned_as_such() -> None:
     assert any("emulated" in text for text in plan.assumptions)
 
 
+def test_without_overlap_a_ladder_is_as_slow_as_standard(capsys: pytest.CaptureFixture[str]) -> None:
+    """`parallel.overlap: false` shows in the plan's own numbers, and is said."""
+    config = str(ROOT / "configs" / "llama-3.1-405b-tp16-ladder.yaml")
+    assert main(["plan", config, "--set", "parallel.overlap=false", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {round(row["speedup"], 6) for row in data["decoding"] if row["wiring"] in ("standard", "ladder")} == {1.0}
+    assert any("parallel.overlap" in text for text in data["assumptions"])
+
+
 def test_wiring_may_be_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     """`--set model.wiring=ladder` plans a retraining that nobody has done yet."""
     config = str(ROOT / "configs" / "llama-3.1-405b-tp16.yaml")

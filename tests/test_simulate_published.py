@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from laddertron.engine.simulate_rates import Contention
+from laddertron.topology.presets import GPU_MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -34,14 +37,14 @@ def test_every_speedup_is_met_within_a_tenth(fitted: published.Constants) -> Non
 
 def test_without_contention_the_same_rows_are_missed(fitted: published.Constants) -> None:
     """The guard fires: an overlap that costs nothing promises more than was measured."""
-    still = dict.fromkeys(fitted.contention, published.Contention(0.0, 0.0))
-    dreaming = published.replace(fitted, contention=still)
+    still = dict.fromkeys(fitted.contention, Contention(0.0, 0.0))
+    dreaming = replace(fitted, contention=still)
     assert any(row.error > published.LIMIT for row in published.speedups(dreaming))
 
 
 def test_constants_are_physical(fitted: published.Constants) -> None:
     """Shares of what the hardware has, latencies and rates of the right order, contention that slows."""
-    peak = published.GPU_MODELS["H100"].memory_bandwidth
+    peak = GPU_MODELS["H100"].memory_bandwidth
     assert 0.5 < fitted.rates.weight_bytes_per_s / peak < 1.0
     assert 5e-6 < fitted.rates.call_one_s < fitted.rates.call_many_s < 50e-6
     assert fitted.links["nvlink"].latency_s < fitted.links["pcie"].latency_s < fitted.links["ib"].latency_s
