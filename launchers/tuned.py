@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import __version__
 from ..engine.config_schema import Deployment
@@ -70,7 +71,8 @@ def versions() -> dict[str, str]:
     found = {"laddertron": __version__, "torch": torch.__version__}
     if torch.cuda.is_available():
         found["cuda"] = torch.version.cuda or "none"
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl: Any = torch.cuda.nccl
+        found["nccl"] = ".".join(map(str, nccl.version()))
     return found
 
 

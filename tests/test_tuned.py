@@ -1,4 +1,4 @@
-"""From tuning file to the same strategy on every rank; what preflight says of a rank's transport, and shows: no ranks."""
+"""From a tuning file to one strategy on all ranks; what preflight reads of a transport, and shows. No ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Alone:
 
 @pytest.fixture(autouse=True)
 def _native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned.transport, "available", lambda: True)
+    monkeypatch.setattr("laddertron.topology.transport.available", lambda: True)
 
 
 def measured(shape: Shape, fabric: Fabric, crossing: int) -> Tuning:
