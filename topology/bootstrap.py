@@ -6,6 +6,7 @@ idle; no tensor ever passes here.
 from __future__ import annotations
 
 import atexit
+import socket
 import struct
 from datetime import timedelta
 from typing import Any, Protocol
@@ -96,13 +97,23 @@ class StoreBootstrap:
 
 
 def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> Any:
-    """The TCPStore at address:port; the master makes it (port 0: any free one, see its `.port`)."""
+    """The TCPStore at address:port; the master makes it there and nowhere else (port 0: any free one, see its `.port`).
+    Raises OSError if it cannot listen there."""
     import torch.distributed as dist
 
     make: Any = vars(dist)["TCPStore"]  # torch leaves its stores without public types
-    return make(
-        address, port, is_master=master, wait_for_workers=False, timeout=timedelta(seconds=timeout_s), use_libuv=True
-    )
+    own: dict[str, Any] = {}
+    if master:
+        # torch itself would listen on every interface, and who reaches a store may write into it
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(place)
+            door.listen(512)
+            port = door.getsockname()[1]
+            own["master_listen_fd"] = door.detach()
+    wait = timedelta(seconds=timeout_s)
+    return make(address, port, is_master=master, wait_for_workers=False, timeout=wait, use_libuv=True, **own)
 
 
 def _check(payload: bytes) -> None:
