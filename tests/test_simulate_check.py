@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import simulate_check as check
 
-MADE_WITH = check.Constants(0.3, 0.2)
+MADE_WITH = check.Constants(0.25, 0.2, 0.1)
 
 
 def made_up(factor: float = 1.0) -> list[dict[str, Any]]:
