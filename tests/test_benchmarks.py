@@ -1,0 +1,153 @@
+"""The benchmarks' arithmetic and their lines; what they measure is theirs to say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cross_report
+
+    return cross_report
+
+
+def line(wiring: str, step_ms: float, delay_s: float = 1e-3, batch: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "toy",
+        "delay_s": delay_s,
+        "aimed": None,
+        "batch": batch,
+        "wiring": wiring,
+        "step_s": step_ms * 1e-3,
+        "prefill_s": 0.1,
+        "prompt": 128,
+        "all_reduce_s": 1e-3,
+        "sub_blocks": 32,
+        "switch_share": 0.05,
+        "other_threads_share": 0.004,
+        **more,
+    }
+
+
+def steps(standard: float, ladder: float, silent: float, **more: Any) -> list[dict[str, Any]]:
+    times = {"standard": standard, "parallel": (standard + silent) / 2, "ladder": ladder, "no-communication": silent}
+    return [line(wiring, ms, **more) for wiring, ms in times.items()]
+
+
+def all_reduce(nodes: int, per_node: int, lane: str, ms: float, nbytes: int = 16384) -> dict[str, Any]:
+    return {
+        "nodes": nodes,
+        "per_node": per_node,
+        "delay_s": 1e-3,
+        "lane": lane,
+        "bytes": nbytes,
+        "median_s": ms * 1e-3,
+        "p90_s": ms * 1.1e-3,
+        "calls": 100,
+    }
+
+
+def results() -> dict[str, Any]:
+    """A run in which everything is as it should be: c = 1 ms and L = 1 ms, of which ladder hides nine tenths."""
+    reduce = [
+        all_reduce(*shape, lane, ms)
+        for shape, base in (((2, 1), 1.1), ((2, 2), 1.2), ((4, 1), 1.5))
+        for lane, ms in (("native", base), ("gloo", 5.0), ("openmpi", 1.3))
+    ]
+    reduce += [all_reduce(2, 1, "native/exchange", 1.0 + n * 2e-6, n) for n in (4096, 16384, 65536, 262144)]
+    rest = steps(32.1, 32.0, 32.0, delay_s=0.0)
+    parts = {"reduce": reduce, "wirings": rest + steps(64.0, 35.2, 32.0), "llama150m": steps(48.0, 25.0, 24.0)}
+    return {name: {"quick": False, "load_before": 0.1, "lines": lines} for name, lines in parts.items()}
+
+
+def test_the_law_has_its_values_and_its_ceiling(report: Any) -> None:
+    """1.5 and 1.66 at the two ratios of a 405B model, 2 at L = c and for ever after."""
+    assert report.law(0.0) == 1.0
+    assert report.law(0.5) == pytest.approx(1.5)
+    assert report.law(0.66) == pytest.approx(1.66)
+    assert [report.law(r) for r in (1.0, 1.5, 100.0)] == [2.0, 2.0, 2.0]
+
+
+def test_figures_of_a_case(report: Any) -> None:
+    case = report.cases(results()["wirings"]["lines"])[1e-3, 1]
+    assert report.compute_s(case) == pytest.approx(1e-3)
+    assert report.hidden_share(case) == pytest.approx(0.9)
+    assert report.speed_up(case) == pytest.approx(64.0 / 35.2)
+    assert report.effective_ratio(case) == pytest.approx(1.0)
+
+
+def test_bars_are_met_and_missed(report: Any) -> None:
+    """A good run meets all; spoilt ones miss the bar that was spoilt, and say with what figure."""
+    good = results()
+    assert all(row.startswith("met") for row in report.bars(good)), report.bars(good)
+    assert len(report.bars(good)) >= 8
+    slow = results()
+    slow["reduce"]["lines"][0]["median_s"] = 1.6e-3
+    assert any(row.startswith("MISSED 16 KB over 2 x 1: 1.60 ms") for row in report.bars(slow))
+    exposed = results()
+    exposed["wirings"]["lines"] = steps(64.0, 45.0, 32.0)
+    missed = [row for row in report.bars(exposed) if row.startswith("MISSED")]
+    assert any("hidden" in row and "59%" in row for row in missed)
+    assert any("ladder at 1 ms" in row for row in missed)
+    bent = results()
+    bent["reduce"]["lines"][-2]["median_s"] = 40e-3
+    assert any(row.startswith("MISSED cost model") for row in report.bars(bent))
+
+
+def test_the_page_is_renewed_in_its_place(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice over, the words around the measured part stay as they were, and the picture is an SVG of every point."""
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{report.BEGIN}\nstale figures\n{report.END}\nafter\n")
+    report.write_docs(results())
+    once = page.read_text()
+    report.write_docs(results())
+    assert page.read_text() == once
+    assert once.startswith("before\n")
+    assert once.endswith("\nafter\n")
+    assert "stale figures" not in once
+    assert "| 2 x 1 | 1.10 (1.21) | 5.00 (5.50) | 1.30 (1.43) |" in once
+    drawn = ET.fromstring((tmp_path / "pictures" / "law.svg").read_text())
+    circles = [e for e in drawn.iter("{http://www.w3.org/2000/svg}circle") if e.get("cx")]
+    assert len(circles) == 2
+
+
+def test_published_points_lie_below_the_law(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cross_picture
+
+    points = [p for found in cross_picture.paper_points().values() for p in found]
+    assert len(points) == 12
+    assert all(speed < report.law(ratio) for ratio, speed in points)
+    assert min(r for r, _ in cross_picture.paper_points()["405B, TP16 over 2 nodes"]) == pytest.approx(0.51, abs=0.01)
+
+
+def test_decode_prints_a_line_a_case() -> None:
+    """Two ranks, a toy model over an emulated link: each wiring and overlap has its line, with every figure."""
+    words = "--tp 2 --wirings standard,ladder,no-communication --overlap true,false --batch 1,2 --prompt 16 --gen 12"
+    toy = "--hidden 64 --layers 2 --heads 4 --kv-heads 2 --ffn 128 --vocab 256 --dtype float32 --delay-ms 0.5"
+    command = [sys.executable, str(BENCHMARKS / "decode.py"), *words.split(), *toy.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(text) for text in done.stdout.splitlines()]
+    assert len(lines) == 12
+    for found in lines:
+        assert found["link"] == "emulated, 0.5 ms"
+        assert min(found[k] for k in ("tp", "prefill_tok_s", "decode_tok_s", "rss_mb")) > 0
+    standard, ladder, silent = (
+        next(x for x in lines if (x["wiring"], x["overlap"], x["batch"]) == (name, True, 1))
+        for name in ("standard", "ladder", "no-communication")
+    )
+    assert standard["comm_exposed_s"] > ladder["comm_exposed_s"] > silent["comm_exposed_s"] == 0.0
+    blocking = next(x for x in lines if (x["wiring"], x["overlap"], x["batch"]) == ("ladder", False, 1))
+    assert blocking["comm_hidden_s"] < 0.2 * blocking["comm_exposed_s"]
