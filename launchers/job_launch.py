@@ -96,6 +96,7 @@ class Launch:
         self._tasks: list[asyncio.Task[None]] = []
         self._trouble, self._exited = asyncio.Event(), asyncio.Event()
         self._ending = False
+        self._said: set[str] = set()
         self._scratch = ""
         self._dumps: dict[int, dict[str, Any]] = {}
         self._dumped = asyncio.Event()
@@ -131,8 +132,7 @@ class Launch:
         """Waits for the first sign of the end, then a moment for what explains it."""
         await self._trouble.wait()
         hangs = self._board.evidence[0].kind in ("silent", "stalled", "load_stalled")
-        if hangs:
-            self._ask_dumps()
+        self._ask_dumps()  # after a crash the survivors wait in its collective for a moment: they know which
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.settle_s):
                 # after a hang the stacks are wanted, after a crash mpirun's own words
@@ -246,7 +246,10 @@ class Launch:
                 if self._ending:
                     continue
                 who = "" if rank is None else f"{self._board.name(rank)}: "
-                log.warning("%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
+                # Ranks that refuse the same folder say the same: once is enough.
+                level = logging.INFO if item.text in self._said else logging.WARNING
+                self._said.add(item.text)
+                log.log(level, "%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
                 if self._trouble.is_set():
                     continue
                 self._sign_at = time.monotonic()

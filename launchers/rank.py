@@ -31,6 +31,7 @@ from .rank_health import HealthWatch, make_look
 from .rank_status import Status
 from .seats import ENV_SEATS, verify_seats
 from .tuned import tuned_choice
+from .weights_view import loading_words
 
 log = logging.getLogger(__name__)
 
@@ -216,13 +217,13 @@ def run_rank(
     say(Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret, bootstrap) as communicator:
         status.communicator = communicator
-        last_told = 0.0
+        begun, last_told = time.monotonic(), 0.0
 
         def told(done: int, total: int) -> None:
             nonlocal last_told
             if done == total or time.monotonic() - last_told > 0.5:
                 last_told = time.monotonic()
-                say(Loading(0.1 + 0.9 * done / max(total, 1), f"weights {done >> 20} of {total >> 20} MiB"))
+                say(Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
 
         built = build(deployment, communicator, device, told)
         for warning in built.warnings:

@@ -84,9 +84,10 @@ class RunView:
     def update(self, snapshot: Snapshot) -> None:
         now = time.monotonic()
         self._last = snapshot
-        if now < self._due and snapshot.phase == self._phase:
+        phase = snapshot.phase.partition(":")[0]  # behind it stands how far the phase is
+        if now < self._due and phase == self._phase:
             return
-        self._phase = snapshot.phase
+        self._phase = phase
         if self._bar is not None:
             self._due = now + _BAR_SECONDS
             failed = f" [red]({snapshot.failed} failed)" if snapshot.failed else ""

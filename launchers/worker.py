@@ -15,6 +15,7 @@ import sys
 import traceback
 
 from ..engine import config as deploy
+from ..models.refusal import Refusal
 from ..topology.collectives import CommunicationError
 from ..topology.identity import Identity, IdentityError, identify, require_world
 from .control_client import ControlClient, address_and_secret
@@ -46,6 +47,9 @@ def main() -> int:
     except CommunicationError as error:
         # Another rank's end breaks this one's collectives: that one is to blame, and its words are the ones to read.
         client.fail(f"{type(error).__name__}: {error}", consequence=True)
+        os._exit(1)
+    except Refusal as refusal:
+        client.fail(str(refusal))  # a fault of the model or the configuration: a traceback would bury it
         os._exit(1)
     except BaseException:
         client.fail(traceback.format_exc())

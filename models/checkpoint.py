@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .refusal import Refusal
+
 DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -32,7 +34,7 @@ HARMLESS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)")
 _BARE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
-class CheckpointError(Exception):
+class CheckpointError(Refusal):
     """A checkpoint that cannot be loaded exactly; the message names file, tensor, the rule and the mend."""
 
 

@@ -11,13 +11,13 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .checkpoint import CheckpointError, Stored, inside, read_folder, shown
+from .checkpoint import CheckpointError, Stored, inside, read_folder, read_header, shown
 
 NAME = "laddertron.manifest.json"
 BLOCK = 8 << 20
@@ -57,9 +57,15 @@ class Manifest:
         return {"version": 1, "block": self.block, "files": files}
 
 
+def stored_in(folder: Path) -> list[Stored]:
+    """Every tensor of a checkpoint, or of a folder of per-rank files. Raises CheckpointError."""
+    own = sorted(folder.glob("rank-*.safetensors"))
+    return [t for file in own for t in read_header(file)] if own else list(read_folder(folder).values())
+
+
 def make_manifest(folder: Path, progress: Callable[[int, int], None] | None = None, block: int = BLOCK) -> Manifest:
     """Reads every byte of the weights and of what is read beside them. Raises CheckpointError."""
-    names = sorted({stored.file.name for stored in read_folder(folder).values()})
+    names = sorted({stored.file.name for stored in stored_in(folder)})
     names += [name for name in BESIDE if (folder / name).is_file()]
     total, done = sum((folder / name).stat().st_size for name in names), 0
     files = {}
@@ -144,21 +150,21 @@ def _fill(file: int, buffer: bytearray, at: int) -> int:
 class Verifier:
     """One share of a folder's blocks against its manifest, in a thread of its own beside the loading."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None, tensors: Mapping[str, Stored]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest | None, tensors: Collection[Stored]) -> None:
         self._folder, self._manifest, self._tensors = folder, manifest, tensors
         self._stop = threading.Event()
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def start(cls, folder: Path, tensors: Mapping[str, Stored], share: tuple[int, int]) -> Verifier:
+    def start(cls, folder: Path, tensors: Collection[Stored], share: tuple[int, int]) -> Verifier:
         """Of the files that the tensors lie in, block i is verified where i % parts == part. Raises CheckpointError at
         once if a file is unlisted or of another size."""
-        home = next(iter(tensors.values())).file.parent if tensors else folder
+        home = next(iter(tensors)).file.parent if tensors else folder
         manifest = read_manifest(home)
         verifier = cls(home, manifest, tensors)
         if manifest is not None:
-            names = sorted({stored.file.name for stored in tensors.values()})
+            names = sorted({stored.file.name for stored in tensors})
             verifier._check_sizes([*names, *(name for name in BESIDE if name in manifest.files)])
             verifier._thread = threading.Thread(target=verifier._run, args=(names, *share), name="verify", daemon=True)
             verifier._thread.start()
@@ -215,7 +221,7 @@ class Verifier:
                     raise CheckpointError(self._damage(name, i * block, i * block + count))
 
     def _damage(self, name: str, begin: int, end: int) -> str:
-        within = [t for t in self._tensors.values() if t.file.name == name and t.begin < end and t.end > begin]
+        within = [t for t in self._tensors if t.file.name == name and t.begin < end and t.end > begin]
         where = ", ".join(shown(t.name) for t in sorted(within, key=lambda t: t.begin)[:3]) or "the header"
         more = f" and {len(within) - 3} more" if len(within) > 3 else ""
         return (

@@ -16,6 +16,7 @@ from torch.nn import functional
 from .cpu_ops import CpuOps
 from .ops import Norm, Product, rms_norm, silu_and_mul
 from .readers import FP8
+from .refusal import Refusal
 
 LARGEST = torch.finfo(FP8).max
 FEW_ROWS = 4
@@ -24,7 +25,7 @@ costs more than the bytes that it saves (measured on AVX-512: 2.2 times faster w
 """
 
 
-class QuantisationError(ValueError):
+class QuantisationError(Refusal, ValueError):
     """A quantisation that is not computed here; the message has the mend."""
 
 

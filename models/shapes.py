@@ -6,9 +6,10 @@ Heads and FFN must divide; KV heads divide or are replicated evenly; the vocabul
 from __future__ import annotations
 
 from .config import ModelConfig
+from .refusal import Refusal
 
 
-class ShapeError(ValueError):
+class ShapeError(Refusal, ValueError):
     """A model that does not split over so many ranks: the arithmetic, and sizes that would do."""
 
 

@@ -80,11 +80,16 @@ def check_folder(folder: Path, config: ModelConfig) -> dict[str, Stored]:
 def open_source(folder: Path, shard: Shard) -> Source:
     """What this rank loads from: files of its own where `laddertron shard` has written them for as many ranks, else the
     checkpoint. Raises CheckpointError."""
-    quantisation = _quantisation(folder)
     own = open_shards(folder, shard)
-    if own is not None:
-        return Source(folder, own.tensors, own.digest, quantisation, shard.size, own.replicate_embedding)
-    tensors = _check(folder, shard.config, quantisation)
+    if own is None:
+        return open_checkpoint(folder, shard.config)
+    return Source(folder, own.tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)
+
+
+def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
+    """The checkpoint itself, checked as check_folder does. Raises CheckpointError."""
+    quantisation = _quantisation(folder)
+    tensors = _check(folder, config, quantisation)
     return Source(folder, tensors, weights_digest(folder, tensors), quantisation)
 
 
@@ -191,7 +196,10 @@ def load(
     fills = _in_order(fills, source.tensors)
     sizes = [fill.count * (p := parameters[fill.parameter])[:1].numel() * p.element_size() for fill in fills]
     total, done = sum(sizes), 0
-    with Reader() as reader, Verifier.start(source.folder, source.tensors, verify or (shard.rank, shard.size)) as check:
+    with (
+        Reader() as reader,
+        Verifier.start(source.folder, source.tensors.values(), verify or (shard.rank, shard.size)) as check,
+    ):
         for i, (fill, size) in enumerate(zip(fills, sizes, strict=True)):
             if i + 1 < len(fills) and (ahead := fills[i + 1].tensor) is not None:
                 reader.prefetch(source.tensors[ahead])

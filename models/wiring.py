@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .config import ModelConfig, Wiring, WiringKind
+from .refusal import Refusal
 
 
-class WiringError(ValueError):
+class WiringError(Refusal, ValueError):
     """A wiring that the weights were not trained for, or that cannot be; the message names the key that allows it."""
 
 
