@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient, Server
 from .run import UsageError
@@ -131,7 +131,7 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
 @click.pass_obj
 def show(client: BatchClient, limit: int) -> None:
     """Your batches, newest first."""
-    table = Table("id", "status", "lines", "done", "failed", "made")
+    table = Table(Column("id", no_wrap=True, min_width=38), "status", "lines", "done", "failed", "made")
     with _told():
         for batch in client.list(limit):
             counts = batch.get("request_counts") or {}
