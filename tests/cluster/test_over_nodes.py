@@ -18,8 +18,6 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = str(Path(__file__).with_name("rank_cases.py"))
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
-"""MPICH's UCX would take a way around the link, or look for one for ever."""
 
 
 def mpich() -> Path | None:
@@ -148,7 +146,7 @@ def test_a_run_under_mpich(link: Cluster, tmp_path: Path) -> None:
         tmp_path,
         launcher="mpich",
         mpirun=str(folder / "bin" / "mpiexec"),
-        env={"MPI4PY_LIBMPI": library(folder), **OVER_TCP},
+        env={"MPI4PY_LIBMPI": library(folder)},
     )
     out = tmp_path / "out.jsonl"
     done = laddertron(link, "run", str(config), "-i", str(ROOT / "configs/demo-prompts.jsonl"), "-o", str(out))
