@@ -211,11 +211,13 @@ class Daemon:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Where /metrics is served: on the daemon's own listener, or on one of its own where `port` is set."""
+    """Where /metrics is served (on the daemon's own listener, or on one of its own where `port` is set), and where
+    requests' spans go."""
 
     enabled: bool = True
     host: Address = "127.0.0.1"
     port: Port | None = None
+    traces_endpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

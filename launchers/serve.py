@@ -24,11 +24,13 @@ from ..engine.daemon.disk import DiskError
 from ..engine.daemon.job import EngineJob
 from ..engine.daemon.keys import KeyFileError, KeyRing
 from ..engine.daemon.logs import set_up
-from ..engine.daemon.observe import Observer
+from ..engine.daemon.observe import Observer, RequestTimes
 from ..engine.daemon.server import ServerOptions, listen
 from ..engine.daemon.service import Daemon, Parts
 from ..engine.metrics_observer import MetricsObserver
 from ..engine.text import TextError, TextModel
+from ..engine.trace import TraceError, exporting
+from .bundle import FailureBundles
 from .fleet import Fleet
 from .supervisor import JobFailure, JobHooks, MpiJob
 
@@ -63,7 +65,8 @@ def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer
         set_up(sys.stderr, daemon.log_format, daemon.log_level, data_dir / "audit.jsonl")
         keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
         watcher = observer or _observer(deployment)
-        jobs = replicas_of(deployment, _teller(watcher))
+        bundles = FailureBundles(deployment, data_dir / "bundles", logs=data_dir)
+        jobs = replicas_of(deployment, _teller(watcher, bundles))
     except (OSError, ValueError, KeyFileError) as error:
         raise ServeError(str(error)) from error
     with contextlib.ExitStack() as sockets:
@@ -73,7 +76,7 @@ def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         parts = Parts(jobs, text, text_folder, __version__, watcher, keys=keys)
         try:
-            return asyncio.run(_run(deployment, parts, listener, scraped))
+            return asyncio.run(_run(deployment, parts, bundles, listener, scraped))
         except (DiskError, TextError, OSError) as error:
             raise ServeError(str(error)) from error
 
@@ -88,7 +91,13 @@ def _listen(host: str, port: int, key: str) -> socket.socket:
     return listener
 
 
-async def _run(deployment: Deployment, parts: Parts, listener: socket.socket, scraped: socket.socket | None) -> int:
+async def _run(
+    deployment: Deployment,
+    parts: Parts,
+    bundles: FailureBundles,
+    listener: socket.socket,
+    scraped: socket.socket | None,
+) -> int:
     daemon = Daemon(deployment, parts)
     asked: list[int] = []
 
@@ -100,20 +109,43 @@ async def _run(deployment: Deployment, parts: Parts, listener: socket.socket, sc
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    writing: set[asyncio.Task[None]] = set()
+
+    async def write_bundles() -> None:
+        for replica, told in enumerate(await daemon.dispatcher.bundle()):
+            await asyncio.to_thread(bundles.write, told, None, replica)
+
+    def asked_for_bundle() -> None:
+        task = asyncio.ensure_future(write_bundles())
+        writing.add(task)
+        task.add_done_callback(writing.discard)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked_for_bundle)
     return await daemon.run(listener, scraped)
 
 
 def _observer(deployment: Deployment) -> Observer:
     if not deployment.metrics.enabled:
         return Observer()
-    observer = MetricsObserver(CollectorRegistry(), Path(deployment.daemon.data_dir))
+    observer = MetricsObserver(CollectorRegistry(), Path(deployment.daemon.data_dir), _spans(deployment))
     observer.metrics.describe_build(__version__, deployment.served_model_name, deployment.model.wiring)
     return observer
 
 
-def _teller(observer: Observer) -> Callable[[int, JobFailure], None]:
+def _spans(deployment: Deployment) -> Callable[[RequestTimes], None]:
+    endpoint = deployment.metrics.traces_endpoint
+    if endpoint is None:
+        return lambda times: None
+    try:
+        return exporting(endpoint, deployment.served_model_name).finished
+    except TraceError as error:
+        raise ServeError(f"metrics.traces_endpoint: {error}") from error
+
+
+def _teller(observer: Observer, bundles: FailureBundles) -> Callable[[int, JobFailure], None]:
     def tell(replica: int, failure: JobFailure) -> None:
         observer.failure(replica, failure.kind, failure.reason)
+        bundles.failed(replica, failure)
         said = {"event": "failure", "replica": replica, "kind": failure.kind, "rank": failure.rank}
         log.error("replica %d: %s", replica, failure.reason, extra={**said, "node": failure.node})
 

@@ -34,8 +34,8 @@ _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/j
 class _Reply:
     """One interactive body under way (the dispatcher's FlightOwner)."""
 
-    def __init__(self, body: Body, services: Services) -> None:
-        self.body, self._services = body, services
+    def __init__(self, body: Body, services: Services, traceparent: str | None) -> None:
+        self.body, self._services, self._traceparent = body, services, traceparent
         self.arrived, self.submitted = time.time(), 0.0
         self.first: float | None = None
         self.over = False
@@ -62,7 +62,8 @@ class _Reply:
         self._news.set()
         times = (self.arrived, self.submitted, self.first, time.time())
         tokens = (answer.prompt_tokens, answer.completion_tokens)
-        self._services.observer.request(RequestTimes(*times, *tokens, answer.finish or "stop", interactive=True))
+        finish = "error" if answer.fault is not None else answer.finish or "stop"
+        self._services.observer.request(RequestTimes(*times, *tokens, finish, True, self._traceparent))
 
     def died(self, flight: Flight) -> None:
         """It runs again by itself."""
@@ -142,7 +143,7 @@ class Generator:
         def make(of: Sequence[engine.Request]) -> Answer:
             return Answer(body, of, self._services.text, name, int(now))
 
-        reply = _Reply(body, self._services)
+        reply = _Reply(body, self._services, request.headers.get("traceparent"))
         flight = Flight(tuple(requests), make, reply)
         reply.submitted = time.time()
         dispatcher.submit(flight)

@@ -25,6 +25,8 @@ class RequestTimes:
     completion_tokens: int
     finish: str
     interactive: bool
+    traceparent: str | None = None
+    """The sender's W3C header, as it came."""
 
 
 class Observer:
