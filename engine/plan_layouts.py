@@ -148,6 +148,14 @@ def layouts(
     return tuple(x for x in found if x.tp >= node or (x.speeds and (x.tp > 1 or x.wiring.name == "standard")))
 
 
+def batches_over(batches: Sequence[int], nodes: int) -> list[int]:
+    """The batches, and so many larger ones that a node of many has as much to do as one of few."""
+    found = list(batches)
+    while found[-1] < MOST_SEQUENCES // 4 * nodes:
+        found.append(2 * found[-1])
+    return found
+
+
 def _stages(nodes: int) -> tuple[int, ...]:
     """Lengths of pipelines, one node a stage: two nodes, and all of them."""
     return tuple(n for n in dict.fromkeys((2, nodes)) if n > 1 and nodes % n == 0)
@@ -167,7 +175,7 @@ def _layout(
     if room.kv_bytes > 0:
         hop = _hop(config, devices, stored, tp) if stages > 1 else _alone
         prompt_s = group.prefill(work.prompt, keys.max_num_batched_tokens).total_s
-        for batch in work.batches:
+        for batch in batches_over(work.batches, devices.nodes):
             each = ceil(batch / replicas)
             if each <= room.sequences(work.prompt + work.output):
                 speeds.append(_speed(group, batch, each, stages, hop, prompt_s, work, tp * stages * replicas))

@@ -97,7 +97,7 @@ def from_names(
     name: str, asked: Asked, wiring: str = "auto", size: int | None = None, replicas: int | None = None,
     max_model_len: int | None = None,
 ) -> Question:  # fmt: skip
-    """The plan of a known architecture. `size` None: a node's devices if the model fits on them, else all of them;
+    """The plan of a known architecture. `size` None: a node's devices, or those of as few nodes as it fits on;
     `replicas` None: as many as there are devices for. Raises PlacementError, ValueError."""
     config = known(name)
     if wiring == "hybrid":
@@ -113,7 +113,7 @@ def from_names(
     keys = MemoryKeys(
         max_num_seqs=512 if gpu else 256,
         max_num_batched_tokens=8192 if gpu else 2048,
-        max_model_len=max_model_len or min(8192, config.max_position_embeddings),
+        max_model_len=max_model_len or min(8192 if gpu else 2048, config.max_position_embeddings),
         kv_cache_memory=None if gpu else CPU_KV_CACHE_MEMORY,
         gpu=gpu,
     )
@@ -129,16 +129,19 @@ def from_names(
 
 
 def _natural_size(config: ModelConfig, stored: Stored, keys: MemoryKeys, fabric: Fabric) -> int:
-    """A node's devices where the model fits on them, else all that there are, as far as the model splits."""
+    """A node's devices, or those of as few nodes as the model fits on, as far as it splits."""
     node = fabric.nodes[0]
     if not node.devices:
         return max(1, len(fabric.nodes) * len(node.numa))
     per_node, total = len(node.devices), sum(len(n.devices) for n in fabric.nodes)
     sizes = [n for n in range(1, total + 1) if splits(config, n) and total % n == 0]
     inside = max((n for n in sizes if n <= per_node), default=1)
-    if memory(config, inside, stored, keys, node.devices[0].memory_bytes).fits:
-        return inside
-    return max(sizes, default=1)
+    fitting = (
+        n
+        for n in (inside, *(n for n in sizes if n > per_node))
+        if memory(config, n, stored, keys, node.devices[0].memory_bytes).fits
+    )
+    return next(fitting, max(sizes, default=1))
 
 
 def _model(loaded: Loaded) -> tuple[ModelConfig, bool, list[str]]:

@@ -22,8 +22,8 @@ PAGES = ("llama-3.1-405b-tp16", "llama-3.1-405b-tp16-ladder")
 """Plans that are written as a page as well."""
 
 EXTRA = {
-    "llama-3.1-405b-4-nodes-ladder": ("llama-3.1-405b", "4x8xH100", "ladder"),
-    "llama-3.1-405b-h200": ("llama-3.1-405b", "1x8xH200", "auto"),
+    "llama-3.1-405b-4-nodes-ladder": ("llama-3.1-405b", "4x8xH100", "ladder", 32),
+    "llama-3.1-405b-h200": ("llama-3.1-405b", "1x8xH200", "auto", 8),
 }
 """Planned though no file deploys them: the questions that come next."""
 
@@ -38,8 +38,8 @@ ones; and 40,000 long answers on nodes that each fail every 100 hours on average
 def all_plans(configs: Sequence[Path]) -> dict[str, Plan]:
     """By name: one a deployment file, then EXTRA."""
     plans = {c.name.removesuffix(".yaml"): make_plan(from_deployment(read(c), Asked(None, Work()))) for c in configs}
-    for name, (model, fabric, wiring) in EXTRA.items():
-        plans[name] = make_plan(from_names(model, Asked(preset(fabric), Work()), wiring))
+    for name, (model, fabric, wiring, size) in EXTRA.items():
+        plans[name] = make_plan(from_names(model, Asked(preset(fabric), Work()), wiring, size))
     return plans
 
 

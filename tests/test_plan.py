@@ -137,6 +137,31 @@ def test_automatic_embedding_is_the_models_own_rule() -> None:
     assert replicates("replicate", small, "bfloat16", False)
 
 
+@pytest.mark.parametrize(
+    ("name", "fabric", "layout"),
+    [
+        ("llama-3.1-405b", "4x8xH100", (16, 2)),
+        ("llama-3.1-405b", "1x8xH200", (8, 1)),
+        ("llama-3.1-8b", "1x8xH100", (8, 1)),
+        ("qwen2.5-7b", "1x8xH100", (4, 2)),
+        ("llama-3.1-8b", "2x16xcpu", (2, 1)),
+    ],
+)
+def test_without_a_size_the_fewest_nodes_are_taken(name: str, fabric: str, layout: tuple[int, int]) -> None:
+    """As many ranks as a node has, or two nodes where one is too small; the rest are replicas. 28 heads take 4."""
+    placement = planned(name, fabric).question.placement
+    assert (placement.tensor_parallel_size, placement.replicas) == layout
+
+
+def test_many_nodes_are_given_enough_to_do() -> None:
+    """Layouts are compared with at least 128 sequences a node, else large fabrics would all look dear."""
+    plan = planned("llama-3.1-405b", "16x8xH100")
+    assert max(s.batch for x in plan.layouts for s in x.speeds) == 2048
+    best = min(x.cheapest.dollars for x in plan.layouts if x.cheapest)
+    small = planned("llama-3.1-405b", "2x8xH100")
+    assert best == pytest.approx(min(x.cheapest.dollars for x in small.layouts if x.cheapest), rel=0.01)
+
+
 def test_fp8_frees_half() -> None:
     """Projections take a byte and their scales; tables stay in bf16."""
     config = known("llama-3.1-405b")
