@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from xml.etree import ElementTree
 
 import pytest
-
 from laddertron.launchers.charts import LABEL_STEP, Series, Stack, _ticks, law_plot, lines, stacks
 
 
@@ -31,7 +31,7 @@ def test_random_lines_are_finite_and_their_names_stand_apart() -> None:
         assert not re.search(r"nan|inf", svg), f"seed {seed}"
         heights = label_heights(svg, names)
         assert len(heights) == len(names)
-        gaps = [b - a for a, b in zip(heights, heights[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(heights)]
         assert all(gap >= LABEL_STEP - 0.11 for gap in gaps), f"seed {seed}: {heights}"
 
 
