@@ -92,7 +92,8 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """The sums so far. They only grow: two calls subtract to what happened between them."""
-        own = [Entry(*key, int(n), int(size), flight, wait) for key, (n, size, flight, wait) in self._sums.items()]
+        listed = list(self._sums.items())  # in one go: the heartbeat's thread asks while kinds are added
+        own = [Entry(*key, int(n), int(size), flight, wait) for key, (n, size, flight, wait) in listed]
         return own + [e for source, _, _ in self._sources for e in source() if e.count]
 
     def history(self) -> list[Record]:
