@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -50,6 +51,9 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.threads = torch.get_num_threads() if _share_pool(library) else 1
         p, i, n, f = c_void_p, c_int, c_int64, c_float
+        self.read: Callable[..., int] = library.kernels_read
+        library.kernels_read.argtypes = [p, n, i]
+        library.kernels_read.restype = ctypes.c_uint64
         self.products: bool = library.kernels_has_products() == 1
         if self.products:
             self.product: Callable[..., int] = library.kernels_product
@@ -103,6 +107,21 @@ class HugePages:
             self._room = torch.frombuffer(pages, dtype=torch.uint8)
         taken, self._room = self._room[:size], self._room[size:]
         return taken
+
+
+def read_bandwidth(size: int = 256 << 20, rounds: int = 12) -> float | None:
+    """Bytes a second that torch's threads together read from memory: the best of some rounds, None without kernels. The
+    floor of a decode step is what it must read divided by this."""
+    kernels = Kernels.find()
+    if kernels is None:
+        return None
+    data = HugePages().take(size).fill_(1)
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.perf_counter()
+        kernels.read(data.data_ptr(), size, kernels.threads)
+        best = min(best, time.perf_counter() - started)
+    return size / best
 
 
 class CpuOps(TorchOps):

@@ -1,0 +1,105 @@
+"""One set of ranks that measures on demand (launchers/bench_rank.py), as `laddertron bench` holds it: an order in, an
+answer out, at rest in between. Several are kept at once, so that their cases can take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..engine.config import to_json
+from ..engine.config_schema import Deployment
+from .fleet import Fleet
+from .mpi import compose
+
+END_S = 20.0
+
+
+class BenchError(RuntimeError):
+    """The ranks ended; the message has the end of what they said."""
+
+
+class BenchJob:
+    """A context: entering starts the ranks and waits until they have loaded; leaving ends them. Raises LaunchError,
+    PlacementError or BenchError."""
+
+    def __init__(self, deployment: Deployment, name: str) -> None:
+        self.name, self.deployment = name, deployment
+        self.about: dict[str, Any] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="laddertron-bench-")
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        folder = Path(self._folder.name)
+        try:
+            fleet = Fleet(self.deployment, os.environ)
+            (folder / "deployment.json").write_text(json.dumps(to_json(fleet.deployment)))
+            program = (sys.executable, "-m", f"{__package__}.bench_rank", str(folder / "deployment.json"))
+            command = compose(fleet.deployment, fleet.site, fleet.shares[0], program)
+            with (folder / "log").open("w") as log:
+                self._process = subprocess.Popen(
+                    command.argv,
+                    env={**os.environ, **command.env},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,
+                )
+            self.about = self._answer()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def ask(self, kind: str, **order: Any) -> dict[str, Any]:
+        """Raises BenchError if the ranks end over it."""
+        process = self._running()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # the answer says why
+            process.stdin.write(json.dumps({"kind": kind, **order}) + "\n")
+            process.stdin.flush()
+        return self._answer()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise BenchError(f"{self.name}: the ranks have not been started")
+        return self._process
+
+    def _answer(self) -> dict[str, Any]:
+        process = self._running()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        said = (Path(self._folder.name) / "log").read_text()[-4000:]
+        raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{said}")
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        self._folder.cleanup()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
