@@ -45,14 +45,15 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What rank 0 knows at the end. `tuning` is None where something is wrong with the fabric."""
+    """What rank 0 knows at the end. `fitted` is None where ranks have nothing to reduce with one another; `tuning` there
+    too, and where something is wrong with the fabric."""
 
     fabric: Fabric
     shape: Shape
     backend: Backend
     reports: tuple[RankReport, ...]
     links: tuple[LinkTime, ...]
-    fitted: Fit
+    fitted: Fit | None
     findings: tuple[Finding, ...]
     tuning: Tuning | None
 
@@ -85,7 +86,7 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
     backend: Backend = "nccl" if device.type == "cuda" else tuned.backend_here(deployment)
     # every rank must measure the same: rank 0's model folder says which sizes
     sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
-    wanted = plan(placement, shape, backend, sizes)
+    wanted = plan(placement, shape, backend, sizes) if size > 1 else Plan((), ())
     address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
     options = replace(
         comm_options(deployment, address, b""), backend=backend, collective="auto", emulation=None, deterministic=False
@@ -115,10 +116,10 @@ def _judge(
     told = [json.loads(data) for data in everyone]
     reports = tuple(_read_report(t["report"]) for t in told)
     links = tuple(LinkTime(Pair(a, b, rail), latency, rate) for t in told for a, b, rail, latency, rate in t["links"])
-    fitted = fit(points, backend)
+    fitted = fit(points, backend) if points else None
     findings = judge(reports, links, fitted, deployment.parallel.require_transport)
     broken = any(f.severity == "error" for f in findings)
-    tuning = None if broken else make(fabric, shape, fitted, tuned.versions())
+    tuning = None if broken or fitted is None else make(fabric, shape, fitted, tuned.versions())
     return Outcome(fabric, shape, backend, reports, links, fitted, findings, tuning)
 
 

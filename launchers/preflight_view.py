@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ..topology.fit import Fit
 from .preflight import Outcome
 
 _MARKS = {"error": "red", "warning": "yellow"}
@@ -34,11 +35,11 @@ def links_table(outcome: Outcome) -> Table:
     return table
 
 
-def sweep_table(outcome: Outcome) -> Table:
+def sweep_table(fitted: Fit, backend: str) -> Table:
     """Microseconds of every strategy, the fastest of a size marked, and what the fitted model says of it."""
-    residuals = outcome.fitted.residuals
+    residuals = fitted.residuals
     strategies = list(dict.fromkeys(r.point.strategy for r in residuals))
-    title = f"All-reduces, {outcome.backend}, microseconds (the cost model's in brackets)"
+    title = f"All-reduces, {backend}, microseconds (the cost model's in brackets)"
     table = Table("size", *strategies, title=title, title_justify="left")
     for nbytes in sorted({r.point.nbytes for r in residuals}):
         row = {r.point.strategy: r for r in residuals if r.point.nbytes == nbytes}
@@ -60,11 +61,16 @@ def show(outcome: Outcome, saved: Path | None, console: Console | None = None) -
     # mpirun hands ranks a terminal of its own making: neither its width nor its colours are the user's
     console = console or Console(highlight=False, width=120, force_terminal=False)
     nodes = len(outcome.fabric.nodes)
-    console.print(f"{len(outcome.reports)} ranks on {nodes} node{'s' if nodes > 1 else ''}")
+    console.print(
+        f"{len(outcome.reports)} rank{'s' if len(outcome.reports) > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+    )
     if outcome.links:
         console.print(links_table(outcome))
-    console.print(sweep_table(outcome))
-    console.print(f"cost model: {outcome.fitted.report()}", markup=False)
+    if outcome.fitted is not None:
+        console.print(sweep_table(outcome.fitted, outcome.backend))
+        console.print(f"cost model: {outcome.fitted.report()}", markup=False)
+    else:
+        console.print("tensor_parallel_size is 1: no all-reduce to measure, no tuning file to write")
     slowest = max(outcome.reports, key=lambda r: r.matmul_s)
     console.print(f"slowest matmul: {slowest.matmul_s * 1e3:.2f} ms, rank {slowest.rank} on {slowest.hostname}")
     for finding in outcome.findings:

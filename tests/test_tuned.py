@@ -200,5 +200,11 @@ def test_the_view_says_where_the_file_went(tmp_path: Path) -> None:
     assert "error" not in text.replace("median error", "")
 
 
+def test_one_rank_has_nothing_to_tune() -> None:
+    text = shown(replace(outcome(), fitted=None, links=()))
+    assert "tensor_parallel_size is 1" in text
+    assert "cost model" not in text
+
+
 def test_sizes_read_as_people_write_them() -> None:
     assert [size_name(n) for n in (384, 1536, 32 << 10, 8 << 20)] == ["384 B", "1.5 KiB", "32 KiB", "8 MiB"]
