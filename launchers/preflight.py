@@ -45,8 +45,8 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What rank 0 knows at the end. `fitted` is None where ranks have nothing to reduce with one another; `tuning` there
-    too, and where something is wrong with the fabric."""
+    """What rank 0 knows at the end. `fitted` is None where ranks have nothing to reduce with one another; `tuning`
+    there too, and where something is wrong with the fabric."""
 
     fabric: Fabric
     shape: Shape
