@@ -30,6 +30,7 @@ from .checked import Fields
 from .control import ENV_ADDRESS, ENV_SECRET
 from .frames import FrameError
 from .messages import (
+    MAX_EVENTS,
     MAX_TEXT,
     Announce,
     Beat,
@@ -146,6 +147,10 @@ class ControlClient:
     def send_tokens(self, events: Sequence[TokensEvent]) -> None:
         """Queues released tokens; waits only while 64 MiB are queued already. An event that no message can hold ends
         its request with an error."""
+        if len(events) > MAX_EVENTS:
+            for at in range(0, len(events), MAX_EVENTS):
+                self.send_tokens(events[at : at + MAX_EVENTS])
+            return
         try:
             self._put(Tokens(tuple(events)))
         except ValueError as error:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from laddertron import __version__
 from laddertron.engine.request import ModelLimits, Request, SamplingParams, TokenLogprob, TokensEvent
-from laddertron.launchers import control, frames, messages
+from laddertron.launchers import control, control_client, frames, messages
 from laddertron.launchers.checked import SchemaError
 from laddertron.launchers.control import ControlServer, new_secret
 from laddertron.launchers.control_client import ControlClient, address_and_secret
@@ -331,6 +331,22 @@ def test_broken_figures_do_not_look_like_a_dead_rank(monkeypatch: pytest.MonkeyP
         channel.server.send(Dump(1))
         await channel.heard.until(lambda: channel.heard.of(DumpReply))
         assert "ValueError" in channel.heard.of(DumpReply)[0].data["error"]
+        await asyncio.to_thread(client.close)
+
+    with_channel(story)
+
+
+def test_many_ends_at_once_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More choices are cancelled in one step than a message may have events: all arrive, in order."""
+    monkeypatch.setattr(messages, "MAX_EVENTS", 10)
+    monkeypatch.setattr(control_client, "MAX_EVENTS", 10)
+    ends = [TokensEvent("r", choice, 0, (), "cancelled") for choice in range(25)]
+
+    async def story(channel: Channel) -> None:
+        client = await asyncio.to_thread(channel.client)
+        await asyncio.to_thread(client.send_tokens, ends)
+        await channel.heard.until(lambda: sum(len(t.events) for t in channel.heard.of(Tokens)) >= len(ends))
+        assert [e.choice for t in channel.heard.of(Tokens) for e in t.events] == list(range(len(ends)))
         await asyncio.to_thread(client.close)
 
     with_channel(story)
