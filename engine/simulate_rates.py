@@ -60,7 +60,7 @@ NCCL_CONTENTION: dict[LinkClass, Contention] = {
 CPU_CONTENTION = Contention(0.0, 0.3)
 
 CPU_FLOPS_PER_CORE, CPU_BYTES_PER_CORE, CPU_BYTES_PER_NODE = 40e9, 12e9, 200e9
-CPU_CALL_S = 15e-6
+CPU_CALL_S = 100e-6
 """A CPU core, coarsely: measure and give your own where it matters."""
 
 
