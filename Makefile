@@ -11,7 +11,7 @@ TORCH ?= 2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env demo test lint types unit cluster-test fault-test chaos-demo monitoring-demo bench plans bench-cross-node wheel clean
+.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test chaos-demo monitoring-demo bench plans bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -57,6 +57,13 @@ plans: ## Renew docs/plans: every shipped configuration's plan, fleets, and how 
 cluster-test: env ## Tests on emulated nodes, MPICH too (root; part of `make test` but for MPICH, which is fetched here)
 	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
 	@$(VENV)/bin/pytest tests/cluster
+
+launch-test: env ## Open MPI and MPICH on 2 and 4 emulated nodes, replicas lost and resumed (root; four minutes)
+	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
+	@$(VENV)/bin/pytest tests/cluster/test_launch.py
+
+slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (root; Debian's slurmctld slurmd munge)
+	@$(VENV)/bin/pytest tests/cluster/test_slurm.py
 
 bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; eight minutes, quiet machine)
 	@$(PY) benchmarks/cross_node.py --write

@@ -292,6 +292,47 @@ def test_cancelling_the_run_leaves_whole_lines_and_a_closed_job(bench: Bench) ->
     assert len(bench.answers()) == 200
 
 
+def stopped(bench: Bench, job: FakeJob, when: Callable[[], bool], drain_s: float = 30.0, **kind: bool) -> Summary:
+    """A run that is told to stop once `when` holds."""
+    bench.snapshots.clear()
+
+    async def go() -> Summary:
+        bench.job, stop = job, asyncio.Event()
+        options = replace(OPTIONS, drain_s=drain_s)
+        task = asyncio.create_task(
+            run_batch(bench.job, bench.text, Direct(bench.text), bench.open(**kind), options, bench, stop)
+        )
+        async with asyncio.timeout(20.0):
+            while not (when() or task.done()):
+                await asyncio.sleep(0)
+        stop.set()
+        return await task
+
+    return asyncio.run(go())
+
+
+def test_told_to_stop_it_ends_what_is_under_way_and_takes_nothing_more(bench: Bench) -> None:
+    """1. Stopped in the middle: every line that was submitted has its answer, none was thrown away. 2. Resumed, only
+    the rest runs. 3. Stopped when the last lines are under way it simply finishes. 4. What goes on for too long is
+    given up after drain_s, and counted."""
+    bench.write(*[completion(f"t{i}") for i in range(200)])
+    summary = stopped(bench, FakeJob(LIMITS), lambda: len(bench.snapshots) > 60)
+    assert (summary.stopped, summary.reason, summary.lost) == (True, None, 0)
+    assert 0 < summary.ok == len(bench.job.submitted) == len(bench.answers()) < 200
+    assert bench.job.closed
+    assert bench.snapshots[-1].phase == "draining"
+    resumed = bench.run(plain, resume=True)
+    assert (resumed.skipped, resumed.stopped, len(bench.answers())) == (summary.ok, False, 200)
+
+    bench.write(*[completion(f"t{i}") for i in range(4)])
+    job = FakeJob(LIMITS)
+    summary = stopped(bench, job, lambda: len(job.submitted) == 4, overwrite=True)
+    assert (summary.ok, summary.stopped) == (4, False)
+    held = FakeJob(LIMITS, hold=True)
+    summary = stopped(bench, held, lambda: len(held.submitted) == 4, drain_s=0.05, overwrite=True)
+    assert (summary.ok, summary.stopped, summary.lost, summary.reason) == (0, True, 4, None)
+
+
 def test_a_full_disk_leaves_whole_lines_and_ends_the_run(bench: Bench) -> None:
     """The file may grow to 20,000 bytes: the write that would pass this is undone, the run ends saying why."""
     program = textwrap.dedent(f"""

@@ -83,6 +83,23 @@ def test_ranks_that_do_not_fit_are_exit_2_said_once(
         assert ("needs 2" in capsys.readouterr().err) == (rank == 0)
 
 
+def test_replicas_in_one_job_need_all_their_ranks_and_no_torchrun(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas of two in an outer mpirun of two: four are needed. Under torchrun, whose store anyone may read, they
+    are refused with the ways that work."""
+    words = (DEMO, "-i", lines, "-o", tmp_path / "out", "--set", "parallel.replicas=2")
+    with monkeypatch.context() as ranks:
+        for name, value in (("SIZE", 2), ("LOCAL_SIZE", 2), ("RANK", 0), ("LOCAL_RANK", 0)):
+            ranks.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+        assert run(*words) == 2
+        assert "x replicas=2 needs 4" in capsys.readouterr().err
+    for name, value in (("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 4), ("RANK", 0), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    assert run(*words) == 2
+    assert "call `laddertron run` plainly" in capsys.readouterr().err
+
+
 def test_the_resume_line_repeats_what_was_asked() -> None:
     output = Path("my out.jsonl")
     assert default_errors(output) == Path("my out.errors.jsonl")
