@@ -25,6 +25,8 @@ FEW_TOKENS = 64
 """Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
 MOST_HEAD_DIM = 1024
 """The attention kernel's scratch for one head."""
+SHARED_WORK = 4096
+"""Positions times KV heads from which the attention of a step is worth waking the other threads for."""
 ROWS = 32
 """Output rows of a block of models/products.c's packed weights."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -229,10 +231,14 @@ class CpuAttention(TorchAttention):
         super().__init__(cache, windows, scale)
         self.kernels = kernels
         self._lengths = torch.empty(0, dtype=torch.int64)
+        self._threads = 1
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         super().plan(layout, cos, sin)
-        self._lengths = torch.tensor(layout.kv_len[: layout.decode], dtype=torch.int64)
+        lengths = layout.kv_len[: layout.decode]
+        self._lengths = torch.tensor(lengths, dtype=torch.int64)
+        work = sum(lengths) * self.cache.keys[0].shape[1]
+        self._threads = self.kernels.threads if work >= SHARED_WORK else 1
 
     def _plans_decode_mask(self) -> bool:
         return False
@@ -250,7 +256,7 @@ class CpuAttention(TorchAttention):
             None if k_norm is None else k_norm.weight.data_ptr(),
             table.data_ptr(), self._lengths.data_ptr(),
             layout.decode, heads, kv_heads, dim, 2 * self._cos.shape[-1], cache.block_size, table.stride(0),
-            self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, self.kernels.threads,
+            self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, self._threads,
         )  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel could not allocate its scratch space")

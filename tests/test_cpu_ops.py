@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from laddertron.models import cpu_ops
 from laddertron.models.attention import AttentionBackend, StepLayout, TorchAttention
 from laddertron.models.cpu_ops import CpuAttention, CpuOps, HugePages, Kernels, fits_kernels
 from laddertron.models.ops import Norm, TorchOps
@@ -69,6 +70,27 @@ def test_a_token_does_not_notice_its_neighbours() -> None:
     for row in range(40):
         assert torch.equal(product(x[row : row + 1])[0], together[row])
     assert torch.equal(product(x[3:8]), together[3:8])
+
+
+@needs_kernels
+def test_threads_share_the_work_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of many tokens and the attention of a step on one thread and on three: the same bits."""
+    assert KERNELS is not None
+    monkeypatch.setattr(cpu_ops, "SHARED_WORK", 0)
+    weight, norm = normal(200, 64, dtype=torch.bfloat16), Norm(normal(64, dtype=torch.bfloat16), 1e-5)
+    x, qkv = normal(130, 64, dtype=torch.bfloat16), normal(3, 8 * 32, dtype=torch.bfloat16)
+    stored = cache_of(4, 2, 16, 32, torch.bfloat16)
+    layout = StepLayout(
+        torch.tensor([9, 3, 12]), [0, 1, 2, 3], [10, 4, 13], torch.tensor([[1], [2], [3]]), torch.tensor([1, 2, 3]),
+        torch.tensor([9, 3, 12]), 3,
+    )  # fmt: skip
+    answers = []
+    for threads in (1, 3):
+        monkeypatch.setattr(KERNELS, "threads", threads)
+        ops, attention = CpuOps(KERNELS), CpuAttention(stored, (None,), 0.2, KERNELS)
+        attention.plan(layout, torch.ones(3, 1, 16), torch.zeros(3, 1, 16))
+        answers.append((ops.gated_product(weight, None, norm)(x), attention.attend(0, qkv, None, None)))
+    assert all(torch.equal(one, three) for one, three in zip(*answers, strict=True))
 
 
 @needs_kernels
