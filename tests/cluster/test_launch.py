@@ -14,7 +14,7 @@ import pytest
 from cluster.launching import Job, processes, ranks_on
 from cluster.nodes import Cluster
 from cluster.slurm import until
-from cluster.test_over_nodes import OVER_TCP, library, mpich
+from cluster.test_over_nodes import library, mpich
 
 pytestmark = pytest.mark.cluster
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
@@ -45,8 +45,7 @@ def launch_section(cluster: Cluster, folder: Path, launcher: str, slots: int = 1
         root = mpich()
         if root is None:
             pytest.skip("no MPICH: make cluster-test fetches one into build/mpich")
-        env = ", ".join(f"{name}: '{value}'" for name, value in {"MPI4PY_LIBMPI": library(root), **OVER_TCP}.items())
-        keys += f", mpirun: {root / 'bin' / 'mpiexec'}, env: {{{env}}}"
+        keys += f", mpirun: {root / 'bin' / 'mpiexec'}, env: {{MPI4PY_LIBMPI: '{library(root)}'}}"
     return keys
 
 
@@ -87,6 +86,34 @@ def test_a_batch_from_a_file_and_a_hostfile(
     after = cluster.control.stats().carried
     for a in range(count):
         assert sum(after[a]) - sum(before[a]) > 20_000, f"node {a} sent nothing"
+    none_left(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "count"), [("openmpi", 2), ("mpich", 2), ("openmpi", 4), ("mpich", 4)])
+def test_the_daemon_over_nodes(nodes: Callable[[int], Cluster], tmp_path: Path, launcher: str, count: int) -> None:
+    """1. `launch CONFIG serve` on the first node brings the daemon up, and it its ranks on every node. 2. A batch is
+    submitted over HTTP and waited for: every line has its answer. 3. SIGTERM: exit 0, nothing left on any node."""
+    cluster = nodes(count)
+    job = Job(tmp_path, launch_section(cluster, tmp_path, launcher), tp=count, lines=8, tokens=8)
+    cli = [sys.executable, "-m", "laddertron.launchers.cli"]
+    with (tmp_path / "serve.log").open("w") as log:
+        serving = cluster.start(0, [*cli, "launch", str(job.config), "serve"], QUIET, stdout=log, stderr=log)
+
+    def listening() -> bool:
+        assert serving.poll() is None, (tmp_path / "serve.log").read_text()
+        return cluster.run(0, ["bash", "-c", "</dev/tcp/127.0.0.1/8000"]).returncode == 0
+
+    until("a daemon that listens", listening, 60.0)
+    submit = [*cli, "batch", "submit", str(job.input), "--wait", "-o", str(job.output)]
+    done = cluster.run(0, submit, QUIET, timeout=180.0)
+    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "serve.log").read_text()[-4000:]
+    assert job.answered() == job.names
+    for node in range(count):
+        assert ranks_on(cluster, node, "laddertron.launchers.worker")
+    (daemon,) = ranks_on(cluster, 0, "laddertron.launchers.cli serve")
+    os.kill(daemon, signal.SIGTERM)
+    assert serving.wait(60.0) == 0
     none_left(cluster)
 
 
