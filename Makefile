@@ -11,7 +11,7 @@ TORCH ?= 2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test chaos-demo monitoring-demo bench plans bench-cross-node wheel clean
+.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo bench plans bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -67,3 +67,6 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 
 bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; eight minutes, quiet machine)
 	@$(PY) benchmarks/cross_node.py --write
+
+fuzz: ## The API's description as a fuzzer: some 2,500 requests, no 5xx (minutes)
+	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/test_app_fuzz.py -s

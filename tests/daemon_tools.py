@@ -61,6 +61,9 @@ class Served:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         assert self._up.wait(30)
+        self._raise_fault()
+
+    def _raise_fault(self) -> None:
         if self.error is not None:
             self._thread.join()
             raise self.error
@@ -119,8 +122,7 @@ class Served:
     def join(self) -> int | None:
         self._thread.join(60)
         assert not self._thread.is_alive(), "the daemon does not end"
-        if self.error is not None:
-            raise self.error
+        self._raise_fault()
         return self.code
 
 

@@ -51,6 +51,12 @@ def wait_until(true: Callable[[], Any], seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
+def completed(client: openai.OpenAI, batch_id: str) -> int:
+    """Lines that have their answer."""
+    counts = client.batches.retrieve(batch_id).request_counts
+    return 0 if counts is None else counts.completed
+
+
 def complete(client: openai.OpenAI, batch_id: str, count: int) -> dict[str, Any]:
     """Its answers, all of them there once."""
     batch = wait_batch(client, batch_id)
@@ -70,13 +76,13 @@ def test_a_daemon_that_stops_in_the_middle_goes_on_where_it_was(folder: Path, tm
     submitted = []
     with served(config, folder, lambda: [FakeJob(LIMITS)]) as daemon:
         batch = submit(daemon.client(), many(300))
-        wait_until(lambda: daemon.client().batches.retrieve(batch.id).request_counts.completed > 50)
+        wait_until(lambda: completed(daemon.client(), batch.id) > 50)
         daemon.on_loop(daemon.jobs[0].hold)
         daemon.stop()
         submitted.append({r.request_id for r in daemon.jobs[0].submitted})
     with served(config, folder, lambda: [FakeJob(LIMITS)]) as daemon:
-        before = daemon.client().batches.retrieve(batch.id).request_counts.completed
-        wait_until(lambda: daemon.client().batches.retrieve(batch.id).request_counts.completed > 150)
+        before = completed(daemon.client(), batch.id)
+        wait_until(lambda: completed(daemon.client(), batch.id) > 150)
         assert before > 50
         daemon.stop()
     with served(config, folder) as daemon:
@@ -168,7 +174,7 @@ def test_a_crash_loop_fails_the_batch_and_ends_the_daemon(folder: Path, tmp_path
     assert time.monotonic() - began < 30
     with served(config, folder) as after:
         client = after.client()
-        failed = client.batches.retrieve(batch.id)
+        failed: Any = client.batches.retrieve(batch.id)
         assert failed.status == "failed"
         assert "4 failures in a row" in failed.errors.data[0].message
         assert len(lines_of(client, failed.error_file_id)) == 30
