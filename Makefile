@@ -11,7 +11,7 @@ TORCH ?= 2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo bench plans bench-cross-node wheel clean
+.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test dashboards bench plans bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -70,3 +70,13 @@ bench-cross-node: env ## Measure across emulated nodes and renew docs/performanc
 
 fuzz: ## The API's description as a fuzzer: some 2,500 requests, no 5xx (minutes)
 	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/test_app_fuzz.py -s
+
+monitoring-demo: env ## The daemon under load, a real Prometheus with the shipped rules; ^C ends it (Debian's prometheus)
+	@$(PY) -m laddertron.launchers.monitoring_demo
+
+monitoring-test: env ## Every panel and alert against that live scrape, faults injected (three minutes; Debian's prometheus)
+	@$(VENV)/bin/pytest tests/test_monitoring_live.py -s
+
+dashboards: env ## Renew docs/metrics.md and configs/monitoring/grafana from the code
+	@$(VENV)/bin/laddertron metrics --markdown > docs/metrics.md
+	@$(VENV)/bin/laddertron metrics --dashboards configs/monitoring/grafana

@@ -9,8 +9,10 @@ import shutil
 import sqlite3
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -26,10 +28,11 @@ from laddertron.engine.request import TokensEvent
 from laddertron.launchers.cli import group
 from laddertron.launchers.detect import FailureKind
 from prometheus_client import CollectorRegistry
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 ROOT = Path(__file__).resolve().parent.parent
+parse_openmetrics: Callable[[str], Iterator[Any]] = openmetrics_families
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
@@ -56,7 +59,13 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def report(
-    rank: int, at: float, steps: int = 10, seconds: float = 1.0, exposed: float = 0.1, pid: int = 7, **counters: float
+    rank: int,
+    at: float,
+    steps: int = 10,
+    seconds: float = 1.0,
+    exposed: float = 0.1,
+    pid: int = 7,
+    counters: dict[str, float] | None = None,
 ) -> RankReport:
     durations = Buckets(STEP_SECONDS)
     durations.observe(seconds / max(1, steps), steps)
@@ -68,7 +77,7 @@ def report(
         "collective_bytes/all_reduce/net": 1000.0 * steps,
         "collectives/all_reduce/net": 4.0 * steps,
         **durations.to_counters("step_duration_seconds"),
-        **counters,
+        **(counters or {}),
     }
     gauges = {"num_requests_running": 3.0, "oldest_queued_request_age_seconds": 2.0, "unknown_gauge": 1.0}
     return RankReport(rank, f"n{rank // 8}", pid + rank, steps, at, found, gauges if rank == 0 else {})
@@ -126,7 +135,7 @@ def test_port_and_gpu_counters_are_the_hosts(metrics: Metrics, clock: Clock) -> 
     port = "infiniband_errors_total/symbol/mlx5_0/1"
     for pid in (1, 2):
         extra = {port: 5.0, "gpu_ecc_errors_total/uncorrected": 2.0}
-        metrics.observe_report(report(0, clock.now, pid=pid, **extra))
+        metrics.observe_report(report(0, clock.now, pid=pid, counters=extra))
     assert value(metrics, "infiniband_errors_total", node="n0", error="symbol", hca="mlx5_0", port="1") == 5.0
     me = {"replica": "0", "rank": "0", "node": "n0"}
     assert value(metrics, "gpu_ecc_errors_total", **me, error="uncorrected") == 2.0
@@ -308,7 +317,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Metrics:
     times.observe(0.4)
     for at in (0.0, 1.0):
         for rank in range(ranks):
-            one = report(rank, clock.now + at, 10 + int(at) * 10, 1.0 + at, 0.1 + at / 10, **health)
+            one = report(rank, clock.now + at, 10 + int(at) * 10, 1.0 + at, 0.1 + at / 10, counters=health)
             if rank == 0:
                 histograms: dict[str, float] = {}
                 for name in ("iteration_tokens", "request_queue_time_seconds", "request_prefill_time_seconds"):

@@ -56,7 +56,8 @@ class Model:
 
 
 def forward(model: Any, kind: Any = "ladder", layers: int = 3) -> Number:
-    return run(Number(1.0), Wiring((kind,) * layers), model, model.all_reduce, 2)
+    end: Number = run(Number(1.0), Wiring((kind,) * layers), model, model.all_reduce, 2)
+    return end
 
 
 @pytest.mark.parametrize("kind", ["standard", "ladder", "parallel"])

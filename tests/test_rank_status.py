@@ -50,7 +50,12 @@ def test_a_waiting_rank_names_its_collective() -> None:
         xs = [torch.ones(8), torch.ones(8)]
         seqs = [one.start(x, STRATEGIES["exchange"]) for x in xs]
         assert ledger.place() == (2, "")
-        waiter = threading.Thread(target=lambda: [one.wait(seq) for seq in seqs])
+
+        def wait_for_both() -> None:
+            for seq in seqs:
+                one.wait(seq)
+
+        waiter = threading.Thread(target=wait_for_both)
         waiter.start()
         _until(lambda: ledger.place()[1] != "")
         assert ledger.place() == (2, "collective 0 (all_reduce of 32 bytes)")
