@@ -79,7 +79,8 @@ class Replicas:
             self._remote[rank].take(message)
 
     def on_gone(self, rank: int, reason: str) -> None:
-        if rank in self._remote and not self._closing:
+        # what failed has said why itself
+        if rank in self._remote and not self._closing and self._remote[rank].state.phase != "failed":
             self._remote[rank].engine_ended(f"its first rank left{f': {reason}' if reason else ''}")
 
 
