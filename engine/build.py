@@ -20,7 +20,7 @@ from ..models.cpu_ops import CpuAttention, CpuOps, Kernels, fits_kernels
 from ..models.kv_cache import KVCache, block_bytes
 from ..models.llama import LlamaModel, replicate_embedding
 from ..models.ops import Ops, TorchOps
-from ..models.quantised import Fp8, Int8Ops, QuantisationError, multiplies_fp8
+from ..models.quantised import Fp8, multiplies_fp8
 from ..models.refusal import Refusal
 from ..models.shapes import check_shapes
 from ..models.shard import Shard
@@ -128,14 +128,8 @@ def _agreed_minimum(communicator: Communicator, value: int) -> int:
     return int(np.ascontiguousarray(every).view(np.int64).min())
 
 
-def make_ops(device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> Ops:
-    """The fastest operators that are right on this device. Raises QuantisationError."""
-    if quantization == "int8":
-        if device.type != "cpu" or dtype != torch.bfloat16:
-            raise QuantisationError(
-                f"model.quantization=int8 is computed on CPUs in bfloat16, not on {device.type} in {dtype}: use auto"
-            )
-        return Int8Ops(Kernels.find())
+def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest operators that are right on this device."""
     return CpuOps(Kernels.find()) if device.type == "cpu" and dtype != torch.float16 else TorchOps()
 
 
@@ -202,7 +196,7 @@ def build(
         config,
         communicator.process_groups.tp,
         communicator.all_reduce,
-        make_ops(device, dtype, deployment.model.quantization),
+        make_ops(device, dtype),
         dtype=dtype,
         device=device,
         positions=length + 1,

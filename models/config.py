@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 
 from .config_parts import Rope, Wiring, WiringKind, declared_wiring, ladder_last, make_wiring, read_rope
 from .config_read import Fields, read_json
+from .quantisation import quantisation_in
 
 __all__ = ["Dtype", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
@@ -71,11 +72,7 @@ def from_folder(path: str | Path) -> ModelConfig:
     FileNotFoundError, or ValueError naming file, key, value and what is allowed."""
     folder = Path(path)
     fields = read_json(folder / "config.json")
-    if "quantization_config" in fields:
-        method = fields.object("quantization_config").string("quant_method", "unnamed")
-        raise fields.fail(
-            f"{method} quantisation is not computed here: use the checkpoint in bfloat16, float16 or float32"
-        )
+    quantisation_in(fields)  # refuses what is not read
     family = fields.string("model_type")
     match family:
         case "llama" | "llamaLadder" | "mistral" | "qwen2" | "qwen3":

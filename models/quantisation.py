@@ -30,7 +30,11 @@ class Quantisation:
 
 def read_quantisation(folder: Path) -> Quantisation | None:
     """None for a checkpoint that says nothing of it. Raises FileNotFoundError, or ValueError naming what is refused."""
-    fields = read_json(folder / "config.json")
+    return quantisation_in(read_json(folder / "config.json"))
+
+
+def quantisation_in(fields: Fields) -> Quantisation | None:
+    """The same of a config.json that is read already. Raises ValueError."""
     key = next((k for k in ("quantization_config", "compression_config") if k in fields), None)
     return None if key is None else _read(fields.object(key))
 

@@ -188,7 +188,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"model_type": 3}, "model_type=3 must be a string"),
     (LLAMA, {"num_local_experts": 8}, "num_local_experts says mixture of experts"),
     (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not computed here; silu is"),
-    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "gptq quantisation is not computed here"),
+    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not read"),
     (LLAMA, {"num_key_value_heads": 3}, "8 heads are not a multiple of 3 key/value heads"),
     (LLAMA, {"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size=64 is not a multiple of"),
     (LLAMA, {"head_dim": 7}, "head_dim=7 must be even"),
