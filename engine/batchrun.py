@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,9 @@ from .batchfiles import RunFiles
 from .daemon.answers import Answer
 from .daemon.intake import MAX_LINE_BYTES, Line, LineRules, key_of, read_lines
 from .daemon.job import EngineJob, JobState, RankReport
-from .daemon.lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes
-from .daemon.requests import Origin, check_model, encode_prompts, to_requests
+from .daemon.lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
+from .daemon.prepare import answer_id, prepared
+from .daemon.requests import Origin, to_requests
 from .daemon.rules import BadRequest
 from .request import ModelLimits, TokensEvent
 from .runview import Communication, Progress, Snapshot, Summary
@@ -28,7 +28,6 @@ from .text import TextModel
 from .text_pool import Encoder
 
 log = logging.getLogger(__name__)
-_READ_AHEAD = 256  # lines parsed and tokenised before there is room for them
 _FLUSH_SECONDS = 0.5
 _LAST_REPORT_SECONDS = 2.5
 
@@ -45,10 +44,6 @@ class RunOptions:
     max_line_bytes: int = MAX_LINE_BYTES
     max_choices: int | None = None
     drain_s: float = 30.0
-
-
-_Prompts = list[tuple[int, ...]] | BadRequest
-_Queue = asyncio.Queue[tuple[Line, asyncio.Task[_Prompts]] | None]
 
 
 class _Ended(Exception):
@@ -223,49 +218,34 @@ class _Run:
 
     async def _answer_all(self) -> None:
         await self._wait_ready()
-        queue: _Queue = asyncio.Queue(_READ_AHEAD)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read(queue, tasks))
-            tasks.create_task(self._submit_all(queue))
+        ready = prepared(self._lines(), self._encoder, self._options.served_model_name)
+        async with contextlib.aclosing(ready):
+            async for line, prompts in ready:
+                if isinstance(prompts, BadRequest):
+                    self._refuse(line, prompts)
+                else:
+                    await self._submit(line, prompts)
         self._fed = True
         while self._flights:
             await self._move()
 
-    async def _read(self, queue: _Queue, tasks: asyncio.TaskGroup) -> None:
-        rules = LineRules(max_line_bytes=self._options.max_line_bytes)
-        for line in read_lines(self._files.input, rules):
+    def _lines(self) -> Iterator[Line | None]:
+        """The file's lines, None for those that are finished."""
+        for line in read_lines(self._files.input, LineRules(max_line_bytes=self._options.max_line_bytes)):
             self._requests += 1
-            if self._requests % 32 == 0:
-                await asyncio.sleep(0)  # tokens must not wait for a long stretch of bad or finished lines
-            code = None if line.error is None else line.error.code
-            if line.custom_id is not None and code != "duplicate_custom_id" and self._finished(line.custom_id):
+            twice = line.error is not None and line.error.code == "duplicate_custom_id"
+            if line.custom_id is not None and not twice and self._finished(line.custom_id):
                 self._skipped += 1
-            elif line.body is not None:
-                try:
-                    check_model(line.body, self._options.served_model_name)
-                except BadRequest as bad:
-                    self._refuse(line, bad)
-                    continue
-                await queue.put((line, tasks.create_task(_caught(encode_prompts(line.body, self._encoder)))))
-            elif line.error is not None:
-                self._refuse(line, line.error)
-        await queue.put(None)
-
-    async def _submit_all(self, queue: _Queue) -> None:
-        while (item := await queue.get()) is not None:
-            line, encoding = item
-            prompts = await encoding
-            if isinstance(prompts, BadRequest):
-                self._refuse(line, prompts)
+                yield None
             else:
-                await self._submit(line, prompts)
+                yield line
 
     async def _submit(self, line: Line, prompts: list[tuple[int, ...]]) -> None:
         assert self._limits is not None
         assert line.body is not None
         assert line.custom_id is not None
-        answer_id = self._answer_id(line)
-        origin = Origin(answer_id, self._options.run_id, line.custom_id, queue=self._options.run_id)
+        name = answer_id(self._options.run_id, line)
+        origin = Origin(name, self._options.run_id, line.custom_id, queue=self._options.run_id)
         try:
             requests = to_requests(
                 line.body, prompts, self._limits, origin, self._text.eos_ids, self._options.max_choices
@@ -278,7 +258,7 @@ class _Run:
         while self._in_flight and self._in_flight + choices > window:
             await self._move()
         await self._wait_ready()
-        flight = _Flight(line, answer_id, Answer(line.body, requests, self._text, answer_id, self._created), choices)
+        flight = _Flight(line, name, Answer(line.body, requests, self._text, name, self._created), choices)
         self._in_flight += choices
         if self._began is None:
             self._began = time.monotonic()
@@ -313,7 +293,9 @@ class _Run:
 
     def _refuse(self, line: Line, bad: BadRequest) -> None:
         self._failed += 1
-        self._write(to_bytes(refusal_line(line.custom_id, self._answer_id(line), bad, line.number)), error=True)
+        self._write(
+            to_bytes(refusal_line(line.custom_id, answer_id(self._options.run_id, line), bad, line.number)), error=True
+        )
         self._show()
 
     def _write(self, out: bytes, error: bool = False) -> None:
@@ -330,11 +312,6 @@ class _Run:
             self._files.flush()
         except OSError as fault:
             self._end_unwritten(fault)
-
-    def _answer_id(self, line: Line) -> str:
-        """The same for the same line of the same run; unique in a run."""
-        name = f"{self._options.run_id}\0{line.custom_id or ''}\0{line.number}"
-        return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
 
     def _finished(self, custom_id: str) -> bool:
         return bool(self._files.finished) and key_of(custom_id) in self._files.finished
@@ -396,12 +373,4 @@ class _Run:
 
 def _unmade(fault: Exception) -> AnswerFault:
     log.error("an answer could not be made", exc_info=fault)
-    return AnswerFault("engine_error", f"the answer could not be made: {fault!r}"[:500])
-
-
-async def _caught(work: Coroutine[Any, Any, list[tuple[int, ...]]]) -> _Prompts:
-    """A refusal is a result here: one bad prompt must not end its task group."""
-    try:
-        return await work
-    except BadRequest as bad:
-        return bad
+    return unmade(fault)

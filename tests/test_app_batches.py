@@ -31,6 +31,7 @@ from fake_job import FakeJob
 from laddertron.engine.config import Limits
 from laddertron.engine.daemon import records
 from laddertron.engine.daemon.store import StoreOptions
+from laddertron.engine.request import TokensEvent
 from test_store import BadFiles, Failing, failing
 from tiny_text import write_folder
 
@@ -378,6 +379,19 @@ def test_numerical_errors_end_only_their_request(folder: Path, tmp_path: Path) -
         assert (error["status_code"], error["body"]["error"]["code"]) == (500, "numerical_error")
         with pytest.raises(openai.InternalServerError):
             client.completions.create(model=NAME, prompt=[299])
+
+
+def test_an_answer_that_cannot_be_made_is_an_error_and_no_hang(folder: Path, tmp_path: Path) -> None:
+    """Tokens of a choice that was never asked for: that line alone fails."""
+
+    class Wild(FakeJob):
+        def _event(self, sequence: Any) -> TokensEvent:
+            event = super()._event(sequence)
+            return replace(event, choice=99) if sequence.request.prompt[0] == 299 else event
+
+    with served(deployment(tmp_path), folder, lambda: [Wild(LIMITS)]) as daemon:
+        batch = wait_batch(daemon.client(), submit(daemon.client(), many(5) + line("wild", [299])).id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (5, 1)
 
 
 def test_interactive_requests_are_bounded(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from . import records
 from .answers import Answer, Delta
 from .dispatch import Dispatcher, Flight
 from .intake import Line, LineRules, read_lines
-from .lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes
+from .lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
 from .observe import RequestTimes
 from .prepare import Prompts, answer_id, prepared
 from .records import BatchRow, Result
@@ -30,6 +31,8 @@ from .rules import BadRequest
 from .schema import CHAT, COMPLETIONS, Endpoint
 from .store import Store, StoreUnavailable
 from .store_schema import Rows
+
+log = logging.getLogger(__name__)
 
 _UNSTORED = 4096  # results that may wait for the disk before nothing more is submitted
 _REST = 512
@@ -192,8 +195,12 @@ class BatchFeed:
         assert line.custom_id is not None
         answer = flight.answer
         if answer.fault is None:
-            self._answered(line, True, answer_line(line.custom_id, name, answer.response()))
-        else:
+            try:
+                self._answered(line, True, answer_line(line.custom_id, name, answer.response()))
+            except Exception as error:
+                log.exception("an answer could not be made")
+                answer.fault = unmade(error)
+        if answer.fault is not None:
             self._answered(line, False, fault_line(line.custom_id, name, answer.fault))
         self._dispatcher.observer.request(
             RequestTimes(

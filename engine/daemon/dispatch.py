@@ -18,7 +18,7 @@ from typing import Protocol
 from ..request import BATCH, ModelLimits, Request, TokensEvent
 from .answers import Answer, Delta
 from .job import EngineJob, JobState, RankReport
-from .lines import AnswerFault
+from .lines import AnswerFault, unmade
 from .observe import Observer
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,11 @@ class _Replica:
             flight = self.flights.get(event.request_id)
             if flight is None or event.epoch != flight.epoch:
                 continue
-            delta, stop = flight.answer.take(event)
+            try:
+                delta, stop = flight.answer.take(event)
+            except Exception as error:  # whoever calls us goes on regardless: the request would wait for ever
+                log.exception("an answer could not be made")
+                delta, stop, flight.answer.fault = None, None, unmade(error)
             if stop is not None:
                 self.job.stop_choice(stop.request_id, stop.choice, stop.n_tokens)
             if delta is not None:

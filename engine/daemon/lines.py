@@ -22,6 +22,11 @@ class AnswerFault:
         return {"error": {"message": self.message, "type": "server_error", "param": None, "code": self.code}}
 
 
+def unmade(error: Exception) -> AnswerFault:
+    """For an answer whose making failed: its line must not wait for ever."""
+    return AnswerFault("engine_error", f"the answer could not be made: {error!r}"[:500])
+
+
 def answer_line(custom_id: str, answer_id: str, body: dict[str, Any]) -> dict[str, Any]:
     """A line of the output file."""
     return _line(custom_id, answer_id, {"status_code": 200, "request_id": f"req_{answer_id}", "body": body}, None)

@@ -31,20 +31,24 @@ async def encoded(body: Body, served: str, encoder: Encoder) -> Prompts | BadReq
 
 
 async def prepared(
-    lines: Iterable[Line], encoder: Encoder, served: str
+    lines: Iterable[Line | None], encoder: Encoder, served: str
 ) -> AsyncGenerator[tuple[Line, Prompts | BadRequest], None]:
-    """Each line with its prompts' ids, or with why it has none. Close it (contextlib.aclosing) if left early."""
+    """Each line with its prompts' ids, or with why it has none; None stands for a line that is passed over. Close it
+    (contextlib.aclosing) if left early."""
     ahead: deque[tuple[Line, asyncio.Task[Prompts | BadRequest] | BadRequest]] = deque()
     size = count = 0
     try:
         for line in lines:
+            count += 1
+            if count % 32 == 0:
+                await asyncio.sleep(0)  # tokens must not wait for a long stretch of lines
+            if line is None:
+                continue
             if line.error is not None or line.body is None:
                 ahead.append((line, line.error or BadRequest("the line has no body")))
             else:
                 ahead.append((line, asyncio.create_task(encoded(line.body, served, encoder))))
-            size, count = size + line.length, count + 1
-            if count % 32 == 0:
-                await asyncio.sleep(0)  # tokens must not wait for a long stretch of lines
+            size += line.length
             while ahead and (len(ahead) >= READ_AHEAD_LINES or size >= READ_AHEAD_BYTES):
                 size -= ahead[0][0].length
                 yield await _first(ahead)
