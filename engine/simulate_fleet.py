@@ -127,6 +127,7 @@ def simulate_fleet(replica: Replica, replicas: int, demand: Demand, faults: Faul
 class _Run:
     def __init__(self, replica: Replica, replicas: int, demand: Demand, faults: Faults) -> None:
         self.replica, self.faults, self.random = replica, faults, Random(demand.seed)
+        self.step_s = [replica.step(n) for n in range(replica.slots + 1)]
         self.live = [_Live() for _ in range(replicas)]
         self.events: list[tuple[float, int, str, int, int]] = []
         self.number = 0
@@ -207,7 +208,7 @@ class _Run:
             live.busy_s += now - live.seen
             began = max(live.seen, live.stalled)
             if now > began:
-                live.counter += (now - began) / self.replica.step(len(live.ends))
+                live.counter += (now - began) / self.step_s[len(live.ends)]
         live.seen = now
 
     def _expect(self, now: float, i: int) -> None:
@@ -215,7 +216,7 @@ class _Run:
         live = self.live[i]
         live.version += 1
         if live.ends:
-            after = (live.ends[0][0] - live.counter) * self.replica.step(len(live.ends))
+            after = (live.ends[0][0] - live.counter) * self.step_s[len(live.ends)]
             self._at(max(now, live.stalled) + max(0.0, after), "end", i, live.version)
         if len(live.ends) < self.replica.slots:
             heapq.heappush(self.idle, (len(live.ends), i))
