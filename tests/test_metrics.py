@@ -302,6 +302,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Metrics:
         "infiniband_transmit_wait_ticks_total/mlx5_0/1": 1.0,
         "infiniband_errors_total/symbol/mlx5_0/1": 1.0,
         "gpu_ecc_errors_total/corrected": 1.0,
+        "gpu_ecc_errors_total/uncorrected": 0.0,
     }
     gauges = {
         "kv_cache_usage_ratio": 0.5, "kv_cached_blocks": 7.0, "num_requests_waiting": 1.0, "num_requests_running": 3.0,

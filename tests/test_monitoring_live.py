@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)"),
 ]
+WORKER = b"laddertron.launchers.worker"
 CONDITIONS = (" > 0", " == 0", " == 1")
 """Panels of what should not be there are empty while it is not."""
 
@@ -77,13 +78,16 @@ def firing(at: Addresses) -> set[str]:
 
 
 def ranks_of_the_daemon() -> list[int]:
-    """Processes of this test's ranks."""
+    """Processes of this test's ranks, oldest first."""
     found = []
     for process in descendants(os.getpid()):
         with open(f"/proc/{process.pid}/cmdline", "rb") as file:
-            if b"laddertron.launchers.worker" in file.read().split(b"\0"):
-                found.append(process.pid)
-    return found
+            words = file.read().split(b"\0")
+        # keeper and mpirun have the ranks' command among their words too
+        if words[1:3] == [b"-m", b"laddertron.launchers.worker"] or words[1:4] == [b"-P", b"-m", WORKER]:
+            found.append(process.pid)
+    assert found
+    return sorted(found)
 
 
 def test_every_panel_and_every_rule_finds_its_series(live: Addresses) -> None:
@@ -109,7 +113,7 @@ def test_a_killed_rank_is_told_and_the_rest_is_quiet(live: Addresses) -> None:
     """SIGKILL of a rank: the relaunch is an alert of its own, by reason; nobody is woken, for it serves again."""
     os.kill(ranks_of_the_daemon()[0], signal.SIGKILL)
     wait_until("the alert", lambda: "LaddertronRestarts" in firing(live), 60)
-    wait_until("the relaunch", lambda: ask(f"{live.daemon}/ready"), 60)
+    wait_until("the relaunch", lambda: ask(f"{live.daemon}/ready"), 120)
     increase = query(
         live.prometheus, 'increase(laddertron_engine_restarts_total{instance!="",reason="rank_lost"}[5m]) > 0'
     )
