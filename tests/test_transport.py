@@ -378,7 +378,8 @@ def test_an_emulated_fabric_takes_its_time_and_says_what_it_is() -> None:
     (entry,) = ledger.entries()
     assert entry.link == "emulated two nodes"
     assert entry.count == 2
-    assert 0.3 < overlap_ratio([entry]) < 0.7  # 40 ms in flight; 15 ms (5 + 10) waited
+    # 40 ms in flight, of them 15 ms (5 + 10) waited; a busy machine oversleeps, and then more is hidden.
+    assert 0.3 < overlap_ratio([entry]) < 1.0
 
 
 def test_hidden_and_exposed_seconds_of_the_native_transport() -> None:

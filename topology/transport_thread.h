@@ -202,16 +202,25 @@ static int lt_doubling(lt_comm *c, lt_op *op) {
     return moved;
 }
 
+/* Whether the collective queued as seq is over. Its caller may have gone on and filled the slot anew: `start` writes seq
+ * before it clears `done`, so whoever sees `done` cleared by that sees the new seq, too. */
+static int lt_is_over(lt_op *op, uint64_t seq) { return atomic_load(&op->done) || op->seq != seq; }
+
 static int lt_progress(lt_comm *c) {
     if (atomic_load(&c->error)) return 0;
     pthread_mutex_lock(&c->work);
     int moved = lt_pipeline(c);
     uint64_t queued = atomic_load(&c->queued);
     for (uint64_t i = c->taken; i < queued && !atomic_load(&c->error); i++) {
-        lt_op *op = &c->ops[c->queue[i % LT_SLOTS] % LT_SLOTS];
-        if (op->strategy == LT_DOUBLING && !atomic_load(&op->done)) moved |= lt_doubling(c, op);
+        uint64_t seq = c->queue[i % LT_SLOTS];
+        lt_op *op = &c->ops[seq % LT_SLOTS];
+        if (op->strategy == LT_DOUBLING && !lt_is_over(op, seq)) moved |= lt_doubling(c, op);
     }
-    while (c->taken < queued && atomic_load(&c->ops[c->queue[c->taken % LT_SLOTS] % LT_SLOTS].done)) c->taken++;
+    while (c->taken < queued) {
+        uint64_t seq = c->queue[c->taken % LT_SLOTS];
+        if (!lt_is_over(&c->ops[seq % LT_SLOTS], seq)) break;
+        c->taken++;
+    }
     pthread_mutex_unlock(&c->work);
     return moved;
 }
