@@ -20,8 +20,9 @@ import pytest
 from laddertron.engine.daemon import records
 from laddertron.engine.daemon.disk import DiskError, NewFile, RealFiles, check_type, mount_of
 from laddertron.engine.daemon.records import BatchRow, FileRow, Result
-from laddertron.engine.daemon.store import Store, StoreFenced, StoreOptions, StoreUnavailable, open_store
+from laddertron.engine.daemon.store import Store, StoreFenced, StoreOptions, StoreUnavailable
 from laddertron.engine.daemon.store_export import ExportError, generations, read_changes
+from laddertron.engine.daemon.store_open import open_store
 from laddertron.engine.daemon.store_schema import MIGRATIONS, Rows, migrate
 
 
@@ -87,7 +88,7 @@ def test_what_raises_undoes_itself_alone(tmp_path: Path) -> None:
 def test_one_daemon_at_a_time_and_the_refusal_names_the_holder(tmp_path: Path) -> None:
     async def work(store: Store) -> None:
         with pytest.raises(DiskError, match=f"held by process {os.getpid()} on"):
-            await open_store(tmp_path / "data")
+            await open_store(tmp_path / "data", StoreOptions())
 
     with_store(tmp_path / "data", work)
     with_store(tmp_path / "data", numbers)  # let go of when closed
@@ -162,7 +163,8 @@ WRITER = """
     from pathlib import Path
     from laddertron.engine.daemon import records
     from laddertron.engine.daemon.records import BatchRow, Result
-    from laddertron.engine.daemon.store import StoreOptions, open_store
+    from laddertron.engine.daemon.store import StoreOptions
+    from laddertron.engine.daemon.store_open import open_store
 
     async def main():
         export = Path(sys.argv[2]) if len(sys.argv) > 2 else None

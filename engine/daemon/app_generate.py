@@ -21,7 +21,7 @@ from .. import request as engine
 from .answers import Answer, Delta
 from .app_errors import HttpFault, not_ready, of_bad_request
 from .app_state import Services, owner_of
-from .dispatch import Flight
+from .flight import Flight
 from .observe import RequestTimes
 from .requests import Origin, check_model, encode_prompts, to_requests
 from .rules import BadRequest

@@ -20,7 +20,8 @@ from ..text import TextModel
 from ..text_pool import Encoder
 from . import records
 from .answers import Answer, Delta
-from .dispatch import Dispatcher, Flight
+from .dispatch import Dispatcher
+from .flight import Flight
 from .intake import Line, LineRules, read_lines
 from .lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
 from .observe import RequestTimes

@@ -19,6 +19,7 @@ from ..text import TextModel
 from ..text_pool import Encoder
 from . import records
 from .batch_feed import BatchFeed, BatchSettings, Gate, rules_of
+from .cleaning import Cleaner
 from .dispatch import Dispatcher
 from .intake import FileCheck, Line, check_file
 from .outputs import make_outputs
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # batches that feed the engine side by side; the others wait in the order of their creation
 _MAX_ERRORS = 100
-_CLEANING_SECONDS = 600.0
 _OUTCOMES: dict[str, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request ran"),
     "expired": ("batch_expired", "the batch's completion window was over before this request ran"),
@@ -54,7 +54,8 @@ class Batches:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._dispatcher, self._text, self._encoder = store, dispatcher, text, encoder
-        self._settings, self._retention, self._clock = settings, retention, clock
+        self._settings, self._clock = settings, clock
+        self._cleaner = Cleaner(store, retention, clock)
         self.gate = Gate()
         self.gate.set("")
         self._stops: dict[str, asyncio.Future[str]] = {}
@@ -68,7 +69,7 @@ class Batches:
         """Takes up every open batch."""
         for batch in await self._store.read(records.open_batches):
             self._take_up(batch)
-        self._spawn(self._clean_for_ever())
+        self._spawn(self._cleaner.run())
 
     async def close(self) -> None:
         """Leaves every batch as it stands; results that were computed are stored first."""
@@ -120,7 +121,7 @@ class Batches:
     async def remove_file(self, file: FileRow) -> None:
         """Raises StoreUnavailable."""
         await self._store.write(lambda rows: records.drop_file(rows, file))
-        self._unlink(file.id)
+        self._store.remove_bytes(file.id)
 
     async def content(self, file: FileRow) -> Path:
         """Where its bytes are; an output file that is gone is made again. Raises StoreUnavailable or OSError."""
@@ -302,45 +303,6 @@ class Batches:
             return records.change_batch(rows, batch.id, ("finalizing",), status=status, **stamp)
 
         return await self._store.write(work)
-
-    # deletion in time
-
-    async def _clean_for_ever(self) -> None:
-        while self._retention is not None:
-            try:
-                await self.clean()
-            except (StoreUnavailable, OSError) as error:
-                log.warning("nothing was cleaned: %s", error, extra={"event": "retention"})
-            await asyncio.sleep(_CLEANING_SECONDS)
-
-    async def clean(self) -> int:
-        """Deletes what is older than the retention; how many files and batches."""
-        if self._retention is None:
-            return 0
-        before, count = int(self._clock() - self._retention), 0
-        while batches := await self._store.read(lambda db: records.old_batches(db, before)):
-            for batch in batches:
-                gone = await self._store.write(lambda rows, batch=batch: records.drop_batch(rows, batch))  # type: ignore[misc]
-                for name in gone:
-                    self._unlink(name)
-            count += len(batches)
-        while files := await self._store.read(lambda db: records.old_files(db, before)):
-            for file in files:
-                await self.remove_file(file)
-            count += len(files)
-        if count:
-            log.info("deleted %d old files and batches", count, extra={"event": "retention"})
-            await self._store.write(_shrink)
-        return count
-
-    def _unlink(self, name: str) -> None:
-        self._store.path_of(name).unlink(missing_ok=True)
-        if self._store.export is not None:
-            self._store.export.forget(name)
-
-
-def _shrink(rows: Rows) -> None:
-    rows.db.execute("PRAGMA incremental_vacuum(1024)").fetchall()
 
 
 def batch_counts(db: sqlite3.Connection) -> dict[str, int]:

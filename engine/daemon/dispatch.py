@@ -8,15 +8,12 @@ no store.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from ..request import BATCH, ModelLimits, Request, TokensEvent
-from .answers import Answer, Delta
+from ..request import ModelLimits, TokensEvent
+from .flight import Flight
 from .job import EngineJob, JobState, RankReport
 from .lines import AnswerFault, unmade
 from .observe import Observer
@@ -26,53 +23,6 @@ log = logging.getLogger(__name__)
 SUSPECT_DEATHS = 2
 """In a step that a rank died in so often: from then on it runs alone."""
 _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
-
-
-class FlightOwner(Protocol):
-    """Whoever wants the answer."""
-
-    def progressed(self, flight: Flight, delta: Delta) -> None:
-        """A piece of a choice. After a relaunch an answer begins anew unless `sent` is set."""
-
-    def landed(self, flight: Flight) -> None:
-        """The answer is whole, or has its fault. Nothing follows."""
-
-    def died(self, flight: Flight) -> None:
-        """It was in a step that a rank died in; `deaths` has been counted. It will run again."""
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """One body under way: its requests, and the answer in the making. `sent`: the client has seen part of it, so it
-    cannot begin anew."""
-
-    requests: tuple[Request, ...]
-    make: Callable[[Sequence[Request]], Answer]
-    owner: FlightOwner
-    deaths: int = 0
-    sent: bool = False
-    answer: Answer = field(init=False)
-    replica: int | None = None
-
-    def __post_init__(self) -> None:
-        self.answer = self.make(self.requests)
-
-    @property
-    def choices(self) -> int:
-        return sum(request.params.n for request in self.requests)
-
-    @property
-    def batch(self) -> bool:
-        return self.requests[0].priority == BATCH
-
-    @property
-    def epoch(self) -> int:
-        return self.requests[0].epoch
-
-    def again(self) -> None:
-        """As never begun, in the next epoch: events of the last one count no more."""
-        self.requests = tuple(dataclasses.replace(r, epoch=r.epoch + 1) for r in self.requests)
-        self.answer, self.replica = self.make(self.requests), None
 
 
 class _Replica:

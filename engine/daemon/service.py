@@ -28,7 +28,8 @@ from .job import EngineJob
 from .keys import KeyRing
 from .observe import Observer
 from .server import Server, ServerOptions, make_server
-from .store import Store, StoreOptions, StoreUnavailable, open_store
+from .store import Store, StoreOptions, StoreUnavailable
+from .store_open import open_store
 
 log = logging.getLogger(__name__)
 

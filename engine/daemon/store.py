@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import shutil
 import sqlite3
 import threading
 import time
@@ -19,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .disk import DiskError, FolderLock, RealFiles, prepare_folder
 from .disk import Files as DiskFiles
-from .store_export import Change, Export, Fenced, fetch_files, generations, read_changes
-from .store_schema import KEYS, Rows, SchemaVersionError, columns, migrate
+from .disk import FolderLock, RealFiles
+from .store_export import Change, Export, Fenced
+from .store_schema import KEYS, Rows, columns
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ class _Work:
 
 
 class Store:
-    """Opened with `open_store`, on the loop that uses it; `close` it there."""
+    """Opened by store_open.py, on the loop that uses it; `close` it there."""
 
     def __init__(self, folder: Path, lock: FolderLock, export: Export | None, options: StoreOptions) -> None:
         self.folder, self._lock, self.export, self._options = folder, lock, export, options
@@ -86,6 +85,12 @@ class Store:
     def path_of(self, file_id: str) -> Path:
         """Where a file's bytes are. `file_id` comes from the store, never from a client."""
         return self.files_folder / file_id
+
+    def remove_bytes(self, file_id: str) -> None:
+        """Here and in the export; the row is gone already."""
+        self.path_of(file_id).unlink(missing_ok=True)
+        if self.export is not None:
+            self.export.forget(file_id)
 
     @property
     def disk_files(self) -> DiskFiles:
@@ -260,18 +265,19 @@ class Store:
     # connections
 
     def _connect(self) -> sqlite3.Connection:
-        return _connection(self.folder, self._options)
+        return connect_store(self.folder, self._options)
 
     def _reader(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = _connection(self.folder, self._options)
+            connection = self._local.connection = connect_store(self.folder, self._options)
             connection.execute("PRAGMA query_only = ON")
             self._opened.append(connection)
         return connection
 
 
-def _connection(folder: Path, options: StoreOptions) -> sqlite3.Connection:
+def connect_store(folder: Path, options: StoreOptions) -> sqlite3.Connection:
+    """A connection with the store's settings; makes the file if there is none."""
     db = options.connect(folder / "store.db", isolation_level=None, timeout=10.0, check_same_thread=False)
     db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has its say only before the first page
     db.execute("PRAGMA journal_mode = WAL")
@@ -288,64 +294,3 @@ def _snapshot(db: sqlite3.Connection) -> Iterator[Change]:
         names = columns(db, table)
         for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
             yield ["insert", table, {name: row[name] for name in names if row[name] is not None}]
-
-
-async def open_store(folder: Path, options: StoreOptions = StoreOptions()) -> Store:
-    """Makes or opens the store in `folder`; an empty one is rebuilt from the export, if there is one. Raises DiskError
-    (held, a network file system, damaged, of a later version) or OSError."""
-    lock = await asyncio.to_thread(prepare_folder, folder)
-    try:
-        export = None
-        if options.export_dir is not None:
-            await asyncio.to_thread(options.export_dir.mkdir, parents=True, exist_ok=True, mode=0o700)
-            export = Export(options.export_dir, options.files)
-        await asyncio.to_thread(_make, folder, options)
-        store = Store(folder, lock, export, options)
-        await asyncio.to_thread(store.start)
-        return store
-    except (sqlite3.Error, SchemaVersionError, Fenced) as error:
-        lock.release()
-        raise DiskError(f"{folder}: {error}") from error
-    except BaseException:
-        lock.release()
-        raise
-
-
-def _make(folder: Path, options: StoreOptions) -> None:
-    (folder / "files").mkdir(exist_ok=True, mode=0o700)
-    fresh = not (folder / "store.db").exists()
-    if fresh and options.export_dir is not None and generations(options.export_dir):
-        _rebuild(folder, options)
-        return
-    db = _connection(folder, options)
-    try:
-        if not fresh:
-            verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if verdict != "ok":
-                raise DiskError(f"{folder}/store.db is damaged ({verdict}): restore it, or rebuild from an export")
-        migrate(db)
-    finally:
-        db.close()
-
-
-def _rebuild(folder: Path, options: StoreOptions) -> None:
-    """Beside the place first: a rebuild that is interrupted begins anew."""
-    assert options.export_dir is not None
-    scratch = folder / "rebuild"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o700)
-    db = _connection(scratch, options)
-    migrate(db)
-    db.execute("BEGIN")
-    rows = Rows(db)
-    for change in read_changes(options.export_dir):
-        rows.apply(change)
-        rows.changes.clear()
-    db.execute("COMMIT")
-    count = db.execute("SELECT count(*) FROM results").fetchone()[0]
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    db.close()
-    fetch_files(options.export_dir, folder / "files")
-    (scratch / "store.db").rename(folder / "store.db")
-    shutil.rmtree(scratch)
-    log.warning("the store was rebuilt from %s: %d results", options.export_dir, count, extra={"event": "store"})
