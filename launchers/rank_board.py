@@ -103,7 +103,8 @@ class RankBoard:
         news: list[News] = []
         if state.suspect:
             state.suspect = False
-            if not any(other.suspect for other in self.ranks.values()):
+            # a launch that is ending does not come back, whoever still speaks
+            if not self.evidence and not any(other.suspect for other in self.ranks.values()):
                 news.append(Recovered())
         match message:
             case Beat():

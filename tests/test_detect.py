@@ -266,3 +266,18 @@ def test_a_rank_that_said_why_is_not_also_lost() -> None:
     assert board.gone(1, "") == []
     assert kinds(board.gone(0, "reset")) == ["rank_lost"]
     assert board.judge(1, (), {}).reason.endswith("ZeroDivisionError")
+
+
+def test_a_failing_launch_never_recovers() -> None:
+    """Rank 0 is silent, so suspect; rank 1 dies, which ends the launch; then rank 0 speaks again. It is heard, but
+    nothing says that the launch is well: it would be ready for the moment that its end takes."""
+    board = ready_board(2, Patience(suspect_s=3.0, dead_s=15.0))
+    board.heard(1, Beat(), 14.0)
+    assert kinds(board.look(14.0)) == ["Suspect"]
+    assert kinds(board.gone(1, "reset")) == ["rank_lost"]
+    assert board.heard(0, Beat(), 14.5) == []
+    assert not board.ranks[0].suspect
+    calm = ready_board(2, Patience(suspect_s=3.0, dead_s=15.0))
+    calm.heard(1, Beat(), 14.0)
+    assert kinds(calm.look(14.0)) == ["Suspect"]
+    assert kinds(calm.heard(0, Beat(), 14.5)) == ["Recovered"]
