@@ -4,6 +4,7 @@ own for configuration, key, sockets and state; nothing is read from /etc/slurm o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -15,9 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from cluster.launching import running
 from cluster.nodes import Cluster, kill
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "scancel")
+DAEMONS = ("munged", "slurmctld", "slurmd", "slurmscriptd")
 _MUNGE = ("key-file", "munge.key"), ("socket", "munge"), ("pid-file", "munge.pid"), ("log-file", "munge.log")
 
 
@@ -108,12 +111,14 @@ class Slurm:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for daemon in reversed(self._daemons):
-            os.killpg(daemon.pid, signal.SIGTERM) if daemon.poll() is None else None
-        for daemon in reversed(self._daemons):
-            try:
-                daemon.wait(10.0)
-            except subprocess.TimeoutExpired:
+        mine = {pid for pid, words in running(self._cluster).items() if any(name in words for name in DAEMONS)}
+        for pid in mine:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        try:  # they write their state once more before they go
+            until("the end of Slurm's daemons", lambda: not mine & running(self._cluster).keys(), 10.0)
+        finally:
+            for daemon in self._daemons:
                 kill(daemon)
         shutil.rmtree(self.folder, ignore_errors=True)
 

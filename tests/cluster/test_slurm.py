@@ -12,11 +12,10 @@ import pytest
 
 from cluster.launching import Job, processes
 from cluster.nodes import Cluster, why_not
-from cluster.slurm import Slurm, missing, until
+from cluster.slurm import DAEMONS, Slurm, missing, until
+from cluster.test_over_nodes import library, mpich
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-DAEMONS = ("munged", "slurmctld", "slurmd", "slurmscriptd")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +49,21 @@ def test_srun_over_both_nodes(slurm: tuple[Cluster, Slurm], tmp_path: Path, laun
     assert job.answered() == job.names
     assert ("srun --mpi=pmix" in done.stderr) == launch
     assert cluster.control.stats().bytes - before > 1_000_000  # the ranks did meet over the link
+    none_left(cluster)
+
+
+def test_srun_with_mpich(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
+    """The same with MPICH's library and Slurm's PMI-2."""
+    cluster, running = slurm
+    root = mpich()
+    if root is None:
+        pytest.skip("no MPICH: make launch-test fetches one into build/mpich")
+    keys = f"ranks_per_node: 1, slurm: {{mpi: pmi2}}, env: {{MPI4PY_LIBMPI: '{library(root)}'}}"
+    job = Job(tmp_path, keys, tp=2, lines=4, tokens=4)
+    command = job.command(sys.executable, launch=False)
+    done = running.run(["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *command], timeout=120)
+    assert done.returncode == 0, done.stderr + running.logs()
+    assert job.answered() == job.names
     none_left(cluster)
 
 
