@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,11 @@ def test_a_rank_peaks_at_its_own_weights_a_tenth_and_200_mb(tmp_path: Path, rank
     for name, shape in expected_shapes(LARGE).items():
         part = int(name.split(".")[2]) // 6 if ".layers." in name else 0
         layers.setdefault(part, {})[name] = torch.zeros(shape, dtype=torch.bfloat16)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for part, tensors in layers.items():
         save_file(tensors, tmp_path / f"model-{part}.safetensors")
         weight_map |= dict.fromkeys(tensors, f"model-{part}.safetensors")
     del layers
-    import json
-
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for rank, took in enumerate(ranks(2, "weights_cases:memory", {"folder": str(tmp_path)}, timeout_s=120)):
         print(f"rank {rank}: { ({k: v >> 20 for k, v in took.items()}) } MiB")

@@ -139,3 +139,22 @@ def memory(rank: Rank, folder: str) -> dict[str, int]:
     c = built.config
     weights = sum(torch.Size(s).numel() for s in shapes(Shard(c, rank.size, rank.rank)).values())
     return {"peak": peak.grown, "kept": anonymous() - peak.before, "weights": weights * 2}
+
+
+def fp8_distance(rank: Rank, folder: str, prompts: list[list[int]], native: bool) -> dict[str, float]:
+    """How far this rank's logits with fp8 weights kept, as on a GPU, are from those with the weights widened."""
+    from engine_cases import build_on, deployment, forward_all
+    from laddertron.engine import build as building
+    from laddertron.models.quantised import Fp8
+
+    model = {"dtype": "bfloat16" if native else "float32"}
+    wide = forward_all(build_on(rank, deployment(folder, rank.size, model)), prompts)
+    chosen = building.make_fp8
+    building.make_fp8 = lambda source, c, device: Fp8(source.kept_fp8(c), native)
+    try:
+        built = build_on(rank, deployment(folder, rank.size, model))
+    finally:
+        building.make_fp8 = chosen
+    kept = sum(p.dtype == torch.float8_e4m3fn for p in built.runner.model.parameters())
+    got = forward_all(built, prompts)
+    return {"distance": (got - wide).abs().max().item(), "scale": wide.abs().max().item(), "kept": float(kept)}
