@@ -116,6 +116,9 @@ def environment(name: str) -> Path:
         [sys.executable, "-m", "venv", str(BUILD / name)],
         [str(python), "-m", "pip", "install", "--quiet", "setuptools", "wheel"],
         [str(python), "-m", "pip", "install", "--quiet", "--prefer-binary", *NEEDS[name]],
+        # A dependency of optimum's that nothing here uses; the index's wheel may belong to another build of torch, and
+        # then transformers cannot be imported.
+        [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"],
     ]
     for command in commands:
         try:
