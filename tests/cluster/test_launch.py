@@ -45,7 +45,9 @@ def launch_section(cluster: Cluster, folder: Path, launcher: str, slots: int = 1
         root = mpich()
         if root is None:
             pytest.skip("no MPICH: make cluster-test fetches one into build/mpich")
-        keys += f", mpirun: {root / 'bin' / 'mpiexec'}, env: {{MPI4PY_LIBMPI: '{library(root)}'}}"
+        # the nodes share a kernel, by which UCX takes them for one host and looks for shared memory between them
+        env = f"{{MPI4PY_LIBMPI: '{library(root)}', UCX_TLS: 'tcp,self', UCX_NET_DEVICES: eth0}}"
+        keys += f", mpirun: {root / 'bin' / 'mpiexec'}, env: {env}"
     return keys
 
 
