@@ -51,11 +51,11 @@ def one_core_each(nodes: int) -> list[list[int]]:
     return [[cores[i % len(cores)]] for i in range(nodes)]
 
 
-def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], timeout_s: float = 600.0) -> list[dict[str, Any]]:
+def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> list[dict[str, Any]]:
     """Runs cross_<task>.py over that many nodes; what its rank 0 said."""
     found = []
     crowded = nodes * per_node > len(os.sched_getaffinity(0))
-    with Cluster(nodes, cores=None if crowded else one_core_each(nodes)) as cluster:
+    with Cluster(nodes, cores=None if crowded else one_core_each(nodes), nice=nice) as cluster:
         ranks = [sys.executable, "-W", "ignore", str(HERE / f"cross_{spec['task']}.py"), json.dumps(spec)]
         path = [str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
         env = {
@@ -73,14 +73,14 @@ def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], timeout_s: float
                 print(line, end="", flush=True)
                 if line.startswith("{"):
                     found.append(json.loads(line))
-            if process.wait(timeout_s) != 0:
+            if process.wait(60.0) != 0:
                 raise RuntimeError(f"{spec['task']} on {nodes} x {per_node} ended with status {process.returncode}")
         finally:
             kill(process)
     return found
 
 
-def reduce_runs(quick: bool) -> list[dict[str, Any]]:
+def reduce_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
     """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, and the sweep for the cost model."""
     others = ["gloo", "openmpi"]
     found = []
@@ -95,6 +95,7 @@ def reduce_runs(quick: bool) -> list[dict[str, Any]]:
             nodes,
             per_node,
             {"task": "collectives", "delays_s": [1 * MS], "sizes": [16384], "lanes": lanes, "seconds": seconds},
+            nice,
         )
         found += on_cluster(
             nodes,
@@ -106,11 +107,12 @@ def reduce_runs(quick: bool) -> list[dict[str, Any]]:
                 "lanes": [f"native/{s}" for s in native],
                 "seconds": 0.15 if quick else 0.4,
             },
+            nice,
         )
     return found
 
 
-def wiring_runs(quick: bool) -> list[dict[str, Any]]:
+def wiring_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
     spec = {
         "task": "decode",
         "size": WIDE,
@@ -122,10 +124,10 @@ def wiring_runs(quick: bool) -> list[dict[str, Any]]:
         "steps": 12 if quick else 40,
         "turn": 4,
     }
-    return on_cluster(2, 1, spec)
+    return on_cluster(2, 1, spec, nice)
 
 
-def llama_runs(quick: bool) -> list[dict[str, Any]]:
+def llama_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
     spec = {
         "task": "decode",
         "size": LLAMA150M,
@@ -137,7 +139,7 @@ def llama_runs(quick: bool) -> list[dict[str, Any]]:
         "steps": 12 if quick else 48,
         "turn": 4,
     }
-    return on_cluster(2, 1, spec)
+    return on_cluster(2, 1, spec, nice)
 
 
 RUNS = {"reduce": reduce_runs, "wirings": wiring_runs, "llama150m": llama_runs}
@@ -147,6 +149,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=sorted(RUNS), action="append", help="one part; the rest stays as it was")
     parser.add_argument("--quick", action="store_true", help="a third of the calls: a first impression")
+    parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
     parser.add_argument("--report", action="store_true", help="no measuring: tables from the last results")
     parser.add_argument("--write", action="store_true", help="renew docs/performance.md and its picture")
     args = parser.parse_args()
@@ -160,8 +163,9 @@ def main() -> int:
             results[name] = {
                 "load_before": round(os.getloadavg()[0], 1),
                 "quick": args.quick,
+                "nice": args.nice,
                 "cores": len(os.sched_getaffinity(0)),
-                "lines": RUNS[name](args.quick),
+                "lines": RUNS[name](args.quick, args.nice),
             }
             results[name]["seconds"] = round(time.monotonic() - began)
             RESULTS.parent.mkdir(exist_ok=True)

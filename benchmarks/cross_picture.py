@@ -77,11 +77,12 @@ def picture(points: Sequence[tuple[float, float, int]], law: Callable[[float], f
         for ratio, speed, of in points:
             if of == batch:
                 parts.append(f'<circle cx="{_x(ratio):.1f}" cy="{_y(speed):.1f}" r="5" fill="{colour}"/>')
-        legend.append((f'<circle r="5" fill="{colour}"/>', f"laddertron, emulated nodes, batch {batch}"))
+        if any(of == batch for *_, of in points):
+            legend.append((f'<circle r="5" fill="{colour}"/>', f"laddertron, emulated nodes, batch {batch}"))
     for index, (mark, words) in enumerate(legend):
         y = _y(1.42) + 20 * index
-        parts.append(f'<g transform="translate({_x(1.7):.1f} {y:.1f})">{mark}</g>')
-        parts.append(_text(_x(1.7) + 12, y + 4, words))
+        parts.append(f'<g transform="translate({_x(1.55):.1f} {y:.1f})">{mark}</g>')
+        parts.append(_text(_x(1.55) + 12, y + 4, words))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="13"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'

@@ -208,7 +208,8 @@ def tables(results: Results) -> list[str]:
     for name, make in TABLES.items():
         if name in results:
             note = " A first impression: a third of the calls." if results[name]["quick"] else ""
-            rows += [*make(results), "", f"Load before: {results[name]['load_before']}.{note}", ""]
+            how = f"Load before: {results[name]['load_before']}, ranks at nice {results[name]['nice']}.{note}"
+            rows += [*make(results), "", how, ""]
     return rows
 
 
