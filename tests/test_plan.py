@@ -402,3 +402,18 @@ def test_half_ladder_models_are_compared_with_their_own_wiring() -> None:
     plan = planned("llama-3.1-8b", "1x8xH100", wiring="hybrid", size=8)
     assert "hybrid" in plan.wirings
     assert plan.question.config.wiring.kinds.count("ladder") == config.num_layers // 2
+
+
+def test_fp8_weights_that_are_here_are_read_off_their_config(tmp_path: Path) -> None:
+    """A folder whose config.json says fbgemm_fp8 is planned with a byte a weight; without it, with two."""
+    words = {
+        "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "hidden_act": "silu",
+    }  # fmt: skip
+    file = tmp_path / "d.yaml"
+    file.write_text(f"model:\n  path: {tmp_path}\n")
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    assert deployed(file).stored.weights == "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps({**words, "quantization_config": {"quant_method": "fbgemm_fp8"}}))
+    assert deployed(file).stored == Stored("fp8", "bfloat16", "bfloat16")
