@@ -97,11 +97,15 @@ def serve(folder: Path, step_s: float, seqs: int) -> None:
     from laddertron.engine.daemon.server import ServerOptions, listen
     from laddertron.engine.daemon.service import Daemon as Service
     from laddertron.engine.daemon.service import Parts
-    from laddertron.engine.request import ModelLimits
+    from laddertron.engine.request import ModelLimits, Request
     from laddertron.engine.text import TextModel
     from tiny_text import write_folder
 
     class Paced(FakeJob):
+        def submit(self, request: Request) -> None:
+            super().submit(request)
+            self.submitted.clear()  # the fake's memory is not the daemon's
+
         def _step(self) -> None:
             super()._step()
             if step_s:
