@@ -37,7 +37,7 @@ types:
 
 unit:
 	@echo "== tests"
-	@$(VENV)/bin/pytest tests -m "not slow"
+	@$(VENV)/bin/pytest tests -m "not slow" -n 2 --dist loadfile
 
 wheel: env ## Build a wheel into dist/ and see that it installs and starts
 	@rm -rf dist build/wheel-check

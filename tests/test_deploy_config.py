@@ -257,14 +257,14 @@ def test_what_is_not_a_deployment_file(tmp_path: Path) -> None:
 def test_bombs_are_bounded(tmp_path: Path) -> None:
     """Aliases that multiply, aliases into themselves, deep nesting, huge files and huge numbers: refused within a
     second, without being built."""
-    begun = time.monotonic()
+    begun = time.process_time()
     multiply = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
     assert "more than 5000 values" in faults(tmp_path, multiply)[0]
     assert "nested more than 8 deep" in faults(tmp_path, "model: &m [*m]\n")[0]
     assert "nested more than 8 deep" in faults(tmp_path, "a: " + "[" * 3000 + "]" * 3000)[0]
     assert "more than 262144 bytes" in faults(tmp_path, "# " + "x" * 300_000)[0]
     assert "is not an integer" in faults(tmp_path, f"model: {{path: m}}\nengine: {{seed: {'9' * 100_000}}}")[0]
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 # Overrides
