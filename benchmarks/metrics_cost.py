@@ -93,11 +93,10 @@ def be_rank(port: int, pairs: int, seconds: float) -> None:
     ):
         line.sendall(json.dumps({"rank": me.rank}).encode() + b"\n")
         built = build(deployment, communicator, choose_device(deployment, me))
-        tokens = 64
+        tokens, scheduler = 64, Scheduler(built.scheduler_limits)
         for block in range(-1, 2 * pairs):
             on = (block % 2 == 0) == (block // 2 % 2 == 0)
             plain = Progress(durations=_Nothing(STEP_SECONDS), sizes=_Nothing(STEP_TOKENS))
-            scheduler = Scheduler(built.scheduler_limits)
             status = Status(communicator=communicator, scheduler=scheduler.snapshot(time.time()))
             reporter = _Reporter(line, status) if on else None
             progress = reporter.__enter__() if reporter else plain
