@@ -2,6 +2,7 @@
 
 Started like the worker (`python tests/fake_worker.py`), also by mpirun. The welcome's config is a JSON object:
   max_num_seqs (8), step_s (0.005), load_s (0), raise_loading: rank, digests: {rank: text}, version: {rank: text},
+  vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
   poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
 Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of choice c is
 `fake_token(seed, c, i)`, whatever else runs; a request ends by "length".
@@ -55,6 +56,8 @@ class FakeEngine:
         self.client, self.beat = client, beat
         self.max_num_seqs = int(str(config.get("max_num_seqs", 8)))
         self.poison = {int(str(i)) for i in config.get("poison", [])}  # type: ignore[attr-defined]
+        self.vocab = int(str(config.get("vocab", VOCAB)))
+        self.starts = str(config.get("starts", ""))
         self.waiting: deque[Sequence] = deque()
         self.running: dict[str, Sequence] = {}
 
@@ -93,6 +96,9 @@ class FakeEngine:
             started.append(sequence.request.request_id)
         if started:
             self.client.send_state(Running(started=tuple(started)))
+        if started and self.starts:
+            with open(self.starts, "ab", buffering=0) as file:
+                file.write("".join(f"{request_id}\n" for request_id in started).encode())
         if self.poison and any(self.poison & set(s.request.prompt) for s in self.running.values()):
             self.client.flush(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -106,7 +112,7 @@ class FakeEngine:
                     tokens: tuple[int, ...] = ()
                     finish = "stop"
                 else:
-                    tokens = (fake_token(request.params.seed, choice, position),)
+                    tokens = (fake_token(request.params.seed, choice, position) % self.vocab,)
                     sequence.produced[choice] += 1
                     finish = "length" if position + 1 >= request.params.max_tokens else None
                 events.append(TokensEvent(request_id, choice, position, tokens, finish, epoch=request.epoch))
@@ -172,7 +178,7 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
         threading.Event().wait(config["load_s"])
     if config.get("raise_loading") == rank:
         raise AskedToRaise("asked to raise while loading")
-    limits = ModelLimits(4096, VOCAB, int(config.get("max_num_seqs", 8)), 65536, (2,))
+    limits = ModelLimits(4096, int(config.get("vocab", VOCAB)), int(config.get("max_num_seqs", 8)), 65536, (2,))
     client.send_state(Ready(limits))
     print(f"fake rank {rank} is ready", flush=True)
     engine = FakeEngine(client, config, beats)

@@ -1,0 +1,48 @@
+"""`laddertron serve` as it ships but for its ranks: `fake_daemon.py STARTS STEP_S CONFIG KEY=VALUE...`. Real daemon,
+store, supervisor and keeper; a stand-in for mpirun, fake ranks that tell STARTS what they run. No torch: it starts at
+once. POISON in the environment is a token id whose appearance kills a rank; FAULT=loading makes rank 1 fail to load."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from job_tools import fake_mpirun
+from laddertron.engine.config import Deployment, read
+from laddertron.engine.daemon.job import EngineJob
+from laddertron.launchers import serve
+from laddertron.launchers.commands.run import read_text
+from laddertron.launchers.supervisor import JobFailure, JobHooks, JobOptions, MpiJob
+
+
+def main() -> int:
+    starts, step_s, path, *overrides = sys.argv[1:]
+    config: dict[str, object] = {"max_num_seqs": 8, "vocab": 2048, "step_s": float(step_s), "starts": starts}
+    if "POISON" in os.environ:
+        config["poison"] = [int(os.environ["POISON"])]
+    if os.environ.get("FAULT") == "loading":
+        config["raise_loading"] = 1
+    loaded = read(path, overrides)
+    daemon = loaded.deployment.daemon
+
+    def replicas(deployment: Deployment, failed: Callable[[int, JobFailure], None]) -> list[EngineJob]:
+        command = fake_mpirun()
+        # a kill point every second would otherwise mostly hit the wait before a relaunch
+        options = JobOptions(
+            2, max_failures=daemon.max_restarts, longest_backoff_s=0.5 if daemon.max_restarts > 3 else 30
+        )
+        hooks = JobHooks(failed=lambda failure: failed(0, failure))
+        return [MpiJob(lambda excluded: command, json.dumps(config), options, hooks)]
+
+    serve.replicas_of = replicas
+    text, folder = read_text(loaded)
+    return serve.serve(loaded, text, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A daemon as a process with its ranks, to be killed in every way; and what stands in its store and its log.
+
+`Night` starts, strikes and starts again; it knows nothing of what a test wants to see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from laddertron.launchers import processes
+from laddertron.launchers.batch_client import BatchClient, Server
+from laddertron.launchers.processes import ProcessId
+
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = Path(__file__).with_name("fake_daemon.py")
+WORKERS = ("fake_worker.py", "laddertron.launchers.worker")
+
+
+def until(what: str, condition: Callable[[], Any], seconds: float, pause: float = 0.02) -> float:
+    """Asks until it is so; the seconds that took. Raises TimeoutError. Processes that die tell nobody but their parent,
+    and HTTP has to be asked."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > seconds:
+            raise TimeoutError(f"{what}: not within {seconds:g} s")
+        time.sleep(pause)
+    return time.monotonic() - began
+
+
+def words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def line(name: str, tokens: int, seed: int, prompt: Any = "def f(") -> dict[str, Any]:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "seed": seed, "temperature": 0, "ignore_eos": True}
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+class Night:
+    """`real`: mpirun and ranks of the demo model; else the stand-ins. `sets`: overrides of the configuration."""
+
+    def __init__(self, folder: Path, *, real: bool, step_s: float = 0.01, sets: tuple[str, ...] = ()) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.folder, self.log_path, self.starts = folder, folder / "log", folder / "starts"
+        self.starts.touch()
+        config = str(ROOT / "configs" / "demo.yaml")
+        keys = (
+            f"daemon.data_dir={folder / 'data'}",
+            f"daemon.port={self.port}",
+            "daemon.limits.min_free_disk=0",
+            *sets,
+        )
+        if real:
+            self.argv = [sys.executable, "-m", "laddertron.launchers.cli", "serve", config]
+            self.argv += [word for key in keys for word in ("--set", key)]
+        else:
+            self.argv = [sys.executable, str(FAKE), str(self.starts), str(step_s), config, *keys]
+        self.client = BatchClient(Server(f"http://127.0.0.1:{self.port}/v1"))
+        self.process: subprocess.Popen[bytes]
+
+    def start(self, **environment: str) -> None:
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(self.argv, stderr=log, env={**os.environ, **environment})
+
+    def status(self, path: str = "/ready") -> int:
+        """Of HTTP; 0 while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    def ready(self, seconds: float = 120) -> float:
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.tail()
+            return self.status() == 200
+
+        return until("ready", is_ready, seconds)
+
+    def tail(self) -> str:
+        return self.log_path.read_text()[-4000:]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        rows = self.log_path.read_text().splitlines()
+        found = [json.loads(row) for row in rows if row.startswith("{") and row.endswith("}")]
+        return [event for event in found if event.get("event") == name]
+
+    # whom to strike
+
+    def victims(self, what: str) -> list[ProcessId]:
+        """Processes of that kind as of now: daemon, keeper, mpirun, rank."""
+        if what == "daemon":
+            return [here] if (here := _identity(self.process.pid)) else []
+        found = processes.descendants(self.process.pid)
+        keepers = [p for p in found if "laddertron.launchers.keeper" in words(p.pid)]
+        if what == "keeper":
+            return keepers
+        under = {p.pid for keeper in keepers for p in processes.descendants(keeper.pid)}
+        children = {p.pid for p in found if p.pid in under and _parent(p.pid) in {k.pid for k in keepers}}
+        if what == "mpirun":
+            return [p for p in found if p.pid in children]
+        return [
+            p for p in found if p.pid in under - children and any(word.endswith(WORKERS) for word in words(p.pid)[1:4])
+        ]
+
+    def strike(self, what: str, rng: random.Random, signum: int = signal.SIGKILL) -> ProcessId | None:
+        """Signals one of them; None if there was none."""
+        found = sorted(self.victims(what), key=lambda p: p.pid)
+        if not found:
+            return None
+        victim = rng.choice(found)
+        return victim if processes.kill(victim, signum) else None
+
+    def everyone(self) -> list[ProcessId]:
+        return processes.descendants(self.process.pid)
+
+    # batches
+
+    def submit(self, lines: list[dict[str, Any]]) -> str:
+        path = self.folder / "in.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+        file = self.client.upload(path)["id"]
+        return str(self.client.create(file, "/v1/completions", "24h", None, os.urandom(8).hex())["id"])
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        return self.client.batch(batch_id)
+
+    def rows(self, batch: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+        """A file's lines (`output` or `error`), each whole: raises ValueError on a torn one."""
+        file = batch[f"{kind}_file_id"]
+        if file is None:
+            return []
+        path = self.folder / f"{kind}.jsonl"
+        self.client.download(file, path)
+        data = path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            raise ValueError(f"the {kind} file of {batch['id']} ends in a torn line")
+        return [json.loads(row) for row in data.splitlines()]
+
+    def committed(self) -> set[str]:
+        """The engine's names of all lines whose result is in the store."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.folder / 'data' / 'store.db'}?mode=ro", uri=True)) as db:
+            found = db.execute("SELECT batch_id, custom_id, number FROM results").fetchall()
+        return {engine_name(*row) for row in found}
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def engine_name(batch_id: str, custom_id: str, number: int) -> str:
+    """What a line's request is called in the engine, without the choice."""
+    digest = hashlib.blake2b(f"{batch_id}\0{custom_id}\0{number}".encode(), digest_size=12).hexdigest()
+    return f"{batch_id[-12:]}-{digest}"
+
+
+def _identity(pid: int) -> ProcessId | None:
+    started = processes.start_time(pid)
+    return None if started is None else ProcessId(pid, started)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
