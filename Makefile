@@ -68,6 +68,12 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; eight minutes, quiet machine)
 	@$(PY) benchmarks/cross_node.py --write
 
+fault-test: env ## Faults row by row, 160 + 40 seeded kill points (FAULT_SEED, FAULT_FAKE, FAULT_REAL; at most 30 minutes)
+	@timeout -k 30 1800 $(VENV)/bin/pytest tests/faults tests/test_supervisor.py tests/test_app_serve.py -s
+
+chaos-demo: env ## A rank, the daemon and mpirun are killed while a batch runs; every line has one answer
+	@$(PY) -m laddertron.launchers.chaos
+
 fuzz: ## The API's description as a fuzzer: some 2,500 requests, no 5xx (minutes)
 	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/test_app_fuzz.py -s
 
