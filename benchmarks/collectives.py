@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> None:
     each = args.per_node or size
     layout = GroupLayout(tuple(tuple(range(at, at + each)) for at in range(0, size, each)))
     dtype = getattr(torch, args.dtype)
-    names = []
+    names: list[tuple[Any, Any]] = []
     for backend in args.backends.split(","):
         names += [(backend, s) for s in (args.strategies.split(",") if backend == "native" else ["auto"])]
     comms = {}

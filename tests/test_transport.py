@@ -212,17 +212,19 @@ def test_random_programs_agree_with_plain_sums(size: int, per_node: int, seed: i
                 if strategy == "gather":
                     pending = gather.start(xs[rank].view(torch.uint8).numpy())
 
-                    def check(pending: Any = pending, xs: Any = xs) -> None:
+                    def gathered(pending: Any = pending, xs: Any = xs) -> None:
                         assert (pending.wait() == torch.stack(xs).view(torch.uint8).view(size, -1).numpy()).all()
 
+                    check: Callable[[], None] = gathered
                 else:
                     x = xs[rank].clone()
                     seq = made[rank].start(x, STRATEGIES[strategy])
 
-                    def check(seq: int = seq, x: Any = x, xs: Any = xs, strategy: str = strategy) -> None:
+                    def summed(seq: int = seq, x: Any = x, xs: Any = xs, strategy: str = strategy) -> None:
                         made[rank].wait(seq)
                         assert torch.equal(x, fixed_order(strategy, xs)), (strategy, len(x), x.dtype)
 
+                    check = summed
                 flying.append((place, check))
                 if pace.random() < 0.2:
                     time.sleep(pace.random() * 0.002)

@@ -150,7 +150,11 @@ def fp8_distance(rank: Rank, folder: str, prompts: list[list[int]], native: bool
     model = {"dtype": "bfloat16" if native else "float32"}
     wide = forward_all(build_on(rank, deployment(folder, rank.size, model)), prompts)
     chosen = building.make_fp8
-    building.make_fp8 = lambda source, c, device: Fp8(source.kept_fp8(c), native)
+
+    def kept_as_on_a_gpu(source: Any, config: Any, device: torch.device) -> Fp8 | None:
+        return Fp8(source.kept_fp8(config), native)
+
+    building.make_fp8 = kept_as_on_a_gpu
     try:
         built = build_on(rank, deployment(folder, rank.size, model))
     finally:
