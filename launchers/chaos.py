@@ -68,9 +68,10 @@ class Daemon:
             return None if started is None else ProcessId(self.process.pid, started)
         for keeper in self.below():
             if f"{__package__}.keeper" in _words(keeper.pid):
-                mpirun, *others = [*descendants(keeper.pid), None]
-                ranks = [p for p in others if p is not None and f"{__package__}.worker" in _words(p.pid)]
-                return mpirun if what == "mpirun" else (ranks[-1] if ranks else None)
+                below = descendants(keeper.pid)
+                found = below[:1] if what == "mpirun" else below[1:]
+                found = [p for p in found if f"{__package__}.worker" in _words(p.pid)]
+                return found[-1] if found else None
         return None
 
     def end(self) -> int:

@@ -71,7 +71,7 @@ def answers(night: Night, batch_id: str, names: set[str]) -> tuple[dict[str, Any
     assert set(count) == names, f"lost: {sorted(names - set(count))}"
     assert set(count.values()) == {1}, f"twice: {[name for name, times in count.items() if times > 1]}"
     for row in errors:
-        assert row["error"]["code"] == "quarantined", row
+        assert row["response"]["body"]["error"]["code"] == "quarantined", row
     return {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in out}, {
         row["custom_id"] for row in errors
     }
