@@ -61,9 +61,8 @@ def show(outcome: Outcome, saved: Path | None, console: Console | None = None) -
     # mpirun hands ranks a terminal of its own making: neither its width nor its colours are the user's
     console = console or Console(highlight=False, width=120, force_terminal=False)
     nodes = len(outcome.fabric.nodes)
-    console.print(
-        f"{len(outcome.reports)} rank{'s' if len(outcome.reports) > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
-    )
+    ranks = len(outcome.reports)
+    console.print(f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}")
     if outcome.links:
         console.print(links_table(outcome))
     if outcome.fitted is not None:
