@@ -9,6 +9,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -34,6 +36,16 @@ def start_time(pid: int) -> int | None:
     """None if there is no such process, or only its zombie."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
+
+
+@contextlib.contextmanager
+def ended_by_term() -> Iterator[None]:
+    """SIGTERM becomes SystemExit(143) meanwhile, so that contexts end what they started. For the main thread alone."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def boot_id() -> str:

@@ -20,6 +20,7 @@ from ..batch_client import ENDED, ApiError, BatchClient, Server
 from .run import UsageError
 
 _URL = "http://127.0.0.1:8000/v1"
+_LIST_WIDTH = 100
 
 
 class _Failed(click.ClickException):
@@ -131,14 +132,15 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
 @click.pass_obj
 def show(client: BatchClient, limit: int) -> None:
     """Your batches, newest first."""
-    table = Table(Column("id", no_wrap=True, min_width=38), "status", "lines", "done", "failed", "made")
+    titles = ("id", "status", "lines", "done", "failed", "made")
+    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
     with _told():
         for batch in client.list(limit):
             counts = batch.get("request_counts") or {}
             made = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
             numbers = [str(counts.get(name, 0)) for name in ("total", "completed", "failed")]
             table.add_row(batch["id"], batch["status"], *numbers, made)
-    Console().print(table)
+    Console(width=max(Console().width, _LIST_WIDTH)).print(table)  # a cut id is no use, in a pipe least of all
 
 
 @contextlib.contextmanager

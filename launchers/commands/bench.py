@@ -23,6 +23,7 @@ from ..bench_job import BenchError, BenchJob
 from ..bench_measure import Variant, measure, measure_mix, roomy
 from ..bench_view import Row, case_table, mix_table, plot
 from ..hosts import LaunchError
+from ..processes import ended_by_term
 
 WIRINGS = ("auto", "standard", "parallel", "ladder", "hybrid", "no-communication")
 
@@ -136,7 +137,8 @@ def command() -> None:
 
 def _guarded(work: Any, *arguments: Any) -> int:
     try:
-        return int(work(*arguments))
+        with ended_by_term():
+            return int(work(*arguments))
     except ConfigError:
         raise
     except (BenchError, LaunchError, RuntimeError, ValueError) as error:

@@ -47,7 +47,8 @@ def launch(loaded: Loaded, words: list[str]) -> int:
         raise UsageError(str(error)) from error
     try:
         # mpirun ends its ranks on the signal that the terminal sends to it as well: wait for that
-        return subprocess.run(job.argv, env={**os.environ, **job.env}, check=False).returncode
+        code = subprocess.run(job.argv, env={**os.environ, **job.env}, check=False).returncode
+        return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
     except KeyboardInterrupt:
         return 130
 

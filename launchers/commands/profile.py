@@ -15,6 +15,7 @@ import click
 from ...engine.config import Deployment, load, to_json
 from ..fleet import Fleet
 from ..mpi import compose
+from ..processes import ended_by_term
 
 
 def run_profile(deployment: Deployment, options: dict[str, object], timeout_s: float = 600.0) -> None:
@@ -85,6 +86,7 @@ def command(
         "ops": ops,
         "output": str(output.resolve()),
     }
-    run_profile(deployment, options)
+    with ended_by_term():
+        run_profile(deployment, options)
     click.echo(f"{output}: {steps} steps of {len(options['ranks'])} ranks; open it at https://ui.perfetto.dev")  # type: ignore[arg-type]
     return 0
