@@ -232,7 +232,9 @@ def run_among_ranks(arguments: Arguments, loaded: Loaded, identity: Identity, co
 @click.command(short_help="Compute a JSONL file of requests over the model's ranks.")
 @click.argument("config", type=click.Path())
 @click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go, one a line.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go, one a line, as they end."
+)
 @click.option("--errors", type=click.Path(path_type=Path), help="Where failed lines go.  [default: OUT.errors.jsonl]")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped; finished lines are not redone.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
