@@ -166,7 +166,7 @@ def _daemon() -> Iterator[Series]:
     yield Series("engine_phase", "gauge", ("replica", "phase"), "1 for the replica's phase, 0 for the others.")
     yield Series("engine_restarts_total", "counter", ("replica", "reason"), "Launches that failed, by kind of failure.")
     yield Series("rank_desync_total", "counter", ("replica",), "Launches ended because ranks drew different tokens.")
-    yield Series("quarantined_requests_total", "counter", (), "Requests given up because they ended the engine again and again.")
+    yield Series("quarantined_requests_total", "counter", (), "Requests given up because they kept ending the engine.")
     yield Series("batch_jobs", "gauge", ("status",), "Batches by status.")
     yield Series("batch_requests", "gauge", ("status",), "Lines of batches under way: left, completed, failed.")
     yield Series("dispatch_requests", "gauge", ("status",), "Bodies in the daemon: waiting for a replica, in flight.")
