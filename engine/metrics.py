@@ -102,7 +102,7 @@ class Metrics:
             self.add("rank_desync_total", 1.0, str(replica))
 
     def observe_quarantine(self, requests: int = 1) -> None:
-        """Requests that ended the engine twice and were given up."""
+        """Requests that kept ending the engine and were given up."""
         self.add("quarantined_requests_total", requests)
 
     def observe_request(
