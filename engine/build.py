@@ -6,6 +6,7 @@ before anything is allocated. Called by launchers/worker.py and by the benchmark
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from .scheduler import SchedulerLimits
 from .steptimes import StepTimes
 
 log = logging.getLogger(__name__)
+
+_M_MMAP_THRESHOLD = -3
 
 SCORED_LOGITS = 1 << 26
 """A rank's logits of prompt positions in one step: some 400 MB beside the caches, whatever is asked for."""
@@ -171,6 +174,14 @@ def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
         return NoGrammars(f"structured output cannot be had here: {fault}")
 
 
+def _give_back_freed_memory() -> None:
+    """Blocks of a MiB and more come from the system and go back to it when freed. glibc raises that bound whenever a
+    bigger block is freed, and then keeps the weights that were just repacked."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
 def build(
     deployment: Deployment,
     communicator: Communicator,
@@ -179,6 +190,7 @@ def build(
 ) -> Built:
     """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
     WiringError or ConfigError."""
+    _give_back_freed_memory()
     config, warnings = model_config(deployment)
     keys = deployment.engine
     dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]

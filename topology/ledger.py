@@ -92,8 +92,10 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """The sums so far. They only grow: two calls subtract to what happened between them."""
-        listed = list(self._sums.items())  # in one go: the heartbeat's thread asks while kinds are added
-        own = [Entry(*key, int(n), int(size), flight, wait) for key, (n, size, flight, wait) in listed]
+        # Copied in one go, without making tuples (that may let the collector, and with it another thread, run): the
+        # heartbeat's thread asks while kinds are added.
+        sums = dict(self._sums)
+        own = [Entry(*key, int(n), int(size), flight, wait) for key, (n, size, flight, wait) in sums.items()]
         return own + [e for source, _, _ in self._sources for e in source() if e.count]
 
     def history(self) -> list[Record]:
