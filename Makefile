@@ -11,7 +11,7 @@ TORCH ?= 2.13.0
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test dashboards bench plans bench-cross-node wheel clean
+.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test dashboards plans bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
