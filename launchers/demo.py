@@ -35,7 +35,7 @@ CONFIGS = {"standard": ROOT / "configs/demo-standard.yaml", "ladder": ROOT / "co
 PROMPTS = ROOT / "configs/demo-prompts.jsonl"
 RACE_S = 4.0
 """Seconds that the slower model should need over the emulated link."""
-LINES = 240
+LINES = 160
 """Requests of the batch whose rank is killed."""
 BAR = 34
 
