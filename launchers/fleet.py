@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..engine.config import Deployment, is_loopback
-from ..topology.interfaces import addresses
+from ..topology.interfaces import address_of
 from ..topology.mapping import same_host
 from .find import survey
 from .hosts import Host, LaunchError, read_hosts
@@ -123,10 +123,10 @@ class Fleet:
 
 
 def _address_of(interface: str) -> str:
-    found = [text.partition("/")[0] for text in addresses().get(interface, [])]
-    if not found:
-        raise LaunchError(f"interface {interface} has no address on this machine: set daemon.control_host")
-    return next((address for address in found if ":" not in address), found[0])
+    try:
+        return address_of(interface)
+    except ValueError as fault:
+        raise LaunchError(f"{fault}: set daemon.control_host") from fault
 
 
 def _address_towards(host: str) -> str:
