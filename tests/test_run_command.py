@@ -3,18 +3,32 @@ interrupted, killed and resumed."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+from fake_job import FakeJob
+from laddertron.engine.config import read
+from laddertron.engine.request import ModelLimits
 from laddertron.engine.runview import Snapshot, Summary
+from laddertron.launchers.bundle import newest
 from laddertron.launchers.cli import main
-from laddertron.launchers.commands.run import Arguments, default_errors
+from laddertron.launchers.commands.run import (
+    Arguments,
+    Prepared,
+    bundles_of,
+    default_errors,
+    drive,
+    open_files,
+    read_text,
+)
 from laddertron.launchers.run_view import RunView, clock, plain_line, summary_table
 from rich.console import Console
 
@@ -166,7 +180,9 @@ class Asked:
         self.names = sorted(f"r-{i}" for i in range(count))
         self.input.write_text("".join(json.dumps(line) + "\n" for line in asked) + "{bad\n")
         self.words = ["run", str(DEMO), "-i", str(self.input), "-o", str(self.output)]
-        self.words += ["--set", "parallel.emulated_delay=0s"]
+        self.sets = (f"daemon.data_dir={folder / 'data'}", "parallel.emulated_delay=0s")
+        for key in self.sets:
+            self.words += ["--set", key]
 
     def answers(self) -> list[str]:
         """custom_ids of the whole lines, sorted."""
@@ -182,14 +198,26 @@ class Asked:
             raise AssertionError(process.communicate()[1])
 
 
+def verdicts(data_dir: Path) -> list[str]:
+    """First lines of the bundles there."""
+    found = []
+    for path in newest(data_dir / "bundles"):
+        with tarfile.open(path) as archive:
+            readme = archive.extractfile(archive.getmembers()[0])
+            assert readme is not None
+            found.append(readme.readline().decode())
+    return found
+
+
 def start(command: list[str]) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path: Path) -> None:
-    """Two real ranks; after the first answers one is killed: exit 1, reason, resume line, no rank left. Resumed under
-    mpirun it takes its place among the ranks and finishes. Each line has one answer, the bad one its error."""
+    """Two real ranks; after the first answers one is killed: exit 1, reason, resume line, no rank left, a bundle whose
+    first line names the rank. Resumed under mpirun it takes its place among the ranks and finishes. Each line has one
+    answer, the bad one its error."""
     asked = Asked(tmp_path, 150)
     command = [sys.executable, "-m", "laddertron.launchers.cli", *asked.words]
     first = start(command)
@@ -201,6 +229,9 @@ def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path
     assert (first.returncode, "--resume" in said, "were lost" in said) == (1, True, True), said
     assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []
     assert 0 < len(asked.answers()) < 150
+    (verdict,) = verdicts(tmp_path / "data")
+    assert verdict.startswith("rank_lost: rank ")
+    assert f"pid {ranks[-1]})" in verdict
 
     outer = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
     second = start([*outer, *command, "--resume"])
@@ -209,6 +240,29 @@ def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path
     assert asked.answers() == asked.names
     (fault,) = [json.loads(line) for line in default_errors(asked.output).read_bytes().splitlines()]
     assert fault["response"]["body"]["error"]["line"] == 151
+    assert len(verdicts(tmp_path / "data")) == 1
+
+
+@pytest.mark.parametrize("die_after", [3, None])
+def test_a_job_among_the_ranks_leaves_a_bundle_when_it_fails(tmp_path: Path, die_after: int | None) -> None:
+    """Nobody supervises under an outer mpirun: the run itself writes what rank 0 knows, and nothing if all went well."""
+    asked = Asked(tmp_path, 6)
+    loaded = read(str(DEMO), asked.sets)
+    arguments = Arguments(str(DEMO), asked.input, asked.output, default_errors(asked.output), False, False, ())
+    prepared = Prepared(loaded.deployment, *read_text(loaded), open_files(arguments))
+    bundles, console = bundles_of(loaded.deployment), Console(file=io.StringIO())
+
+    async def story() -> int:
+        job = FakeJob(ModelLimits(512, 100_000, 1, 4096), die_after=die_after)
+        return await drive(job, prepared, arguments, console, bundles)
+
+    try:
+        assert asyncio.run(story()) == (0 if die_after is None else 1)
+    finally:
+        prepared.files.release()
+    found = verdicts(tmp_path / "data")
+    assert len(found) == (0 if die_after is None else 1)
+    assert all(line.startswith("rank_error: ") for line in found)
 
 
 INTERRUPTIBLE = """
@@ -232,6 +286,6 @@ def test_an_interrupted_run_says_how_to_resume(tmp_path: Path, number: signal.Si
     process.send_signal(number)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == code, said
-    assert f"-o {asked.output} --set parallel.emulated_delay=0s --resume" in said
+    assert f"-o {asked.output} --set {asked.sets[0]} --set parallel.emulated_delay=0s --resume" in said
     assert asked.output.read_bytes().endswith(b"\n")
     assert 0 < len(asked.answers()) < 20_000

@@ -29,6 +29,8 @@ from ...engine.runview import Summary
 from ...engine.text import TextError, TextModel
 from ...engine.text_pool import PoolLimits, TextPool
 from ...topology.identity import Identity, IdentityError, identify, require_world
+from ..bundle import FailureBundles
+from ..detect import JobFailure
 from ..run_view import RunView, summary_table
 from .check import missing_files, model_faults
 
@@ -107,23 +109,38 @@ def open_files(arguments: Arguments) -> RunFiles:
         raise UsageError(str(error)) from error
 
 
+def bundles_of(deployment: Deployment) -> FailureBundles:
+    """Where the daemon's would go too, and `laddertron bundle` looks."""
+    return FailureBundles(deployment, Path(deployment.daemon.data_dir) / "bundles")
+
+
 def launched_job(deployment: Deployment) -> EngineJob:
-    """The ranks that the deployment's `launch:` asks for; not started. Raises ValueError where they cannot be."""
+    """The ranks that the deployment's `launch:` asks for; not started. A launch that fails leaves a bundle. Raises
+    ValueError where they cannot be."""
     from ..fleet import Fleet
-    from ..supervisor import MpiJob
+    from ..supervisor import JobHooks, MpiJob
 
     fleet = Fleet(deployment, os.environ)
-    config = json.dumps(to_json(fleet.deployment))
+    config, bundles = json.dumps(to_json(fleet.deployment)), bundles_of(deployment)
 
     def replica(index: int) -> MpiJob:
-        return MpiJob(lambda excluded: fleet.command(index, excluded), config, fleet.options(index, restart=False))
+        options = fleet.options(index, restart=False)
+        hooks = JobHooks(failed=lambda failure: bundles.failed(index, failure))
+        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
 
     jobs = [replica(index) for index in range(deployment.parallel.replicas)]
     return jobs[0] if len(jobs) == 1 else JobGroup(jobs, deployment.parallel.tensor_parallel_size)
 
 
-async def drive(job: EngineJob, prepared: Prepared, arguments: Arguments, console: Console) -> int:
-    """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are)."""
+async def drive(
+    job: EngineJob,
+    prepared: Prepared,
+    arguments: Arguments,
+    console: Console,
+    bundles: FailureBundles | None = None,
+) -> int:
+    """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are).
+    `bundles`: for a job that writes none itself when it fails."""
     deployment = prepared.deployment
     limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
     caught: list[signal.Signals] = []
@@ -157,6 +174,9 @@ async def drive(job: EngineJob, prepared: Prepared, arguments: Arguments, consol
     if summary.stopped and caught and summary.reason is None:
         console.print(summary_table(summary))
         return _interrupted(arguments, caught[0], console)
+    if bundles is not None and (state := job.state).phase == "failed":
+        failure = JobFailure("rank_error", state.reason, state.rank, state.node, exit_code=state.exit_code)
+        await asyncio.to_thread(bundles.write, await job.bundle(), failure)
     return report(summary, arguments, console)
 
 
@@ -224,7 +244,8 @@ def run_among_ranks(arguments: Arguments, loaded: Loaded, identity: Identity, co
         return inside(deployment, identity, lambda job: asyncio.sleep(0, 0))
     prepared = Prepared(deployment, *read_text(loaded), open_files(arguments))
     try:
-        return inside(deployment, identity, lambda job: drive(job, prepared, arguments, console))
+        bundles = bundles_of(deployment)
+        return inside(deployment, identity, lambda job: drive(job, prepared, arguments, console, bundles))
     finally:
         prepared.files.release()
 
