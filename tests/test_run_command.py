@@ -245,7 +245,7 @@ def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path
 
 @pytest.mark.parametrize("die_after", [3, None])
 def test_a_job_among_the_ranks_leaves_a_bundle_when_it_fails(tmp_path: Path, die_after: int | None) -> None:
-    """Nobody supervises under an outer mpirun: the run itself writes what rank 0 knows, and nothing if all went well."""
+    """Nobody supervises under an outer mpirun: the run itself writes what rank 0 knows; nothing if all went well."""
     asked = Asked(tmp_path, 6)
     loaded = read(str(DEMO), asked.sets)
     arguments = Arguments(str(DEMO), asked.input, asked.output, default_errors(asked.output), False, False, ())

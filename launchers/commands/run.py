@@ -124,9 +124,11 @@ def launched_job(deployment: Deployment) -> EngineJob:
     config, bundles = json.dumps(to_json(fleet.deployment)), bundles_of(deployment)
 
     def replica(index: int) -> MpiJob:
+        def failed(failure: JobFailure) -> None:
+            bundles.failed(index, failure)
+
         options = fleet.options(index, restart=False)
-        hooks = JobHooks(failed=lambda failure: bundles.failed(index, failure))
-        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
+        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, JobHooks(failed=failed))
 
     jobs = [replica(index) for index in range(deployment.parallel.replicas)]
     return jobs[0] if len(jobs) == 1 else JobGroup(jobs, deployment.parallel.tensor_parallel_size)
