@@ -93,7 +93,7 @@ def test_an_error_without_tokens(collected: tuple[RequestSpans, Any]) -> None:
 
 
 class _Collector(http.server.BaseHTTPRequestHandler):
-    """What an OTLP/HTTP collector does as far as an exporter sees it: decodes the body, answers with an empty message."""
+    """An OTLP/HTTP collector as far as an exporter sees it: decodes the body, answers with an empty message."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
