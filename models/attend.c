@@ -85,16 +85,13 @@ WIDE static void attend_job(const struct attention *a, int64_t row, int64_t kv) 
     const int64_t length = a->length[row], at = length - 1, *table = a->table + row * a->table_stride;
     const int64_t slot = ((table[at / a->block_size] * a->kv_heads + kv) * a->block_size + at % a->block_size) * dim;
     bf16 *out = (bf16 *)a->out + (row * a->heads + kv * group) * dim, q[TOGETHER * WIDEST];
-    float turned[WIDEST], sum[TOGETHER * WIDEST];
-    kernels_rotate_head(1, turned, own_key, a->k_norm, cos, sin, dim, a->rotary, a->eps);
-    for (int64_t i = 0; i < dim; i++) ((bf16 *)a->keys)[slot + i] = narrow(turned[i]);
+    float sum[TOGETHER * WIDEST];
+    wide_head((bf16 *)a->keys + slot, own_key, a->k_norm, cos, sin, dim, a->rotary, a->eps);
     memcpy((bf16 *)a->values + slot, own_key + a->kv_heads * dim, sizeof(bf16) * (size_t)dim);
     for (int64_t first = 0; first < group; first += TOGETHER) {
         const int64_t count = group - first < TOGETHER ? group - first : TOGETHER;
-        for (int64_t g = 0; g < count; g++) {
-            kernels_rotate_head(1, turned, line + (kv * group + first + g) * dim, a->q_norm, cos, sin, dim, a->rotary, a->eps);
-            for (int64_t i = 0; i < dim; i++) q[g * dim + i] = narrow(turned[i]);
-        }
+        for (int64_t g = 0; g < count; g++)
+            wide_head(q + g * dim, line + (kv * group + first + g) * dim, a->q_norm, cos, sin, dim, a->rotary, a->eps);
         memset(sum, 0, sizeof(float) * (size_t)(count * dim));
         bf16 *to = out + first * dim;
         switch (count) { OF(1) OF(2) OF(3) OF(4) }

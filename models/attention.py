@@ -6,8 +6,9 @@ output: it rotates, stores the new keys and values and attends over all of the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +47,39 @@ class AttentionBackend(Protocol):
         """[T, (H + 2K) * C], heads of queries, keys, values, not yet normed or rotated -> [T, H * C]."""
 
 
+@runtime_checkable
+class Capturable(Protocol):
+    """A backend whose decode steps may be captured and replayed (engine/graphs.py)."""
+
+    def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
+        """Backends for steps of exactly so many decodes, of at most most_blocks blocks a sequence. Their `plan` is
+        called before each replay, never captured, with the captured tensors of tokens and a block table on the host;
+        `attend` is captured, and may read nothing of a step but tensors that stay where they are."""
+
+
+def rotate_and_store(
+    cache: KVCache,
+    layer: int,
+    qkv: Tensor,
+    norms: tuple[Norm | None, Norm | None],
+    angles: tuple[Tensor, Tensor],
+    blocks: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits qkv [T, (H + 2K) * C], norms and rotates queries and keys by angles [T, 1, R / 2], and stores keys and
+    values at (blocks[t], offsets[t]). Returns queries [T, H, C], keys and values [T, K, C]."""
+    kv_heads, dim = cache.keys[layer].shape[1::2]
+    x = qkv.view(len(qkv), -1, dim)
+    heads = x.shape[1] - 2 * kv_heads
+    q, k, v = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
+    q_norm, k_norm = norms
+    q = q if q_norm is None else rms_norm(q, q_norm)
+    k = k if k_norm is None else rms_norm(k, k_norm)
+    q, k = rotate(q, *angles), rotate(k, *angles)
+    cache.write(layer, blocks, offsets, k, v)
+    return q, k, v
+
+
 class TorchAttention:
     """Gathers each sequence's blocks and calls scaled_dot_product_attention: decodes together, prompts one by one."""
 
@@ -62,7 +96,9 @@ class TorchAttention:
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin, self._masks = layout, cos, sin, {}
         for window in set(self.windows):
-            prompts = [self._prompt_mask(i, window) for i in range(layout.decode, len(layout.kv_len))]
+            prompts: list[Tensor | None] = []
+            if self._plans_prompt_masks():
+                prompts = [self._prompt_mask(i, window) for i in range(layout.decode, len(layout.kv_len))]
             decode = self._decode_mask(window) if layout.decode and self._plans_decode_mask() else None
             self._masks[window] = (decode, prompts)
         if layout.decode and self._plans_decode_mask():
@@ -77,6 +113,9 @@ class TorchAttention:
         return torch.where(torch.arange(table.shape[1], device=table.device) < held, table, table[:, :1])
 
     def _plans_decode_mask(self) -> bool:
+        return True
+
+    def _plans_prompt_masks(self) -> bool:
         return True
 
     def _prompt_mask(self, i: int, window: int | None) -> Tensor | None:
@@ -117,17 +156,9 @@ class TorchAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [T, H, C] and keys, and values [T, K, C] of tokens [first, last), once they are stored."""
         layout = self._layout()
-        kv_heads, dim = self.cache.keys[layer].shape[1::2]
-        x = qkv[first:last].view(last - first, -1, dim)
-        heads = x.shape[1] - 2 * kv_heads
-        q, k, v = x[:, :heads], x[:, heads : heads + kv_heads], x[:, heads + kv_heads :]
-        q_norm, k_norm = norms
-        q = q if q_norm is None else rms_norm(q, q_norm)
-        k = k if k_norm is None else rms_norm(k, k_norm)
-        cos, sin = self._cos[first:last], self._sin[first:last]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self.cache.write(layer, layout.blocks[first:last], layout.offsets[first:last], k, v)
-        return q, k, v
+        angles = self._cos[first:last], self._sin[first:last]
+        where = layout.blocks[first:last], layout.offsets[first:last]
+        return rotate_and_store(self.cache, layer, qkv[first:last], norms, angles, *where)
 
     def _decode(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         layout = self._layout()

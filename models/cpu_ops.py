@@ -1,7 +1,8 @@
 """A step on a CPU: weights packed once, models/products.c or oneDNN for the products, models/kernels.c for the rest.
 
 torch packs a weight anew at every call and needs a dozen small operators where one loop does. The kernels borrow
-torch's own thread pool. Everything here means what models/ops.py and models/attention.py mean.
+torch's own thread pool. Everything here means what models/ops.py means; attention
+is cpu_attention.py's.
 """
 
 from __future__ import annotations
@@ -17,19 +18,13 @@ import torch
 from torch import Tensor
 
 from ..topology import native
-from .attention import StepLayout, TorchAttention
-from .kv_cache import KVCache
 from .ops import Norm, Product, TorchOps, rms_norm, silu_and_mul
 
 FEW_TOKENS = 64
 """Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
-MOST_HEAD_DIM = 1024
-"""The attention kernel's scratch for one head."""
-SHARED_WORK = 4096
-"""Positions times KV heads from which the attention of a step is worth waking the other threads for."""
 ROWS = 32
 """Output rows of a block of models/products.c's packed weights."""
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Product(ctypes.Structure):
@@ -71,6 +66,10 @@ class Kernels:
         library.kernels_silu_and_mul.restype = None
         self.attend: Callable[..., int] = library.kernels_attend
         library.kernels_attend.argtypes = [i, *[p] * 10, *[n] * 8, f, f, i]
+        self.attend_prompts: Callable[..., int] = library.kernels_attend_prompts
+        library.kernels_attend_prompts.argtypes = [p, i]
+        self.has_prompts: Callable[[int], int] = library.kernels_has_prompts
+        library.kernels_has_prompts.argtypes = [n]
 
     @staticmethod
     def find() -> Kernels | None:
@@ -194,7 +193,7 @@ class CpuOps(TorchOps):
     def _norm(self, norm: Norm) -> Product:
         if self.kernels is None:
             return lambda x: rms_norm(x, norm)
-        call, kind, width = self.kernels.rms_norm, _TYPES[norm.weight.dtype], norm.weight.numel()
+        call, kind, width = self.kernels.rms_norm, TYPES[norm.weight.dtype], norm.weight.numel()
 
         def normed(x: Tensor) -> Tensor:
             if x.shape[0] > FEW_TOKENS or not x.is_contiguous():
@@ -215,55 +214,7 @@ class CpuOps(TorchOps):
             if rows > FEW_TOKENS:
                 return silu_and_mul(gate_up)
             out = gate_up.new_empty((rows, width // 2))
-            call(_TYPES[gate_up.dtype], out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
+            call(TYPES[gate_up.dtype], out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
             return out
 
         return gated
-
-
-class CpuAttention(TorchAttention):
-    """Sequences with one new token go through one kernel call a layer (QK norm, rotation, cache write, attention);
-    prompts through torch."""
-
-    name = "cpu"
-
-    def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float, kernels: Kernels) -> None:
-        super().__init__(cache, windows, scale)
-        self.kernels = kernels
-        self._lengths = torch.empty(0, dtype=torch.int64)
-        self._threads = 1
-
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        super().plan(layout, cos, sin)
-        lengths = layout.kv_len[: layout.decode]
-        self._lengths = torch.tensor(lengths, dtype=torch.int64)
-        work = sum(lengths) * self.cache.keys[0].shape[1]
-        self._threads = self.kernels.threads if work >= SHARED_WORK else 1
-
-    def _plans_decode_mask(self) -> bool:
-        return False
-
-    def _decode(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
-        layout, cache = self._layout(), self.cache
-        keys, values, table = cache.keys[layer], cache.values[layer], layout.block_table
-        kv_heads, dim = keys.shape[1], keys.shape[3]
-        heads = qkv.shape[1] // dim - 2 * kv_heads
-        out = qkv.new_empty((layout.decode, heads * dim))
-        failed = self.kernels.attend(
-            _TYPES[qkv.dtype], out.data_ptr(), qkv.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            self._cos.data_ptr(), self._sin.data_ptr(),
-            None if q_norm is None else q_norm.weight.data_ptr(),
-            None if k_norm is None else k_norm.weight.data_ptr(),
-            table.data_ptr(), self._lengths.data_ptr(),
-            layout.decode, heads, kv_heads, dim, 2 * self._cos.shape[-1], cache.block_size, table.stride(0),
-            self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, self._threads,
-        )  # fmt: skip
-        if failed:
-            raise MemoryError("the attention kernel could not allocate its scratch space")
-        return out
-
-
-def fits_kernels(cache: KVCache, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether CpuAttention can serve: keys and values in the model's own dtype, fp32 or bf16, on a CPU."""
-    stored = cache.keys[0]
-    return stored.device.type == "cpu" and stored.dtype == dtype and dtype in _TYPES and head_dim <= MOST_HEAD_DIM

@@ -130,8 +130,9 @@ CLONES void kernels_silu_and_mul(int type, void *out, const void *gate_up, int64
 
 /* ---- attention of sequences with one new token ---- */
 
-void kernels_rotate_head(int type, float *to, const void *from, const void *norm, const float *cos, const float *sin,
-                        int64_t dim, int64_t rotary, float eps) {
+/* One head, fp32 out: normed (norm may be NULL), its first `rotary` dimensions rotated, rounded to the type. */
+static inline __attribute__((always_inline)) void rotate_head(int type, float *to, const void *from, const void *norm, const float *cos,
+                                                              const float *sin, int64_t dim, int64_t rotary, float eps) {
     bf16 normed16[1024];
     float normed32[1024];
     if (norm) {
@@ -187,7 +188,7 @@ SPECIALISED void attend_head(const struct attention *a, const int type, int64_t 
     const int64_t length = a->length[row], at = length - 1, *table = a->table + row * a->table_stride;
     float *q = space, *sum = q + group * dim, *best = sum + group * dim, *total = best + group, *score = total + group;
     for (int64_t g = 0; g < group; g++) {
-        kernels_rotate_head(type, q + g * dim, line + (size_t)((kv * group + g) * dim) * item, a->q_norm, cos, sin, dim, a->rotary,
+        rotate_head(type, q + g * dim, line + (size_t)((kv * group + g) * dim) * item, a->q_norm, cos, sin, dim, a->rotary,
                     a->eps);
         best[g] = -INFINITY;
         total[g] = 0;
@@ -196,7 +197,7 @@ SPECIALISED void attend_head(const struct attention *a, const int type, int64_t 
     { /* the new key and value */
         const size_t slot = (size_t)(((table[at / a->block_size] * a->kv_heads + kv) * a->block_size + at % a->block_size) * dim);
         float *key = score; /* big enough: see scratch below */
-        kernels_rotate_head(type, key, line + (size_t)((a->heads + kv) * dim) * item, a->k_norm, cos, sin, dim, a->rotary, a->eps);
+        rotate_head(type, key, line + (size_t)((a->heads + kv) * dim) * item, a->k_norm, cos, sin, dim, a->rotary, a->eps);
         if (type)
             for (int64_t i = 0; i < dim; i++) ((bf16 *)a->keys)[slot + i] = narrow(key[i]);
         else

@@ -31,6 +31,9 @@ void kernels_parallel(void (*run)(void *args, int thread, int threads), void *ar
 
 void kernels_rms_norm(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps);
 
+/* Whether products.c's loops run here, and are the right ones. */
+int kernels_has_products(void);
+
 /* Attention of sequences with one new token. dim <= 1024; all index arrays int64; window 0: full attention. */
 struct attention {
     int type;
@@ -45,10 +48,6 @@ struct attention {
     float scale, eps;
     int *failed;
 };
-
-/* One head, fp32 out: normed (norm may be NULL), its first `rotary` dimensions rotated, rounded to the type. */
-void kernels_rotate_head(int type, float *to, const void *from, const void *norm, const float *cos, const float *sin,
-                         int64_t dim, int64_t rotary, float eps);
 
 /* bf16 alone: the jobs [from, to) of a (job = row * kv_heads + head) by attend.c; 0 if it does not serve them. */
 int kernels_wide_attention(const struct attention *a, int64_t from, int64_t to);

@@ -63,17 +63,7 @@ INLINE WIDE void tile(const int T, const struct product *p, const bf16 *weight, 
     const int64_t inputs = p->inputs;
 #pragma GCC unroll 12
     for (int t = 0; t < T; t++) low[t] = high[t] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < inputs; i += 2, weight += 2 * ROWS) {
-        const __m512bh a = (__m512bh)_mm512_loadu_si512(weight), b = (__m512bh)_mm512_loadu_si512(weight + ROWS);
-#pragma GCC unroll 12
-        for (int t = 0; t < T; t++) {
-            int32_t pair;
-            memcpy(&pair, x + t * inputs + i, 4);
-            const __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
-            low[t] = _mm512_dpbf16_ps(low[t], a, v);
-            high[t] = _mm512_dpbf16_ps(high[t], b, v);
-        }
-    }
+    dot_tile(T, low, high, weight, x, inputs, inputs);
     const int64_t first = block * (p->gated ? 16 : ROWS), left = p->outputs - first;
     const bf16 *bias = p->bias ? p->bias + first : NULL;
     const __m512 low_bias = bias16(bias, left);
@@ -102,6 +92,10 @@ WIDE static void some_tokens(int64_t tokens, const struct product *p, const bf16
     switch (tokens) { OF(1) OF(2) OF(3) OF(4) OF(5) OF(6) OF(7) OF(8) OF(9) OF(10) OF(11) OF(12) }
 }
 
+WIDE static void norm_rows(bf16 *out, const bf16 *x, const struct product *p, int64_t rows) {
+    for (int64_t i = 0; i < rows * p->inputs; i += p->inputs) wide_norm(out + i, x + i, p->norm, p->inputs, p->eps);
+}
+
 static void product_body(void *args, int thread, int threads) {
     (void)thread, (void)threads;
     struct call *c = args;
@@ -114,7 +108,7 @@ static void product_body(void *args, int thread, int threads) {
             c->failed = 1;
             return;
         }
-        kernels_rms_norm(1, own, c->x, p->norm, c->tokens, p->inputs, p->eps);
+        norm_rows(own, c->x, p, c->tokens);
         x = own;
     }
     for (;;) {
@@ -132,7 +126,7 @@ static void norm_body(void *args, int thread, int threads) {
     struct call *c = args;
     const struct product *p = c->p;
     const int64_t from = c->tokens * thread / threads, to = c->tokens * (thread + 1) / threads;
-    kernels_rms_norm(1, c->normed + from * p->inputs, c->x + from * p->inputs, p->norm, to - from, p->inputs, p->eps);
+    norm_rows(c->normed + from * p->inputs, c->x + from * p->inputs, p, to - from);
 }
 
 /* y [tokens, outputs] of x [tokens, inputs]. Returns 0, 1 if memory ran out. */

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from laddertron.models import cpu_ops
+from laddertron.models import cpu_attention
 from laddertron.models.attention import AttentionBackend, StepLayout, TorchAttention
-from laddertron.models.cpu_ops import CpuAttention, CpuOps, HugePages, Kernels, fits_kernels
+from laddertron.models.cpu_attention import CpuAttention, fits_kernels
+from laddertron.models.cpu_ops import CpuOps, HugePages, Kernels
 from laddertron.models.ops import Norm, TorchOps
 from laddertron.topology import native
 from torch import Tensor
@@ -76,7 +78,7 @@ def test_a_token_does_not_notice_its_neighbours() -> None:
 def test_threads_share_the_work_and_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of many tokens and the attention of a step on one thread and on three: the same bits."""
     assert KERNELS is not None
-    monkeypatch.setattr(cpu_ops, "SHARED_WORK", 0)
+    monkeypatch.setattr(cpu_attention, "SHARED_WORK", 0)
     weight, norm = normal(200, 64, dtype=torch.bfloat16), Norm(normal(64, dtype=torch.bfloat16), 1e-5)
     x, qkv = normal(130, 64, dtype=torch.bfloat16), normal(3, 8 * 32, dtype=torch.bfloat16)
     stored = cache_of(4, 2, 16, 32, torch.bfloat16)
@@ -196,6 +198,96 @@ def test_decodes_attend_as_torch_does(dtype: torch.dtype, shape: tuple[Any, ...]
     assert torch.equal(stored[1][1], stored[0][1])
 
 
+def prompt_layout(chunks: list[tuple[int, int]], size: int) -> StepLayout:
+    """Sequences with tokens [first, last) each, in scattered blocks; those of one token come first."""
+    chance = random.Random(7)
+    need = [-(-last // size) for _, last in chunks]
+    blocks = list(range(1, sum(need) + 1))
+    chance.shuffle(blocks)
+    table = torch.zeros(len(chunks), max(need), dtype=torch.int64)
+    for row, count in enumerate(need):
+        table[row, :count] = torch.tensor([blocks.pop() for _ in range(count)])
+    positions = torch.tensor([at for first, last in chunks for at in range(first, last)])
+    rows = torch.tensor([row for row, (first, last) in enumerate(chunks) for _ in range(first, last)])
+    starts = [0]
+    for first, last in chunks:
+        starts.append(starts[-1] + last - first)
+    decode = sum(last - first == 1 for first, last in chunks)
+    return StepLayout(
+        positions, starts, [last for _, last in chunks], table, table[rows, positions // size], positions % size, decode
+    )
+
+
+def writable(cache: Any) -> Any:
+    def write(layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        cache.keys[layer][blocks, :, offsets], cache.values[layer][blocks, :, offsets] = k, v
+
+    cache.write = write
+    return cache
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (15, 1, 64, 64, 16, 70, False), (130, 1, 32, 32, 16, None, False)], ids=str)
+def test_prompts_attend_as_torch_does(dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
+    """Two decodes, whole prompts and chunks in the middle of long ones, in scattered blocks, beside other sequences'
+    NaNs: the same answers, and the same keys and values stored."""
+    heads, kv_heads, dim, rotary, size, window, qk_norm = shape
+    assert KERNELS is not None
+    layout = prompt_layout([(4, 5), (70, 71), (0, 2), (0, 64), (0, 131), (63, 66), (150, 300), (17, 80)], size)
+    tokens = layout.query_start[-1]
+    angles = torch.randn(tokens, 1, rotary // 2)
+    qkv = normal(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    norms = (Norm(normal(dim, dtype=dtype), 1e-5), Norm(normal(dim, dtype=dtype), 1e-5)) if qk_norm else (None, None)
+    cache = writable(cache_of(int(layout.block_table.max()) + 1, kv_heads, size, dim, dtype))
+    cache.keys[0][0], cache.values[0][0] = float("nan"), float("nan")  # nobody's block: the table's padding
+    keys, values = cache.keys[0].clone(), cache.values[0].clone()
+    answers, stored = [], []
+    backends: list[AttentionBackend] = [
+        TorchAttention(cache, (window,), dim**-0.5),
+        CpuAttention(cache, (window,), dim**-0.5, KERNELS),
+    ]
+    for backend in backends:
+        cache.keys[0], cache.values[0] = keys.clone(), values.clone()
+        backend.plan(layout, angles.cos(), angles.sin())
+        answers.append(backend.attend(0, qkv, *norms))
+        stored.append((cache.keys[0][1:], cache.values[0][1:]))
+    assert_near(answers[1], answers[0])
+    assert_near(stored[1][0], stored[0][0])
+    assert torch.equal(stored[1][1], stored[0][1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [None, 33])
+def test_how_a_prompt_is_chunked_changes_no_bit(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 200 tokens whole, on one thread and on three, and in chunks of 7, 90 and 103, beside another one."""
+    assert KERNELS is not None
+    if not KERNELS.has_prompts(64):
+        pytest.skip("this processor's prompts are torch's")
+    qkv, angles = normal(200, 8 * 64, dtype=torch.bfloat16), torch.randn(200, 1, 32)
+    other = normal(40, 8 * 64, dtype=torch.bfloat16)
+
+    def attend(chunks: list[tuple[int, int]], threads: int, beside: bool) -> Tensor:
+        monkeypatch.setattr(KERNELS, "threads", threads)
+        cache, parts = cache_of(20, 2, 16, 64, torch.bfloat16), []
+        for first, last in chunks:
+            layout = prompt_layout([(first, last), (0, 40)] if beside else [(first, last)], 16)
+            table = torch.arange(16).repeat(len(layout.kv_len), 1)
+            table[1:, :4] = torch.arange(16, 20)
+            layout = replace(layout, block_table=table)
+            turn = torch.cat((angles[first:last], angles[:40])) if beside else angles[first:last]
+            backend = CpuAttention(cache, (window,), 0.125, KERNELS)
+            backend.plan(layout, turn.cos(), turn.sin())
+            rows = torch.cat((qkv[first:last], other)) if beside else qkv[first:last].clone()
+            parts.append(backend.attend(0, rows, None, None)[: last - first])
+        return torch.cat(parts)
+
+    whole = attend([(0, 200)], 1, False)
+    assert torch.isfinite(whole).all()
+    assert torch.equal(attend([(0, 200)], 3, False), whole)
+    assert torch.equal(attend([(0, 7), (7, 97), (97, 200)], 3, True), whole)
+
+
 @needs_kernels
 def test_a_poisoned_context_answers_nan() -> None:
     """NaN in one sequence's stored keys: its own answer is NaN, so that the sampler sees it; its neighbour's is not."""
@@ -212,6 +304,12 @@ def test_a_poisoned_context_answers_nan() -> None:
         out = backend.attend(0, normal(2, 8 * 64, dtype=dtype), None, None)
         assert torch.isnan(out[0]).any()
         assert torch.isfinite(out[1]).all()
+        prompts = prompt_layout([(8, 10), (8, 10)], 16)
+        backend = CpuAttention(writable(cache), (None,), 0.125, KERNELS)
+        backend.plan(replace(prompts, block_table=layout.block_table), torch.ones(4, 1, 32), torch.zeros(4, 1, 32))
+        out = backend.attend(0, normal(4, 8 * 64, dtype=dtype), None, None)
+        assert torch.isnan(out[:2]).any(-1).all()
+        assert torch.isfinite(out[2:]).all()
 
 
 @needs_kernels
