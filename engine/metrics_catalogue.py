@@ -126,7 +126,13 @@ def _ranks() -> Iterator[Series]:
         "straggler_score",
         "gauge",
         _RANK,
-        "Compute time a step (duration less exposed waits) over the other ranks' mean, last 15 s.",
+        "Own time a step (duration less waits for others) over the other ranks' mean, last 15 s.",
+    )
+    yield Series(
+        "rank_run_delay_seconds_total",
+        "counter",
+        _RANK,
+        "Time in which the rank's stepping thread could have run and had no processor.",
     )
     yield Series("rank_resident_memory_bytes", "gauge", _RANK, "The rank process's memory on the host.")
     yield Series(

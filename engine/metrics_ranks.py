@@ -30,6 +30,7 @@ _OF_REPLICA = {
 """Rank 0's figures of the schedule: heartbeat name -> series."""
 _OF_RANK = {
     "resident_memory_bytes": "rank_resident_memory_bytes",
+    "run_delay_seconds_total": "rank_run_delay_seconds_total",
     "last_step_timestamp_seconds": "last_step_timestamp_seconds",
     **{name: name for name in CATALOGUE if name.startswith(("gpu_", "infiniband_"))},
 }

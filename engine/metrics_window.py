@@ -1,4 +1,4 @@
-"""Rates over the last seconds of heartbeats: who computes longest a step, how much of the travel time was hidden. Pure;
+"""Rates over the last seconds of heartbeats: who takes longest a step for itself, how much of the travel time was hidden. Pure;
 times are arguments, unix seconds.
 """
 
@@ -20,6 +20,7 @@ class _Mark:
     pid: int
     steps: float
     seconds: float
+    delay: float
     travel: Mapping[str, float]
     """Hidden and exposed seconds under their heartbeat names."""
 
@@ -42,6 +43,7 @@ class Windows:
                 report.pid,
                 counters.get("steps_total", 0.0),
                 counters.get("step_seconds_total", 0.0),
+                counters.get("run_delay_seconds_total", 0.0),
                 travel,
             )
         )
@@ -53,19 +55,22 @@ class Windows:
             del self._marks[key]
 
     def straggler_scores(self, now: float) -> dict[tuple[int, int], float]:
-        """Compute time a step over the mean of the other ranks' of the replica; ranks without steps are left out."""
-        compute: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        """Own time a step over the mean of the other ranks' of the replica; ranks without steps are left out. Own is
+        what is not waiting for others; a wait that went on because this rank had no processor to take the result with
+        is its own too, and the kernel alone can tell the two apart."""
+        own: defaultdict[int, dict[int, float]] = defaultdict(dict)
         for (replica, rank), (first, last) in self._spans(now).items():
             steps = last.steps - first.steps
             waited = sum(_grown(first, last, name) for name in last.travel if name.startswith(EXPOSED))
             if steps > 0:
-                compute[replica][rank] = max(0.0, last.seconds - first.seconds - waited) / steps
+                computed = max(0.0, last.seconds - first.seconds - waited)
+                own[replica][rank] = (computed + min(waited, last.delay - first.delay)) / steps
         scores = {}
-        for replica, ranks in compute.items():
-            for rank, own in ranks.items():
-                others = (sum(ranks.values()) - own) / (len(ranks) - 1) if len(ranks) > 1 else 0.0
+        for replica, ranks in own.items():
+            for rank, mine in ranks.items():
+                others = (sum(ranks.values()) - mine) / (len(ranks) - 1) if len(ranks) > 1 else 0.0
                 if others > 0:
-                    scores[replica, rank] = own / others
+                    scores[replica, rank] = mine / others
         return scores
 
     def overlap_ratios(self, now: float) -> dict[tuple[int, str, str], float]:

@@ -16,6 +16,13 @@ from ..topology.sysfs import Sysfs
 PERIOD_S = 5.0
 
 
+def run_delay_s(fs: Sysfs) -> float | None:
+    """Seconds in which this process's main thread, the one that steps, could have run and had no processor; None where
+    the kernel keeps no such account."""
+    words = fs.text("proc/self/schedstat").split()
+    return int(words[1]) * 1e-9 if len(words) == 3 and words[1].isdecimal() else None
+
+
 class HealthWatch:
     """`figures` holds what the last look saw. `look` is called on the watch's thread; what it raises ends that look."""
 

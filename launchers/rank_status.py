@@ -16,8 +16,9 @@ from ..engine.histogram import REQUEST_SECONDS, Buckets
 from ..engine.scheduler import RequestTimes
 from ..topology.groups import Communicator
 from ..topology.ledger import Entry
+from ..topology.sysfs import Sysfs
 from .messages import Beat
-from .rank_health import HealthWatch
+from .rank_health import HealthWatch, run_delay_s
 
 
 class Latencies:
@@ -84,6 +85,8 @@ class Status:
         for name, value in (*self.scheduler.items(), *(self.health.figures.items() if self.health else ())):
             (counters if "_total" in name else gauges)[name] = value
         counters |= {"steps_total": float(p.step), "step_seconds_total": p.total_seconds}
+        if (delay := run_delay_s(Sysfs())) is not None:
+            counters["run_delay_seconds_total"] = delay
         counters |= p.durations.to_counters("step_duration_seconds")
         if self.scheduler:
             counters |= p.sizes.to_counters("iteration_tokens") | self.latencies.to_counters()

@@ -157,6 +157,26 @@ def test_the_straggler_is_who_computes_while_others_wait(metrics: Metrics, clock
     assert value(metrics, "straggler_score", replica="0", rank="2", node="n0") is None
 
 
+def test_a_rank_without_a_processor_is_the_straggler_though_it_seems_to_wait(metrics: Metrics, clock: Clock) -> None:
+    """Both ranks seem to wait 0.6 s of each second for the other; but rank 1 could have gone on in 0.5 s of its waits,
+    had it had a processor. No more than what was waited counts, and a kernel without such an account changes nothing."""
+
+    def beats(pid: int, delays: tuple[float | None, ...]) -> list[float | None]:
+        clock.now += 60
+        for second in range(3):
+            for rank, delay in enumerate(delays):
+                told = {} if delay is None else {"run_delay_seconds_total": delay * second}
+                metrics.observe_report(
+                    report(rank, clock.now + second, 10 * second, 1.0 * second, 0.6 * second, pid, told)
+                )
+        clock.now += 2
+        return [value(metrics, "straggler_score", replica="0", rank=str(r), node="n0") for r in range(len(delays))]
+
+    assert beats(1, (0.0, 0.5)) == [pytest.approx(0.4 / 0.9), pytest.approx(0.9 / 0.4)]
+    assert beats(2, (0.0, 7.0))[1] == pytest.approx(1.0 / 0.4)
+    assert beats(3, (None, None)) == [pytest.approx(1.0)] * 2
+
+
 def watched(clock: Clock, data_dir: Path | None = None) -> MetricsObserver:
     return MetricsObserver(CollectorRegistry(), data_dir, clock=clock)
 
@@ -303,6 +323,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Metrics:
         "infiniband_errors_total/symbol/mlx5_0/1": 1.0,
         "gpu_ecc_errors_total/corrected": 1.0,
         "gpu_ecc_errors_total/uncorrected": 0.0,
+        "run_delay_seconds_total": 0.5,
     }
     gauges = {
         "kv_cache_usage_ratio": 0.5, "kv_cached_blocks": 7.0, "num_requests_waiting": 1.0, "num_requests_running": 3.0,

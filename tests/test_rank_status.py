@@ -19,7 +19,7 @@ from laddertron.engine.histogram import STEP_TOKENS, Buckets
 from laddertron.engine.request import BATCH, INTERACTIVE, Request
 from laddertron.engine.scheduler import Scheduler, SchedulerLimits
 from laddertron.launchers.messages import Beat, from_wire, to_wire
-from laddertron.launchers.rank_health import HealthWatch, make_look
+from laddertron.launchers.rank_health import HealthWatch, make_look, run_delay_s
 from laddertron.launchers.rank_status import Status, collective_counters
 from laddertron.topology.health import PORT_ERRORS, gpu_figures, port_counters
 from laddertron.topology.ledger import Entry, Ledger
@@ -307,6 +307,18 @@ def test_a_look_that_fails_or_hangs_holds_nothing_up() -> None:
     watch.close()
     assert time.monotonic() - began < 2.0
     hangs.set()
+
+
+def test_time_without_a_processor(tmp_path: Path) -> None:
+    """Nanoseconds become seconds; a kernel without the account, or with another form of it, tells nothing."""
+    account = tmp_path / "proc/self/schedstat"
+    account.parent.mkdir(parents=True)
+    for text, seconds in (("5 2500000000 7\n", 2.5), ("", None), ("5 -1 7", None), ("5 6", None)):
+        account.write_text(text)
+        assert run_delay_s(Sysfs(tmp_path)) == seconds
+    assert run_delay_s(Sysfs(tmp_path / "nowhere")) is None
+    if run_delay_s(Sysfs()) is not None:
+        assert "run_delay_seconds_total" in Status().beat().counters
 
 
 def test_a_rank_looks_at_ports_or_not_and_at_its_gpu(port: Path, tmp_path: Path) -> None:
