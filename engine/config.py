@@ -30,6 +30,7 @@ from .config_schema import (
     Parallel,
     Slurm,
 )
+from .emulation import emulated_link
 
 __all__ = [
     "CPU_KV_CACHE_MEMORY",
@@ -154,12 +155,28 @@ def rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
     if model.wiring not in ("auto", "hybrid") and model.ladder_layers is not None:
         yield ("model.ladder_layers", "model.wiring"), f"has no meaning with wiring {model.wiring}: set wiring: hybrid"
     if parallel.collective != "emulated":
-        for key in ("emulated_delay", "emulated_bandwidth"):
+        for key in ("emulated_delay", "emulated_bandwidth", "emulated_fabric", "emulated_multiprocessors"):
             if getattr(parallel, key):
                 yield (
                     (f"parallel.{key}", "parallel.collective"),
                     f"has no effect with collective {parallel.collective}: set collective: emulated, or leave it out",
                 )
+    elif parallel.emulated_fabric is not None:
+        for key in ("emulated_delay", "emulated_bandwidth"):
+            if getattr(parallel, key):
+                yield (
+                    (f"parallel.{key}", "parallel.emulated_fabric"),
+                    f"the prices of {parallel.emulated_fabric} say this already: leave one of the two out",
+                )
+        try:
+            emulated_link(parallel)
+        except ValueError as fault:
+            yield ("parallel.emulated_fabric", "parallel.tensor_parallel_size"), str(fault)
+    if parallel.emulated_multiprocessors and engine.device == "cpu":
+        yield (
+            ("parallel.emulated_multiprocessors", "engine.device"),
+            "only a GPU has multiprocessors to hold: leave it at 0 on a CPU",
+        )
     if parallel.backend == "nccl" and engine.device == "cpu":
         yield ("parallel.backend", "engine.device"), "nccl needs engine.device: cuda; on a CPU use auto"
     if engine.kv_cache_dtype == "fp8" and engine.device == "cpu":

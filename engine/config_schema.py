@@ -85,6 +85,8 @@ class Parallel:
     backend: Literal["auto", "native", "mpi", "gloo", "nccl"] = "auto"
     emulated_delay: Annotated[float, Unit("seconds"), Range(0, 10)] = 0.0
     emulated_bandwidth: Size | None = None  # bytes a second; None: only the delay
+    emulated_fabric: Annotated[str, Word(r"[0-9]+x[A-Za-z0-9-]{1,40}", "a fabric such as 2x8xH100")] | None = None
+    emulated_multiprocessors: Annotated[int, Range(0, 128)] = 0
     deterministic: bool = False
     require_transport: Literal["any", "ib", "socket"] = "any"
     embedding: Literal["auto", "shard", "replicate"] = "auto"

@@ -13,6 +13,7 @@ from ..models.config import ModelConfig
 from ..models.config_parts import Wiring, make_wiring
 from ..models.residual import collectives_per_step
 from ..topology.cost import Backend, Costs, Shape, terms
+from ..topology.emulated import Emulation
 from ..topology.fabric import Fabric
 from ..topology.mapping import Row, explain
 from ..topology.placement import Placement
@@ -21,14 +22,6 @@ from .plan_memory import Memory, MemoryKeys, Stored, memory
 from .plan_words import recommend
 from .simulate import StepTime, law
 from .simulate_rates import Group, Links, Load, cpu_rates, emulated_links, gpu_rates, links
-
-
-@dataclass(frozen=True, slots=True)
-class Emulated:
-    """A link that is not there, as parallel.emulated_* describe it."""
-
-    delay_s: float
-    bytes_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +40,7 @@ class Question:
     work: Work = field(default_factory=Work)
     costs: Costs | None = None
     costs_source: str = "untuned prices"
-    emulated: Emulated | None = None
+    emulated: Emulation | None = None
     overlap: bool = True
     threads: int | None = None
     notes: tuple[str, ...] = ()
@@ -214,7 +207,7 @@ def _links(q: Question, shape: Shape) -> Links:
     # Fitted prices hold for the layout that they were measured on.
     costs = q.costs if _extent(shape) == _extent(q.shape) else None
     under = links(q.backend, shape, costs, source=q.costs_source if costs else "untuned prices")
-    return emulated_links(under, q.emulated.delay_s, q.emulated.bytes_per_s) if q.emulated else under
+    return emulated_links(under, q.emulated) if q.emulated else under
 
 
 def _speeds(

@@ -13,6 +13,7 @@ from ..models.config import ModelConfig
 from ..models.config_parts import Wiring
 from ..models.shard import Shard
 from ..topology.cost import Backend, Costs, Shape, candidates, choose, predict
+from ..topology.emulated import Emulation
 from ..topology.fabric import Device, LinkClass, Node
 from ..topology.prices import reference
 from .simulate import StepCost, StepTime, Wire, simulate_step
@@ -160,15 +161,15 @@ def links(
     return Links(wire, strategy, source)
 
 
-def emulated_links(under: Links, delay_s: float, bytes_per_s: float | None) -> Links:
+def emulated_links(under: Links, emulation: Emulation) -> Links:
     """`under` does the arithmetic, and every result is held back."""
 
     def wire(nbytes: int) -> Wire:
         real = under.wire(nbytes)
-        held = nbytes / bytes_per_s if bytes_per_s else 0.0
-        return Wire(max(real.busy_s, held), delay_s, real.slows)
+        latency_s, held = emulation.parts(nbytes)
+        return Wire(max(real.busy_s, held), latency_s, real.slows)
 
-    return replace(under, wire=wire, source=f"emulated: {delay_s * 1e3:g} ms later")
+    return replace(under, wire=wire, source=emulation.label)
 
 
 @dataclass(frozen=True, slots=True)

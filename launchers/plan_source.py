@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..engine.config import CPU_KV_CACHE_MEMORY, ConfigError, Deployment, Loaded
-from ..engine.plan import Emulated, Question
+from ..engine.emulation import emulated_link
+from ..engine.plan import Question
 from ..engine.plan_layouts import Work
 from ..engine.plan_memory import MemoryKeys, Stored, memory
 from ..models.config import ModelConfig, from_folder
@@ -84,10 +85,9 @@ def from_deployment(loaded: Loaded, asked: Asked) -> Question:
     p = d.parallel
     if not p.overlap:
         notes.append("parallel.overlap is false: this layout waits for every all-reduce; other layouts do not")
-    emulated = Emulated(p.emulated_delay, p.emulated_bandwidth) if p.collective == "emulated" else None
     return Question(
         name=d.served_model_name, config=config, stored=stored, keys=keys, fabric=fabric, placement=placement,
-        shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated,
+        shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated_link(p),
         overlap=p.overlap,
         threads=d.engine.threads, notes=(*notes, *more, *placement.notes),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from ..engine.config_schema import Deployment
 from ..engine.engine import Engine, Progress
 from ..engine.request import Request, SamplingParams
 from ..engine.scheduler import Scheduler
-from ..topology.emulated import Emulated, Emulation
+from ..topology.emulated import Emulation, emulate
 from ..topology.groups import Communicator
 from ..topology.identity import Identity, IdentityError, identify
 from ..topology.ledger import Ledger
@@ -51,7 +51,8 @@ class Lane:
         """A new link under the model's all-reduces, with an account that starts at zero."""
         self.ledger = Ledger()
         link = Emulation(f"link, {delay_s * 1e6:.0f} us", delay_s)
-        self.runner.model.all_reduce = Emulated(communicator.all_reduce, link, self.ledger)
+        on_gpu = communicator.backend == "nccl"
+        self.runner.model.all_reduce = emulate(communicator.all_reduce, link, self.ledger, on_gpu)
 
     def communication(self) -> tuple[float, float]:
         """Seconds hidden and exposed since the link was laid."""

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from ..engine import config as deploy
 from ..engine.config_schema import Deployment
+from ..engine.emulation import emulated_link
 from ..engine.engine import Engine, follow
 from ..engine.request import ModelLimits, TokensEvent
 from ..engine.scheduler import Scheduler
 from ..topology.bootstrap import Bootstrap, MpiBootstrap, StoreBootstrap, open_store
-from ..topology.emulated import Emulation
 from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity
 from ..topology.interfaces import address_of
@@ -30,7 +30,7 @@ from .messages import Announce, Cancel, Command, Drain, Loading, Ready, Running,
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status
 from .seats import ENV_SEATS, verify_seats
-from .tuned import tuned_choice
+from .tuned import backend_here, tuned_choice
 from .weights_view import loading_words
 
 log = logging.getLogger(__name__)
@@ -81,16 +81,11 @@ def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
 
 def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOptions:
     keys = deployment.parallel
-    emulation = None
-    if keys.collective == "emulated":
-        emulation = Emulation(
-            f"link {keys.emulated_delay * 1e3:g} ms", keys.emulated_delay, float(keys.emulated_bandwidth or "inf")
-        )
     options: dict[str, Any] = {} if keys.collective_timeout is None else {"timeout_s": keys.collective_timeout}
     return CommOptions(
-        backend=keys.backend,
+        backend=backend_here(deployment),
         collective=keys.collective,
-        emulation=emulation,
+        emulation=emulated_link(keys),
         overlap=keys.overlap,
         deterministic=keys.deterministic,
         address=address,

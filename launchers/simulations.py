@@ -204,9 +204,9 @@ def counted(spec: str) -> tuple[int, str]:
 
 def delayed(q: Question, delay_s: float) -> Question:
     """The same with every all-reduce arriving later."""
-    from ..engine.plan import Emulated
+    from ..topology.emulated import Emulation
 
-    return replace(q, emulated=Emulated(delay_s, None))
+    return replace(q, emulated=Emulation(f"link {delay_s * 1e3:g} ms", delay_s))
 
 
 def _sequences(count: int) -> str:

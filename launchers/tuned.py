@@ -38,6 +38,11 @@ def backend_here(deployment: Deployment) -> Backend:
     said = deployment.parallel.backend
     if said != "auto":
         return said
+    if deployment.engine.device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return "nccl"
     return "native" if transport.available() else "gloo"
 
 

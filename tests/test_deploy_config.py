@@ -203,6 +203,28 @@ def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str)
         ("model: {path: m, wiring: ladder, ladder_layers: 4}", "model.ladder_layers", "set wiring: hybrid"),
         ("parallel: {emulated_delay: 1ms}", "parallel.emulated_delay", "set collective: emulated"),
         ("parallel: {emulated_bandwidth: 1GB}", "parallel.emulated_bandwidth", "set collective: emulated"),
+        ("parallel: {emulated_fabric: 8xH100}", "parallel.emulated_fabric", "set collective: emulated"),
+        ("parallel: {emulated_multiprocessors: 4}", "parallel.emulated_multiprocessors", "set collective: emulated"),
+        (
+            "parallel: {collective: emulated, emulated_fabric: 8xH100, emulated_delay: 1ms}",
+            "parallel.emulated_delay",
+            "the prices of 8xH100 say this already",
+        ),
+        (
+            "parallel: {collective: emulated, emulated_fabric: 8xH800}",
+            "parallel.emulated_fabric",
+            "MODEL is one of",
+        ),
+        (
+            "parallel: {collective: emulated, emulated_fabric: 8xH100, tensor_parallel_size: 16}",
+            "parallel.emulated_fabric",
+            "16",
+        ),
+        (
+            "parallel: {collective: emulated, emulated_multiprocessors: 4}\nengine: {device: cpu}",
+            "parallel.emulated_multiprocessors",
+            "only a GPU has multiprocessors",
+        ),
         ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
         ("engine: {kv_cache_dtype: fp8, device: cpu}", "engine.kv_cache_dtype", "fp8 needs"),
         ("engine: {attention: flashinfer, device: cpu}", "engine.attention", "flashinfer needs"),

@@ -19,6 +19,7 @@ from laddertron.engine.simulate_rates import (
 )
 from laddertron.models.known import known
 from laddertron.topology.cost import Shape, predict
+from laddertron.topology.emulated import Emulation
 from laddertron.topology.presets import preset
 from laddertron.topology.prices import reference
 
@@ -104,7 +105,7 @@ def test_prices_are_those_of_the_cost_model() -> None:
 def test_an_emulated_link_only_adds_latency_and_a_narrower_wire() -> None:
     """The wire is the slower of the two, the delay comes on top and overlaps."""
     under = links("native", Shape(1, 2, "shm", "tcp"))
-    found = emulated_links(under, 0.001, 1e6).wire(100_000)
+    found = emulated_links(under, Emulation("link", 0.001, 1e6)).wire(100_000)
     assert found.latency_s == 0.001
     assert found.busy_s == pytest.approx(max(0.1, under.wire(100_000).busy_s))
 

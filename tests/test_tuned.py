@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from laddertron.engine.config_schema import Deployment, Model, Parallel
+from laddertron.engine.config_schema import Deployment, Engine, Model, Parallel
 from laddertron.launchers import tuned
 from laddertron.launchers.preflight import Outcome, message_bytes, transport_in
 from laddertron.launchers.preflight_view import show, size_name
@@ -208,3 +208,17 @@ def test_one_rank_has_nothing_to_tune() -> None:
 
 def test_sizes_read_as_people_write_them() -> None:
     assert [size_name(n) for n in (384, 1536, 32 << 10, 8 << 20)] == ["384 B", "1.5 KiB", "32 KiB", "8 MiB"]
+
+
+def test_auto_is_nccl_where_ranks_compute_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native transport reads host memory alone: `backend: auto` must not come to it beside a GPU, unless the
+    deployment computes on the CPU there; and what the ranks connect with is the same choice."""
+    from laddertron.launchers.rank import comm_options
+
+    on_cpu = replace(deployment(None), engine=Engine(device="cpu"))
+    assert tuned.backend_here(deployment(None)) == "native"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert tuned.backend_here(deployment(None)) == "nccl"
+    assert tuned.backend_here(on_cpu) == "native"
+    assert tuned.backend_here(deployment(None, backend="gloo")) == "gloo"
+    assert comm_options(deployment(None), "127.0.0.1", b"").backend == "nccl"

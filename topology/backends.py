@@ -49,9 +49,9 @@ def other_backend(
     if name == "nccl":
         if not torch.cuda.is_available():
             raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
-        from .nccl import NcclCollective, NcclGather
+        from .nccl import NcclGather, nccl_collective
 
-        return NcclCollective(groups.tp, ledger, link), NcclGather(groups.tp, ledger), set_timeout, lambda: None
+        return nccl_collective(groups.tp, ledger, link), NcclGather(groups.tp, ledger), set_timeout, lambda: None
     return (
         GlooCollective(groups.tp, ledger, link, timeout),
         GlooGather(groups.tp, ledger, timeout),

@@ -1,5 +1,6 @@
 """A fabric that is not there: an all-reduce whose result may not be taken before the predicted time has passed. Wraps
-another collective, which does the arithmetic; its name, wherever it is printed, begins with "emulated".
+another collective, which does the arithmetic; its name, wherever it is printed, begins with "emulated". Here for CPUs,
+where the host's clock holds results back; on a GPU a kernel does (emulated_gpu.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from .collectives import Collective, Pending
+from .cost import LinkCost
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,24 +24,48 @@ _PR_SET_TIMERSLACK = 29
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """What one all-reduce of n bytes costs: latency_s + n / bytes_per_s. The wire carries one message at a time; the
-    latencies of several overlap. `name` says which fabric is meant."""
+    """What one all-reduce of n bytes costs: latency_s + n / bytes_per_s, or by one of `others` where that is cheaper
+    (a library has protocols for small and for large messages). The wire carries one message at a time; the latencies of
+    several overlap. `name` says which fabric is meant. On a GPU alone: `multiprocessors` that a message holds while it
+    travels (0: none, a pure delay), and `ranks` of the group that is meant, which say how many of the bytes pass
+    through a rank's memory."""
 
     name: str
     latency_s: float
     bytes_per_s: float = float("inf")
+    others: tuple[LinkCost, ...] = ()
+    ranks: int = 2
+    multiprocessors: int = 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.latency_s < 60 and self.bytes_per_s > 0):
             raise ValueError(f"emulation {self.name}: latency_s in [0, 60) and bytes_per_s > 0, got {self}")
+        if self.ranks < 1 or self.multiprocessors < 0:
+            raise ValueError(f"emulation {self.name}: ranks of 1 or more and multiprocessors of 0 or more, got {self}")
 
     @property
     def label(self) -> str:
-        return f"emulated {self.name}"
+        held = f", {self.multiprocessors} multiprocessors held" if self.multiprocessors else ""
+        return f"emulated {self.name}{held}"
+
+    def parts(self, nbytes: int) -> tuple[float, float]:
+        """(latency, time on the wire) of a message of nbytes, in seconds."""
+        prices = (LinkCost(self.latency_s, self.bytes_per_s), *self.others)
+        best = min(prices, key=lambda price: price.latency_s + nbytes / price.bytes_per_s)
+        return best.latency_s, nbytes / best.bytes_per_s
+
+    def seconds(self, nbytes: int) -> float:
+        """One all-reduce of nbytes, alone on the wire."""
+        return sum(self.parts(nbytes))
+
+    def moved_bytes(self, nbytes: int) -> int:
+        """What a rank reads and what it writes for an all-reduce of nbytes: each part of the message goes to all other
+        ranks once on its way to the sum and once on its way back."""
+        return round(2 * (self.ranks - 1) / self.ranks * nbytes)
 
 
 class Clock(Protocol):
-    """Holds a result back: on a CPU by sleeping, on a device by work on its communication stream."""
+    """Holds a result back."""
 
     def start(self, wire_s: float, latency_s: float) -> float:
         """The message sets off now; returns a token for `finish`."""
@@ -77,7 +103,8 @@ class Emulated:
 
     def start(self, x: Tensor) -> Pending:
         began = time.monotonic()
-        token = self._clock.start(x.nbytes / self._emulation.bytes_per_s, self._emulation.latency_s)
+        latency_s, wire_s = self._emulation.parts(x.nbytes)
+        token = self._clock.start(wire_s, latency_s)
         return _EmulatedPending(self, self._inner.start(x), token, began)
 
     def _finish(self, inner: Pending, token: float, began: float) -> Tensor:
@@ -99,3 +126,17 @@ class _EmulatedPending:
         if self._x is None:
             self._x = self._owner._finish(self._inner, self._token, self._began)
         return self._x
+
+
+def emulate(inner: Collective, emulation: Emulation, ledger: Ledger, on_gpu: bool) -> Collective:
+    """`inner` with the time of `emulation` laid over it, by the device's clock or the host's. Raises ValueError where
+    multiprocessors are to be held and there are none, RuntimeError where the GPU's part cannot be had."""
+    if on_gpu:
+        from .emulated_gpu import EmulatedOnGpu
+
+        return EmulatedOnGpu(inner, emulation, ledger)
+    if emulation.multiprocessors:
+        raise ValueError(
+            f"{emulation.label}: only a GPU has multiprocessors to hold; leave emulated_multiprocessors at 0 on a CPU"
+        )
+    return Emulated(inner, emulation, ledger)

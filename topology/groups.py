@@ -21,7 +21,7 @@ import numpy as np
 from . import transport
 from .bootstrap import Bootstrap, MpiBootstrap, open_store
 from .collectives import Blocking, Collective, Gather, Gathering
-from .emulated import Emulated, Emulation
+from .emulated import Emulation, emulate
 from .ledger import Ledger
 from .mesh import connect_mesh
 from .plans import PlanChannel
@@ -172,7 +172,7 @@ def connect(
             all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger)
             closers.insert(0, end)
         if options.emulation is not None:
-            all_reduce = Emulated(all_reduce, options.emulation, ledger)
+            all_reduce = emulate(all_reduce, options.emulation, ledger, on_gpu=backend == "nccl")
         if not options.overlap:
             all_reduce = Blocking(all_reduce)
     except BaseException:

@@ -277,6 +277,8 @@ class NativeCollective:
     def start(self, x: Tensor) -> NativePending:
         strategy = self._strategy.get(x.nbytes)
         if strategy is None:
+            if x.device.type != "cpu":
+                raise ValueError(f"the native transport reads host memory, x lies on {x.device}: use backend: nccl")
             strategy = self._strategy[x.nbytes] = STRATEGIES[self._choose(x.nbytes)]
         if not x.is_contiguous() or x.dtype not in DTYPES or not x.numel():
             raise ValueError(

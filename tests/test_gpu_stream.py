@@ -1,4 +1,4 @@
-"""The accounts of NCCL's collectives, with events that need no GPU."""
+"""The accounts of collectives on a GPU's own stream, with events that need no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from laddertron.topology import nccl
+from laddertron.topology import gpu_stream
 from laddertron.topology.ledger import Ledger
 
 
@@ -30,8 +30,8 @@ class Event:
 def test_two_threads_may_settle_the_accounts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stepping thread and the heartbeat's both find the last timing settled: it is counted once, and neither falls
     over what the other took."""
-    monkeypatch.setattr(nccl, "_STREAM", lambda priority: None)
-    collective = nccl.NcclCollective(None, Ledger(), "node")
+    monkeypatch.setattr(gpu_stream, "_STREAM", lambda priority: None)
+    collective = gpu_stream.StreamCollective(lambda x: None, Ledger(), "nccl", "node")
     collective._timings.append((8, Event(), Event(), Event(threading.Barrier(2))))
     faults: list[BaseException] = []
 

@@ -1,0 +1,86 @@
+"""All-reduces on a GPU beside the computation: a high-priority stream of their own, tied to the computing stream by
+events. The host never waits; the whole may be captured in a CUDA graph. What runs on the stream is the caller's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .ledger import Entry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .ledger import Ledger
+
+_OPEN_TIMINGS = 1024
+# torch leaves these two without types.
+_STREAM: Any = torch.cuda.Stream
+_EVENT: Any = torch.cuda.Event
+
+
+class StreamCollective:
+    """A Collective that `issue` puts on the side stream: called with x, that stream current. One after another, as
+    NCCL's collectives of one communicator are. Events time every collective outside of graphs: in flight from when x
+    was ready, waited for from when the computing stream asked; both are read when they are long past."""
+
+    def __init__(self, issue: Callable[[Tensor], None], ledger: Ledger, strategy: str, link: str) -> None:
+        self._issue, self._ledger, self._strategy, self._link = issue, ledger, strategy, link
+        self.stream = _STREAM(priority=-1)
+        self._timings: deque[tuple[int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
+        self._sums = [0, 0, 0.0, 0.0]
+        self._settling = threading.Lock()  # the heartbeat's thread reads the accounts too
+        ledger.add_source(self._entries, lambda: ())
+
+    def start(self, x: Tensor) -> _StreamPending:
+        timed = not torch.cuda.is_current_stream_capturing()
+        ready = _EVENT(enable_timing=timed)
+        ready.record()
+        self.stream.wait_event(ready)
+        with torch.cuda.stream(self.stream):
+            self._issue(x)
+        self._ledger.started += 1
+        x.record_stream(self.stream)
+        done = _EVENT(enable_timing=timed)
+        done.record(self.stream)
+        return _StreamPending(self, x, ready, done, timed)
+
+    def _asked(self, size: int, ready: Any, asked: Any, done: Any) -> None:
+        if len(self._timings) == _OPEN_TIMINGS:
+            self._settle()
+        self._timings.append((size, ready, asked, done))
+
+    def _settle(self) -> None:
+        with self._settling:
+            while self._timings and self._timings[0][2].query() and self._timings[0][3].query():
+                size, ready, asked, done = self._timings.popleft()
+                self._sums[0] += 1
+                self._sums[1] += size
+                self._sums[2] += ready.elapsed_time(done) * 1e-3
+                self._sums[3] += max(0.0, asked.elapsed_time(done) * 1e-3)
+
+    def _entries(self) -> Iterable[Entry]:
+        self._settle()
+        count, size, flight, waited = self._sums
+        return [Entry("all_reduce", self._strategy, self._link, int(count), int(size), flight, waited)]
+
+
+class _StreamPending:
+    __slots__ = ("_done", "_owner", "_ready", "_timed", "_x")
+
+    def __init__(self, owner: StreamCollective, x: Tensor, ready: Any, done: Any, timed: bool) -> None:
+        self._owner, self._x, self._ready, self._done, self._timed = owner, x, ready, done, timed
+
+    def wait(self) -> Tensor:
+        if self._timed:
+            asked = _EVENT(enable_timing=True)
+            asked.record()
+            self._owner._asked(self._x.nbytes, self._ready, asked, self._done)
+            self._timed = False
+        torch.cuda.current_stream().wait_event(self._done)
+        return self._x
