@@ -15,13 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..models.attention import AttentionBackend, TorchAttention
+from ..models.attention import AttentionBackend, Capturable
+from ..models.attention_choice import make_attention
 from ..models.config import ModelConfig, from_folder
-from ..models.cpu_ops import CpuAttention, CpuOps, Kernels, fits_kernels
+from ..models.cpu_ops import CpuOps, Kernels
 from ..models.kv_cache import KVCache, block_bytes
 from ..models.llama import LlamaModel, replicate_embedding
 from ..models.ops import Ops, TorchOps
 from ..models.quantised import Fp8, multiplies_fp8
+from ..models.readers import FP8
 from ..models.refusal import Refusal
 from ..models.shapes import check_shapes
 from ..models.shard import Shard
@@ -31,6 +33,7 @@ from ..topology.groups import Communicator
 from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
 from .config_schema import Engine as EngineKeys
 from .grammar import GrammarSlots, NoGrammars
+from .graphs import CudaRecorder, DecodeGraphs, collectives_refuse, graph_sizes, graphed
 from .request import ModelLimits
 from .runner import Patience, Runner
 from .sampler import Grammars, Sampler
@@ -45,6 +48,7 @@ SCORED_LOGITS = 1 << 26
 """A rank's logits of prompt positions in one step: some 400 MB beside the caches, whatever is asked for."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8": FP8}
 
 
 FIRST_TIMEOUT_S = 60.0
@@ -145,16 +149,6 @@ def make_fp8(source: Source, config: ModelConfig, device: torch.device) -> Fp8 |
     return Fp8(source.kept_fp8(config), q.activations and multiplies_fp8(device), q.activation_bound)
 
 
-def make_attention(keys: EngineKeys, config: ModelConfig, cache: KVCache, dtype: torch.dtype) -> AttentionBackend:
-    """The backend that the deployment names, or the best one here."""
-    windows = config.sliding_window or (None,) * config.num_layers
-    scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
-    kernels = Kernels.find() if keys.attention == "auto" else None
-    if kernels is not None and fits_kernels(cache, dtype, config.head_dim):
-        return CpuAttention(cache, windows, scale, kernels)
-    return TorchAttention(cache, windows, scale)
-
-
 def check_memory(deployment: Deployment, size: int, weights: int, free: int) -> None:
     """Refuses before loading what cannot fit. weights: bytes on a rank. Raises CapacityError with need and have."""
     kv = deployment.engine.kv_cache_memory or 0
@@ -163,6 +157,32 @@ def check_memory(deployment: Deployment, size: int, weights: int, free: int) -> 
             f"a rank needs about {weights >> 20} MiB for weights and {kv >> 20} MiB for KV, {free >> 20} MiB are free: "
             f"use more ranks than {size}, a smaller kv_cache_memory or another dtype"
         )
+
+
+def make_graphs(
+    deployment: Deployment, communicator: Communicator, model: LlamaModel, attention: AttentionBackend, cache: KVCache
+) -> DecodeGraphs | None:
+    """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
+    be nobody's. Raises GraphsError."""
+    keys, device = deployment.engine, model.norm.weight.device
+    host = collectives_refuse(communicator.backend, communicator.size, deployment.parallel.collective == "emulated")
+    use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
+    say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
+    if device.type == "cuda":
+        say(f"CUDA graphs: {why}")
+    if not use or not isinstance(attention, Capturable):
+        return None
+    graphs = DecodeGraphs(
+        model,
+        attention,
+        CudaRecorder(device),
+        graph_sizes(keys.max_num_seqs),
+        scratch_block=cache.num_blocks - 1,
+        most_blocks=-(-len(model.rotary.cos) // cache.block_size),
+        say=say,
+    )
+    graphs.record()
+    return graphs
 
 
 def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
@@ -189,7 +209,7 @@ def build(
     progress: Callable[[int, int], None] | None = None,
 ) -> Built:
     """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
-    WiringError or ConfigError."""
+    WiringError, ConfigError, AttentionError or GraphsError."""
     _give_back_freed_memory()
     config, warnings = model_config(deployment)
     keys = deployment.engine
@@ -218,17 +238,21 @@ def build(
     per_node = communicator.layout.per_node  # each node reads its own copy: its ranks verify all of it between them
     model.load(source, progress, verify=(communicator.rank % per_node, per_node))
 
-    kv_dtype = dtype if keys.kv_cache_dtype == "auto" else DTYPES[keys.kv_cache_dtype]
+    kv_dtype = dtype if keys.kv_cache_dtype == "auto" else KV_DTYPES[keys.kv_cache_dtype]
     budget = _agreed_minimum(communicator, kv_budget(keys, device, available_bytes(device)))
     one = block_bytes(shard, keys.block_size, kv_dtype)
     num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, length)
-    cache = KVCache(shard, num_blocks, keys.block_size, kv_dtype, device)
+    # On a GPU one block more, nobody's: what pads a recorded step writes there.
+    cache = KVCache(shard, num_blocks + int(device.type == "cuda"), keys.block_size, kv_dtype, device)
+    attention, why = make_attention(keys.attention, shard, cache, dtype)
+    if communicator.rank == 0:
+        log.info("attention: %s", why)
     grammars = make_grammars(deployment, config)
     sampler = Sampler(config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars)
     runner = Runner(
         model,
         cache,
-        make_attention(keys, config, cache, dtype),
+        attention,
         sampler,
         max_slots=keys.max_num_seqs,
         max_model_len=length,
@@ -236,6 +260,7 @@ def build(
         patience=Patience(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
         if deployment.parallel.collective_timeout is None
         else None,
+        graphs=make_graphs(deployment, communicator, model, attention, cache),
     )
     limits = ModelLimits(
         max_model_len=length,

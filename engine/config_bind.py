@@ -209,6 +209,12 @@ class Binder:
         fitting = [a for a in args if a is not type(None) and (get_origin(_split(a)[0]) is tuple) == (shape is tuple)]
         if not fitting:
             raise Mismatch(f"{_shown(tree)} is not allowed here: {allowed(annotation)}")
+        if bool in fitting:  # a switch that may also be left to the program: true, false or a word
+            truth = isinstance(tree, Scalar) and tree.tag == "bool"
+            try:
+                return self.value(tree, next(a for a in fitting if (a is bool) == truth), path)
+            except Mismatch:
+                raise Mismatch(f"{_shown(tree)} is not {allowed(annotation)}") from None
         return self.value(tree, fitting[0], path)
 
     def _items(self, tree: Items, annotation: Any, path: str) -> Iterator[Any]:

@@ -165,7 +165,7 @@ class Engine:
     attention: Literal["auto", "torch", "flashinfer"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Range(1, 1024)] | None = None
-    cuda_graphs: bool = True
+    cuda_graphs: Literal["auto"] | bool = "auto"
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     priority_ageing: Duration = 30.0
 

@@ -19,9 +19,12 @@ from ..models.attention import AttentionBackend, StepLayout
 from ..models.kv_cache import KVCache
 from ..models.llama import LlamaModel
 from .batch import Batch, Chunk, StepResult
+from .graphs import DecodeGraphs
 from .request import TokenLogprob
 from .sampler import Sampler
 from .steptimes import StepTimes
+
+_HOST = torch.device("cpu")
 
 
 class Patience:
@@ -56,6 +59,7 @@ class Runner:
         max_slots: int,
         max_model_len: int,
         patience: Patience | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
         self.device = model.norm.weight.device
@@ -66,7 +70,7 @@ class Runner:
         self.blocks = np.zeros((max_slots, -(-(max_model_len + 1) // self.size)), np.int32)
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
-        self._patience = patience
+        self._patience, self._graphs = patience, graphs
 
     def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
         """Applies the Batch and computes its chunks. Raises DesyncError if ranks disagreed about the step before.
@@ -81,12 +85,23 @@ class Runner:
             self._patience.before(batch.num_tokens)
         with torch.inference_mode():
             chunks = sorted(batch.chunks, key=lambda chunk: chunk.count != 1)  # decodes first; a stable sort
-            layout, tokens, rows = self._layout(chunks)
-            logits = self.model.forward(tokens, layout, self.attention, rows, on_travelling)
+            logits = self._forward(chunks, on_travelling)
             result = self._draw(batch, chunks, logits)
         if self._patience is not None:
             self._patience.after(batch.num_tokens)
         return result
+
+    def _forward(self, chunks: list[Chunk], on_travelling: Callable[[], None] | None) -> Tensor:
+        """Logits [R, V / tp] of the rows that are sampled or scored."""
+        graphs = self._graphs
+        if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
+            layout, tokens, rows = self._layout(chunks)
+            return self.model.forward(tokens, layout, self.attention, rows, on_travelling)
+        layout, tokens, rows = self._layout(chunks, _HOST)
+        logits = graphs.run(layout, tokens)
+        if on_travelling is not None:
+            on_travelling()  # the device has the whole step by now
+        return logits if len(rows) == len(chunks) else logits[rows.to(self.device)]
 
     def _apply(self, batch: Batch) -> None:
         for slot in batch.released:
@@ -104,8 +119,13 @@ class Runner:
             self.num_blocks[slot] = have + len(blocks)
         self.cache.copy(batch.copies)
 
-    def _layout(self, chunks: list[Chunk]) -> tuple[StepLayout, Tensor, Tensor]:
-        """The step's layout, its token ids [T], and the rows whose logits are needed [R]."""
+    def _layout(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
+        """The step's layout, its token ids [T], and the rows whose logits are needed [R]; on the model's device unless
+        another is named."""
+
+        def place(values: NDArray[np.integer]) -> Tensor:
+            return torch.from_numpy(values.astype(np.int64)).to(device or self.device, non_blocking=True)
+
         slots = np.array([chunk.slot for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         counts = np.array([chunk.count for chunk in chunks])
@@ -125,18 +145,15 @@ class Runner:
             for row in (range(first_row, after) if chunk.prompt_logprobs else (after - 1,) if chunk.samples else ())
         ]
         layout = StepLayout(
-            positions=self._to_device(positions),
+            positions=place(positions),
             query_start=query_start,
             kv_len=ends.tolist(),
-            block_table=self._to_device(self.blocks[slots, :most]),
-            blocks=self._to_device(self.blocks[slot_of, positions // self.size]),
-            offsets=self._to_device(positions % self.size),
+            block_table=place(self.blocks[slots, :most]),
+            blocks=place(self.blocks[slot_of, positions // self.size]),
+            offsets=place(positions % self.size),
             decode=decode,
         )
-        return layout, self._to_device(self.tokens[slot_of, positions]), self._to_device(np.array(rows, np.int64))
-
-    def _to_device(self, values: NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+        return layout, place(self.tokens[slot_of, positions]), place(np.array(rows, np.int64))
 
     def _draw(self, batch: Batch, chunks: list[Chunk], logits: Tensor) -> StepResult:
         """Samples and scores; appends what was drawn to the slots."""

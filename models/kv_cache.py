@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .readers import FP8
 from .shard import Shard
+
+_LARGEST = torch.finfo(FP8).max
 
 
 def block_bytes(shard: Shard, block_size: int, dtype: torch.dtype) -> int:
@@ -32,8 +35,13 @@ class KVCache:
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [T, K, C] at (blocks[t], offsets[t])."""
-        self.keys[layer][blocks, :, offsets] = keys.to(self.keys[layer].dtype)
-        self.values[layer][blocks, :, offsets] = values.to(self.values[layer].dtype)
+        self.keys[layer][blocks, :, offsets] = self._stored(keys)
+        self.values[layer][blocks, :, offsets] = self._stored(values)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        """In the cache's dtype. fp8 is unscaled and saturates: a key beyond its range must not become NaN."""
+        dtype = self.keys[0].dtype
+        return (x.clamp(-_LARGEST, _LARGEST) if dtype == FP8 else x).to(dtype)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks src -> dst in every layer (copy-on-write)."""
@@ -51,4 +59,6 @@ class KVCache:
             return
         index = torch.tensor(blocks, device=self.keys[0].device)
         for tensor in (*self.keys, *self.values):
-            tensor[index] = torch.nan_to_num(tensor[index], nan=0.0, posinf=0.0, neginf=0.0)
+            held = tensor[index]
+            wide = held.float() if held.dtype == FP8 else held  # torch has no nan_to_num for fp8
+            tensor[index] = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0).to(held.dtype)

@@ -182,8 +182,19 @@ class LlamaModel(nn.Module):
         on_travelling is called once, while the first sub-block's all-reduce travels: host work that fits there costs
         nothing.
         """
-        self._attention = attention
         attention.plan(layout, self.rotary.cos[layout.positions], self.rotary.sin[layout.positions])
+        return self.compute(tokens, attention, rows, on_travelling)
+
+    def compute(
+        self,
+        tokens: Tensor,
+        attention: AttentionBackend,
+        rows: Tensor | None,
+        on_travelling: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """`forward` once the step has been planned; rows None: all of them. Reads nothing of the step but tensors, so
+        that it may be captured (engine/graphs.py)."""
+        self._attention = attention
         stream = residual.flow(self._embed(tokens), self.config.wiring, self, self.all_reduce, self.shard.size)
         if on_travelling is not None and "none" in self.config.wiring.kinds:
             on_travelling()  # nothing will travel: the work is due all the same
@@ -198,7 +209,7 @@ class LlamaModel(nn.Module):
             x: Tensor = end.value
         if self._head is None:
             raise RuntimeError("forward before load")
-        logits = self._head(x[rows]).float()
+        logits = self._head(x if rows is None else x[rows]).float()
         return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
 
     def _embed(self, tokens: Tensor) -> Tensor:

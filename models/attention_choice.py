@@ -1,0 +1,64 @@
+"""Which attention backend serves: the deployment's, or the best one here. Called by engine/build.py."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+
+from .attention import AttentionBackend, TorchAttention
+from .config import ModelConfig
+from .cpu_attention import CpuAttention, fits_kernels
+from .cpu_ops import Kernels
+from .flashinfer_attention import FlashInferAttention, unfit
+from .kv_cache import KVCache
+from .refusal import Refusal
+from .shard import Shard
+
+
+class AttentionError(Refusal, ValueError):
+    """The attention backend that was asked for cannot serve here; the message says why."""
+
+
+def make_attention(wanted: str, shard: Shard, cache: KVCache, dtype: torch.dtype) -> tuple[AttentionBackend, str]:
+    """The backend, and why it is this one in a few words for the log. wanted: auto, torch or flashinfer. Raises
+    AttentionError where flashinfer is wanted and cannot be had."""
+    config, device = shard.config, cache.keys[0].device
+    windows, scale = _windows(config), _scale(config)
+    if wanted == "torch":
+        return TorchAttention(cache, windows, scale), "torch, as configured"
+    if device.type == "cpu" and wanted == "auto":
+        kernels = Kernels.find()
+        if kernels is not None and fits_kernels(cache, dtype, config.head_dim):
+            return CpuAttention(cache, windows, scale, kernels), "cpu kernels"
+        return TorchAttention(cache, windows, scale), "torch: the CPU kernels were not built or do not fit the dtypes"
+    library = _library(device, dtype, config.head_dim)
+    if isinstance(library, str):
+        if wanted == "auto":
+            return TorchAttention(cache, windows, scale), f"torch, not flashinfer: {library}"
+        raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
+    backend = FlashInferAttention(cache, windows, scale, shard.num_heads, dtype, library)
+    return backend, f"flashinfer {getattr(library, '__version__', '')}".rstrip()
+
+
+def _windows(config: ModelConfig) -> tuple[int | None, ...]:
+    return config.sliding_window or (None,) * config.num_layers
+
+
+def _scale(config: ModelConfig) -> float:
+    return config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
+
+
+def _library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Any:
+    """The module, or the reason why it does not serve."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if reason := unfit(device, capability, dtype, head_dim):
+        return reason
+    if importlib.util.find_spec("flashinfer") is None:
+        return "it is not installed (laddertron[cuda])"
+    try:
+        return importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as fault:  # its own libraries, or a CUDA that it does not know
+        return f"it is installed and cannot be imported: {type(fault).__name__}: {fault}"
