@@ -1,5 +1,5 @@
-"""Rates over the last seconds of heartbeats: who takes longest a step for itself, how much of the travel time was hidden. Pure;
-times are arguments, unix seconds.
+"""Rates over the last seconds of heartbeats: who takes longest a step for itself, how much of the travel time was
+hidden. Pure; times are arguments, unix seconds.
 """
 
 from __future__ import annotations

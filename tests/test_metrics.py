@@ -159,7 +159,7 @@ def test_the_straggler_is_who_computes_while_others_wait(metrics: Metrics, clock
 
 def test_a_rank_without_a_processor_is_the_straggler_though_it_seems_to_wait(metrics: Metrics, clock: Clock) -> None:
     """Both ranks seem to wait 0.6 s of each second for the other; but rank 1 could have gone on in 0.5 s of its waits,
-    had it had a processor. No more than what was waited counts, and a kernel without such an account changes nothing."""
+    had it had a processor. No more than what was waited counts; a kernel without such an account changes nothing."""
 
     def beats(pid: int, delays: tuple[float | None, ...]) -> list[float | None]:
         clock.now += 60
