@@ -17,8 +17,8 @@ from laddertron.engine.sampler import Sampler
 from laddertron.engine.scheduler import SchedulerLimits
 from laddertron.models.config import Dtype, ModelConfig, Rope, make_wiring
 from laddertron.models.kv_cache import KVCache
-from laddertron.models.llama import LlamaModel, replicate_embedding
-from laddertron.models.shapes import check_shapes
+from laddertron.models.llama import LlamaModel
+from laddertron.models.shapes import check_shapes, replicates_embedding
 from laddertron.models.shard import Shard
 from laddertron.topology.collectives import Collective
 from laddertron.topology.groups import Communicator
@@ -85,7 +85,7 @@ def make_model(size: Size, communicator: Communicator, device: torch.device | No
         dtype=dtype,
         device=device,
         positions=size.positions + 1,
-        replicate_embedding=replicate_embedding(config, dtype, len(communicator.layout.nodes) > 1),
+        replicate_embedding=replicates_embedding(config, dtype.itemsize, len(communicator.layout.nodes) > 1),
     )
     fill(model)
     return model

@@ -20,12 +20,12 @@ from ..models.attention_choice import make_attention
 from ..models.config import ModelConfig, from_folder
 from ..models.cpu_ops import CpuOps, Kernels
 from ..models.kv_cache import KVCache, block_bytes
-from ..models.llama import LlamaModel, replicate_embedding
+from ..models.llama import LlamaModel
 from ..models.ops import Ops, TorchOps
 from ..models.quantised import Fp8, multiplies_fp8
 from ..models.readers import FP8
 from ..models.refusal import Refusal
-from ..models.shapes import check_shapes
+from ..models.shapes import check_shapes, replicates_embedding
 from ..models.shard import Shard
 from ..models.weights import Source, open_source
 from ..models.wiring import choose_wiring
@@ -223,7 +223,9 @@ def build(
 
     wanted = deployment.parallel.embedding
     spans_nodes = len(communicator.layout.nodes) > 1
-    replicate = wanted == "replicate" or (wanted == "auto" and replicate_embedding(config, dtype, spans_nodes))
+    replicate = wanted == "replicate" or (
+        wanted == "auto" and replicates_embedding(config, dtype.itemsize, spans_nodes)
+    )
     model = LlamaModel(
         config,
         communicator.process_groups.tp,

@@ -37,6 +37,7 @@ __all__ = [
     "ConfigError",
     "Daemon",
     "Deployment",
+    "Draft",
     "Engine",
     "Kubernetes",
     "Launch",
@@ -46,7 +47,9 @@ __all__ = [
     "Model",
     "Parallel",
     "Slurm",
+    "by_line",
     "digest",
+    "draft",
     "from_json",
     "load",
     "read",
@@ -67,6 +70,16 @@ class Loaded:
         return fault(_place(self.places, key, self.name), key, text)
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A deployment as far as it could be read: `faults` may be none; keys in `bad` hold defaults in place of what the
+    file says."""
+
+    loaded: Loaded
+    faults: tuple[str, ...]
+    bad: frozenset[str]
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
     """The deployment that the file and the overrides (`engine.max_num_seqs=8`) describe, defaults filled in. Relative
     paths stand against the file's folder, those in overrides against the working directory. Raises ConfigError."""
@@ -75,6 +88,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """As `load`, with the places of the keys."""
+    return _whole(draft(path, overrides))
+
+
+def draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+    """As `read`, but what is wrong is listed, so that whoever looks further can tell all faults at once. Raises
+    ConfigError only where nothing can be read."""
     file = Path(path)
     tree, faults = read_file(file, str(path))
     for override in overrides:
@@ -95,7 +114,7 @@ def from_json(data: Mapping[str, Any]) -> Deployment:
     tree = from_values(data, "config")
     if not isinstance(tree, Table):
         raise ConfigError(["config: a deployment is a table of sections"])
-    return _bound(tree, "config", Path("/"), Path("/"), []).deployment
+    return _whole(_bound(tree, "config", Path("/"), Path("/"), [])).deployment
 
 
 def digest(deployment: Deployment) -> str:
@@ -116,7 +135,7 @@ def _keys(section: str) -> Mapping[str, Any]:
     return hints(hints(Deployment)[section])
 
 
-def _bound(tree: Table, name: str, base: Path, cwd: Path, faults: list[str]) -> Loaded:
+def _bound(tree: Table, name: str, base: Path, cwd: Path, faults: list[str]) -> Draft:
     binder = _Binder(base, cwd)
     deployment = binder.section(Deployment, tree, "", {"model.path": "/"})
     found = faults + binder.faults
@@ -124,9 +143,13 @@ def _bound(tree: Table, name: str, base: Path, cwd: Path, faults: list[str]) -> 
         if binder.bad.isdisjoint(keys):
             said = next((k for k in keys if k in binder.places), keys[0])
             found.append(fault(_place(binder.places, said, name), said, text))
-    if found:
-        raise ConfigError(sorted(found, key=_order))
-    return Loaded(deployment, name, binder.places)
+    return Draft(Loaded(deployment, name, binder.places), tuple(sorted(found, key=by_line)), frozenset(binder.bad))
+
+
+def _whole(found: Draft) -> Loaded:
+    if found.faults:
+        raise ConfigError(found.faults)
+    return found.loaded
 
 
 def _place(places: Mapping[str, str], key: str, name: str) -> str:
@@ -137,7 +160,8 @@ def _place(places: Mapping[str, str], key: str, name: str) -> str:
     return f"{name}:1" if name != "config" else name
 
 
-def _order(line: str) -> tuple[int, int]:
+def by_line(line: str) -> tuple[int, int]:
+    """Sorts faults as they stand in the file."""
     parts = line.split(":", 2)
     return (0, int(parts[1])) if len(parts) > 1 and parts[1].isdigit() else (1, 0)
 

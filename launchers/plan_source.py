@@ -14,11 +14,12 @@ from ..engine.emulation import emulated_link
 from ..engine.plan import Question
 from ..engine.plan_layouts import Work
 from ..engine.plan_memory import MemoryKeys, Stored, memory
+from ..engine.simulate_rates import BYTES
 from ..models.config import ModelConfig, from_folder
 from ..models.config_parts import make_wiring
 from ..models.known import by_folder, half_ladder, known
 from ..models.quantisation import read_quantisation
-from ..models.shapes import ShapeError, check_shapes, splits
+from ..models.shapes import ShapeError, check_shapes, replicates_embedding, splits
 from ..models.wiring import choose_wiring
 from ..topology.cost import Backend, Costs, Shape, shape_of
 from ..topology.fabric import Fabric
@@ -26,8 +27,6 @@ from ..topology.grid import Suits
 from ..topology.placement import place
 from ..topology.presets import preset
 from .commands.topo import backend_of, lay_out
-
-REPLICATED_LIMIT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def from_deployment(loaded: Loaded, asked: Asked) -> Question:
         kv_cache_memory=d.engine.kv_cache_memory or (None if gpu else CPU_KV_CACHE_MEMORY),
         gpu=gpu,
         graphs=d.engine.cuda_graphs,
-        replicate_embedding=replicates(d.parallel.embedding, config, values, shape.nodes > 1),
+        replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
     )
     backend = backend_of(d, shape)
     costs, source, more = _tuned(d, fabric, shape, backend)
@@ -187,14 +186,11 @@ def assumed_fabric(d: Deployment) -> str:
     return f"{-(-world // each)}x{each}xH100"
 
 
-def replicates(wanted: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:
-    """`parallel.embedding`; auto as models/llama.py decides it (which needs torch): across nodes, tables that are small
-    beside the rest."""
+def _replicates(wanted: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:
+    """`parallel.embedding`, settled."""
     if wanted != "auto":
         return wanted == "replicate"
-    table = config.vocab_size * config.hidden_size
-    itemsize = 4 if dtype == "float32" else 2
-    return spans_nodes and itemsize * table <= REPLICATED_LIMIT and table * 16 <= config.num_parameters * 4
+    return replicates_embedding(config, int(BYTES[dtype]), spans_nodes)
 
 
 def _tuned(d: Deployment, fabric: Fabric, shape: Shape, backend: Backend) -> tuple[Costs | None, str, Sequence[str]]:

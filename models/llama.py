@@ -240,10 +240,3 @@ class LlamaModel(nn.Module):
     def _scaled(self, partial: Tensor) -> Tensor:
         m = self.config.residual_multiplier
         return partial if m == 1.0 else partial * m
-
-
-def replicate_embedding(config: ModelConfig, dtype: torch.dtype, spans_nodes: bool) -> bool:
-    """`parallel.embedding: auto`: a whole table on every rank saves one exposed all-reduce a step; taken where that
-    crosses nodes and the table is small beside the rest (a sixteenth of the weights)."""
-    table = config.vocab_size * config.hidden_size
-    return spans_nodes and dtype.itemsize * table <= 64 << 20 and table * 16 <= config.num_parameters * 4

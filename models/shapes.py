@@ -8,6 +8,9 @@ from __future__ import annotations
 from .config import ModelConfig
 from .refusal import Refusal
 
+REPLICATED_LIMIT = 64 << 20
+"""Bytes of an embedding table beyond which no rank holds a whole copy unasked."""
+
 
 class ShapeError(Refusal, ValueError):
     """A model that does not split over so many ranks: the arithmetic, and sizes that would do."""
@@ -27,6 +30,14 @@ def valid_sizes(config: ModelConfig) -> tuple[int, ...]:
 def kv_replication(config: ModelConfig, tp: int) -> int:
     """On how many ranks each KV head lives."""
     return max(1, tp // config.num_kv_heads)
+
+
+def replicates_embedding(config: ModelConfig, itemsize: int, spans_nodes: bool) -> bool:
+    """`parallel.embedding: auto`, at `itemsize` bytes an element: a whole table on every rank saves one exposed
+    all-reduce a step; taken where that crosses nodes, the table is within REPLICATED_LIMIT and at most a quarter of all
+    weights."""
+    table = config.vocab_size * config.hidden_size
+    return spans_nodes and itemsize * table <= REPLICATED_LIMIT and 4 * table <= config.num_parameters
 
 
 def check_shapes(config: ModelConfig, tp: int) -> None:

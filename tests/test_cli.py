@@ -102,18 +102,33 @@ def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["check", str(file)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.replace(f"{file}:", "").split(": ")[:2] for line in lines] == [
-        ["8", "parallel.tuning_file"],
-        ["7", "parallel.tensor_parallel_size"],
         ["3", "model.max_model_len"],
         ["5", "model.ladder_layers"],
+        ["7", "parallel.tensor_parallel_size"],
+        ["8", "parallel.tuning_file"],
     ]
-    assert "4 heads % 3 = 1" in lines[1]
-    assert "use 1, 2 or 4" in lines[1]
+    assert "4 heads % 3 = 1" in lines[2]
+    assert "use 1, 2 or 4" in lines[2]
     assert cli.main(["check", str(file), "--set", "parallel.tensor_parallel_size=2"]) == 2
     assert "heads" not in capsys.readouterr().err
     file.write_text("model: {path: ./m}\nparallel: {tensor_parallel_size: 4}\n", encoding="utf-8")
     assert cli.main(["check", str(file)]) == 0
     assert "tp 4 x 1 = 4 ranks" in capsys.readouterr().out
+
+
+def test_check_tells_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """405B over 12 ranks of nodes of 8: what the nodes say and the shape's arithmetic with the nearest sizes, although
+    the weights are not here."""
+    config = str(CONFIGS / "llama-3.1-405b-tp16.yaml")
+    for flags in ([], ["--no-model"]):
+        assert cli.main(["check", config, "--set", "parallel.tensor_parallel_size=12", *flags]) == 2
+        said = capsys.readouterr().err
+        assert "launch.ranks_per_node: 12 ranks are no multiple of 8 a node" in said
+        assert "128 heads % 12 = 8" in said
+        assert "use 1, 2, 4, 8, 16, 32, 64 or 128 (llama-3.1-405b by its folder's name)" in said
+        assert ("no such folder" in said) == (not flags)
+    assert cli.main(["check", config, "--no-model", "--set", "parallel.tensor_parallel_size=none"]) == 2
+    assert "heads" not in capsys.readouterr().err  # a value that is none is not judged as another
 
 
 def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

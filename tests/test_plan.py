@@ -19,7 +19,7 @@ from laddertron.engine.plan_tables import as_json, headline, markdown, sheets
 from laddertron.launchers.cli import main
 from laddertron.launchers.commands.plan import command
 from laddertron.launchers.plan_page import plan_page
-from laddertron.launchers.plan_source import Asked, from_deployment, from_names, replicates
+from laddertron.launchers.plan_source import Asked, from_deployment, from_names
 from laddertron.launchers.plans import written
 from laddertron.models.config import ModelConfig
 from laddertron.models.known import by_folder, known, known_names
@@ -123,19 +123,11 @@ def test_a_kv_position_is_as_large_as_the_cache_makes_it(size: int) -> None:
     assert room.kv_bytes_per_token * 16 == block_bytes(Shard(config, size, 0), 16, torch.bfloat16)
 
 
-def test_automatic_embedding_is_the_models_own_rule() -> None:
-    """The plan's copy of the rule (the original's module needs torch) decides alike for every known model."""
-    import torch
-    from laddertron.models.llama import replicate_embedding
-
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    small = replace(known("llama-3.1-8b"), vocab_size=1024)
-    for config in [*(known(n) for n in known_names()), small]:
-        for name, dtype in dtypes.items():
-            for spans in (False, True):
-                assert replicates("auto", config, name, spans) == replicate_embedding(config, dtype, spans)
-    assert replicates("auto", small, "bfloat16", True)
-    assert replicates("replicate", small, "bfloat16", False)
+@pytest.mark.parametrize(("how", "whole"), [("auto", False), ("shard", False), ("replicate", True)])
+def test_an_embedding_is_planned_as_the_deployment_says(how: str, whole: bool) -> None:
+    """Both demo ranks stand on one node: auto shards there; a table that is named as replicated is held twice."""
+    loaded = read(ROOT / "configs" / "demo.yaml", [f"parallel.embedding={how}"])
+    assert from_deployment(loaded, Asked(None, Work())).keys.replicate_embedding is whole
 
 
 @pytest.mark.parametrize(

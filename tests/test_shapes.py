@@ -6,7 +6,14 @@ import dataclasses
 
 import pytest
 from laddertron.models.config import ModelConfig, Rope, Wiring
-from laddertron.models.shapes import ShapeError, check_shapes, kv_replication, splits, valid_sizes
+from laddertron.models.shapes import (
+    ShapeError,
+    check_shapes,
+    kv_replication,
+    replicates_embedding,
+    splits,
+    valid_sizes,
+)
 
 
 def model(heads: int, kv_heads: int, ffn: int, wiring: Wiring | None = None) -> ModelConfig:
@@ -86,3 +93,14 @@ def test_desync_weights_belong_to_their_tensor_parallel_size() -> None:
     check_shapes(config, 4)
     with pytest.raises(ShapeError, match="desync-2 weights were trained for 4 ranks"):
         check_shapes(config, 2)
+
+
+def test_a_table_is_replicated_only_across_nodes_where_it_is_small() -> None:
+    """101 x 64 elements across nodes: yes; inside a node, beyond 64 MiB or beyond a quarter of the weights: no."""
+    small, large = model(8, 8, 256), dataclasses.replace(model(8, 8, 256), vocab_size=200_000)
+    assert replicates_embedding(small, 2, spans_nodes=True)
+    assert not replicates_embedding(small, 2, spans_nodes=False)
+    assert not replicates_embedding(large, 2, spans_nodes=True)  # nearly all of its weights
+    wide = dataclasses.replace(LLAMA_8B, hidden_size=4096, num_layers=32, vocab_size=8192)
+    assert replicates_embedding(wide, 2, spans_nodes=True)  # 64 MiB in bf16
+    assert not replicates_embedding(wide, 4, spans_nodes=True)

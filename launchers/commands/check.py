@@ -5,12 +5,12 @@ No torch, no MPI: quick enough for an editor's save hook and for CI.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import click
 
-from ...engine.config import ConfigError, Deployment, Loaded, read
+from ...engine.config import ConfigError, Deployment, Loaded, by_line, draft
 
 FILES = (
     "model.tokenizer",
@@ -37,35 +37,43 @@ def missing_files(loaded: Loaded) -> Iterator[str]:
             yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
 
 
-def model_faults(loaded: Loaded) -> Iterator[str]:
-    """What the model folder's config.json and the deployment ask of each other: readable, splits over the ranks,
-    long enough."""
+def model_faults(loaded: Loaded, look: bool = True, bad: Set[str] = frozenset()) -> Iterator[str]:
+    """What the model and the deployment ask of each other: readable, splits over the ranks, long enough. Unless `look`,
+    the model is taken by its folder's name, if that is known. Keys in `bad` are not judged."""
     from ...models.config import from_folder
+    from ...models.known import by_folder
     from ...models.shapes import ShapeError, check_shapes
 
     d = loaded.deployment
-    folder = Path(d.model.path)
-    if not folder.is_dir():
+    folder, guess = Path(d.model.path), by_folder(Path(d.model.path).name)
+    model, taken = (None, "") if guess is None else (guess.config, f" ({guess.name} by its folder's name)")
+    if "model.path" in bad:
+        return
+    if look and not folder.is_dir():
         yield loaded.fault("model.path", f"{folder}: no such folder (check --no-model skips the model)")
+    elif look:
+        try:
+            model, taken = from_folder(folder), ""
+        except (OSError, ValueError) as error:
+            yield loaded.fault("model.path", " ".join(str(error).split()))
+            return
+    if model is None:
         return
-    try:
-        model = from_folder(folder)
-    except (OSError, ValueError) as error:
-        yield loaded.fault("model.path", " ".join(str(error).split()))
-        return
-    try:
-        check_shapes(model, d.parallel.tensor_parallel_size)
-    except ShapeError as error:
-        yield loaded.fault("parallel.tensor_parallel_size", str(error))
+    if "parallel.tensor_parallel_size" not in bad:
+        try:
+            check_shapes(model, d.parallel.tensor_parallel_size)
+        except ShapeError as error:
+            yield loaded.fault("parallel.tensor_parallel_size", f"{error}{taken}")
     if d.model.max_model_len is not None and d.model.max_model_len > model.max_position_embeddings:
         yield loaded.fault(
             "model.max_model_len",
-            f"{d.model.max_model_len} is more than the model's max_position_embeddings={model.max_position_embeddings}",
+            f"{d.model.max_model_len} is more than the model's "
+            f"max_position_embeddings={model.max_position_embeddings}{taken}",
         )
     layers = d.model.ladder_layers
     last = layers if isinstance(layers, int) else max((n + 1 for n in layers or ()), default=0)
     if last > model.num_layers:
-        yield loaded.fault("model.ladder_layers", f"names {last} layers, the model has {model.num_layers}")
+        yield loaded.fault("model.ladder_layers", f"names {last} layers, the model has {model.num_layers}{taken}")
 
 
 def summary(loaded: Loaded) -> str:
@@ -92,9 +100,11 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
       laddertron check configs/llama-3.1-405b-tp16.yaml --no-model
       laddertron check deploy.yaml --set parallel.tensor_parallel_size=4
     """
-    loaded = read(config, overrides)
+    found = draft(config, overrides)
+    loaded = found.loaded
+    faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
     if not no_model:
-        faults = [*missing_files(loaded), *model_faults(loaded)]
-        if faults:
-            raise ConfigError(faults)
+        faults += missing_files(loaded)
+    if faults:
+        raise ConfigError(sorted(faults, key=by_line))
     click.echo(summary(loaded))
