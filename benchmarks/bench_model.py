@@ -10,11 +10,11 @@ import copy
 from dataclasses import dataclass, replace
 
 import torch
-from laddertron.engine.build import DTYPES, make_attention, make_ops
-from laddertron.engine.config_schema import Engine as EngineKeys
+from laddertron.engine.build import DTYPES, make_ops
 from laddertron.engine.runner import Runner
 from laddertron.engine.sampler import Sampler
 from laddertron.engine.scheduler import SchedulerLimits
+from laddertron.models.attention_choice import make_attention
 from laddertron.models.config import Dtype, ModelConfig, Rope, make_wiring
 from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
@@ -112,7 +112,7 @@ def make_runner(
     runner = Runner(
         model,
         cache,
-        make_attention(EngineKeys(), config, cache, dtype),
+        make_attention("auto", shard, cache, dtype)[0],
         Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device),
         max_slots=seats,
         max_model_len=length,

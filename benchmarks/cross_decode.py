@@ -46,16 +46,16 @@ def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator,
     for driver in drivers:
         driver.begin(1, spec["prompt"], 6)
         driver.end()
-    silent = _case(spec, drivers, 1)["no-communication"]
+    silent = _case(spec, drivers, 1, 0, [])["no-communication"]
     c = statistics.median(silent.decode_s) / (2 * size.layers)
     at_rest = statistics.median(probe(communicator, size.hidden * width, 100))
     delays = [(d, None) for d in spec["delays_s"]] + [(max(0.0, r * c - at_rest), r) for r in spec["ratios"]]
     for delay, aimed in delays:
         switch.link(delay)
         for batch in spec["batches"]:
-            all_reduce = statistics.median(probe(communicator, batch * size.hidden * width, 60))
+            alone: list[float] = []
             before, began = switch.stats(), time.perf_counter()
-            results = _case(spec, drivers, batch)
+            results = _case(spec, drivers, batch, batch * size.hidden * width, alone)
             spent, wall = switch.stats().cpu_s - before.cpu_s, time.perf_counter() - began
             for name, steps in results.items():
                 say(
@@ -69,7 +69,7 @@ def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator,
                     prefill_s=steps.prefill_s,
                     hidden_s=steps.hidden_s / len(steps.decode_s),
                     exposed_s=steps.exposed_s / len(steps.decode_s),
-                    all_reduce_s=all_reduce,
+                    all_reduce_s=statistics.median(alone),
                     sub_blocks=2 * size.layers,
                     prompt=spec["prompt"],
                     switch_share=spent / wall,
@@ -77,8 +77,9 @@ def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator,
                 )
 
 
-def _case(spec: Spec, drivers: list[Driver], batch: int) -> dict[str, Steps]:
-    """Every lane's steps, in turns of a few."""
+def _case(spec: Spec, drivers: list[Driver], batch: int, nbytes: int, alone: list[float]) -> dict[str, Steps]:
+    """Every lane's steps, in turns of a few; between the turns, all-reduces of nbytes by themselves (seconds into
+    `alone`): the machine that they are compared with is that of the same minute."""
     turns = max(1, spec["steps"] // spec["turn"])
     for driver in drivers:
         # two more than are timed: the last step of a request has its successor planned, and nothing to do in it
@@ -86,6 +87,8 @@ def _case(spec: Spec, drivers: list[Driver], batch: int) -> dict[str, Steps]:
     for turn in range(turns):
         for driver in drivers if turn % 2 == 0 else reversed(drivers):
             driver.turn(spec["turn"])
+        if nbytes:
+            alone += drivers[0].probe(nbytes, 8)
     return {driver.lane.name: driver.end() for driver in drivers}
 
 

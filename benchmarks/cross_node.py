@@ -41,6 +41,8 @@ WIDE = {
 }
 LLAMA150M = {**WIDE, "name": "Llama 150M, bfloat16", "layers": 12, "dtype": "bfloat16"}
 SIZES = [4096, 16384, 32768, 65536, 131072, 262144, 524288, 1 << 20]
+MTU = 65000
+"""A message of a decode step is one frame: an InfiniBand adapter, too, is given it whole."""
 TUNED = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}
 """Open MPI's recursive doubling: its best at these sizes, better than what it picks itself."""
 
@@ -55,7 +57,7 @@ def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> li
     """Runs cross_<task>.py over that many nodes; what its rank 0 said."""
     found = []
     crowded = nodes * per_node > len(os.sched_getaffinity(0))
-    with Cluster(nodes, cores=None if crowded else one_core_each(nodes), nice=nice) as cluster:
+    with Cluster(nodes, cores=None if crowded else one_core_each(nodes), mtu=MTU, nice=nice) as cluster:
         ranks = [sys.executable, "-W", "ignore", str(HERE / f"cross_{spec['task']}.py"), json.dumps(spec)]
         path = [str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
         env = {

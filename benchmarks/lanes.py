@@ -112,6 +112,10 @@ class Driver:
         for index, value in enumerate((after[0] - hidden, after[1] - exposed, main, every - main)):
             self._sums[index] += value
 
+    def probe(self, nbytes: int, count: int) -> list[float]:
+        """See `probe`; between two turns."""
+        return probe(self._communicator, nbytes, count)
+
     def end(self) -> Steps:
         """Lets the requests come to their end, untimed; what was measured."""
         while self._engine.has_work:

@@ -76,8 +76,9 @@ static int furnish_network(int node) {
     if (tap < 0) die("/dev/net/tun");
     struct ifreq r = {0};
     strcpy(r.ifr_name, "eth0");
-    r.ifr_flags = IFF_TAP | IFF_NO_PI;
+    r.ifr_flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR;
     ask(tap, TUNSETIFF, &r, "TUNSETIFF");
+    if (ioctl(tap, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4) < 0) die("segmentation offload");
     int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     hardware(&r.ifr_hwaddr, node);
     ask(s, SIOCSIFHWADDR, &r, "hardware address");
@@ -163,6 +164,21 @@ static int make_node(int node) {
     return tap;
 }
 
+/* Which cores a node has, from SCRATCH/nI.cores ("0,2"): its port's thread runs there. */
+static void read_cores(int node) {
+    char path[4096];
+    int core;
+    snprintf(path, sizeof path, "%s/n%d.cores", scratch, node);
+    FILE *f = fopen(path, "re");
+    if (f == NULL) die(path);
+    CPU_ZERO(&ports[node].cores);
+    while (fscanf(f, "%d%*1[,]", &core) >= 1) {
+        CPU_SET(core, &ports[node].cores);
+        ports[node].cores_given = 1;
+    }
+    fclose(f);
+}
+
 static void listen_for_commands(void) {
     struct sockaddr_un at = {.sun_family = AF_UNIX};
     snprintf(at.sun_path, sizeof at.sun_path, "%s/control", scratch);
@@ -174,11 +190,8 @@ static void be_init(int ready) {
     if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0) die("private mounts");
     if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0) die("/proc");
     for (int i = 0; i < nodes; i++) taps[i] = make_node(i);
+    for (int i = 0; i < nodes; i++) read_cores(i);
     listen_for_commands();
-    /* A real switch shares no core with the ranks: what it costs here is paid at once, and told by `stats`. */
-    struct sched_param priority = {.sched_priority = 10};
-    if (sched_setscheduler(0, SCHED_FIFO, &priority) < 0 && setpriority(PRIO_PROCESS, 0, -20) < 0)
-        fprintf(stderr, "cluster: the switch has no priority: delays will be longer on a busy machine\n");
     if (write(ready, "r", 1) != 1) die("start");
     run_switch();
 }
@@ -186,8 +199,8 @@ static void be_init(int ready) {
 int main(int argc, char **argv) {
     int gate[2], status;
     char byte;
-    if (argc != 4 || (nodes = atoi(argv[2])) < 1 || nodes > MOST || (mtu = atoi(argv[3])) < 576 || mtu > 16000) {
-        fprintf(stderr, "usage: cluster SCRATCH NODES(1..%d) MTU(576..16000)\n", MOST);
+    if (argc != 4 || (nodes = atoi(argv[2])) < 1 || nodes > MOST || (mtu = atoi(argv[3])) < 576 || mtu > 65521) {
+        fprintf(stderr, "usage: cluster SCRATCH NODES(1..%d) MTU(576..65521)\n", MOST);
         return 2;
     }
     scratch = argv[1];

@@ -124,7 +124,7 @@ class Cluster:
     def _start(self) -> None:
         source = Path(__file__).with_name("cluster.c")
         program = self.scratch / "cluster"
-        subprocess.run(["cc", "-O2", "-o", str(program), str(source)], check=True)
+        subprocess.run(["cc", "-O2", "-pthread", "-o", str(program), str(source)], check=True)
         hosts = [f"{address} {name}" for address, name in zip(self.addresses, self.names, strict=True)]
         (self.scratch / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
         for name, cores in zip(self.names, self.cores, strict=True):
