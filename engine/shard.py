@@ -93,6 +93,8 @@ class Shard(Protocol):
 class TorchShard:
     """Any device; the definition that the C code is tested against. `first` is the global id of column 0."""
 
+    _needs_scratch = NOISE | MASS
+
     def __init__(self, first: int) -> None:
         self.first = first
 
@@ -100,8 +102,9 @@ class TorchShard:
         most = max(1, SCAN_LOGITS // max(1, logits.raw.shape[1]))
         for flags in set(rows["flags"].tolist()):
             same = np.flatnonzero(rows["flags"] == flags)
-            for start in range(0, len(same), most if flags else len(same)):
-                some = same[start : start + most] if flags else same
+            step = most if flags & self._needs_scratch else len(same)
+            for start in range(0, len(same), step):
+                some = same[start : start + step]
                 part = rows[some]
                 self._scan(logits.take(picked[some]), part, flags)
                 rows[some] = part
@@ -110,7 +113,8 @@ class TorchShard:
         # One copy to the device for each type, one back: on a GPU the copies are what a small scan costs.
         ints = np.stack([rows[name].astype(np.int64) for name in ("seed", "position", "choice", "limit_id")])
         reals = np.stack([rows[name].astype(np.float64) for name in ("inv_temperature", "reference", "limit")])
-        seed, position, choice, limit_id = torch.from_numpy(ints).to(x.device)[:, :, None]
+        keys = torch.from_numpy(ints).to(x.device)
+        limit_id = keys[3, :, None]
         scale, reference, limit = torch.from_numpy(reals).to(x.device)[:, :, None]
         ids = torch.arange(self.first, self.first + x.shape[1], device=x.device)[None]
         count = mass = torch.zeros(len(rows), dtype=torch.float64, device=x.device)
@@ -124,13 +128,20 @@ class TorchShard:
             reference = torch.where(reference.isnan(), peak[:, None].double(), reference)
             mass = ((x.double() - reference) * scale).exp().sum(1)
         if flags & NOISE:
-            best, best_at = (x.double() * scale + torch_gumbel(seed, position, choice, ids)).max(1)
+            best, best_at = self._noisiest(x, scale, keys[:3], ids)
         found = torch.stack([peak.double(), at.double(), best, best_at.double(), mass, count]).cpu().numpy()
         rows["peak"], rows["best"], rows["count"] = found[0], found[2], found[5]
         rows["bad"] = ~(found[0] < np.inf)
         rows["peak_id"] = np.where(found[0] > -np.inf, found[1] + self.first, -1)
         rows["best_id"] = np.where(found[2] > -np.inf, found[3] + self.first, -1)
         rows["mass"] = np.where(rows["peak_id"] >= 0, found[4], 0.0)
+
+    def _noisiest(self, x: Tensor, scale: Tensor, keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The best of x [R, n] * scale [R, 1] + Gumbel in each row, float64, and its column; keys: seeds, positions and
+        choices [3, R]; ids [1, n]."""
+        seed, position, choice = keys[:, :, None]
+        best, at = (x.double() * scale + torch_gumbel(seed, position, choice, ids)).max(1)
+        return best, at
 
     def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
         x = logits.take(picked)
@@ -148,6 +159,22 @@ class TorchShard:
 
 
 _KEYS = ("seed", "position", "choice")
+
+
+class TritonShard(TorchShard):
+    """On a GPU: the noise by one kernel (engine/noise_kernel.py), where torch writes some 40 bytes a logit. Raises
+    ImportError without Triton."""
+
+    _needs_scratch = MASS
+
+    def __init__(self, first: int) -> None:
+        super().__init__(first)
+        from .noise_kernel import noisiest
+
+        self._kernel = noisiest
+
+    def _noisiest(self, x: Tensor, scale: Tensor, keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernel(x if x.stride(1) == 1 else x.contiguous(), scale.flatten(), keys.contiguous(), self.first)
 
 
 class NativeShard:
@@ -202,5 +229,10 @@ class NativeShard:
 
 def make_shard(first: int, device: torch.device) -> Shard:
     """The fastest that this device and build have."""
-    library = native.load("laddertron.engine._noise") if device.type == "cpu" else None
-    return TorchShard(first) if library is None else NativeShard(library, first)
+    if device.type == "cpu":
+        library = native.load("laddertron.engine._noise")
+        return TorchShard(first) if library is None else NativeShard(library, first)
+    try:
+        return TritonShard(first)
+    except ImportError:
+        return TorchShard(first)
