@@ -137,6 +137,7 @@ class FakeJob:
                 self._work.clear()
                 self._report()
                 await self._work.wait()
+                continue  # it may have been held meanwhile
             await asyncio.sleep(0)
             self._step()
 

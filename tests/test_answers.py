@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from door import LIMITS, ORIGIN, chat, completion
 from laddertron.engine.daemon.answers import Answer
+from laddertron.engine.daemon.events import EventWriter
 from laddertron.engine.daemon.lines import answer_line, fault_line, refusal_line, to_bytes
 from laddertron.engine.daemon.requests import to_requests
 from laddertron.engine.daemon.rules import BadRequest
@@ -170,6 +171,31 @@ def test_a_stream_says_what_the_whole_says(text: TextModel) -> None:
             assert made.usage_chunk()["choices"] == []
             assert made.usage_chunk()["usage"] == whole["usage"]
             assert all(c["usage"] is None for c in chunks)
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize("usage", [False, True])
+def test_events_are_the_chunks_rendered(text: TextModel, make: Any, usage: bool) -> None:
+    """The short way of plain text gives the bytes of the long one, for text that must be escaped as well, with choices
+    mixed, held-back text, and an end."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if usage else {"stream": True}
+    body = make(n=2, stop=["zz"], **options)
+    (long, (request,)), (short, _) = answer(body, text), answer(body, text)
+    writer, said, rng = EventWriter(), ["", ""], random.Random(3)
+    ids = text.encode('a"b\\c\né\u2028 😀zy end', False)
+    for start in range(len(ids)):
+        for choice in rng.sample(range(2), 2):
+            finish = "length" if start == len(ids) - 1 else None
+            one = event(request, ids[start : start + 1], choice, start, finish)
+            expected, delta = long.take(one)[0], short.take(one)[0]
+            assert expected is not None
+            assert delta is not None
+            chunks = long.chunks(expected)
+            rendered = [json.dumps(chunk, ensure_ascii=False, separators=(",", ":")) for chunk in chunks]
+            assert writer.of(short, delta) == "".join(f"data: {one}\n\n" for one in rendered).encode()
+            for part in (chunk["choices"][0] for chunk in chunks):
+                said[choice] += part["text"] if "text" in part else part["delta"].get("content", "")
+    assert said == [long.response()["choices"][0].get("text") or 'a"b\\c\né\u2028 😀zy end'] * 2
 
 
 def test_repeated_events_count_once_and_gaps_are_faults(text: TextModel) -> None:

@@ -180,6 +180,10 @@ class Answer:
             body["prompt_logprobs"] = self._scored(0)
         return body
 
+    def begun(self, choice: int) -> bool:
+        """Whether `chunks` has given out what comes before a choice's first text."""
+        return self._choices[choice].begun
+
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
         """The chunks to stream for a delta: none while text is held back, the role or the echo before a choice's
         first text."""

@@ -18,7 +18,7 @@ from ..config import Limits
 from .app_batches import batches_router
 from .app_errors import HttpFault, not_found
 from .app_files import files_router
-from .app_generate import generate_router
+from .app_generate import Direct, Generator, generate_router
 from .app_guard import Guard, GuardLimits
 from .app_state import Services
 from .keys import KeyRing
@@ -118,11 +118,12 @@ def _model(services: Services) -> dict[str, Any]:
     }
 
 
-def make_api(services: Services, version: str, with_metrics: bool = True) -> FastAPI:
+def make_api(services: Services, generator: Generator, version: str, with_metrics: bool = True) -> FastAPI:
     """The routes, without the gate before them."""
     app = FastAPI(title="laddertron", version=version, docs_url=None, redoc_url=None)
-    for router in (files_router, batches_router, generate_router, operations_router):
-        app.include_router(router(services))
+    for router in (files_router(services), batches_router(services), generate_router(generator)):
+        app.include_router(router)
+    app.include_router(operations_router(services))
     if with_metrics:
         app.include_router(metrics_router(services.observer))
     _handle_errors(app)
@@ -169,7 +170,9 @@ def _handle_errors(app: FastAPI) -> None:
 
 def make_app(services: Services, version: str, keys: KeyRing | None, with_metrics: bool = True) -> Guard:
     """The ASGI application, gate included."""
-    return Guard(make_api(services, version, with_metrics), _gate(services.limits), keys, services.observer)
+    generator = Generator(services)
+    app = Direct(make_api(services, generator, version, with_metrics), generator)
+    return Guard(app, _gate(services.limits), keys, services.observer)
 
 
 def make_metrics_app(services: Services, version: str, keys: KeyRing | None) -> Guard:

@@ -6,21 +6,21 @@ Interactive: such requests go before every batch line. A client that goes away t
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import request as engine
 from .answers import Answer, Delta
 from .app_errors import HttpFault, not_ready, of_bad_request
 from .app_state import Services, owner_of
+from .events import DONE, EventWriter, event
 from .flight import Flight
 from .observe import RequestTimes
 from .requests import Origin, check_model, encode_prompts, to_requests
@@ -32,34 +32,37 @@ _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/j
 
 
 class _Reply:
-    """One interactive body under way (the dispatcher's FlightOwner)."""
+    """One interactive body under way (the dispatcher's FlightOwner), and whoever waits for it."""
 
     def __init__(self, body: Body, services: Services, traceparent: str | None) -> None:
         self.body, self._services, self._traceparent = body, services, traceparent
         self.arrived, self.submitted = time.time(), 0.0
         self.first: float | None = None
-        self.over = False
-        self._chunks: list[bytes] = []
-        self._news = asyncio.Event()
+        self.over = self.gone = self.late = self._said_late = False
+        self._writer = EventWriter()
+        self._events: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
         if self.first is None:
             self.first = time.time()
-        if self.body.stream and (chunks := flight.answer.chunks(delta)):
+        if self.body.stream and (data := self._writer.of(flight.answer, delta)):
             flight.sent = True
-            self._chunks += [_event(chunk) for chunk in chunks]
-            self._news.set()
+            self._events.append(data)
+            self._wake()
 
     def landed(self, flight: Flight) -> None:
         answer = flight.answer
         self.over = True
         if self.body.stream:
             if answer.fault is not None:
-                self._chunks.append(_event(answer.fault.to_json()))
+                self._events.append(event(answer.fault.to_json()))
             elif self.body.include_usage:
-                self._chunks.append(_event(answer.usage_chunk()))
-            self._chunks.append(b"data: [DONE]\n\n")
-        self._news.set()
+                self._events.append(event(answer.usage_chunk()))
+            self._events.append(DONE)
+        self._wake()
         times = (self.arrived, self.submitted, self.first, time.time())
         tokens = (answer.prompt_tokens, answer.completion_tokens)
         finish = "error" if answer.fault is not None else answer.finish or "stop"
@@ -68,24 +71,49 @@ class _Reply:
     def died(self, flight: Flight) -> None:
         """It runs again by itself."""
 
+    def watch(self, receive: Receive, deadline: float) -> None:
+        """From here on `begun` also ends when the client goes, or at `deadline` (of the loop's clock)."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(deadline, self._end_late)
+        self._watch = loop.create_task(_disconnected(receive))
+        self._watch.add_done_callback(self._left)
+
+    def close(self) -> None:
+        """Watches no more."""
+        if self._timer is not None and self._watch is not None:
+            self._timer.cancel()
+            self._watch.cancel()
+
     async def begun(self) -> None:
-        """Until there is something to send."""
-        while not self._chunks and not self.over:
-            self._news.clear()
-            await self._news.wait()
+        """Until there is something to send, or never will be: `over`, `gone` or `late`."""
+        if not (self._events or self.over or self.gone or self.late):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Whatever has come, in one piece; slow readers get larger ones."""
-        while True:
-            await self.begun()
-            if not self._chunks:
-                return
-            data, self._chunks = b"".join(self._chunks), []
-            yield data
+    async def next(self) -> bytes:
+        """Whatever has come, in one piece (slow readers get larger ones); b"" after the last. Raises ConnectionError
+        once the client is gone."""
+        await self.begun()
+        if self.gone:
+            raise ConnectionError("the client is gone")
+        if self.late and not self.over and not self._said_late:
+            self._said_late = True
+            self._events += [event(_late().to_json()), DONE]
+        events, self._events = self._events, []
+        return events[0] if len(events) == 1 else b"".join(events)
 
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    def _end_late(self) -> None:
+        self.late = True
+        self._wake()
+
+    def _left(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            self.gone = True
+            self._wake()
 
 
 class Generator:
@@ -109,14 +137,13 @@ class Generator:
             held = True
             try:
                 flight, reply = await self._flight(request, body)
-                deadline = asyncio.get_running_loop().time() + self._services.limits.request_timeout + _SLACK_SECONDS
-                if not body.stream:
-                    return await self._whole(request, flight, reply, deadline)
-                await self._or_gone(request, flight, reply, deadline)
+                await self._begun(request, flight, reply)
                 if flight.answer.fault is not None and not flight.sent:
                     raise _fault(flight)
+                if not body.stream:
+                    return JSONResponse(flight.answer.response())
                 held = False
-                return _Events(_until(reply, deadline), lambda: self._left(flight, reply))
+                return _Events(reply, lambda: self._left(flight, reply))
             finally:
                 self._count -= held
         except BadRequest as bad:
@@ -149,63 +176,57 @@ class Generator:
         dispatcher.submit(flight)
         return flight, reply
 
-    async def _whole(self, request: Request, flight: Flight, reply: _Reply, deadline: float) -> Response:
-        await self._or_gone(request, flight, reply, deadline)
-        if flight.answer.fault is not None:
-            raise _fault(flight)
-        return JSONResponse(flight.answer.response())
-
-    async def _or_gone(self, request: Request, flight: Flight, reply: _Reply, deadline: float) -> None:
+    async def _begun(self, request: Request, flight: Flight, reply: _Reply) -> None:
         """Waits for the first thing to send; drops the request if the client goes, or the time."""
-        gone = asyncio.create_task(_disconnected(request))
-        begun = asyncio.create_task(reply.begun())
+        seconds = self._services.limits.request_timeout + _SLACK_SECONDS
+        reply.watch(request.receive, asyncio.get_running_loop().time() + seconds)
         done = False
         try:
-            left = deadline - asyncio.get_running_loop().time()
-            await asyncio.wait({gone, begun}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            done = begun.done()
-            if not done:
-                raise (
-                    ConnectionError("the client is gone")
-                    if gone.done()
-                    else HttpFault(504, "the request's time was over", "request_timeout")
-                )
+            await reply.begun()
+            if reply.gone:
+                raise ConnectionError("the client is gone")
+            if reply.late and not reply.over:
+                raise _late()
+            done = True
         finally:
-            gone.cancel()
-            begun.cancel()
+            if not (done and reply.body.stream):
+                reply.close()
             if not done:
                 self._services.dispatcher.drop(flight)
 
     def _left(self, flight: Flight, reply: _Reply) -> None:
         self._count -= 1
+        reply.close()
         if not reply.over:
             self._services.dispatcher.drop(flight)
 
 
-class _Events(StreamingResponse):
-    """`left` is called however it ends, even where nothing was ever sent."""
+class _Events(Response):
+    """A reply's events, sent as they come without a task or a timeout of their own. `left` is called however it ends,
+    even where nothing was ever sent."""
 
-    def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self._left = left
+    def __init__(self, reply: _Reply, left: Callable[[], None]) -> None:
+        super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._reply, self._ended = reply, left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while data := await self._reply.next():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._left()
+            self._ended()
 
 
-async def _until(reply: _Reply, deadline: float) -> AsyncIterator[bytes]:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout_at(deadline):
-            async for data in reply.events():
-                yield data
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _late() -> HttpFault:
+    return HttpFault(504, "the request's time was over", "request_timeout")
 
 
 def _fault(flight: Flight) -> HttpFault:
@@ -220,9 +241,9 @@ def _description(endpoint: Endpoint) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def generate_router(services: Services) -> APIRouter:
+def generate_router(generator: Generator) -> APIRouter:
+    """The two routes as they are described; `Direct` is how they are reached."""
     router = APIRouter(tags=["generate"])
-    generator = Generator(services)
     responses: dict[int | str, dict[str, Any]] = {200: {"content": _STREAMED}}
 
     @router.post(CHAT, openapi_extra=_description(CHAT), response_class=Response, responses=responses)
@@ -236,3 +257,26 @@ def generate_router(services: Services) -> APIRouter:
         return await generator.answer(request, COMPLETIONS)
 
     return router
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    path: str
+
+
+class Direct:
+    """The application, with a short way to the two routes that are asked most: the framework's layers cost as much as
+    all the rest of a short request, on the event loop that every stream shares. Errors are the gate's to answer."""
+
+    def __init__(self, app: ASGIApp, generator: Generator) -> None:
+        self._app, self._generator = app, generator
+        self._routes: dict[str, tuple[Endpoint, _Route]] = {path: (path, _Route(path)) for path in (CHAT, COMPLETIONS)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        endpoint, scope["route"] = found
+        response = await self._generator.answer(Request(scope, receive), endpoint)
+        await response(scope, receive, send)

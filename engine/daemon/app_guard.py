@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from .app_errors import HttpFault
 from .keys import Key, KeyRing
 from .observe import Observer
@@ -31,7 +33,6 @@ _FILES = "/v1/files"
 _MULTIPART = 64 << 10  # what a form adds to the file in it
 _LEAST_BYTES = 4096  # a body that brings less in `body_timeout` is too slow
 _LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 << 20
-_WRITE_SECONDS = 60.0
 _AUDITED = ("POST", "DELETE")
 
 
@@ -64,7 +65,7 @@ class Guard:
             await self._app(scope, exchange.receive, exchange.send)
         except HttpFault as fault:
             await exchange.refuse(fault)
-        except ConnectionError:
+        except (ConnectionError, ClientDisconnect):
             pass  # the client is gone
         except Exception:
             log.exception("request failed", extra={"event": "error", "request": exchange.name})
@@ -175,17 +176,10 @@ class _Exchange:
             self._ended = True
             if not self._whole and self.status not in (200, 408):
                 # a client that is still sending would see a broken connection instead of the answer
-                await self._pass({**message, "more_body": True})
+                await self._send({**message, "more_body": True})
                 await self._linger()
                 message = {**message, "body": b""}
-        await self._pass(message)
-
-    async def _pass(self, message: Message) -> None:
-        try:
-            async with asyncio.timeout(_WRITE_SECONDS):
-                await self._send(message)
-        except TimeoutError:
-            raise ConnectionError("the client does not read") from None
+        await self._send(message)
 
     async def refuse(self, fault: HttpFault) -> None:
         """The fault as the response, if none has begun."""

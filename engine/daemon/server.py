@@ -37,6 +37,7 @@ class ServerOptions:
     header_timeout: float = 10.0
     tls_cert: str | None = None
     tls_key: str | None = None
+    write_timeout: float = 60.0
 
 
 def protocol_of(options: ServerOptions) -> type[H11Protocol]:
@@ -44,6 +45,7 @@ def protocol_of(options: ServerOptions) -> type[H11Protocol]:
 
     class Bounded(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
+        _writing: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -67,6 +69,18 @@ def protocol_of(options: ServerOptions) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._disarm()
             super().connection_lost(exc)
+            self.resume_writing()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            # a client that does not read: whoever writes to it would wait for ever
+            self._writing = self.loop.call_later(options.write_timeout, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._writing is not None:
+                self._writing.cancel()
+                self._writing = None
 
         def send_400_response(self, msg: str) -> None:
             self._disarm()
