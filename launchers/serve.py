@@ -19,14 +19,15 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from .. import __version__
-from ..engine.config import Deployment, Loaded, to_json
+from ..engine.config import ConfigError, Deployment, Loaded, to_json
 from ..engine.daemon.disk import DiskError
 from ..engine.daemon.job import EngineJob
 from ..engine.daemon.keys import KeyFileError, KeyRing
 from ..engine.daemon.logs import set_up
 from ..engine.daemon.observe import Observer, RequestTimes
 from ..engine.daemon.server import ServerOptions, listen
-from ..engine.daemon.service import Daemon, Parts
+from ..engine.daemon.service import Daemon, Parts, calm_collector
+from ..engine.daemon.tls import TlsFault, check_pair
 from ..engine.metrics_observer import MetricsObserver
 from ..engine.text import TextError, TextModel
 from ..engine.trace import TraceError, exporting
@@ -56,10 +57,15 @@ def replicas_of(deployment: Deployment, failed: Callable[[int, JobFailure], None
 
 
 def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer | None = None) -> int:
-    """Runs the daemon to its end; the exit code. Raises ServeError."""
+    """Runs the daemon to its end; the exit code. Raises ServeError, or ConfigError for the files it names."""
     deployment = loaded.deployment
     daemon = deployment.daemon
     data_dir = Path(daemon.data_dir)
+    if daemon.tls_cert is not None and daemon.tls_key is not None:
+        try:
+            check_pair(daemon.tls_cert, daemon.tls_key)
+        except TlsFault as fault:
+            raise ConfigError([loaded.fault(f"daemon.{fault.key}", str(fault))]) from None
     try:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         set_up(sys.stderr, daemon.log_format, daemon.log_level, data_dir / "audit.jsonl")
@@ -121,7 +127,11 @@ async def _run(
         task.add_done_callback(writing.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked_for_bundle)
-    return await daemon.run(listener, scraped)
+    calming = asyncio.create_task(calm_collector(daemon))
+    try:
+        return await daemon.run(listener, scraped)
+    finally:
+        calming.cancel()
 
 
 def _observer(deployment: Deployment) -> Observer:

@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from ...engine.config import ConfigError, Deployment, Loaded, by_line, draft
+from ...engine.daemon.tls import TlsFault, check_pair
 
 FILES = (
     "model.tokenizer",
@@ -35,6 +36,16 @@ def missing_files(loaded: Loaded) -> Iterator[str]:
         path = _value(loaded.deployment, key)
         if path is not None and not Path(path).exists():
             yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
+
+
+def tls_faults(loaded: Loaded) -> Iterator[str]:
+    """What is wrong with the daemon's certificate and key, where both are there."""
+    daemon = loaded.deployment.daemon
+    if daemon.tls_cert and daemon.tls_key and Path(daemon.tls_cert).exists() and Path(daemon.tls_key).exists():
+        try:
+            check_pair(daemon.tls_cert, daemon.tls_key)
+        except TlsFault as fault:
+            yield loaded.fault(f"daemon.{fault.key}", str(fault))
 
 
 def model_faults(loaded: Loaded, look: bool = True, bad: Set[str] = frozenset()) -> Iterator[str]:
@@ -104,7 +115,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     loaded = found.loaded
     faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
     if not no_model:
-        faults += missing_files(loaded)
+        faults += [*missing_files(loaded), *tls_faults(loaded)]
     if faults:
         raise ConfigError(sorted(faults, key=by_line))
     click.echo(summary(loaded))

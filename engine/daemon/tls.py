@@ -1,0 +1,48 @@
+"""The daemon's certificate and key, tried before anything is launched. Knows what may be wrong with PEM files."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+
+class TlsFault(ValueError):
+    """The pair cannot be used; `key` is the configuration's key to blame (tls_cert or tls_key)."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class _Encrypted(Exception):
+    """The library asked for a passphrase."""
+
+
+def check_pair(cert: str, key: str) -> None:
+    """Raises TlsFault unless a server can be had with them."""
+    for name, path in (("tls_cert", cert), ("tls_key", key)):
+        try:
+            with Path(path).open("rb") as file:
+                file.read(1)
+        except OSError as error:
+            raise TlsFault(name, f"{path}: {error.strerror}: give a PEM file that this user can read") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(cert)
+    except ssl.SSLError:
+        raise TlsFault("tls_cert", f"{cert}: no certificate in it: give the chain in PEM form, the own first") from None
+
+    def no_passphrase() -> str:
+        raise _Encrypted
+
+    try:
+        context.load_cert_chain(cert, key, no_passphrase)
+    except _Encrypted:
+        message = f"{key}: it is encrypted, and nobody is there to type: give one without a passphrase (mode 0600)"
+        raise TlsFault("tls_key", message) from None
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            message = f"{key}: it is not the key of the first certificate in {cert}: give its own"
+        else:
+            message = f"{key}: no private key that can be used ({error.reason or error}): give one in PEM form"
+        raise TlsFault("tls_key", message) from None

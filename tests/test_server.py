@@ -1,0 +1,226 @@
+"""The listener's own bounds and TLS: a client that does not read, two hundred slow ones, a certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import ssl
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from daemon_tools import NAME, Served, deployment, line, lines_of, served, submit, wait_batch
+from laddertron.engine.config import Limits
+from laddertron.engine.daemon.server import ServerOptions, listen, make_server
+from laddertron.engine.daemon.tls import TlsFault, check_pair
+from laddertron.launchers import cli
+from laddertron.launchers.batch_client import BatchClient, Server
+from openai import OpenAI
+from tiny_text import write_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = replace(Limits(), max_connections=512, header_timeout=1.0, body_timeout=1.0)
+HEADS = (
+    b"GET / HTTP/1.1\r\nx-a: ",
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n",
+    b"",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("tiny"))
+
+
+# time
+
+
+async def dribble(port: int, head: bytes, most_s: float) -> float:
+    """Sends a byte ten times a second (nothing at all without a head) until it is cut off; the seconds that took."""
+    began = time.monotonic()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head)
+    ended = asyncio.ensure_future(reader.read(1 << 16))
+    with contextlib.suppress(ConnectionError):
+        while not ended.done() and time.monotonic() - began < most_s:
+            if head:
+                writer.write(b"x")
+            await asyncio.wait({ended}, timeout=0.1)
+    took = time.monotonic() - began
+    ended.cancel()
+    writer.close()
+    return took
+
+
+async def asked(port: int, until: asyncio.Future[Any]) -> list[float]:
+    """Others' requests meanwhile: the seconds of each."""
+    times = []
+    while not until.done():
+        began = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read(1 << 16)).startswith(b"HTTP/1.1 200")
+        writer.close()
+        times.append(time.monotonic() - began)
+        await asyncio.sleep(0.01)
+    return times
+
+
+def slow_sockets(port: int, count: int, most_s: float) -> tuple[float, float]:
+    """(the longest that one of them was borne, p99 of the others' requests), in seconds."""
+
+    async def run() -> tuple[float, float]:
+        slow = asyncio.gather(*(dribble(port, HEADS[n % len(HEADS)], most_s) for n in range(count)))
+        times = await asked(port, slow)
+        return max(await slow), statistics.quantiles(times, n=100)[98]
+
+    return asyncio.run(run())
+
+
+def test_two_hundred_slow_sockets_are_closed_and_the_others_do_not_notice(folder: Path, tmp_path: Path) -> None:
+    """Headers that never end, bodies that never come, connections that say nothing: all cut off soon after their
+    time, others are answered meanwhile."""
+    with served(deployment(tmp_path, QUICK), folder) as daemon:
+        longest, p99 = slow_sockets(daemon.port, 200, 8.0)
+    assert longest < 7.0
+    assert p99 < 0.5
+
+
+@pytest.mark.slow
+def test_two_hundred_slow_sockets_with_the_limits_that_ship(folder: Path, tmp_path: Path) -> None:
+    with served(deployment(tmp_path), folder) as daemon:
+        longest, p99 = slow_sockets(daemon.port, 200, 20.0)
+    print(f"200 slow sockets: the last closed after {longest:.1f} s, others' p99 {p99 * 1e3:.0f} ms")
+    assert longest < 15.0
+    assert p99 < 0.5
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    """An answer without end to a client that never reads: the connection is aborted, and the application learns it."""
+    heard: list[str] = []
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        gone = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)
+        heard.append((await gone)["type"])
+
+    async def run() -> None:
+        options = ServerOptions("127.0.0.1", 0, write_timeout=0.3)
+        listener = listen(options)
+        server = make_server(endless, options)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        with socket.create_connection(listener.getsockname()) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            async with asyncio.timeout(10):
+                while not heard:
+                    await asyncio.sleep(0.02)
+        server.should_exit = True
+        await serving
+
+    asyncio.run(run())
+    assert heard == ["http.disconnect"]
+
+
+# TLS
+
+
+def make_pair(folder: Path, name: str, *more: str) -> tuple[str, str]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl here to make a certificate with")
+    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    words = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "1"]
+    names = ["-subj", "/CN=laddertron", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(
+        [openssl, *words, *names, *(more or ("-nodes",)), "-keyout", key, "-out", cert], check=True, capture_output=True
+    )
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return make_pair(tmp_path_factory.mktemp("tls"), "good")
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory, folder: Path, pair: tuple[str, str]) -> Iterator[Served]:
+    config = deployment(tmp_path_factory.mktemp("secure"), tls_cert=pair[0], tls_key=pair[1])
+    with served(config, folder) as daemon:
+        yield daemon
+
+
+def test_the_openai_client_over_tls(secure: Served, pair: tuple[str, str], tmp_path: Path) -> None:
+    """With the certificate trusted: a stream and a batch from end to end."""
+    trust = ssl.create_default_context(cafile=pair[0])
+    with httpx2.Client(verify=trust) as http:
+        client = OpenAI(base_url=f"https://127.0.0.1:{secure.port}/v1", api_key="none", max_retries=0, http_client=http)
+        chunks = client.completions.create(model=NAME, prompt="x", max_tokens=4, stream=True)
+        assert [c.choices[0].finish_reason for c in chunks][-1] == "length"
+        batch = wait_batch(client, submit(client, line("a") + line("b")).id)
+        assert lines_of(client, batch.output_file_id).keys() == {"a", "b"}
+
+
+def test_who_does_not_trust_the_certificate_or_speaks_plainly_gets_nothing(secure: Served) -> None:
+    client = OpenAI(base_url=f"https://127.0.0.1:{secure.port}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIConnectionError):
+        client.models.list()
+    assert b"200" not in secure.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+
+
+def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trusts what the system trusts, and SSL_CERT_FILE."""
+    monkeypatch.setenv("SSL_CERT_FILE", pair[0])
+    assert BatchClient(Server(f"https://127.0.0.1:{secure.port}/v1")).list(1) is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "key", "words"),
+    [
+        ("missing", "tls_key", "No such file"),
+        ("mismatch", "tls_key", "is not the key of the first certificate"),
+        ("no key", "tls_key", "no private key that can be used"),
+        ("no certificate", "tls_cert", "no certificate in it"),
+        ("encrypted", "tls_key", "without a passphrase"),
+    ],
+)
+def test_a_pair_that_cannot_be_used_is_named(
+    fault: str, key: str, words: str, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `serve` before anything is launched and by `check`, with exit code 2 and the config's key."""
+    cert, private = pair
+    match fault:
+        case "missing":
+            private = str(tmp_path / "nowhere.key")
+        case "mismatch":
+            private = make_pair(tmp_path, "other")[1]
+        case "no key":
+            private = cert
+        case "no certificate":
+            cert = private
+        case "encrypted":
+            cert, private = make_pair(tmp_path, "locked", "-passout", "pass:secret")
+    with pytest.raises(TlsFault, match=words) as said:
+        check_pair(cert, private)
+    assert said.value.key == key
+    sets = [f"daemon.data_dir={tmp_path / 'data'}", "daemon.port=0", f"daemon.tls_cert={cert}"]
+    words_of = [word for one in (*sets, f"daemon.tls_key={private}") for word in ("--set", one)]
+    for command in ("serve", "check"):
+        assert cli.main([command, str(ROOT / "configs" / "demo.yaml"), *words_of]) == 2
+        shown = capsys.readouterr().err
+        assert f"daemon.{key}: " in shown
+        assert words.lower() in shown.lower()
+    assert not (tmp_path / "data").exists()
