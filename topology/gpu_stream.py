@@ -26,8 +26,10 @@ _EVENT: Any = torch.cuda.Event
 
 class StreamCollective:
     """A Collective that `issue` puts on the side stream: called with x, that stream current. One after another, as
-    NCCL's collectives of one communicator are. Events time every collective outside of graphs: in flight from when x
-    was ready, waited for from when the computing stream asked; both are read when they are long past."""
+    NCCL's collectives of one communicator are. x is not recorded as in use there: its Pending keeps it, and after
+    `wait` the computing stream, which alone may reuse its memory, comes after. In a capture, a recorded tensor's memory
+    would be lost until the end. Events time every collective outside of graphs: in flight from when x was ready, waited
+    for from when the computing stream asked; both are read when they are long past."""
 
     def __init__(self, issue: Callable[[Tensor], None], ledger: Ledger, strategy: str, link: str) -> None:
         self._issue, self._ledger, self._strategy, self._link = issue, ledger, strategy, link
@@ -45,7 +47,6 @@ class StreamCollective:
         with torch.cuda.stream(self.stream):
             self._issue(x)
         self._ledger.started += 1
-        x.record_stream(self.stream)
         done = _EVENT(enable_timing=timed)
         done.record(self.stream)
         return _StreamPending(self, x, ready, done, timed)
