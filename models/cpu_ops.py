@@ -8,7 +8,6 @@ is cpu_attention.py's.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import time
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..topology import native
 from .ops import Norm, Product, TorchOps, rms_norm, silu_and_mul
+from .pages import HugePages
 
 FEW_TOKENS = 64
 """Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
@@ -88,26 +88,6 @@ def _share_pool(library: ctypes.CDLL) -> bool:
             library.kernels_set_pool(run, number)
             return True
     return False
-
-
-class HugePages:
-    """Room for packed weights in pages of 2 MiB where the kernel has them: with 4 KiB ones a core reads memory at half
-    the speed, as every page of a weight misses the TLB. Grows; what was given out lives as long as its tensor."""
-
-    CHUNK = 64 << 20
-
-    def __init__(self) -> None:
-        self._room = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, size: int) -> Tensor:
-        """uint8 [size], zeros, aligned to a cache line."""
-        size = -(-size // 64) * 64
-        if size > len(self._room):
-            pages = mmap.mmap(-1, max(size, self.CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
-            self._room = torch.frombuffer(pages, dtype=torch.uint8)
-        taken, self._room = self._room[:size], self._room[size:]
-        return taken
 
 
 def read_bandwidth(size: int = 256 << 20, rounds: int = 12) -> float | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .pages import HugePages
 from .readers import FP8
 from .shard import Shard
 
@@ -30,8 +31,15 @@ class KVCache:
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
         layers = range(shard.config.num_layers)
         # zeros, not empty: what lies beyond a sequence's end is masked, but NaN times a zero weight is still NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        pages, size = HugePages(), torch.Size(shape).numel() * dtype.itemsize
+
+        def zeros() -> Tensor:
+            if device.type == "cpu":
+                return pages.take(size).view(dtype).view(shape)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.keys = [zeros() for _ in layers]
+        self.values = [zeros() for _ in layers]
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [T, K, C] at (blocks[t], offsets[t])."""
