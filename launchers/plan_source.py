@@ -76,7 +76,7 @@ def from_deployment(loaded: Loaded, asked: Asked) -> Question:
         utilization=d.engine.gpu_memory_utilization,
         kv_cache_memory=d.engine.kv_cache_memory or (None if gpu else CPU_KV_CACHE_MEMORY),
         gpu=gpu,
-        graphs=d.engine.cuda_graphs,
+        graphs=d.engine.cuda_graphs is not False,
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
     )
     backend = backend_of(d, shape)
