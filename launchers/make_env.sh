@@ -45,21 +45,30 @@ fi
 started=$SECONDS
 [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
-quiet() { # only what matters of pip's talk: its errors
-    local log
+job='' log=''
+# ^C does not reach what runs in the background.
+trap 'rm -f "$log"; [ -z "$job" ] || kill "$job" 2>/dev/null || true' EXIT
+quiet_pip() { # of pip's talk its errors alone; a line now and then, so that a long fetch is seen to go on
+    local begun=$SECONDS
     log=$(mktemp)
-    if ! "$@" >"$log" 2>&1; then
+    "$VENV/bin/python" -m pip --disable-pip-version-check "$@" >"$log" 2>&1 &
+    job=$!
+    while kill -0 "$job" 2>/dev/null; do
+        timeout 30 tail --pid="$job" -f /dev/null || say "      … $((SECONDS - begun)) s, $(du -sh "$VENV" | cut -f1) in $VENV"
+    done
+    if ! wait "$job"; then
         cat "$log" >&2
         rm -f "$log"
         return 1
     fi
+    job=''
     rm -f "$log"
 }
 index=()
 [ -z "$TORCH_INDEX" ] || index=(--index-url "$TORCH_INDEX")
 
 say "[1/4] build tools"
-quiet pip install --upgrade pip 'setuptools>=77' wheel
+quiet_pip install --upgrade pip 'setuptools>=77' wheel
 
 have=$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
 case "$have" in
@@ -75,12 +84,12 @@ case "$have" in
         *) [ "$(uname -m)" = aarch64 ] || stop "pip's index offers torch $found, the CUDA build (gigabytes): name PyTorch's CPU index with TORCH_INDEX=, or use ACCEL=cuda" ;;
         esac
     fi
-    say "[2/4] torch $TORCH (about $([ "$ACCEL" = cpu ] && echo "200 MB" || echo "3 GB") to fetch)"
-    quiet pip install "${index[@]}" "torch==$TORCH"
+    say "[2/4] torch $TORCH ($([ "$ACCEL" = cpu ] && echo "about 200 MB to fetch" || echo "gigabytes to fetch, 4.6 GB on disk"))"
+    quiet_pip install "${index[@]}" "torch==$TORCH"
     ;;
 esac
 
-say "[3/4] the rest (about 150 MB to fetch)"
+say "[3/4] the rest ($([ "$ACCEL" = cpu ] && echo "about 150 MB to fetch" || echo "1.9 GB on disk"))"
 "$VENV/bin/python" - "$MPI" "$ACCEL" >"$VENV/needs.txt" <<'PY'
 import sys
 import tomllib
@@ -95,10 +104,10 @@ needs += extras["cuda"] if accel == "cuda" else []
 print("\n".join(needs))
 PY
 "$VENV/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$VENV/pins.txt"
-quiet pip install -r "$VENV/needs.txt" -c "$VENV/pins.txt"
+quiet_pip install -r "$VENV/needs.txt" -c "$VENV/pins.txt"
 
 say "[4/4] laddertron and its C parts"
-quiet pip install --no-deps --no-build-isolation -e .
+quiet_pip install --no-deps --no-build-isolation -e .
 
 echo "$wanted" >"$stamp"
 say "ready in $VENV after $((SECONDS - started)) s ($(du -sh "$VENV" | cut -f1))"
