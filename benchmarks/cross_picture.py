@@ -60,7 +60,12 @@ def _line(law: Callable[[float], float]) -> list[str]:
     return [
         f'<polyline points="{path}" fill="none" stroke="#222" stroke-width="2"/>',
         _text(_x(1.05), _y(2.0) - 8, "the law (c + L) / max(c, (c + L) / 2): never above 2"),
-        _text(_x(1.35), _y(1.72), "the gap below the line: contention", 'fill="#666" font-style="italic"'),
+        _text(
+            _x(1.05),
+            _y(1.93),
+            "the gap below the line: contention, and unlike sub-blocks",
+            'fill="#666" font-style="italic"',
+        ),
     ]
 
 

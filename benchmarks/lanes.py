@@ -6,6 +6,7 @@ plan, "run a lane's next plan", "all-reduce so many bytes so often", the end. Im
 
 from __future__ import annotations
 
+import statistics
 import struct
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.runner import Runner
 from laddertron.engine.scheduler import Scheduler, SchedulerLimits
 from laddertron.topology.groups import Communicator
-from laddertron.topology.ledger import Entry
+from laddertron.topology.ledger import Entry, Record
 
 PLAN, STEP, PROBE, END = b"P", b"S", b"R", b"E"
 
@@ -38,7 +39,8 @@ class Lane:
 @dataclass(frozen=True, slots=True)
 class Steps:
     """What a lane did: seconds of each decode step and of the prefill, seconds of communication hidden and exposed,
-    processor seconds of the main thread and of all others."""
+    processor seconds of the main thread and of all others; the larger sub-block's share of a layer's computation (of
+    standard wiring: elsewhere communication is not what stands between two sub-blocks)."""
 
     decode_s: tuple[float, ...]
     prefill_s: float
@@ -46,6 +48,7 @@ class Steps:
     exposed_s: float
     main_cpu_s: float
     other_cpu_s: float
+    larger_share: float
 
 
 class _Turns:
@@ -69,6 +72,24 @@ def communication(entries: Iterable[Entry]) -> tuple[float, float]:
     return sum(e.hidden_s for e in listed), sum(e.waited_s for e in listed)
 
 
+def larger_share(records: Sequence[Record]) -> float:
+    """Of the last steps' all-reduces, attention and MLP in turns, a gather after each step: how much of a layer's
+    computation the larger of both takes. 0.5 where there is nothing to see."""
+    kinds: tuple[list[float], list[float]] = ([], [])
+    index, before = 0, None
+    for record in records:
+        if record.op != "all_reduce":
+            index, before = 0, None
+            continue
+        if before is not None:
+            kinds[index % 2].append(record.start_s - before.start_s - before.in_flight_s)
+        index, before = index + 1, record
+    if not all(kinds):
+        return 0.5
+    attention, mlp = (statistics.median(each) for each in kinds)
+    return max(attention, mlp) / (attention + mlp)
+
+
 class Driver:
     """Rank 0's side of a lane."""
 
@@ -81,6 +102,7 @@ class Driver:
 
     def _new(self) -> None:
         self._decode: list[float] = []
+        self._shares: list[float] = []
         self._prefill = 0.0
         self._sums = [0.0] * 4
 
@@ -102,13 +124,15 @@ class Driver:
     def turn(self, steps: int) -> None:
         """Decodes for `steps` steps."""
         hidden, exposed = communication(self._communicator.ledger.entries())
-        main, every = time.thread_time(), time.process_time()
+        main, every, began = time.thread_time(), time.process_time(), time.monotonic()
         for _ in range(steps):
             started = time.perf_counter()
             self._engine.step()
             self._decode.append(time.perf_counter() - started)
         main, every = time.thread_time() - main, time.process_time() - every
         after = communication(self._communicator.ledger.entries())
+        records = [r for r in self._communicator.ledger.history() if r.start_s >= began]
+        self._shares.append(larger_share(records))
         for index, value in enumerate((after[0] - hidden, after[1] - exposed, main, every - main)):
             self._sums[index] += value
 
@@ -120,7 +144,9 @@ class Driver:
         """Lets the requests come to their end, untimed; what was measured."""
         while self._engine.has_work:
             self._engine.step()
-        return Steps(tuple(self._decode), self._prefill, *self._sums)
+        hidden, exposed, main, other = self._sums
+        share = statistics.median(self._shares or [0.5])
+        return Steps(tuple(self._decode), self._prefill, hidden, exposed, main, other, share)
 
 
 def probe(communicator: Communicator, nbytes: int, count: int) -> list[float]:

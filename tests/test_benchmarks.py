@@ -34,6 +34,7 @@ def line(wiring: str, step_ms: float, delay_s: float = 1e-3, batch: int = 1, **m
         "prompt": 128,
         "all_reduce_s": 1e-3,
         "sub_blocks": 32,
+        "larger_share": 0.5,
         "switch_share": 0.05,
         "other_threads_share": 0.004,
         **more,
@@ -151,3 +152,29 @@ def test_decode_prints_a_line_a_case() -> None:
     assert standard["comm_exposed_s"] > ladder["comm_exposed_s"] > silent["comm_exposed_s"] == 0.0
     blocking = next(x for x in lines if (x["wiring"], x["overlap"], x["batch"]) == ("ladder", False, 1))
     assert blocking["comm_hidden_s"] < 0.2 * blocking["comm_exposed_s"]
+
+
+def test_unlike_sub_blocks_hide_less(report: Any) -> None:
+    """Attention 0.6 ms, MLP 1.4 ms, an all-reduce of 1 ms: an MLP follows the last one after 2.4 ms, not after 2."""
+    assert report.ladder_layer_s(1e-3, 1e-3, 0.7) == pytest.approx(2.4e-3)
+    assert report.most_hidden(1e-3, 1e-3, 0.7) == pytest.approx(0.8)
+    assert report.most_hidden(1e-3, 0.5e-3, 0.7) == pytest.approx(1.0)
+    for ratio in (0.2, 0.66, 1.0, 1.7):
+        assert 2 * (1 + ratio) / report.ladder_layer_s(1.0, ratio, 0.5) == pytest.approx(report.law(ratio))
+
+
+def test_the_larger_sub_block_is_read_from_the_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from laddertron.topology.ledger import Record
+    from lanes import larger_share
+
+    at, records = 0.0, []
+    for _ in range(2):
+        for kind in range(6):
+            at += 3.0 if kind % 2 else 1.0  # attention computes for 1, MLP for 3, each all-reduce takes 0.5
+            records.append(Record(len(records), "all_reduce", "exchange", 4, at, 0.5, 0.5))
+            at += 0.5
+        records.append(Record(len(records), "gather", "exchange", 4, at, 0.1, 0.1))
+        at += 50.0
+    assert larger_share(records) == pytest.approx(0.75)
+    assert larger_share(records[:1]) == 0.5
