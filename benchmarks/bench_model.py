@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-from laddertron.engine.build import DTYPES, make_ops
+from laddertron.engine.build import DTYPES, make_graphs, make_ops
+from laddertron.engine.config_schema import Deployment, Engine, Model
 from laddertron.engine.runner import Runner
 from laddertron.engine.sampler import Sampler
 from laddertron.engine.scheduler import SchedulerLimits
@@ -63,7 +65,7 @@ class Size:
 
 def fill(model: LlamaModel, seed: int = 0) -> None:
     """Random weights of the size that trained ones have, norms at one; then what `load` does after reading."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data.fill_(1.0)
@@ -100,22 +102,32 @@ def rewired(model: LlamaModel, wiring: str, all_reduce: Collective | None = None
 
 
 def make_runner(
-    model: LlamaModel, communicator: Communicator, seats: int, step_tokens: int
+    model: LlamaModel,
+    communicator: Communicator,
+    seats: int,
+    step_tokens: int,
+    attention: str = "auto",
+    cuda_graphs: Literal["auto"] | bool = False,
 ) -> tuple[Runner, SchedulerLimits]:
-    """The model with its cache and sampler, and what rank 0 makes its scheduler from."""
+    """The model with its cache and sampler, and what rank 0 makes its scheduler from. Raises AttentionError or
+    GraphsError."""
     config, dtype = model.config, DTYPES[model.config.dtype]
     device = model.norm.weight.device
     shard = Shard(config, communicator.size, communicator.rank)
     length = config.max_position_embeddings
     blocks = seats * -(-(length + 1) // BLOCK) + 1
-    cache = KVCache(shard, blocks, BLOCK, dtype, device)
+    cache = KVCache(shard, blocks + 1, BLOCK, dtype, device)  # the last is nobody's: see make_graphs
+    backend, _ = make_attention(attention, shard, cache, dtype)
+    keys = Engine(max_num_seqs=seats, cuda_graphs=cuda_graphs)
+    graphs = make_graphs(Deployment(Model("random"), engine=keys), communicator, model, backend, cache)
     runner = Runner(
         model,
         cache,
-        make_attention("auto", shard, cache, dtype)[0],
+        backend,
         Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device),
         max_slots=seats,
         max_model_len=length,
+        graphs=graphs,
     )
     limits = SchedulerLimits(
         max_num_seqs=seats,

@@ -72,6 +72,11 @@ class Runner:
         self._prompt_top = [0] * max_slots
         self._patience, self._graphs = patience, graphs
 
+    @property
+    def graphed(self) -> bool:
+        """Whether decode steps are recorded ones."""
+        return self._graphs is not None
+
     def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
         """Applies the Batch and computes its chunks. Raises DesyncError if ranks disagreed about the step before.
 
