@@ -178,3 +178,9 @@ def test_the_larger_sub_block_is_read_from_the_ledger(monkeypatch: pytest.Monkey
         at += 50.0
     assert larger_share(records) == pytest.approx(0.75)
     assert larger_share(records[:1]) == 0.5
+
+
+def test_collectives_tells_what_an_account_costs() -> None:
+    words = [sys.executable, str(BENCHMARKS / "collectives.py"), "--ledger"]
+    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    assert 0.0 < found["clock_us"] < found["add_us"]
