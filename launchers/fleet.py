@@ -89,6 +89,11 @@ class Fleet:
         self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self._hostname)
         return compose(self.deployment, self.site, substitute(share, self._places), worker_program(self.site), CONTROL)
 
+    def local_devices(self, replica: int) -> tuple[int, ...]:
+        """The GPUs of this machine, as CUDA numbers them, that a replica's ranks use if they use GPUs."""
+        here = [h for h in self.shares[replica].hosts if is_here(h.name, self._hostname)]
+        return tuple(i for h in here for i in (range(h.slots) if h.devices is None else h.devices))
+
     def control_host(self) -> str:
         """The address that ranks report to: the config's; loopback if all are local; this machine's on the chosen
         interface; else the one from which the system reaches the first remote host. Raises LaunchError."""

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -31,7 +31,10 @@ from ..engine.daemon.tls import TlsFault, check_pair
 from ..engine.metrics_observer import MetricsObserver
 from ..engine.text import TextError, TextModel
 from ..engine.trace import TraceError, exporting
+from ..topology.discover import select
+from ..topology.nvml import gpus, load_nvml
 from .bundle import FailureBundles
+from .device_memory import DeviceMemory, nvml_look
 from .fleet import Fleet
 from .supervisor import JobFailure, JobHooks, MpiJob
 
@@ -48,12 +51,23 @@ def replicas_of(deployment: Deployment, failed: Callable[[int, JobFailure], None
     config = json.dumps(to_json(fleet.deployment))
 
     def replica(index: int) -> MpiJob:
-        hooks = JobHooks(failed=lambda failure: failed(index, failure))
+        memory = _device_memory(deployment, fleet.local_devices(index))
+        hooks = JobHooks(lambda failure: failed(index, failure), None if memory is None else memory.free)
         return MpiJob(
             lambda excluded: fleet.command(index, excluded), config, fleet.options(index, restart=True), hooks
         )
 
     return [replica(index) for index in range(deployment.parallel.replicas)]
+
+
+def _device_memory(deployment: Deployment, wanted: Collection[int]) -> DeviceMemory | None:
+    """None where no rank uses a GPU of this host."""
+    nvml = None if deployment.engine.device == "cpu" else load_nvml()
+    if nvml is None:
+        return None
+    found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
+    used = [device for device in found if device.index in wanted]
+    return DeviceMemory(nvml_look(nvml, used)) if used else None
 
 
 def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer | None = None) -> int:
