@@ -31,8 +31,8 @@ BATCH_STATUSES = (
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled",
 )  # fmt: skip
 FAILURE_KINDS = (
-    "mismatch", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled", "consequence",
-    "protocol", "launch", "launcher_exit", "stuck", "other",
+    "mismatch", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled",
+    "consequence", "protocol", "launch", "launcher_exit", "stuck", "other",
 )  # fmt: skip
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 PHASES: tuple[str, ...] = get_args(JobPhase)
@@ -179,6 +179,12 @@ def _daemon() -> Iterator[Series]:
     yield Series("batch_eta_seconds", "gauge", (), "Until all queued lines are answered, at the present rate.")
     yield Series("oldest_queued_request_age_seconds", "gauge", (), "Age of the oldest batch that has lines left.")
     yield Series("batch_deadline_seconds", "gauge", (), "Until the first batch under way expires.")
+    yield Series(
+        "batch_overdue_seconds",
+        "gauge",
+        (),
+        "By how much a batch will miss its window at the present rate, of all the most; negative: all are kept.",
+    )
     yield Series(
         "store_commit_seconds", "histogram", (), "One grouped commit to the store, fsync included.", COMMIT_SECONDS
     )

@@ -165,10 +165,10 @@ class ControlClient:
             text = f"its logprobs are too many for one message: {error}"
             self._put(Tokens((replace(event, finish="error", logprobs=None, prompt_logprobs=None, message=text),)))
 
-    def fail(self, text: str, *, consequence: bool = False) -> None:
+    def fail(self, text: str, *, consequence: bool = False, refused: bool = False) -> None:
         """Reports this rank's end, and waits up to 2 s until that is sent. `consequence`: a collective failed because
-        another rank is gone; then that one is blamed."""
-        self._put(Failure(text[-MAX_TEXT:], consequence))
+        another rank is gone; then that one is blamed. `refused`: see Failure."""
+        self._put(Failure(text[-MAX_TEXT:], consequence, refused))
         self.flush(2.0)
 
     def flush(self, timeout_s: float) -> bool:

@@ -12,14 +12,15 @@ from typing import Any, Literal
 from .messages import Beat
 
 FailureKind = Literal[
-    "mismatch", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled", "consequence",
-    "protocol", "launch", "launcher_exit", "stuck",
+    "mismatch", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled",
+    "consequence", "protocol", "launch", "launcher_exit", "stuck",
 ]  # fmt: skip
 """A closed set: it labels `engine_restarts_total`."""
 
 _CONVINCING: tuple[FailureKind, ...] = (
     "mismatch",
     "protocol",
+    "refused",
     "rank_error",
     "launcher_killed",
     "rank_lost",

@@ -157,10 +157,12 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Rank -> server, its last word. `consequence`: it only suffers from another rank's end (a collective failed)."""
+    """Rank -> server, its last word. `consequence`: it only suffers from another rank's end (a collective failed).
+    `refused`: the model or the configuration cannot be run, now or later."""
 
     text: str
     consequence: bool = False
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +267,7 @@ def _from_rank(word: str, f: Fields) -> RankMessage:
         case "ready":
             return Ready(limits_from_wire(f.raw("limits")))
         case "failure":
-            return Failure(f.text("text", MAX_TEXT), f.flag("consequence"))
+            return Failure(f.text("text", MAX_TEXT), f.flag("consequence"), f.flag("refused"))
         case _:
             reply = f.raw("data")
             if not isinstance(reply, dict):

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..engine.request import ModelLimits
-from .detect import Evidence, JobFailure, StepWatch, behind, blame, differing, liveness, stalled
+from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, liveness, stalled
 from .messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready
 
 
@@ -129,9 +129,10 @@ class RankBoard:
             case Ready(limits):
                 state.limits, state.fraction, self._moved = limits, 1.0, now
                 news += self._agreement()
-            case Failure(text, consequence):
+            case Failure(text, consequence, refused):
                 state.ended = True
-                news.append(self.sign(Evidence("consequence" if consequence else "rank_error", rank, text.strip())))
+                kind: FailureKind = "consequence" if consequence else "refused" if refused else "rank_error"
+                news.append(self.sign(Evidence(kind, rank, text.strip())))
             case _:
                 pass
         return news

@@ -196,10 +196,11 @@ class MpiJob:
         self._hooks.failed(failure)
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
         delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
-        # a launch that can never come right is not tried again
-        if delay is None or self._draining or failure.kind == "mismatch":
+        # a launch that can never come right is not tried again; what was refused now but not before may yet be mended
+        hopeless = failure.kind == "mismatch" or (failure.kind == "refused" and self._state.limits is None)
+        if delay is None or self._draining or hopeless:
             reason = failure.reason
-            if self._options.restart and delay is None:
+            if self._options.restart and delay is None and not hopeless:
                 reason = f"{self._policy.in_a_row} failures in a row without progress, the last: {reason}"
             self._set_state("failed", failure=failure, reason=reason)
             return False
@@ -228,10 +229,14 @@ class MpiJob:
         limits: ModelLimits | None = None,
         restarts: int | None = None,
     ) -> None:
-        exit_code = None
+        exit_code, collective = None, ""
         if failure is not None:
             reason, rank, node = reason or failure.reason, failure.rank, failure.node
-            exit_code = failure.exit_code or 1
+            exit_code, collective = failure.exit_code or 1, failure.collective
+        elif phase in ("starting", "loading") and self.failures:
+            last = self.failures[-1]
+            reason, rank, node = f"{reason or 'starting'}, again after: {last.reason}", last.rank, last.node
+            collective = last.collective
         state = JobState(
             phase,
             reason,
@@ -240,6 +245,7 @@ class MpiJob:
             rank,
             node,
             exit_code,
+            collective,
         )
         if state != self._state:
             self._state = state

@@ -49,7 +49,7 @@ def main() -> int:
         client.fail(f"{type(error).__name__}: {error}", consequence=True)
         os._exit(1)
     except Refusal as refusal:
-        client.fail(str(refusal))  # a fault of the model or the configuration: a traceback would bury it
+        client.fail(str(refusal), refused=True)  # a fault of the model or the configuration: a traceback would bury it
         os._exit(1)
     except BaseException:
         client.fail(traceback.format_exc())

@@ -1,7 +1,8 @@
 """A rank without torch or MPI: the real control client around a deterministic fake engine.
 
 Started like the worker (`python tests/fake_worker.py`), also by mpirun. The welcome's config is a JSON object:
-  max_num_seqs (8), step_s (0.005), load_s (0), raise_loading: rank, digests: {rank: text}, version: {rank: text},
+  max_num_seqs (8), step_s (0.005), load_s (0), raise_loading: rank, refuse: rank,
+  refuse_after: a file whose presence makes that refusal hold, digests: {rank: text}, version: {rank: text},
   vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
   poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
 Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of choice c is
@@ -178,6 +179,9 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
         threading.Event().wait(config["load_s"])
     if config.get("raise_loading") == rank:
         raise AskedToRaise("asked to raise while loading")
+    if config.get("refuse") == rank and os.path.exists(config.get("refuse_after", "/")):
+        client.fail("model.safetensors: 3 bytes are missing", refused=True)
+        os._exit(1)
     limits = ModelLimits(4096, int(config.get("vocab", VOCAB)), int(config.get("max_num_seqs", 8)), 65536, (2,))
     client.send_state(Ready(limits))
     print(f"fake rank {rank} is ready", flush=True)

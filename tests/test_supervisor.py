@@ -14,6 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +211,67 @@ def test_the_fourth_failure_without_progress_is_the_last() -> None:
             assert s.job.state.reason.startswith("4 failures in a row without progress, the last: rank 1")
             assert "asked to raise while loading" in s.job.state.reason
             assert len(s.job.failures) == 4
+
+    told(run)
+
+
+def test_what_a_rank_refuses_is_not_tried_again() -> None:
+    """Weights that cannot be read, a model that does not fit: one launch, and the rank's own words are the reason."""
+
+    async def run() -> None:
+        async with story(config={"refuse": 1}) as s:
+            await s.phase("failed")
+            state = s.job.state
+            assert state.restarts == 0
+            assert state.reason.startswith("rank 1 (node ")
+            assert state.reason.endswith(": model.safetensors: 3 bytes are missing")
+            assert s.job.failures[0].kind == "refused"
+
+    told(run)
+
+
+def test_what_was_fine_before_is_tried_again(tmp_path: Path) -> None:
+    """A job that was ready once and is refused after a crash (a neighbour holds the memory, a file is being replaced)
+    goes on trying, up to the bound."""
+    held = tmp_path / "held"
+
+    async def run() -> None:
+        async with story(config={"refuse": 1, "refuse_after": str(held)}, longest_backoff_s=0.05) as s:
+            await s.phase("ready")
+            held.touch()
+            os.kill(await s.pid(0), signal.SIGKILL)
+            await s.listener.until(lambda: len(s.job.failures) == 2)
+            held.unlink()
+            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts >= 2)
+            held.touch()
+            os.kill(await s.pid(0), signal.SIGKILL)
+            await s.phase("failed")
+            assert "failures in a row without progress" in s.job.state.reason
+
+    told(run)
+
+
+def test_while_it_starts_again_it_says_why() -> None:
+    """From the kill of rank 0 until ready: every state has the reason, the rank, its node and its last collective;
+    once ready, none."""
+
+    async def run() -> None:
+        async with story(config={"load_s": 0.2}) as s:
+            await s.phase("ready")
+            assert all(state.rank is None for state in s.listener.states)
+            s.job.submit(request("long", 4000))
+            await s.listener.until(lambda: s.listener.reports[0].step > 0)
+            pid, before = await s.pid(0), len(s.listener.states)
+            os.kill(pid, signal.SIGKILL)
+            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
+            *meanwhile, ready = s.listener.states[before:]
+            assert {state.phase for state in meanwhile} >= {"restarting", "starting", "loading"}
+            for state in meanwhile:
+                if state.phase in ("restarting", "starting", "loading"):
+                    assert f"rank 0 (node {os.uname().nodename}, pid {pid}): its process ended" in state.reason
+                    assert (state.rank, state.node) == (0, os.uname().nodename)
+                    assert state.collective.startswith("collective ")
+            assert (ready.reason, ready.rank, ready.node, ready.collective) == ("", None, None, "")
 
     told(run)
 

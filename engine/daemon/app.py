@@ -68,6 +68,7 @@ def operations_router(services: Services) -> APIRouter:
                 "restarts": state.restarts,
                 "rank": state.rank,
                 "node": state.node,
+                "collective": state.collective,
             }
             for state in states
         ]

@@ -18,7 +18,8 @@ JobPhase = Literal["starting", "loading", "ready", "suspect", "restarting", "dra
 @dataclass(frozen=True, slots=True)
 class JobState:
     """Where a job stands. `ready` alone takes requests; `suspect` is a rank whose heartbeat or step is overdue;
-    `failed` is final (crash loop, bad weights) and `reason` says why, naming rank and node where one is to blame."""
+    `failed` is final (crash loop, bad weights) and `reason` says why, naming rank and node where one is to blame.
+    While it starts again they are the last failure's; `collective` is what that rank last waited in or had started."""
 
     phase: JobPhase
     reason: str = ""
@@ -27,6 +28,7 @@ class JobState:
     rank: int | None = None
     node: str | None = None
     exit_code: int | None = None
+    collective: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
       laddertron batch submit prompts.jsonl
 
     \b
-    Exit codes: 0 stopped; 1 the ranks failed again and again; 2 the command line, CONFIG or the data folder is
-    wrong; 143 ended at once by a second SIGTERM (130: ^C).
+    Exit codes: 0 stopped; 1 the ranks failed again and again, or refused the model; 2 the command line, CONFIG or
+    the data folder is wrong; 143 ended at once by a second SIGTERM (130: ^C).
     """
     from ..serve import ServeError, serve
 
