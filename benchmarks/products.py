@@ -1,8 +1,8 @@
-"""One matrix product on this machine's cores: models/products.c, oneDNN on packed weights, plain torch; cold weights.
+"""One matrix product on this machine's cores: models/products.c on bf16 and int8 weights, oneDNN, torch; all cold.
 
     python benchmarks/products.py --threads 1 --tokens 1,8,128
 
-GB/s of weights read and GFLOP/s, each the best of many calls over weights that no cache holds together.
+GB/s of weights as stored in bf16 and GFLOP/s, each the best of many calls over weights that no cache holds together.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def main() -> None:
     floor = read_bandwidth()
     print(f"{args.threads} threads read {0.0 if floor is None else floor / 1e9:.1f} GB/s")
     makers = {"oneDNN, packed": CpuOps(None), "torch": TorchOps()}
+    if kernels is not None and kernels.int8:
+        makers = {"products.c, int8": CpuOps(kernels, int8=True), **makers}
     if kernels is not None and kernels.products:
         makers = {"products.c": CpuOps(kernels), **makers}
     for outputs, inputs in SHAPES:
@@ -54,7 +56,7 @@ def main() -> None:
                 took = best(calls, torch.randn(tokens, inputs).to(torch.bfloat16), args.seconds)
                 rates = f"{size / took / 1e9:6.1f} GB/s {2 * tokens * outputs * inputs / took / 1e9:6.0f} GFLOP/s"
                 print(
-                    f"{outputs:5} x {inputs:<5} {tokens:5} tokens  {name:15} {took * 1e3:8.3f} ms  {rates}", flush=True
+                    f"{outputs:5} x {inputs:<5} {tokens:5} tokens  {name:16} {took * 1e3:8.3f} ms  {rates}", flush=True
                 )
 
 

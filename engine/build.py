@@ -135,9 +135,24 @@ def _agreed_minimum(communicator: Communicator, value: int) -> int:
     return int(np.ascontiguousarray(every).view(np.int64).min())
 
 
-def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operators that are right on this device."""
-    return CpuOps(Kernels.find()) if device.type == "cpu" and dtype != torch.float16 else TorchOps()
+class WeightsError(Refusal, ValueError):
+    """`model.weights` asks for what this rank cannot compute."""
+
+
+def make_ops(device: torch.device, dtype: torch.dtype, weights: str = "stored") -> Ops:
+    """The fastest operators that are right on this device; `weights` as `model.weights`. Raises WeightsError."""
+    if weights == "stored":
+        return CpuOps(Kernels.find()) if device.type == "cpu" and dtype != torch.float16 else TorchOps()
+    kernels = Kernels.find() if device.type == "cpu" else None
+    if kernels is None or not kernels.int8 or dtype != torch.bfloat16:
+        if device.type != "cpu":
+            why = f"this rank computes on {device.type}"
+        elif dtype != torch.bfloat16:
+            why = f"this model computes in {str(dtype).removeprefix('torch.')}"
+        else:
+            why = "this processor has no AVX-512 BF16 and VBMI" if kernels else "the C kernels were not built here"
+        raise WeightsError(f"model.weights={weights} needs bfloat16 on a CPU with AVX-512 VBMI; {why}: use stored")
+    return CpuOps(kernels, int8=True)
 
 
 def make_fp8(source: Source, config: ModelConfig, device: torch.device) -> Fp8 | None:
@@ -209,7 +224,7 @@ def build(
     progress: Callable[[int, int], None] | None = None,
 ) -> Built:
     """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
-    WiringError, ConfigError, AttentionError or GraphsError."""
+    WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
     _give_back_freed_memory()
     config, warnings = model_config(deployment)
     keys = deployment.engine
@@ -218,7 +233,9 @@ def build(
     shard = Shard(config, communicator.size, communicator.rank)
     source = open_source(Path(deployment.model.path), shard)
     fp8 = make_fp8(source, config, device)
-    needed = source.rank_bytes(dtype.itemsize, shard.size, fp8 is not None)
+    ops = make_ops(device, dtype, deployment.model.weights)
+    narrow = 1 if deployment.model.weights == "int8" else None
+    needed = source.rank_bytes(dtype.itemsize, shard.size, fp8 is not None, narrow)
     check_memory(deployment, shard.size, needed, available_bytes(device))
 
     wanted = deployment.parallel.embedding
@@ -230,7 +247,7 @@ def build(
         config,
         communicator.process_groups.tp,
         communicator.all_reduce,
-        make_ops(device, dtype),
+        ops,
         dtype=dtype,
         device=device,
         positions=length + 1,

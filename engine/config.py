@@ -178,6 +178,10 @@ def rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("model.wiring", "model.ladder_layers"), "hybrid needs model.ladder_layers: last n, or a list"
     if model.wiring not in ("auto", "hybrid") and model.ladder_layers is not None:
         yield ("model.ladder_layers", "model.wiring"), f"has no meaning with wiring {model.wiring}: set wiring: hybrid"
+    if model.weights == "int8" and engine.device == "cuda":
+        yield ("model.weights", "engine.device"), "int8 is computed on CPUs: use stored, or an fp8 checkpoint"
+    if model.weights == "int8" and model.dtype not in ("auto", "bfloat16"):
+        yield ("model.weights", "model.dtype"), f"int8 is computed with bfloat16, not {model.dtype}: use stored"
     if parallel.collective != "emulated":
         for key in ("emulated_delay", "emulated_bandwidth", "emulated_fabric", "emulated_multiprocessors"):
             if getattr(parallel, key):

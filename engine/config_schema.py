@@ -68,6 +68,7 @@ class Model:
     tokenizer: PathStr | None = None
     served_model_name: Annotated[str, Word(r"[^\s\x00-\x1f]{1,256}", "a name without spaces")] | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["stored", "int8"] = "stored"
     max_model_len: Count | None = None
     wiring: Literal["auto", "standard", "parallel", "ladder", "hybrid", "no-communication"] = "auto"
     ladder_layers: Annotated[int, Range(0, 10000)] | tuple[Annotated[int, Range(0, 10000)], ...] | None = None

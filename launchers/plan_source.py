@@ -67,7 +67,7 @@ def from_deployment(loaded: Loaded, asked: Asked) -> Question:
     shape = shape_of(fabric, placement)
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
-    stored = Stored("fp8" if fp8 or asked.fp8 else values, values, kv)
+    stored = Stored(_form(d.model.weights, values, fp8 or asked.fp8, gpu), values, kv)
     keys = MemoryKeys(
         max_num_seqs=d.engine.max_num_seqs,
         max_num_batched_tokens=d.engine.max_num_batched_tokens,
@@ -174,6 +174,11 @@ def _suits(config: ModelConfig) -> Suits:
         return None
 
     return suits
+
+
+def _form(weights: str, values: str, fp8: bool, gpu: bool) -> str:
+    """How projections lie in memory: fp8 on GPUs alone, on CPUs it is widened."""
+    return weights if weights != "stored" else "fp8" if fp8 and gpu else values
 
 
 def assumed_fabric(d: Deployment) -> str:

@@ -34,6 +34,7 @@ class _Product(ctypes.Structure):
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("norm", c_void_p),
+        ("scale", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("eps", c_float),
@@ -43,7 +44,8 @@ class _Product(ctypes.Structure):
 
 
 class Kernels:
-    """The built library. `threads` is torch's number when it is made; `products`: models/products.c runs here."""
+    """The built library. `threads` is torch's number when it is made; `products`: models/products.c runs here and is
+    the right choice; `int8`: it runs on int8 weights."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.threads = torch.get_num_threads() if _share_pool(library) else 1
@@ -52,12 +54,17 @@ class Kernels:
         library.kernels_read.argtypes = [p, n, i]
         library.kernels_read.restype = ctypes.c_uint64
         self.products: bool = library.kernels_has_products() == 1
-        if self.products:
+        self.int8: bool = library.kernels_has_int8() == 1
+        if self.products or self.int8:
             self.product: Callable[..., int] = library.kernels_product
             library.kernels_product.argtypes = [p, p, p, n]
             self.pack: Callable[..., None] = library.kernels_pack
             library.kernels_pack.argtypes = [p, p, n, n, i]
             library.kernels_pack.restype = None
+        if self.int8:
+            self.pack_int8: Callable[..., None] = library.kernels_pack_int8
+            library.kernels_pack_int8.argtypes = [p, p, p, n, n, i]
+            library.kernels_pack_int8.restype = None
         self.rms_norm: Callable[..., None] = library.kernels_rms_norm
         library.kernels_rms_norm.argtypes = [i, p, p, p, n, n, f]
         library.kernels_rms_norm.restype = None
@@ -106,14 +113,23 @@ def read_bandwidth(size: int = 256 << 20, rounds: int = 12) -> float | None:
 
 
 class CpuOps(TorchOps):
-    """Packed products; kernels for norm and gating where they were built. fp32 and bf16 (fp16 is left to torch)."""
+    """Packed products; kernels for norm and gating where they were built. fp32 and bf16 (fp16 is left to torch).
+
+    int8: weights are held as 8-bit integers with a scale for each output row, rounded from what is given (bf16; wants
+    kernels.int8). Tokens stay bf16 and sums fp32: the weights' rounding is all that differs.
+    """
 
     name = "cpu"
     repacks = True
 
-    def __init__(self, kernels: Kernels | None) -> None:
+    def __init__(self, kernels: Kernels | None, *, int8: bool = False) -> None:
         self.kernels = kernels
+        self.int8 = int8
         self._pages = HugePages()
+
+    @property
+    def exact(self) -> CpuOps:
+        return CpuOps(self.kernels) if self.int8 else self
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -124,25 +140,32 @@ class CpuOps(TorchOps):
         """The whole product as one kernel call, None where models/products.c does not serve."""
         kernels = self.kernels
         rows, inputs = weight.shape
-        if kernels is None or not kernels.products or weight.dtype != torch.bfloat16 or inputs % 2:
+        if kernels is None or not (self.int8 or kernels.products) or weight.dtype != torch.bfloat16 or inputs % 2:
             return None
         outputs = rows // 2 if gated else rows
         blocks = -(-outputs // (ROWS // 2 if gated else ROWS))
-        packed = self._pages.take(2 * blocks * ROWS * inputs)
-        kernels.pack(packed.data_ptr(), weight.contiguous().data_ptr(), rows, inputs, gated)
+        scales: Tensor | None = None
+        if self.int8:
+            scales = torch.empty(blocks * ROWS, dtype=torch.float32)
+            packed = self._pages.take(blocks * ROWS * inputs)
+            kernels.pack_int8(packed.data_ptr(), scales.data_ptr(), weight.contiguous().data_ptr(), rows, inputs, gated)
+        else:
+            packed = self._pages.take(2 * blocks * ROWS * inputs)
+            kernels.pack(packed.data_ptr(), weight.contiguous().data_ptr(), rows, inputs, gated)
         scale = None if norm is None else norm.weight.contiguous()
         offset = None if bias is None else bias.contiguous()
         plan = _Product(
             packed.data_ptr(),
             None if offset is None else offset.data_ptr(),
             None if scale is None else scale.data_ptr(),
+            None if scales is None else scales.data_ptr(),
             inputs,
             outputs,
             0.0 if norm is None else norm.eps,
             gated,
             kernels.threads,
         )
-        call, address, kept = kernels.product, ctypes.addressof(plan), (plan, packed, scale, offset)
+        call, address, kept = kernels.product, ctypes.addressof(plan), (plan, packed, scales, scale, offset)
 
         def product(x: Tensor) -> Tensor:
             tokens = x.shape[0]

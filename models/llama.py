@@ -145,7 +145,7 @@ class LlamaModel(nn.Module):
 
     def _prepare_head(self) -> None:
         if self.head is not None:
-            self._head = prepare(self.head, self.ops, self._norm(self.norm))
+            self._head = prepare(self.head, self.ops.exact, self._norm(self.norm))
         else:
             # A tied table is looked up in as well: it is used as it lies, a repacked copy would hold it twice.
             self._head = TorchOps().product(self._table(), None, self._norm(self.norm))

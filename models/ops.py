@@ -33,6 +33,10 @@ class Ops(Protocol):
     repacks: bool
     """Whether products hold a repacked copy, so that the caller may drop its own weight."""
 
+    @property
+    def exact(self) -> Ops:
+        """The same operators on weights as they are given, if these round them: for the head."""
+
     def product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None) -> Product:
         """x -> norm(x) @ weight.T + bias; weight [out, in]."""
 
@@ -66,6 +70,10 @@ class TorchOps:
 
     name = "torch"
     repacks = False
+
+    @property
+    def exact(self) -> Ops:
+        return self
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: functional.linear(x, weight, bias)

@@ -59,13 +59,16 @@ class Source:
     def _is_fp8(self, name: str) -> bool:
         return name in self.tensors and self.tensors[name].dtype == "F8_E4M3"
 
-    def rank_bytes(self, itemsize: int, size: int, keeps_fp8: bool) -> int:
-        """About what one of `size` ranks holds with `itemsize` bytes an element."""
+    def rank_bytes(self, itemsize: int, size: int, keeps_fp8: bool, products: int | None = None) -> int:
+        """About what one of `size` ranks holds with `itemsize` bytes an element, `products` in the layers' matrices."""
         total = 0
         for stored in self.tensors.values():
-            kept = keeps_fp8 and stored.dtype == "F8_E4M3"
             width = DTYPES[stored.dtype].itemsize
-            total += (stored.end - stored.begin) // width * (width if kept else itemsize)
+            if keeps_fp8 and stored.dtype == "F8_E4M3":
+                held = width
+            else:
+                held = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
+            total += (stored.end - stored.begin) // width * held
         return total if self.sharded_over else total // size
 
 

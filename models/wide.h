@@ -6,6 +6,7 @@
 #define WIDE_X86
 #include <immintrin.h>
 #define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define WIDE_INT8 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vbmi")))
 #define INLINE static inline __attribute__((always_inline, unused))
 
 INLINE int wide_runs_here(void) {

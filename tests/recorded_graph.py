@@ -116,7 +116,7 @@ def generate(
     computed and replayed."""
     communicator, recorder = rank.communicator, TapeRecorder()
     d = engine_cases.deployment(folder, rank.size, max_num_seqs=5, enable_prefix_caching=False)
-    with patch.object(build, "make_ops", lambda device, dtype: TorchOps()):  # C kernels are no torch operators
+    with patch.object(build, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
         built = engine_cases.build_on(rank, d, communicator)
     if how != "portable":
         built = replace(

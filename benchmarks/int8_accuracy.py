@@ -1,0 +1,66 @@
+"""What int8 weights cost in accuracy: held-out perplexity of the demo models, logits of a random one; JSON lines.
+
+    python benchmarks/int8_accuracy.py
+
+The plain reference model in fp32, with the layers' matrices as they are stored and as models/products.c rounds them
+(one scale a row; tests/test_int8.py holds the kernel to the same rounding).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from laddertron.models import corpus, reference, train
+from laddertron.models.config import from_folder
+from laddertron.models.reference import Reference
+from tokenizers import Tokenizer
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONTEXT = 256
+
+
+def round_layers(model: Reference) -> None:
+    """Every matrix of a layer to 8-bit integers with a scale for each output row, in place."""
+    for name, parameter in model.named_parameters():
+        if "layers." in name and parameter.ndim == 2:
+            weight = parameter.data
+            unit = weight.abs().amax(1, keepdim=True) / 127
+            parameter.data = (weight / unit.clamp(min=1e-30)).round() * unit
+
+
+def main() -> None:
+    torch.set_grad_enabled(False)
+    for name in ("demo-standard", "demo-ladder"):
+        model = reference.load(CONFIGS / name)
+        tokenizer = Tokenizer.from_file(str(CONFIGS / name / "tokenizer.json"))
+        ids = train.encode(tokenizer, corpus.python_documentation(), True)
+        before = train.perplexity(model, ids, CONTEXT)
+        round_layers(model)
+        after = train.perplexity(model, ids, CONTEXT)
+        print(json.dumps({"model": name, "tokens": len(ids), "stored": round(before, 3), "int8": round(after, 3)}))
+    config = from_folder(CONFIGS / "demo-standard")
+    model = Reference(config)
+    train.initialise(model, 0)
+    ids = torch.randint(config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
+    stored = reference.logits(model, ids)
+    copy = Reference(config)
+    copy.load_state_dict(model.state_dict())
+    bf16 = reference.logits(copy.to(torch.bfloat16), ids).float()
+    round_layers(model)
+    int8 = reference.logits(model, ids)
+    size = stored.std().item()
+    print(
+        json.dumps(
+            {
+                "model": "random weights",
+                "logits_off_by_int8": round((int8 - stored).std().item() / size, 5),
+                "logits_off_by_bf16": round((bf16 - stored).std().item() / size, 5),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
