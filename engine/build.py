@@ -142,7 +142,13 @@ class WeightsError(Refusal, ValueError):
 def make_ops(device: torch.device, dtype: torch.dtype, weights: str = "stored") -> Ops:
     """The fastest operators that are right on this device; `weights` as `model.weights`. Raises WeightsError."""
     if weights == "stored":
-        return CpuOps(Kernels.find()) if device.type == "cpu" and dtype != torch.float16 else TorchOps()
+        if device.type == "cpu":
+            return TorchOps() if dtype == torch.float16 else CpuOps(Kernels.find())
+        try:
+            from ..models.gpu_ops import TritonOps
+        except ImportError:
+            return TorchOps()
+        return TritonOps()
     kernels = Kernels.find() if device.type == "cpu" else None
     if kernels is None or not kernels.int8 or dtype != torch.bfloat16:
         if device.type != "cpu":

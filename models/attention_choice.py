@@ -12,7 +12,7 @@ from .attention import AttentionBackend, TorchAttention
 from .config import ModelConfig
 from .cpu_attention import CpuAttention, fits_kernels
 from .cpu_ops import Kernels
-from .flashinfer_attention import FlashInferAttention, unfit
+from .flashinfer_attention import FlashInferAttention, Store, store_by_torch, unfit
 from .kv_cache import KVCache
 from .refusal import Refusal
 from .shard import Shard
@@ -39,8 +39,9 @@ def make_attention(wanted: str, shard: Shard, cache: KVCache, dtype: torch.dtype
         if wanted == "auto":
             return TorchAttention(cache, windows, scale), f"torch, not flashinfer: {library}"
         raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
-    backend = FlashInferAttention(cache, windows, scale, shard.num_heads, dtype, library)
-    return backend, f"flashinfer {getattr(library, '__version__', '')}".rstrip()
+    store = _store(cache)
+    backend = FlashInferAttention(cache, windows, scale, shard.num_heads, dtype, library, store or store_by_torch)
+    return backend, f"flashinfer {library.__version__}, rotation and writes by {'triton' if store else 'torch'}"
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:
@@ -49,6 +50,15 @@ def _windows(config: ModelConfig) -> tuple[int | None, ...]:
 
 def _scale(config: ModelConfig) -> float:
     return config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
+
+
+def _store(cache: KVCache) -> Store | None:
+    """Triton's, where there is Triton and it serves this cache."""
+    try:
+        from .gpu_ops import rotate_and_store, stores
+    except ImportError:
+        return None
+    return rotate_and_store if stores(cache, torch.cuda.get_device_capability(cache.keys[0].device)) else None
 
 
 def _library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Any:

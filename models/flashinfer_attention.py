@@ -31,7 +31,7 @@ Store = Callable[[KVCache, int, Tensor, Norms, tuple[Tensor, Tensor], Tensor, Te
 """What models/attention.py's rotate_and_store does; the queries are all it returns."""
 
 
-def _store(*arguments: Any) -> Tensor:
+def store_by_torch(*arguments: Any) -> Tensor:
     return rotate_and_store(*arguments)[0]
 
 
@@ -76,7 +76,7 @@ class FlashInferAttention(TorchAttention):
         heads: int,
         dtype: torch.dtype,
         library: Any,
-        store: Store = _store,
+        store: Store = store_by_torch,
     ) -> None:
         """heads: this rank's query heads; dtype: of queries and outputs; library: the module `flashinfer`."""
         super().__init__(cache, windows, scale)
