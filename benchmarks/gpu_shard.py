@@ -26,7 +26,7 @@ import torch.distributed as dist
 from bench_model import BLOCK, NAMES, rewired
 from gpu_shard_report import table
 from laddertron.engine.build import DTYPES, make_ops
-from laddertron.engine.graphs import CudaRecorder, DecodeGraphs
+from laddertron.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
 from laddertron.models.attention import AttentionBackend, Capturable, StepLayout
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config import ModelConfig, make_wiring
@@ -134,7 +134,7 @@ class Rank:
         )
         return layout, torch.arange(batch, device=device)
 
-    def step(self, model: LlamaModel, batch: int, recorder: CudaRecorder | None) -> Callable[[], Tensor]:
+    def step(self, model: LlamaModel, batch: int, recorder: Recorder | None) -> Callable[[], Tensor]:
         """What computes one step's logits: as the engine would, recorded where that can be had."""
         if recorder is not None and isinstance(self.attention, Capturable):
             most = -(-self.context // BLOCK)
@@ -152,7 +152,7 @@ class Rank:
 class Lane:
     """One wiring over one emulated fabric."""
 
-    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: CudaRecorder | None) -> None:
+    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: Recorder | None) -> None:
         case, self.device = rank.case, rank.device
         self.wiring, self.held = wiring, held
         self.emulation = emulation_of(case.fabric, case.ranks, held)
@@ -171,7 +171,7 @@ class Lane:
         wait_for(self.device)
         return time.perf_counter() - began
 
-    def alone_s(self, message: Tensor, recorder: CudaRecorder | None) -> float:
+    def alone_s(self, message: Tensor, recorder: Recorder | None) -> float:
         """One all-reduce with nothing beside it: the fastest of some rows."""
 
         def some() -> None:
@@ -211,7 +211,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
 
 
 def _batch(
-    rank: Rank, batch: int, args: argparse.Namespace, recorder: CudaRecorder | None, whole: int
+    rank: Rank, batch: int, args: argparse.Namespace, recorder: Recorder | None, whole: int
 ) -> Iterator[dict[str, Any]]:
     """All lanes of one batch, in turns."""
     config, case = rank.model.config, rank.case
