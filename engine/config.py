@@ -211,6 +211,8 @@ def rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("engine.kv_cache_dtype", "engine.device"), "fp8 needs engine.device: cuda; on a CPU use auto"
     if engine.attention == "flashinfer" and engine.device == "cpu":
         yield ("engine.attention", "engine.device"), "flashinfer needs engine.device: cuda; on a CPU use auto or torch"
+    if engine.cuda_graphs is True and engine.device == "cpu":
+        yield ("engine.cuda_graphs", "engine.device"), "true needs engine.device: cuda; on a CPU use auto or false"
     yield from _launch_rules(parallel.tensor_parallel_size, parallel.replicas, launch)
     if engine.max_num_batched_tokens < engine.max_num_seqs:
         yield (

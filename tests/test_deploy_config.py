@@ -164,6 +164,8 @@ daemon: {host: 0.0.0.0, tls_key: k.pem}
         ("engine: []", "a list is no section"),
         ("engine: {attention: flash}", "(did you mean flashinfer?)"),
         ("engine: {enable_chunked_prefill: 'yes'}", "'yes' is not true or false"),
+        ("engine: {cuda_graphs: always}", "'always' is not auto or true or false"),
+        ("engine: {cuda_graphs: 1}", "1 is not auto or true or false"),
         ("parallel: {emulated_delay: 1 fortnight}", "is not a time such as 1ms"),
         ("parallel: {emulated_delay: 11s, collective: emulated}", "out of range"),
         ("model: {path: 5}", 'write "5"'),
@@ -228,6 +230,7 @@ def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str)
         ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
         ("engine: {kv_cache_dtype: fp8, device: cpu}", "engine.kv_cache_dtype", "fp8 needs"),
         ("engine: {attention: flashinfer, device: cpu}", "engine.attention", "flashinfer needs"),
+        ("engine: {cuda_graphs: true, device: cpu}", "engine.cuda_graphs", "true needs engine.device: cuda"),
         ("engine: {max_num_batched_tokens: 8, max_num_seqs: 9}", "engine.max_num_batched_tokens", "8 < max_num_seqs=9"),
         (
             "model: {path: m, max_model_len: 4096}\nengine: {enable_chunked_prefill: false}",
@@ -373,6 +376,16 @@ def test_quantities(tmp_path: Path) -> None:
 
 
 # Travelling
+
+
+def test_a_switch_may_be_left_to_the_program(tmp_path: Path) -> None:
+    """cuda_graphs holds true, false or auto, as YAML and as an override, and survives JSON."""
+    for text, value in (("true", True), ("false", False), ("auto", "auto")):
+        file = write(tmp_path, f"model: {{path: m}}\nengine: {{cuda_graphs: {text}}}")
+        deployment = load(file)
+        assert deployment.engine.cuda_graphs == value
+        assert from_json(to_json(deployment)).engine.cuda_graphs == value
+        assert load(write(tmp_path, "model: {path: m}"), [f"engine.cuda_graphs={text}"]).engine.cuda_graphs == value
 
 
 def test_json_round_trip_and_digest(tmp_path: Path) -> None:
