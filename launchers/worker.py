@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel), 2 if this is no rank."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs()
     die_with_parent()  # whatever happens to mpirun happens to its ranks, even to one that is stopped
     # ^C goes to the whole foreground group: the launcher ends its ranks in order, they do not race it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,6 +58,12 @@ def main() -> int:
         os._exit(1)
     client.close()
     return 0
+
+
+def set_up_logs() -> None:
+    """A rank's own words in full, its libraries' from warnings on: every rank would tell what each of them found."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("laddertron").setLevel(logging.INFO)
 
 
 def _run(client: ControlClient, identity: Identity, status: Status, secret: bytes) -> None:
