@@ -20,6 +20,7 @@ from ..engine.emulation import emulated_link
 from ..engine.engine import Engine, follow
 from ..engine.request import ModelLimits, TokensEvent
 from ..engine.scheduler import Scheduler
+from ..models.refusal import Refusal
 from ..topology.bootstrap import Bootstrap, MpiBootstrap, StoreBootstrap, open_store
 from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity
@@ -48,6 +49,10 @@ class Channel(Protocol):
     def send_tokens(self, events: Sequence[TokensEvent]) -> None: ...
 
     def send_state(self, message: Announce | Loading | Ready | Running) -> None: ...
+
+
+class DeviceError(Refusal, ValueError):
+    """The configuration asks for a device that is not here."""
 
 
 def bootstrap_for(identity: Identity) -> Bootstrap:
@@ -128,11 +133,11 @@ def choose_device(deployment: Deployment, identity: Identity) -> Any:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise DeviceError(
             "engine.device=cuda, but torch sees no CUDA device: install the CUDA build, or use device: cpu"
         )
     if identity.local_rank >= torch.cuda.device_count():
-        raise ValueError(
+        raise DeviceError(
             f"local rank {identity.local_rank} has no GPU: {identity.node} shows {torch.cuda.device_count()}; "
             "start one rank a GPU"
         )

@@ -27,6 +27,7 @@ from laddertron.launchers.batch_client import BatchClient, Server
 from laddertron.launchers.processes import ProcessId
 
 ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs" / "demo.yaml"
 FAKE = Path(__file__).with_name("fake_daemon.py")
 WORKERS = ("fake_worker.py", "laddertron.launchers.worker")
 
@@ -57,13 +58,14 @@ def line(name: str, tokens: int, seed: int, prompt: Any = "def f(") -> dict[str,
 class Night:
     """`real`: mpirun and ranks of the demo model; else the stand-ins. `sets`: overrides of the configuration."""
 
-    def __init__(self, folder: Path, *, real: bool, step_s: float = 0.01, sets: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, real: bool, step_s: float = 0.01, sets: tuple[str, ...] = (), config: Path = DEMO
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self.folder, self.log_path, self.starts = folder, folder / "log", folder / "starts"
         self.starts.touch()
-        config = str(ROOT / "configs" / "demo.yaml")
         keys = (
             f"daemon.data_dir={folder / 'data'}",
             f"daemon.port={self.port}",
@@ -71,10 +73,10 @@ class Night:
             *sets,
         )
         if real:
-            self.argv = [sys.executable, "-m", "laddertron.launchers.cli", "serve", config]
+            self.argv = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(config)]
             self.argv += [word for key in keys for word in ("--set", key)]
         else:
-            self.argv = [sys.executable, str(FAKE), str(self.starts), str(step_s), config, *keys]
+            self.argv = [sys.executable, str(FAKE), str(self.starts), str(step_s), str(config), *keys]
         self.client = BatchClient(Server(f"http://127.0.0.1:{self.port}/v1"))
         self.process: subprocess.Popen[bytes]
 

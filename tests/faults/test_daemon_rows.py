@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import sys
@@ -16,9 +17,10 @@ from pathlib import Path
 import pytest
 from cluster.launching import Job, ranks_on
 from cluster.nodes import Cluster, why_not
+from job_tools import MPIRUN
 from laddertron.launchers import processes
 
-from faults.night import Night, line, until
+from faults.night import ROOT, Night, line, until
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +40,38 @@ def test_a_crash_loop_ends_the_daemon(night: Night) -> None:
     print(f"crash loop: exit 1 after {time.monotonic() - began:.1f} s")
     assert len([e for e in night.events("failure") if "replica" in e]) == 4
     assert "4 failures in a row without progress" in night.tail()
+
+
+@pytest.mark.skipif(not MPIRUN.exists(), reason=f"no Open MPI at {MPIRUN}")
+@pytest.mark.parametrize("fault", ["truncated", "too large for the memory"])
+def test_what_cannot_be_loaded_ends_the_daemon_at_the_first_launch(fault: str, tmp_path: Path) -> None:
+    """Real ranks: a shard cut short, a cache that fits nowhere. The daemon ends with 1 after one launch, with the
+    file and tensor, or need and have, as its last words; nothing is left."""
+    sets = {"truncated": (), "too large for the memory": ("engine.kv_cache_memory=64TiB",)}[fault]
+    config = tmp_path / "demo.yaml"
+    shutil.copy(ROOT / "configs" / "demo.yaml", config)
+    shutil.copytree(ROOT / "configs" / "demo-ladder", tmp_path / "demo-ladder")
+    if fault == "truncated":
+        with (tmp_path / "demo-ladder" / "model.safetensors").open("r+b") as file:
+            file.truncate(1_000_000)
+    night = Night(tmp_path, real=True, sets=sets, config=config)
+    began = time.monotonic()
+    night.start()
+    try:
+        until("ranks", lambda: night.victims("rank"), 60)
+        started, known = time.monotonic(), night.everyone()
+        assert night.process.wait(120) == 1
+        print(f"{fault}: exit 1, {time.monotonic() - began:.1f} s in all, {time.monotonic() - started:.1f} s of ranks")
+        assert [e["kind"] for e in night.events("failure") if "replica" in e] == ["refused"]
+        last = night.events("failed")[-1]["message"]
+        for words in {
+            "truncated": ("model.safetensors", "model.layers.2.self_attn.k_proj.weight"),
+            "too large for the memory": ("kv_cache_memory", "64"),
+        }[fault]:
+            assert words in last
+        assert not any(processes.is_alive(p) for p in known)
+    finally:
+        night.close()
 
 
 def test_a_poison_line_is_given_up_and_the_rest_completes(night: Night) -> None:
