@@ -28,7 +28,7 @@ class Query:
 @dataclass(frozen=True, slots=True)
 class Panel:
     """`unit` is Grafana's name of it. `steps`: (from value, colour) thresholds beyond green. `stack`: areas on top of
-    one another. `top`: the axis ends here."""
+    one another. `top`: the axis ends here, `floor`: it begins here (None: where the values do)."""
 
     title: str
     kind: PanelKind
@@ -40,6 +40,7 @@ class Panel:
     steps: tuple[tuple[float, str], ...] = ()
     stack: bool = False
     top: float | None = None
+    floor: float | None = 0.0
     names: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -180,10 +181,11 @@ def _panel(panel: Panel, number: int, place: Mapping[str, int]) -> dict[str, Any
     colours += [{"color": colour, "value": value} for value, colour in panel.steps]
     defaults: dict[str, Any] = {
         "unit": panel.unit,
-        "min": 0,
         "thresholds": {"mode": "absolute", "steps": colours},
         "custom": _look(panel),
     }
+    if panel.floor is not None:
+        defaults["min"] = panel.floor
     if panel.top is not None:
         defaults["max"] = panel.top
     if panel.names:

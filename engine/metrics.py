@@ -40,13 +40,29 @@ Labels = tuple[str, ...]
 @dataclass(frozen=True, slots=True)
 class BatchView:
     """Lines of the batches under way, as of now. `oldest` is when the oldest batch with lines left was created,
-    `first_expiry` when the first expires, in unix seconds, None where there is none."""
+    `first_expiry` when the first expires, in unix seconds, None where there is none. `windows`: each batch's lines left
+    and when it expires."""
 
     left: int = 0
     completed: int = 0
     failed: int = 0
     oldest: float | None = None
     first_expiry: float | None = None
+    windows: tuple[tuple[int, float], ...] = ()
+
+
+def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:
+    """The most by which a batch would miss its window, seconds; negative: all are kept. Batches share `rate`, lines a
+    second, evenly: while one of n lines runs, each other one gets up to n lines too. None without lines or rate."""
+    if rate <= 0:
+        return None
+    worst, before = None, 0
+    ordered = sorted(window for window in windows if window[0] > 0)
+    for index, (left, expiry) in enumerate(ordered):
+        ahead = before + left * (len(ordered) - index)
+        late = now + ahead / rate - expiry
+        worst, before = late if worst is None else max(worst, late), before + left
+    return worst
 
 
 class Metrics:
@@ -59,6 +75,7 @@ class Metrics:
         self._histograms: dict[str, dict[Labels, Buckets]] = {name: {} for name in CATALOGUE}
         self._ranks = RankFigures()
         self._answered: deque[tuple[float, int]] = deque()
+        self._done = 0
         self._begin_at_zero()
         registry.register(self)
 
@@ -138,17 +155,18 @@ class Metrics:
         for status in ("left", "completed", "failed"):
             self.set("batch_requests", getattr(view, status), status)
         done = view.completed + view.failed
-        if self._answered and done < self._answered[-1][1]:
-            self._answered.clear()  # a batch ended, and took its lines out of the count
-        self._answered.append((now, done))
+        grown = max(0, done - self._done)  # a batch that ends takes its lines out of the count
+        self._done = done
+        self._answered.append((now, self._answered[-1][1] + grown if self._answered else 0))
         while len(self._answered) > 2 and self._answered[1][0] < now - ETA_WINDOW_S:
             self._answered.popleft()
         since, before = self._answered[0]
-        rate = (done - before) / (now - since) if now > since else 0.0
+        rate = (self._answered[-1][1] - before) / (now - since) if now > since else 0.0
         self.put("batch_eta_seconds", 0.0 if not view.left else view.left / rate if rate > 0 else None)
         oldest = 0.0 if view.oldest is None else max(0.0, now - view.oldest)
         self.set("oldest_queued_request_age_seconds", oldest)
         self.put("batch_deadline_seconds", None if view.first_expiry is None else view.first_expiry - now)
+        self.put("batch_overdue_seconds", overdue_s(view.windows, rate, now))
 
     def observe_commit(self, seconds: float) -> None:
         """A grouped commit to the store, fsync included."""

@@ -97,10 +97,16 @@ class MetricsObserver(Observer):
 def batch_view(db: sqlite3.Connection) -> BatchView:
     """A query for the store: how far the batches under way are."""
     marks = ", ".join("?" for _ in _LIVE)
-    total, completed, failed, oldest, expiry = db.execute(
-        "SELECT coalesce(sum(total), 0), coalesce(sum(completed), 0), coalesce(sum(failed), 0), min(created_at), "
-        f"min(expires_at) FROM batches WHERE status IN ({marks})",
-        _LIVE,
-    ).fetchone()
-    left = max(0, total - completed - failed)
-    return BatchView(left, completed, failed, oldest if left else None, expiry)
+    rows = db.execute(
+        f"SELECT total, completed, failed, created_at, expires_at FROM batches WHERE status IN ({marks})", _LIVE
+    ).fetchall()
+    windows = tuple((max(0, total - completed - failed), expiry) for total, completed, failed, _, expiry in rows)
+    left = sum(lines for lines, _ in windows)
+    return BatchView(
+        left,
+        sum(row[1] for row in rows),
+        sum(row[2] for row in rows),
+        min((row[3] for row in rows), default=None) if left else None,
+        min((row[4] for row in rows), default=None),
+        windows,
+    )

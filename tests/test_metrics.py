@@ -20,7 +20,7 @@ from laddertron.engine.daemon.job import JobState, RankReport
 from laddertron.engine.daemon.observe import RequestTimes
 from laddertron.engine.daemon.store_schema import migrate
 from laddertron.engine.histogram import STEP_SECONDS, Buckets
-from laddertron.engine.metrics import MAX_ROUTES, BatchView, Metrics
+from laddertron.engine.metrics import MAX_ROUTES, BatchView, Metrics, overdue_s
 from laddertron.engine.metrics_catalogue import CATALOGUE, FAILURE_KINDS, LABELS
 from laddertron.engine.metrics_observer import MetricsObserver, batch_view
 from laddertron.engine.metrics_text import markdown
@@ -246,9 +246,11 @@ def test_the_stores_batches_in_one_query() -> None:
     assert batch_view(db) == BatchView()
     db.execute(row, ("b1", "completed", 100, 100, 0, 50, 60))
     db.execute(row, ("b2", "finalizing", 10, 9, 1, 100, 1000))
-    assert batch_view(db) == BatchView(0, 9, 1, None, 1000)
+    assert batch_view(db) == BatchView(0, 9, 1, None, 1000, ((0, 1000),))
     db.execute(row, ("b3", "in_progress", 50, 20, 5, 200, 900))
-    assert batch_view(db) == BatchView(25, 29, 6, 100, 900)
+    view = batch_view(db)
+    assert replace(view, windows=()) == BatchView(25, 29, 6, 100, 900)
+    assert sorted(view.windows) == [(0, 1000), (25, 900)]
     db.close()
 
 
@@ -270,7 +272,7 @@ def test_the_failure_kinds_are_the_supervisors() -> None:
 
 def test_eta_from_the_rate_of_answers(metrics: Metrics, clock: Clock) -> None:
     """50 lines in 10 s, 100 left: 20 s. Without any progress there is no estimate; with nothing left it is 0. A batch
-    that ends takes its lines out of the count: the rate begins anew instead of turning negative."""
+    that ends takes its lines out of the count: the rate goes on with what it knows."""
     metrics.observe_batches(BatchView(left=150))
     assert value(metrics, "batch_eta_seconds") is None
     clock.now += 10
@@ -280,13 +282,33 @@ def test_eta_from_the_rate_of_answers(metrics: Metrics, clock: Clock) -> None:
     assert value(metrics, "batch_deadline_seconds") == 3990.0
     clock.now += 10
     metrics.observe_batches(BatchView(80, 0, 0))
-    assert value(metrics, "batch_eta_seconds") is None
+    assert value(metrics, "batch_eta_seconds") == pytest.approx(80 / 2.5)
+    clock.now += 5
+    metrics.observe_batches(BatchView(30, 50, 0))
+    assert value(metrics, "batch_eta_seconds") == pytest.approx(30 / 4.0)
     metrics.observe_batches(BatchView())
     assert value(metrics, "batch_eta_seconds") == 0.0
     assert value(metrics, "batch_deadline_seconds") is None
     metrics.observe_queues({"in_progress": 2}, 3, 10)
     assert value(metrics, "batch_jobs", status="in_progress") == 2.0
     assert value(metrics, "dispatch_requests", status="in_flight") == 7.0
+
+
+def test_the_batch_that_will_be_late(metrics: Metrics, clock: Clock) -> None:
+    """Ten lines a second, shared evenly. 100 and 1000 lines: the small batch is done after 20 s though 110 s of work
+    are queued, the large one after 110 s. What the most is late by counts; nothing under way, or no rate: no figure."""
+    assert overdue_s(((100, 30.0), (1000, 500.0)), 10.0, 0.0) == pytest.approx(-10.0)
+    assert overdue_s(((1000, 100.0), (100, 30.0)), 10.0, 0.0) == pytest.approx(10.0)
+    assert overdue_s(((50, 10.0), (50, 5.0)), 10.0, 0.0) == pytest.approx(5.0)
+    assert overdue_s(((0, 10.0),), 10.0, 0.0) is None
+    assert overdue_s(((10, 10.0),), 0.0, 0.0) is None
+    metrics.observe_batches(BatchView(100, windows=((100, 1100.0),)))
+    assert value(metrics, "batch_overdue_seconds") is None
+    clock.now += 10
+    metrics.observe_batches(BatchView(90, 10, windows=((90, 1100.0),)))
+    assert value(metrics, "batch_overdue_seconds") == pytest.approx(0.0)
+    metrics.observe_batches(BatchView())
+    assert value(metrics, "batch_overdue_seconds") is None
 
 
 def test_routes_are_bounded(metrics: Metrics) -> None:
@@ -353,9 +375,9 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Metrics:
     metrics.observe_gap(0.01, 3)
     metrics.observe_request(0.1, 1.0, 10, 20)
     metrics.observe_queues({"in_progress": 1}, 2, 5)
-    metrics.observe_batches(BatchView(10, 0, 0, 990.0, 2000.0))
+    metrics.observe_batches(BatchView(10, 0, 0, 990.0, 2000.0, ((10, 2000.0),)))
     clock.now += 1.0
-    metrics.observe_batches(BatchView(5, 5, 0, 990.0, 2000.0))
+    metrics.observe_batches(BatchView(5, 5, 0, 990.0, 2000.0, ((5, 2000.0),)))
     metrics.observe_commit(0.003)
     metrics.observe_store(True)
     metrics.observe_disk(1 << 30, 1 << 40)
