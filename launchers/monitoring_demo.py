@@ -22,7 +22,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,13 +154,13 @@ def _prometheus_config(port: int, more: Sequence[str]) -> str:
     return yaml.safe_dump(config)
 
 
-def send_batch(daemon: str, lines: int) -> str:
-    """Uploads a batch of the demo prompts and starts it; its id."""
+def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str:
+    """Uploads a batch of the demo prompts and starts it; its id. `more`: of each completion's body."""
     bodies = [json.loads(line)["body"] for line in PROMPTS.read_text().splitlines()]
     prompts = [body["prompt"] for body in bodies if "prompt" in body]
     out = []
     for number in range(lines):
-        body = {"model": "demo", "prompt": prompts[number % len(prompts)], "max_tokens": 48}
+        body = {"model": "demo", "prompt": prompts[number % len(prompts)], "max_tokens": 48, **more}
         line = {"custom_id": f"demo-{number}", "method": "POST", "url": "/v1/completions", "body": body}
         out.append(json.dumps(line))
     border = "laddertron-demo"
@@ -175,24 +175,25 @@ def send_batch(daemon: str, lines: int) -> str:
         urllib.request.Request(f"{daemon}/v1/files", parts.encode(), headers), timeout=30
     ) as said:
         file = json.load(said)["id"]
-    given = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    given = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": window}
     return str(ask(f"{daemon}/v1/batches", given)["id"])
 
 
 class Traffic:
-    """A few interactive clients that ask again and again until `close`; refusals are part of the show."""
+    """A few interactive clients that ask again and again until `close`; refusals are part of the show. `body`: of a
+    completion, over what they ask by themselves."""
 
-    def __init__(self, daemon: str, clients: int = 3) -> None:
-        self._daemon, self._end = daemon, threading.Event()
+    def __init__(self, daemon: str, clients: int = 3, body: Mapping[str, Any] | None = None) -> None:
+        self._daemon, self._body, self._end = daemon, body or {}, threading.Event()
         self._threads = [threading.Thread(target=self._ask_on, args=(i,)) for i in range(clients)]
         for thread in self._threads:
             thread.start()
 
     def _ask_on(self, number: int) -> None:
-        while not self._end.wait(0.05 * number):
+        while not self._end.wait(0.05 * (number + 1)):
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                prompt = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 32, "seed": number}
-                ask(f"{self._daemon}/v1/completions", prompt)
+                body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 32, "seed": number, **self._body}
+                ask(f"{self._daemon}/v1/completions", body)
 
     def close(self) -> None:
         self._end.set()

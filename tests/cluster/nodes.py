@@ -6,6 +6,7 @@ ended. When the Cluster's process goes, however it goes, every process on every 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shlex
 import shutil
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from typing import Any
 
 CONTROL = "LADDERTRON_CLUSTER_CONTROL"
 """Names, on every node, the switch's control socket: a rank may change the link in the middle of a benchmark."""
+_CLONE_NEWNET = 0x40000000
 PASSED_ON = ("PATH", "HOME", "LANG", "PYTHONPATH")
 
 
@@ -177,6 +179,38 @@ class Cluster:
             kill(process)
             raise
         return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    @contextlib.contextmanager
+    def network(self, node: int) -> Iterator[None]:
+        """Inside the block the calling thread, and every thread and process it starts, is on the node's network: its
+        sockets are that node's, its files are the machine's as before. Raises OSError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def enter(descriptor: int) -> None:
+            if libc.setns(descriptor, _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+
+        with (
+            open("/proc/thread-self/ns/net") as back,
+            open(f"/proc/{self._outer_pid(node)}/ns/net") as there,
+        ):
+            enter(there.fileno())
+            try:
+                yield
+            finally:
+                enter(back.fileno())
+
+    def _outer_pid(self, node: int) -> int:
+        """The node's first process, as this process counts: its own pid namespace counts otherwise."""
+        inner = (self.scratch / f"{self.names[node]}.pid").read_text().strip()
+        namespace = os.readlink(f"/proc/{self.init}/ns/pid")
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/pid") == namespace:
+                    status = Path(f"/proc/{name}/status").read_text()
+                    if status.partition("NSpid:")[2].splitlines()[0].split()[-1] == inner:
+                        return int(name)
+        raise ProcessLookupError(f"node {self.names[node]} has no process {inner}")
 
     def mpirun(self, program: Sequence[str], per_node: int = 1, names: Sequence[str] = ()) -> list[str]:
         """Open MPI's command, for node 0, that runs `program` on every node; `names` of variables to pass on."""

@@ -1,0 +1,305 @@
+"""A daemon with four ranks on two emulated nodes under a real Prometheus, and the ways to harm it.
+
+Everything is what users run, but for: the rules' durations (rule_scale.py), a tree of port counters in the place of
+/sys/class/infiniband, figures of GPUs as data from a second target, a disk whose fsync can be held up (slow_disk.c),
+and ranks that obey two faults (rank_faults/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from laddertron.engine.daemon.job import RankReport
+from laddertron.engine.metrics import Metrics
+from laddertron.launchers.monitoring_demo import ROOT, Addresses, Traffic, ask, panel_queries, query, wait_until
+from prometheus_client import CollectorRegistry
+from rule_scale import scaled
+from safetensors.torch import load_file, save_file
+
+from cluster.launching import ranks_on
+from cluster.nodes import Cluster
+
+HERE = Path(__file__).parent
+FACTOR = 30
+"""Minutes of the rules become two seconds."""
+NAN_TOKEN, DEADLY_TOKEN = 2001, 2002
+"""A prompt with the first has NaN logits, one with the second kills rank 1."""
+DAEMON, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:9090"
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+
+
+def poisoned_model(folder: Path) -> Path:
+    """The demo's ladder model with a head of its own and one embedding that is NaN."""
+    shutil.copytree(ROOT / "configs/demo-ladder", folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = table.clone()
+    table[NAN_TOKEN] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+class Ports:
+    """One RDMA port a node as the kernel would show it, to be changed from outside."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._folders = []
+        for node, name in enumerate(cluster.names):
+            tree = folder / f"class-{name}"
+            port = tree / "infiniband/mlx5_0/ports/1"
+            (port / "counters").mkdir(parents=True)
+            (tree / "net").mkdir()
+            self._folders.append(port)
+            self.set(node, "state", "4: ACTIVE")
+            for counter in ("port_rcv_data", "port_xmit_data", "port_xmit_wait", "symbol_error", "link_downed"):
+                self.set(node, f"counters/{counter}", "0")
+            # the real network devices stay where they were, inside the tree that hides them
+            words = f"mount --bind /sys/class/net {tree}/net && mount --rbind {tree} /sys/class"
+            done = cluster.run(node, ["sh", "-c", words])
+            if done.returncode:
+                raise RuntimeError(f"{name}: /sys/class cannot be replaced: {done.stderr}")
+
+    def set(self, node: int, file: str, value: str) -> None:
+        (self._folders[node] / file).write_text(value + "\n")
+
+
+class Gpus(http.server.ThreadingHTTPServer):
+    """A target that tells of four ranks' GPUs, which this machine does not have. `throttled`, `ecc`: what it tells."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _GpuPage)
+        self.throttled, self.ecc = 0.0, 0.0
+        self._metrics = Metrics(CollectorRegistry())
+        self._thread = threading.Thread(target=self.serve_forever)
+        self._thread.start()
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.server_port}"
+
+    def page(self) -> bytes:
+        gauges = {
+            "gpu_memory_used_bytes": 7e10, "gpu_memory_total_bytes": 8e10, "gpu_utilization_ratio": 0.9,
+            "gpu_sm_clock_hertz": 1.7e9, "gpu_temperature_celsius": 70.0, "gpu_power_watts": 600.0,
+            "gpu_throttled/thermal": self.throttled,
+        }  # fmt: skip
+        counters = {"gpu_ecc_errors_total/uncorrected": self.ecc}
+        for rank in range(4):
+            report = RankReport(rank, f"n{rank // 2}", 1, 1, time.time(), counters, gauges)
+            self._metrics.observe_report(report)
+        lines = self._metrics.render()[0].decode().splitlines(True)
+        return "".join(line for line in lines if line.split()[-2 if line[0] != "#" else 2].startswith(_GPU)).encode()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
+_GPU = "laddertron_gpu_"
+
+
+class _GpuPage(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = self.server.page()  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.send_header("content-type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None: ...
+
+
+class Live:
+    """What a test asks and harms. `seen`: panels' expressions that have found a series; `fired`: alerts that fired."""
+
+    def __init__(self, cluster: Cluster, folder: Path, ports: Ports, gpus: Gpus, daemon: Any) -> None:
+        self.cluster, self.folder, self.ports, self.gpus, self.daemon = cluster, folder, ports, gpus, daemon
+        self.at = Addresses(DAEMON, PROMETHEUS)
+        self.seen: set[str] = set()
+        self.fired: dict[str, float] = {}
+
+    def firing(self) -> set[str]:
+        found = ask(f"{PROMETHEUS}/api/v1/alerts")["data"]["alerts"]
+        return {alert["labels"]["alertname"] for alert in found if alert["state"] == "firing"}
+
+    def labels(self, alert: str) -> list[dict[str, str]]:
+        """Of the alert's series that fire."""
+        return [found["metric"] for found in query(PROMETHEUS, f'ALERTS{{alertname="{alert}", alertstate="firing"}}')]
+
+    def look(self) -> list[tuple[str, str]]:
+        """Asks every panel's expression; those that are empty now."""
+        found = [(board, text, query(PROMETHEUS, text)) for board, text in panel_queries()]
+        self.seen |= {text for _, text, series in found if series}
+        return [(board, text) for board, text, series in found if not series]
+
+    def quiet(self, *alerts: str, seconds: float = 120.0) -> None:
+        """Waits until the daemon serves and none of the alerts (without any: no alert at all) fires."""
+        wait_until("ready", lambda: ask(f"{DAEMON}/ready"), seconds)
+        wanted = set(alerts)
+        wait_until(
+            f"no {', '.join(alerts) or 'alert'}",
+            lambda: not (self.firing() & wanted if wanted else self.firing()),
+            seconds,
+        )
+
+    def fires(self, *alerts: str, seconds: float = 90.0, beside: frozenset[str] = frozenset()) -> None:
+        """Waits until each has fired. None but these and `beside` may begin to fire meanwhile."""
+        began, before, met = time.monotonic(), self.firing(), set[str]()
+        assert not before & set(alerts), f"{before & set(alerts)} fires before its fault"
+
+        def all_met() -> bool:
+            now = self.firing()
+            strangers = now - before - set(alerts) - beside
+            assert not strangers, f"{strangers} fires at the fault of {alerts}"
+            for alert in now & set(alerts) - met:
+                self.fired.setdefault(alert, time.monotonic() - began)
+                print(f"  {alert}: fires after {time.monotonic() - began:.1f} s", flush=True)
+            met.update(now & set(alerts))
+            return met == set(alerts)
+
+        try:
+            wait_until("", all_met, seconds)
+        except RuntimeError:
+            raise AssertionError(f"{set(alerts) - met} did not fire within {seconds:g} s\n{self.tail()}") from None
+
+    def ranks(self, node: int) -> list[int]:
+        return sorted(ranks_on(self.cluster, node, "laddertron.launchers.worker"))
+
+    def rank_number(self, pid: int) -> str:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return dict(item.split(b"=", 1) for item in environ if b"=" in item)[b"OMPI_COMM_WORLD_RANK"].decode()
+
+    def restarts(self, reason: str) -> float:
+        found = query(PROMETHEUS, f'sum(laddertron_engine_restarts_total{{reason="{reason}"}})')
+        return float(found[0]["value"][1]) if found else 0.0
+
+    def room(self, size: str) -> None:
+        """The size of the data folder's disk, which is a tmpfs, from now on."""
+        done = self.cluster.run(0, ["mount", "-o", f"remount,size={size}", str(self.folder / "data")])
+        assert done.returncode == 0, done.stderr
+
+    @contextlib.contextmanager
+    def fault(self, name: str) -> Iterator[None]:
+        """The file that slow_disk.c and rank_faults look for, inside the block."""
+        path = self.folder / "faults" / name
+        path.touch()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def traffic(self, clients: int = 3, **body: Any) -> Iterator[None]:
+        traffic = Traffic(DAEMON, clients, body)
+        try:
+            yield
+        finally:
+            traffic.close()
+
+    def tail(self) -> str:
+        return (self.folder / "daemon.log").read_text()[-3000:]
+
+
+@contextlib.contextmanager
+def held_back(pid: int, stop_s: float = 0.05, run_s: float = 0.005) -> Iterator[None]:
+    """Inside the block the process runs a tenth of the time: stopped and let go again and again."""
+    end = threading.Event()
+
+    def hold() -> None:
+        while not end.wait(run_s):
+            os.kill(pid, signal.SIGSTOP)
+            end.wait(stop_s)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def living(folder: Path) -> Iterator[Live]:
+    """All of it, ready; this thread is on the first node's network until the block is left, and then nothing is
+    left."""
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(Cluster(2))
+        stack.enter_context(cluster.network(0))
+        gpus = Gpus()
+        stack.callback(gpus.close)
+        ports = Ports(cluster, folder)
+        (folder / "faults").mkdir()
+        (folder / "data").mkdir()
+        mounted = cluster.run(0, ["mount", "-t", "tmpfs", "-o", "size=40g", "tmpfs", str(folder / "data")])
+        assert mounted.returncode == 0, mounted.stderr
+        _write_configs(cluster, folder, gpus.target)
+        library = folder / "slow_disk.so"
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "slow_disk.c", "-ldl"], check=True)
+        faults = {"LD_PRELOAD": str(library), "LADDERTRON_DISK": str(folder / "faults")}
+        serve = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(folder / "deploy.yaml")]
+        prometheus = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", "--web.listen-address=127.0.0.1:9090"]
+        prometheus.append(f"--storage.tsdb.path={folder / 'tsdb'}")
+        with (folder / "daemon.log").open("w") as log:
+            daemon = cluster.start(0, serve, {**QUIET, **faults}, stdout=log, stderr=log)
+        live = Live(cluster, folder, ports, gpus, daemon)
+        with _words(folder):
+            wait_until("the daemon", lambda: ask(f"{DAEMON}/ready"), 120, daemon)
+            with (folder / "prometheus.log").open("w") as log:
+                scraper = cluster.start(0, prometheus, stdout=log, stderr=log)
+            wait_until("prometheus", lambda: query(PROMETHEUS, 'up{job="laddertron"} == 1'), 60, scraper)
+        yield live
+
+
+@contextlib.contextmanager
+def _words(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, urllib.error.URLError) as error:
+        raise RuntimeError(f"{error}\n" + "".join(p.read_text()[-3000:] for p in folder.glob("*.log"))) from error
+
+
+def _write_configs(cluster: Cluster, folder: Path, gpus: str) -> None:
+    (folder / "hosts").write_text("".join(f"{name} slots=2\n" for name in cluster.names))
+    env = {
+        "PYTHONPATH": str(HERE / "rank_faults"),
+        "LADDERTRON_FAULTS": str(folder / "faults"),
+        "LADDERTRON_DEADLY": str(DEADLY_TOKEN),
+    }
+    deployment = {
+        "model": {"path": str(poisoned_model(folder / "model")), "served_model_name": "demo", "dtype": "float32"},
+        "parallel": {"tensor_parallel_size": 4},
+        "launch": {"launcher": "openmpi", "hostfile": "./hosts", "rsh_agent": str(cluster.agent), "env": env},
+        "engine": {
+            "device": "cpu",
+            "threads": 1,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,
+            "kv_cache_memory": "2MiB",
+        },
+        "daemon": {"data_dir": str(folder / "data"), "drain_timeout": "2s", "max_restarts": 8, "log_format": "json"},
+    }
+    (folder / "deploy.yaml").write_text(yaml.safe_dump(deployment))
+    shipped = ROOT / "configs/monitoring"
+    (folder / "alerts.yml").write_text(scaled((shipped / "alerts.yml").read_text(), FACTOR))
+    config = yaml.safe_load((shipped / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = ["127.0.0.1:8000", gpus]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
