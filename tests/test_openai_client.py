@@ -112,6 +112,25 @@ def test_a_bad_file_fails_whole_and_names_every_line(client: OpenAI) -> None:
     assert empty.errors.data[0].code == "empty_file"
 
 
+def test_a_line_for_another_model_is_an_error_line_and_the_rest_runs(client: OpenAI) -> None:
+    """Among good lines it fails alone, as 404; a file of nothing else fails the batch, since it came to the wrong
+    server."""
+    strange = [line("m", model="gpt-x"), line("n", model="gpt-y")]
+    batch = wait_batch(client, submit(client, line("a") + strange[0] + line("b") + strange[1]).id)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 2, 2)
+    assert lines_of(client, batch.output_file_id).keys() == {"a", "b"}
+    errors = lines_of(client, batch.error_file_id)
+    assert errors.keys() == {"m", "n"}
+    for row, number in (errors["m"], 2), (errors["n"], 4):
+        assert row["response"]["status_code"] == 404
+        said = row["response"]["body"]["error"]
+        assert (said["code"], said["param"], said["line"]) == ("model_not_found", "model", number)
+        assert f"'{NAME}' is" in said["message"]
+    batch = wait_batch(client, submit(client, b"".join(strange)).id)
+    assert batch.status == "failed"
+    assert [(error.line, error.code) for error in batch.errors.data] == [(1, "model_not_found"), (2, "model_not_found")]
+
+
 def test_cancel_keeps_what_is_finished(daemon: Served, client: OpenAI) -> None:
     """40 lines, the engine held after some of them: cancelled, the rest is in the error file; a second cancel is a
     conflict."""

@@ -21,11 +21,10 @@ from . import records
 from .batch_feed import BatchFeed, BatchSettings, Gate, rules_of
 from .cleaning import Cleaner
 from .dispatch import Dispatcher
-from .intake import FileCheck, Line, check_file
+from .intake import FileCheck, check_file
 from .outputs import make_outputs
 from .records import BatchRow, FileRow, Status
-from .requests import check_model
-from .rules import BadRequest
+from .requests import Strangers
 from .store import Store, StoreUnavailable
 from .store_schema import Rows
 
@@ -201,26 +200,18 @@ class Batches:
             path = self._store.path_of(batch.input_file_id)
             check, strangers = await self._store.in_thread(lambda: self._check_file(batch, path))
         now = int(self._clock())
-        faults = sorted([*check.errors, *strangers], key=lambda fault: fault[0])[:_MAX_ERRORS]
-        if faults:
+        # a line for another model gets its own error line, like a prompt that is too long; a file of nothing else
+        # was sent to the wrong server
+        if check.errors or strangers.count == check.lines:
+            faults = sorted([*check.errors, *strangers.first], key=lambda fault: fault[0])[:_MAX_ERRORS]
             errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in faults]
             return await self._change(batch, "validating", status="failed", failed_at=now, errors=errors)
         return await self._change(batch, "validating", status="in_progress", in_progress_at=now, total=check.lines)
 
-    def _check_file(self, batch: BatchRow, path: Path) -> tuple[FileCheck, list[tuple[int, BadRequest]]]:
-        strangers: list[tuple[int, BadRequest]] = []
-
-        def each(line: Line) -> None:
-            assert line.body is not None
-            if len(strangers) < _MAX_ERRORS and line.body.model != self._settings.served_model_name:
-                try:
-                    check_model(line.body, self._settings.served_model_name)
-                except BadRequest as bad:
-                    said = f"line {line.number}: {bad.message}"
-                    strangers.append((line.number, BadRequest(said, param=bad.param, code=bad.code)))
-
+    def _check_file(self, batch: BatchRow, path: Path) -> tuple[FileCheck, Strangers]:
+        strangers = Strangers(self._settings.served_model_name, _MAX_ERRORS)
         with path.open("rb") as file:
-            return check_file(file, rules_of(batch, self._settings), _MAX_ERRORS, each), strangers
+            return check_file(file, rules_of(batch, self._settings), _MAX_ERRORS, strangers.see), strangers
 
     async def _change(self, batch: BatchRow, only_if: Status, **values: Any) -> BatchRow:
         """The batch as it is then, also where it was cancelled meanwhile."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..request import BATCH, ModelLimits, Request, SamplingParams
 from ..text import ChatOptions
 from ..text_pool import Encoder, PromptError
+from .intake import Line
 from .rules import BadRequest, show
 from .schema import CHAT, COMPLETIONS_MAX_TOKENS, Body
 
@@ -30,6 +31,25 @@ def check_model(body: Body, served: str) -> None:
             code="model_not_found",
             status=404,
         )
+
+
+class Strangers:
+    """Lines that are good but for their model: how many, and the first `most` of them with what is wrong."""
+
+    def __init__(self, served: str, most: int) -> None:
+        self._served, self._most, self.count = served, most, 0
+        self.first: list[tuple[int, BadRequest]] = []
+
+    def see(self, line: Line) -> None:
+        if line.body is None or line.body.model == self._served:
+            return
+        self.count += 1
+        if len(self.first) < self._most:
+            try:
+                check_model(line.body, self._served)
+            except BadRequest as bad:
+                said = f"line {line.number}: {bad.message}"
+                self.first.append((line.number, BadRequest(said, param=bad.param, code=bad.code)))
 
 
 async def encode_prompts(body: Body, text: Encoder) -> list[tuple[int, ...]]:
