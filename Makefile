@@ -74,8 +74,8 @@ fault-test: env ## Faults row by row, 160 + 40 seeded kill points (FAULT_SEED, F
 chaos-demo: env ## A rank, the daemon and mpirun are killed while a batch runs; every line has one answer
 	@$(PY) -m laddertron.launchers.chaos
 
-fuzz: ## The API's description as a fuzzer: some 2,500 requests, no 5xx (minutes)
-	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/test_app_fuzz.py -s
+fuzz: ## The API's description as a fuzzer, some 2,500 requests, and 360 batch files of generated lines: no 5xx (minutes)
+	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/test_app_fuzz.py tests/test_app_lines.py -s
 
 monitoring-demo: env ## The daemon under load, a real Prometheus with the shipped rules; ^C ends it (Debian's prometheus)
 	@$(PY) -m laddertron.launchers.monitoring_demo
