@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from laddertron.engine.build import DTYPES, make_graphs, make_ops
+from laddertron.engine.build import DTYPES, make_ops
 from laddertron.engine.config_schema import Deployment, Engine, Model
+from laddertron.engine.graphs import make_graphs
 from laddertron.engine.runner import Runner
 from laddertron.engine.sampler import Sampler
 from laddertron.engine.scheduler import SchedulerLimits

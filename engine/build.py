@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..models.attention import AttentionBackend, Capturable
 from ..models.attention_choice import make_attention
 from ..models.config import ModelConfig, from_folder
 from ..models.cpu_ops import CpuOps, Kernels
@@ -33,7 +32,7 @@ from ..topology.groups import Communicator
 from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
 from .config_schema import Engine as EngineKeys
 from .grammar import GrammarSlots, NoGrammars
-from .graphs import CudaRecorder, DecodeGraphs, collectives_refuse, graph_sizes, graphed
+from .graphs import make_graphs
 from .request import ModelLimits
 from .runner import Patience, Runner
 from .sampler import Grammars, Sampler
@@ -180,32 +179,6 @@ def check_memory(deployment: Deployment, size: int, weights: int, free: int) -> 
         )
 
 
-def make_graphs(
-    deployment: Deployment, communicator: Communicator, model: LlamaModel, attention: AttentionBackend, cache: KVCache
-) -> DecodeGraphs | None:
-    """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
-    be nobody's. Raises GraphsError."""
-    keys, device = deployment.engine, model.norm.weight.device
-    host = collectives_refuse(communicator.backend, communicator.size, deployment.parallel.collective == "emulated")
-    use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
-    say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
-    if device.type == "cuda":
-        say(f"CUDA graphs: {why}")
-    if not use or not isinstance(attention, Capturable):
-        return None
-    graphs = DecodeGraphs(
-        model,
-        attention,
-        CudaRecorder(device),
-        graph_sizes(keys.max_num_seqs),
-        scratch_block=cache.num_blocks - 1,
-        most_blocks=-(-len(model.rotary.cos) // cache.block_size),
-        say=say,
-    )
-    graphs.record()
-    return graphs
-
-
 def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
     """Structured output with the model's tokenizer, or what refuses it request by request."""
     folder = Path(deployment.model.tokenizer or deployment.model.path)
@@ -270,8 +243,8 @@ def build(
     # On a GPU one block more, nobody's: what pads a recorded step writes there.
     cache = KVCache(shard, num_blocks + int(device.type == "cuda"), keys.block_size, kv_dtype, device)
     attention, why = make_attention(keys.attention, shard, cache, dtype)
-    if communicator.rank == 0:
-        log.info("attention: %s", why)
+    say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
+    say(f"attention: {why}")
     grammars = make_grammars(deployment, config)
     sampler = Sampler(config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars)
     runner = Runner(
@@ -285,7 +258,7 @@ def build(
         patience=Patience(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
         if deployment.parallel.collective_timeout is None
         else None,
-        graphs=make_graphs(deployment, communicator, model, attention, cache),
+        graphs=make_graphs(deployment, communicator, model, attention, cache, say),
     )
     limits = ModelLimits(
         max_model_len=length,

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from ..models.attention import AttentionBackend, Capturable, StepLayout
+from ..models.kv_cache import KVCache
 from ..models.llama import LlamaModel
 from ..models.refusal import Refusal
+from ..topology.groups import Communicator
+from .config_schema import Deployment
 
 MOST_GRAPHED = 512
 """Sequences of the largest graph: beyond, a step is long enough to be launched operator by operator."""
@@ -209,3 +212,33 @@ class DecodeGraphs:
         torch.index_select(rotary.sin, 0, positions, out=self._sin[:size])
         backend: AttentionBackend = self._attention[size]
         self._logits[:size].copy_(self._model.compute(tokens, backend, None))
+
+
+def make_graphs(
+    deployment: Deployment,
+    communicator: Communicator,
+    model: LlamaModel,
+    attention: AttentionBackend,
+    cache: KVCache,
+    say: Callable[[str], None] = lambda line: None,
+) -> DecodeGraphs | None:
+    """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
+    be nobody's. say: who is told. Raises GraphsError."""
+    keys, device = deployment.engine, model.norm.weight.device
+    host = collectives_refuse(communicator.backend, communicator.size, deployment.parallel.collective == "emulated")
+    use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
+    if device.type == "cuda":
+        say(f"CUDA graphs: {why}")
+    if not use or not isinstance(attention, Capturable):
+        return None
+    graphs = DecodeGraphs(
+        model,
+        attention,
+        CudaRecorder(device),
+        graph_sizes(keys.max_num_seqs),
+        scratch_block=cache.num_blocks - 1,
+        most_blocks=-(-len(model.rotary.cos) // cache.block_size),
+        say=say,
+    )
+    graphs.record()
+    return graphs
