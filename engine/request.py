@@ -94,6 +94,7 @@ class TokensEvent:
     tokens: tuple[int, ...]
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    """If asked for: one per token, and the stop token's behind them."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """On the first event of choice 0 alone, if asked for: one per prompt token, None for the first."""
     stop_token: int | None = None

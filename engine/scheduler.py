@@ -203,16 +203,16 @@ class Scheduler:
             group, known = sequence.group, sequence.tokens
             sequence.inflight -= 1
             outputs = len(known) - group.prompt_len
+            scored: tuple[TokenLogprob, ...] | None = None
+            if group.logprobs:
+                scored = (result.logprobs[chunk[0]],)
             if token in group.stops and outputs >= group.min_tokens:
-                self._finish(sequence, "stop", stop_token=token)
+                self._finish(sequence, "stop", logprobs=scored, stop_token=token)
                 continue
             known.append(token)
             generated += 1
             group.output_tokens += 1
             group.flow.served += 1
-            scored: tuple[TokenLogprob, ...] | None = None
-            if group.logprobs:
-                scored = (result.logprobs[chunk[0]],)
             if outputs == 0 and group.first_token is None:
                 group.first_token = now
             if len(known) > sequence.end:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 class HugePages:
-    """Room in pages of 2 MiB where the kernel has them: with 4 KiB ones a core reads weights at half the speed and a long
-    context a tenth slower, as every page misses the TLB. Grows; what was given out lives as long as its tensor."""
+    """Room in pages of 2 MiB where the kernel has them: with 4 KiB ones a core reads weights at half the speed and a
+    long context a tenth slower, as every page misses the TLB. Grows; what was given out lives as long as its tensor."""
 
     CHUNK = 64 << 20
 

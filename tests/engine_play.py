@@ -57,6 +57,8 @@ class _Heard:
             del known[event.start :]
             del self.logprobs.setdefault(key, [])[event.start :]
             known.extend(event.tokens)
+            if event.logprobs is not None:
+                assert len(event.logprobs) == len(event.tokens) + (event.stop_token is not None), key
             self.logprobs[key].extend(event.logprobs or ())
             if event.prompt_logprobs is not None:
                 assert key not in self.prompts

@@ -87,7 +87,9 @@ class Ledger:
         if request.params.logprobs is None:
             assert not told
         else:
-            assert told == [logprob(whole[:at], whole[at]) for at in range(size, len(whole))]
+            stop = self.told[key][-1].stop_token
+            drawn = whole if stop is None else (*whole, stop)
+            assert told == [logprob(drawn[:at], drawn[at]) for at in range(size, len(drawn))]
         prompts = [event.prompt_logprobs for event in self.told[key] if event.prompt_logprobs is not None]
         due = request.params.prompt_logprobs is not None and key[1] == 0
         natural = self.told[key][-1].finish == "length" or self.told[key][-1].stop_token is not None

@@ -88,6 +88,29 @@ def test_a_completion_scores_its_prompt(text: TextModel) -> None:
     assert "prompt_logprobs" not in choice
 
 
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_the_stop_token_has_a_logprob_in_completions_alone(text: TextModel, tokens: int) -> None:
+    """Harnesses drop the last entry as that of the token they had to generate: it must be there if that one was an end
+    of sequence. It is in no text, nor after a stop string, nor in the chat API (as OpenAI's)."""
+    ids = text.encode("ok", False)[:tokens]
+    scores = tuple(TokenLogprob(t, -0.5) for t in (*ids, 1))
+    for body in (completion(prompt="x", logprobs=0), chat(logprobs=True)):
+        made, (request,) = answer(body, text)
+        delta, _ = made.take(event(request, ids, 0, 0, "stop", stop_token=1, logprobs=scores))
+        assert delta is not None
+        choice = made.response()["choices"][0]
+        if "text" in choice:
+            assert choice["logprobs"]["tokens"] == [text.pieces.show(t) for t in (*ids, 1)]
+            assert choice["logprobs"]["token_logprobs"] == [-0.5] * (tokens + 1)
+            assert choice["text"] == "ok"[:tokens]
+            assert len(delta.logprobs) == tokens + 1
+        else:
+            assert len(choice["logprobs"]["content"]) == tokens
+    made, (request,) = answer(completion(prompt="x", logprobs=0, stop=["k"]), text)
+    made.take(event(request, ids, 0, 0, "stop", stop_token=1, logprobs=scores))
+    assert len(made.response()["choices"][0]["logprobs"]["tokens"]) == (1 if tokens == 0 else 2)
+
+
 def test_logprobs_in_both_apis_shapes(text: TextModel) -> None:
     """A token that is half a character shows its bytes; minus infinity is written as -9999."""
     half = text.encode("é", False)[0]

@@ -104,6 +104,11 @@ class Answer:
         return sum(choice.tokens for choice in self._choices)
 
     @property
+    def place(self) -> int:
+        """How far it has come: the tokens that the engine has reported of its longest choice."""
+        return max(choice.seen for choice in self._choices)
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request in self.requests)
 
@@ -140,6 +145,8 @@ class Answer:
         if choice.finish is not None:
             self._open -= 1
         choice.parts.append(text)
+        if choice.finish == "stop" and choice.out.matched is None and self.body.endpoint != CHAT:
+            taken += 1  # the stop token's: evaluation harnesses take the last entry for the one that was generated
         kept = logprobs[:taken]
         choice.logprobs += kept
         return Delta(index, text, kept, choice.finish, choice.stop_reason), stop
