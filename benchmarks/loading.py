@@ -3,9 +3,10 @@
     python benchmarks/loading.py [--gigabytes 2] [--folder DIR] [--tensor-parallel-size 2] [--cold] [--transformers]
 
 Makes a random bf16 Llama (removed afterwards unless it was there), then measures in this process, rounds interleaved:
-plain (every byte of the files into fresh memory by 16 MiB reads), load at tp 1, load with a manifest, load of per-rank
-files, and rank 0 of tp. Medians of --rounds; `of_plain` is the rate against the plain read's. --cold drops the files
-from the page cache before each (POSIX_FADV_DONTNEED).
+plain (every byte of the files into fresh memory by 16 MiB reads, one thread), load at tp 1, load with a manifest, load
+of per-rank files, rank 0 of tp, and all ranks of tp at once as processes (ready before the clock starts; together they
+want each byte once, as the plain read does). Medians of --rounds; `of_plain` is the rate against the plain read's.
+--cold drops the files from the page cache before each (POSIX_FADV_DONTNEED).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -120,6 +123,32 @@ def load_rank(folder: Path, size: int, rank: int) -> int:
     return sum(p.numel() * 2 for p in parameters.values())
 
 
+class Ranks:
+    """Processes that are ready to load a rank each, all at once when told."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        words = [sys.executable, __file__, "--folder", str(folder), "--tensor-parallel-size", str(size), "--rank"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.running = [subprocess.Popen([*words, str(rank)], **pipes) for rank in range(size)]  # type: ignore[call-overload]
+        for process in self.running:
+            process.stdout.readline()
+
+    def load(self) -> int:
+        for process in self.running:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        total = sum(int(process.stdout.readline()) for process in self.running)
+        for process in self.running:
+            process.communicate()
+        return total
+
+
+def be_a_rank(folder: Path, size: int, rank: int) -> None:
+    print("ready", flush=True)
+    if sys.stdin.readline():
+        print(load_rank(folder, size, rank), flush=True)
+
+
 def with_transformers(folder: Path) -> int:
     import transformers
 
@@ -136,9 +165,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
+    if options.rank is not None:
+        be_a_rank(options.folder, options.tensor_parallel_size, options.rank)
+        return
     made = options.folder is None
     folder: Path = options.folder or Path(tempfile.mkdtemp(prefix="laddertron-loading-"))
     try:
@@ -176,20 +209,25 @@ def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool
         finally:
             (folder / NAME).unlink()
 
-    cases: dict[str, Callable[[], int]] = {
-        "plain": lambda: plain_read(folder),
-        "load tp1": lambda: load_rank(folder, 1, 0),
-        "load tp1, verified": verified,
-        "load tp1, per-rank file": beside(one, lambda: load_rank(folder, 1, 0)),
-        f"load tp{size} rank 0": lambda: load_rank(folder, size, 0),
-        f"load tp{size} rank 0, per-rank file": beside(many, lambda: load_rank(folder, size, 0)),
+    def at_once(call: Callable[[], int]) -> Callable[[], Callable[[], int]]:
+        return lambda: call
+
+    cases: dict[str, Callable[[], Callable[[], int]]] = {
+        "plain": at_once(lambda: plain_read(folder)),
+        "load tp1": at_once(lambda: load_rank(folder, 1, 0)),
+        "load tp1, verified": at_once(verified),
+        "load tp1, per-rank file": at_once(beside(one, lambda: load_rank(folder, 1, 0))),
+        f"load tp{size} rank 0": at_once(lambda: load_rank(folder, size, 0)),
+        f"load tp{size} rank 0, per-rank file": at_once(beside(many, lambda: load_rank(folder, size, 0))),
+        f"load tp{size}, all ranks": lambda: Ranks(folder, size).load,
     }
     if transformers:
-        cases["transformers"] = lambda: with_transformers(folder)
+        cases["transformers"] = at_once(lambda: with_transformers(folder))
     times: dict[str, list[float]] = {name: [] for name in cases}
     read: dict[str, int] = {}
     for _ in range(rounds):
-        for name, call in cases.items():
+        for name, prepare in cases.items():
+            call = prepare()
             if cold:
                 drop_caches(folder)
             start = time.perf_counter()

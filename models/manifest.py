@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import threading
-import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,12 @@ from types import TracebackType
 from typing import Any
 
 from .checkpoint import CheckpointError, Stored, inside, read_folder, read_header, shown
+from .checksum import crc32
 
 NAME = "laddertron.manifest.json"
 BLOCK = 8 << 20
+PART = 1 << 20
+"""What is read and summed at once: small enough to be still in the processor's cache."""
 MAX_BYTES = 64 << 20
 BESIDE = (
     "config.json",
@@ -70,11 +72,11 @@ def make_manifest(folder: Path, progress: Callable[[int, int], None] | None = No
     total, done = sum((folder / name).stat().st_size for name in names), 0
     files = {}
     for name in names:
-        sums, size, buffer = [], 0, bytearray(block)
+        sums, size, buffer = [], 0, bytearray(min(block, PART))
         with inside(folder, name).open("rb", buffering=0) as stream:
-            while count := _fill(stream.fileno(), buffer, size):
-                sums.append(zlib.crc32(memoryview(buffer)[:count]))
-                size, done = size + count, done + count
+            while (block_sum := _block(stream.fileno(), buffer, size, block))[0]:
+                sums.append(block_sum[1])
+                size, done = size + block_sum[0], done + block_sum[0]
                 if progress is not None:
                     progress(done, total)
         files[name] = FileSums(size, tuple(sums))
@@ -136,15 +138,16 @@ def _file_sums(entry: Mapping[str, Any], block: int) -> FileSums:
     return FileSums(size, tuple(int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)))
 
 
-def _fill(file: int, buffer: bytearray, at: int) -> int:
-    """Bytes read; fewer than the buffer only at the file's end."""
-    view, done = memoryview(buffer), 0
-    while done < len(buffer):
-        count = os.preadv(file, [view[done:]], at + done)
+def _block(file: int, buffer: bytearray, at: int, size: int) -> tuple[int, int]:
+    """Of up to `size` bytes from `at`: how many there are (fewer only at the file's end), and their CRC-32."""
+    view, done, total = memoryview(buffer), 0, 0
+    sums = crc32()
+    while done < size:
+        count = os.preadv(file, [view[: size - done]], at + done)
         if count == 0:
             break
-        done += count
-    return done
+        total, done = sums(buffer, count, total), done + count
+    return done, total
 
 
 class Verifier:
@@ -211,13 +214,13 @@ class Verifier:
     def _verify(self, name: str, part: int, parts: int) -> None:
         assert self._manifest is not None
         block, sums = self._manifest.block, self._manifest.files[name].sums
-        buffer = bytearray(block)
+        buffer = bytearray(min(block, PART))
         with inside(self._folder, name).open("rb", buffering=0) as stream:
             for i in range(part, len(sums), parts):
                 if self._stop.is_set():
                     return
-                count = _fill(stream.fileno(), buffer, i * block)
-                if zlib.crc32(memoryview(buffer)[:count]) != sums[i]:
+                count, found = _block(stream.fileno(), buffer, i * block, block)
+                if found != sums[i]:
                     raise CheckpointError(self._damage(name, i * block, i * block + count))
 
     def _damage(self, name: str, begin: int, end: int) -> str:

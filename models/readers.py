@@ -72,7 +72,11 @@ class Reader:
             part = target[first : first + step]
             at, count = row + first, part.shape[0]
             rows = self._rows(stored, at, count, width) if columns == width else self._mapped(stored, at, count, width)
-            source = rows[:, column : column + columns].reshape(part.shape)
+            source = rows[:, column : column + columns]
+            if in_place:
+                _copy(part, source)
+                continue
+            source = source.reshape(part.shape)
             if scale is not None:
                 source = self._dequantised(source, scale if scale.numel() == 1 else scale[first : first + step])
             part.copy_(source)
@@ -126,6 +130,13 @@ class Reader:
         if number is None:
             number = self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return number
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Of one type, without torch: several threads do this at once, and each would wake a pool of its own."""
+    codes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
+    into: Any = target.view(codes).numpy()
+    np.copyto(into, source.view(codes).numpy().reshape(into.shape))
 
 
 def byte_view(tensor: Tensor) -> memoryview:

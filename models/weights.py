@@ -7,7 +7,8 @@ models/weights_plan.py says which slices, models/readers.py reads them, models/m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from .config import ModelConfig
 from .manifest import Verifier, weights_digest
 from .quantisation import Quantisation, read_quantisation
 from .readers import FP8, Reader
+from .reading import Readers, cut, reading_threads
 from .shard import Shard
 from .weights_plan import PRODUCTS, Fill, expected_shapes, head_of, plan_fills, scale_of, sources_of
 from .weights_shards import open_shards
@@ -181,35 +183,44 @@ def load(
     on_module: Callable[[str], None] | None = None,
     verify: tuple[int, int] | None = None,
 ) -> None:
-    """Fills every parameter (in its own dtype, on its own device).
+    """Fills every parameter (in its own dtype, on its own device), on a few threads (models/reading.py).
 
     progress(done, total): in bytes of this rank's parameters. on_module("layers.3"): all parameters below that name are
-    filled, and may be repacked and given up before the next ones are read. verify (part, parts): if the folder has a
-    manifest, the part-th of `parts` equal shares of all files is verified; the ranks of a node verify one each. Raises
-    CheckpointError.
+    filled, and may be repacked and given up before more than a few pieces of the next ones are read. verify (part,
+    parts): if the folder has a manifest, the part-th of `parts` equal shares of all files is verified; the ranks of a
+    node verify one each. Raises CheckpointError.
     """
     fills = plan_fills(shard, replicate_embedding, kept)
     if source.sharded_over:
         fills = _own_fills(source, shard, replicate_embedding, parameters)
         verify = (0, 1)
     check_cover(fills, parameters)
-    left: dict[str, int] = {}
-    for fill in fills:
-        left[module_of(fill.parameter)] = left.get(module_of(fill.parameter), 0) + 1
-    fills = _in_order(fills, source.tensors)
-    sizes = [fill.count * (p := parameters[fill.parameter])[:1].numel() * p.element_size() for fill in fills]
-    total, done = sum(sizes), 0
+    ordered = _in_order(fills, source.tensors)
+    row_bytes = {name: p[:1].numel() * p.element_size() for name, p in parameters.items()}
+    pieces = [piece for fill in ordered for piece in cut(fill, row_bytes[fill.parameter])]
+    left = Counter(module_of(piece.parameter) for piece in pieces)
+    total, done = sum(piece.count * row_bytes[piece.parameter] for piece in pieces), 0
+
+    def read(reader: Reader, piece: Fill) -> None:
+        fill_target(reader, source, piece, parameters[piece.parameter].detach()[piece.row : piece.row + piece.count])
+
+    def announced() -> Iterator[Fill]:
+        before = None
+        for piece in pieces:
+            if piece.tensor is not None and piece.tensor != before:
+                ahead.prefetch(source.tensors[piece.tensor])
+            before = piece.tensor
+            yield piece
+
     with (
-        Reader() as reader,
+        Reader() as ahead,
+        Readers(reading_threads()) as readers,
         Verifier.start(source.folder, source.tensors.values(), verify or (shard.rank, shard.size)) as check,
     ):
-        for i, (fill, size) in enumerate(zip(fills, sizes, strict=True)):
-            if i + 1 < len(fills) and (ahead := fills[i + 1].tensor) is not None:
-                reader.prefetch(source.tensors[ahead])
-            fill_target(reader, source, fill, parameters[fill.parameter].detach()[fill.row : fill.row + fill.count])
-            done += size
+        for piece in readers.each(announced(), read):
+            done += piece.count * row_bytes[piece.parameter]
             check.look()
-            module = module_of(fill.parameter)
+            module = module_of(piece.parameter)
             left[module] -= 1
             if left[module] == 0 and on_module is not None:
                 on_module(module)

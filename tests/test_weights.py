@@ -16,6 +16,7 @@ import pytest
 import torch
 from laddertron.models.checkpoint import CheckpointError
 from laddertron.models.config import from_folder
+from laddertron.models.reading import reading_threads
 from laddertron.models.shard import Shard
 from laddertron.models.weights import check_folder, load, open_source
 from laddertron.models.weights_plan import expected_shapes, plan_fills
@@ -187,7 +188,8 @@ def test_other_types_and_unaligned_files_are_converted(tmp_path: Path, dtype: to
 
 
 def test_modules_come_one_after_the_other(llama: Path) -> None:
-    """What may be repacked at once: each module is told once, whole, before the next layer is begun."""
+    """What may be repacked at once: each module is told once, whole, in order, and of later ones no more has been read
+    by then than the few pieces that are read ahead."""
     c = from_folder(llama)
     shard = Shard(c, 2, 1)
     parameters = {name: torch.full(s, torch.nan) for name, s in shapes(shard).items()}
@@ -207,6 +209,7 @@ def test_modules_come_one_after_the_other(llama: Path) -> None:
     layers = [name for name in told if name.startswith("layers.")]
     assert len(set(layers)) == 3
     counts = [sum(name.startswith(f"{module}.") for name in parameters) for module in told]
-    assert filled == list(np.cumsum(counts)), "nothing of a later module was read before"
+    early = [n - done for n, done in zip(filled, np.cumsum(counts), strict=True)]
+    assert all(0 <= n <= reading_threads() + 3 for n in early), early
     assert steps[-1][0] == steps[-1][1] == sum(p.numel() * 4 for p in parameters.values())
     assert steps == sorted(steps)
