@@ -8,9 +8,7 @@ and ranks that obey two faults (rank_faults/).
 from __future__ import annotations
 
 import contextlib
-import http.server
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,14 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from laddertron.engine.daemon.job import RankReport
-from laddertron.engine.metrics import Metrics
 from laddertron.launchers.monitoring_demo import ROOT, Addresses, Traffic, ask, panel_queries, query, wait_until
-from prometheus_client import CollectorRegistry
 from rule_scale import scaled
-from safetensors.torch import load_file, save_file
 
 from cluster.launching import ranks_on
+from cluster.live_parts import Gpus, Ports, poisoned_model
 from cluster.nodes import Cluster
 
 HERE = Path(__file__).parent
@@ -39,90 +34,6 @@ NAN_TOKEN, DEADLY_TOKEN = 2001, 2002
 """A prompt with the first has NaN logits, one with the second kills rank 1."""
 DAEMON, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:9090"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-
-
-def poisoned_model(folder: Path) -> Path:
-    """The demo's ladder model with a head of its own and one embedding that is NaN."""
-    shutil.copytree(ROOT / "configs/demo-ladder", folder)
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
-    tensors = load_file(folder / "model.safetensors")
-    table = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = table.clone()
-    table[NAN_TOKEN] = float("nan")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-class Ports:
-    """One RDMA port a node as the kernel would show it, to be changed from outside."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self._folders = []
-        for node, name in enumerate(cluster.names):
-            tree = folder / f"class-{name}"
-            port = tree / "infiniband/mlx5_0/ports/1"
-            (port / "counters").mkdir(parents=True)
-            (tree / "net").mkdir()
-            self._folders.append(port)
-            self.set(node, "state", "4: ACTIVE")
-            for counter in ("port_rcv_data", "port_xmit_data", "port_xmit_wait", "symbol_error", "link_downed"):
-                self.set(node, f"counters/{counter}", "0")
-            # the real network devices stay where they were, inside the tree that hides them
-            words = f"mount --bind /sys/class/net {tree}/net && mount --rbind {tree} /sys/class"
-            done = cluster.run(node, ["sh", "-c", words])
-            if done.returncode:
-                raise RuntimeError(f"{name}: /sys/class cannot be replaced: {done.stderr}")
-
-    def set(self, node: int, file: str, value: str) -> None:
-        (self._folders[node] / file).write_text(value + "\n")
-
-
-class Gpus(http.server.ThreadingHTTPServer):
-    """A target that tells of four ranks' GPUs, which this machine does not have. `throttled`, `ecc`: what it tells."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _GpuPage)
-        self.throttled, self.ecc = 0.0, 0.0
-        self._metrics = Metrics(CollectorRegistry())
-        self._thread = threading.Thread(target=self.serve_forever)
-        self._thread.start()
-
-    @property
-    def target(self) -> str:
-        return f"127.0.0.1:{self.server_port}"
-
-    def page(self) -> bytes:
-        gauges = {
-            "gpu_memory_used_bytes": 7e10, "gpu_memory_total_bytes": 8e10, "gpu_utilization_ratio": 0.9,
-            "gpu_sm_clock_hertz": 1.7e9, "gpu_temperature_celsius": 70.0, "gpu_power_watts": 600.0,
-            "gpu_throttled/thermal": self.throttled,
-        }  # fmt: skip
-        counters = {"gpu_ecc_errors_total/uncorrected": self.ecc}
-        for rank in range(4):
-            report = RankReport(rank, f"n{rank // 2}", 1, 1, time.time(), counters, gauges)
-            self._metrics.observe_report(report)
-        lines = self._metrics.render()[0].decode().splitlines(True)
-        return "".join(line for line in lines if line.split()[-2 if line[0] != "#" else 2].startswith(_GPU)).encode()
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-
-_GPU = "laddertron_gpu_"
-
-
-class _GpuPage(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = self.server.page()  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.send_header("content-type", "text/plain; version=0.0.4")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *words: object) -> None: ...
 
 
 class Live:
@@ -283,8 +194,9 @@ def _write_configs(cluster: Cluster, folder: Path, gpus: str) -> None:
         "LADDERTRON_FAULTS": str(folder / "faults"),
         "LADDERTRON_DEADLY": str(DEADLY_TOKEN),
     }
+    model = poisoned_model(ROOT / "configs/demo-ladder", folder / "model", NAN_TOKEN)
     deployment = {
-        "model": {"path": str(poisoned_model(folder / "model")), "served_model_name": "demo", "dtype": "float32"},
+        "model": {"path": str(model), "served_model_name": "demo", "dtype": "float32"},
         "parallel": {"tensor_parallel_size": 4},
         "launch": {"launcher": "openmpi", "hostfile": "./hosts", "rsh_agent": str(cluster.agent), "env": env},
         "engine": {

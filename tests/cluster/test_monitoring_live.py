@@ -124,7 +124,7 @@ def test_more_sequences_than_the_cache_holds(live: Live) -> None:
     """Sixteen long answers at once want some 200 blocks of 113: sequences are preempted over and over."""
     live.quiet("LaddertronKvPressure")
     with live.traffic(2, n=8, max_tokens=200, ignore_eos=True, **GREEDY):
-        live.fires("LaddertronKvPressure")
+        live.fires("LaddertronKvPressure", seconds=150.0)
 
 
 def test_nan_logits_are_told_and_counted_as_errors(live: Live) -> None:
@@ -186,6 +186,7 @@ def test_a_rank_is_killed_again_and_again(live: Live) -> None:
     striker.start()
     try:
         live.fires("LaddertronCrashLoop", beside=RELAUNCH)
+        live.look()
     finally:
         end.set()
         striker.join()
@@ -250,4 +251,4 @@ def test_the_daemon_is_killed(live: Live) -> None:
     live.fires("LaddertronDaemonDown", beside=RELAUNCH)
     assert set(live.fired) == ALERTS
 
-    assert {text for _, text in panel_queries()} == live.seen
+    assert {text for _, text in panel_queries()} - live.seen == set()
