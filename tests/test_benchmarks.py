@@ -168,7 +168,8 @@ def test_the_larger_sub_block_is_read_from_the_ledger(monkeypatch: pytest.Monkey
     from laddertron.topology.ledger import Record
     from lanes import larger_share
 
-    at, records = 0.0, []
+    at = 0.0
+    records: list[Record] = []
     for _ in range(2):
         for kind in range(6):
             at += 3.0 if kind % 2 else 1.0  # attention computes for 1, MLP for 3, each all-reduce takes 0.5
