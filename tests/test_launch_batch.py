@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from kubernetes_schema import CONFIG_MAP, LWS, MPIJOB, pods
 from laddertron.engine.config import Deployment, from_json, load, to_json
 from laddertron.launchers import cli
 from laddertron.launchers.hosts import LaunchError
@@ -146,97 +149,6 @@ def test_run_is_emitted_with_resume(capsys: pytest.CaptureFixture[str]) -> None:
 
 # Kubernetes
 
-POD = {
-    "type": "object",
-    "required": ["containers", "volumes"],
-    "properties": {
-        "containers": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["name", "image", "command"],
-                "properties": {
-                    "command": {"type": "array", "items": {"type": "string"}},
-                    "resources": {
-                        "type": "object",
-                        "properties": {
-                            "limits": {"type": "object", "additionalProperties": {"type": ["integer", "string"]}}
-                        },
-                    },
-                    "volumeMounts": {"type": "array", "items": {"required": ["name", "mountPath"]}},
-                },
-            },
-        },
-        "volumes": {"type": "array", "items": {"required": ["name"]}},
-    },
-    "additionalProperties": False,
-}
-TEMPLATE = {"type": "object", "required": ["spec"], "properties": {"spec": POD}}
-REPLICA = {
-    "type": "object",
-    "required": ["template"],
-    "properties": {
-        "replicas": {"type": "integer", "minimum": 1},
-        "restartPolicy": {"enum": ["Never", "OnFailure"]},
-        "template": TEMPLATE,
-    },
-    "additionalProperties": False,
-}
-MPIJOB = {
-    "type": "object",
-    "required": ["apiVersion", "kind", "metadata", "spec"],
-    "properties": {
-        "apiVersion": {"const": "kubeflow.org/v2beta1"},
-        "kind": {"const": "MPIJob"},
-        "spec": {
-            "type": "object",
-            "required": ["mpiReplicaSpecs"],
-            "properties": {
-                "slotsPerWorker": {"type": "integer", "minimum": 1},
-                "mpiImplementation": {"enum": ["OpenMPI", "Intel", "MPICH"]},
-                "runPolicy": {
-                    "type": "object",
-                    "properties": {"cleanPodPolicy": {"enum": ["None", "Running", "All"]}},
-                },
-                "mpiReplicaSpecs": {
-                    "type": "object",
-                    "required": ["Launcher", "Worker"],
-                    "properties": {"Launcher": REPLICA, "Worker": REPLICA},
-                    "additionalProperties": False,
-                },
-            },
-            "additionalProperties": False,
-        },
-    },
-}
-LWS = {
-    "type": "object",
-    "properties": {
-        "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
-        "kind": {"const": "LeaderWorkerSet"},
-        "spec": {
-            "type": "object",
-            "required": ["leaderWorkerTemplate"],
-            "properties": {
-                "replicas": {"type": "integer"},
-                "leaderWorkerTemplate": {
-                    "type": "object",
-                    "required": ["workerTemplate", "size"],
-                    "properties": {
-                        "size": {"type": "integer", "minimum": 1},
-                        "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
-                        "leaderTemplate": TEMPLATE,
-                        "workerTemplate": TEMPLATE,
-                    },
-                    "additionalProperties": False,
-                },
-            },
-            "additionalProperties": False,
-        },
-    },
-}
-
 
 def kubernetes_config() -> Deployment:
     return deployment(
@@ -262,7 +174,17 @@ def test_manifests(kind: str, schema: dict[str, Any], tmp_path: Path) -> None:
     text = (mpijob if kind == "mpijob" else leader_worker_set)(d, None, ("serve",))
     golden(f"405b-{kind}.yaml", text)
     config_map, job = documents(text)
+    jsonschema.validate(config_map, CONFIG_MAP)
     jsonschema.validate(job, schema)
+    for pod in pods(job):
+        volumes = [volume["name"] for volume in pod["volumes"]]
+        assert len(volumes) == len(set(volumes))
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+            where = [mount["mountPath"] for mount in container["volumeMounts"]]
+            assert len(where) == len(set(where))
+        for volume in pod["volumes"]:
+            assert volume.get("configMap", config_map["metadata"])["name"] == config_map["metadata"]["name"]
     (tmp_path / "deploy.yaml").write_text(config_map["data"]["deploy.yaml"], encoding="utf-8")
     inside = load(tmp_path / "deploy.yaml")
     assert (inside.model, inside.parallel, inside.engine) == (d.model, d.parallel, d.engine)
@@ -276,6 +198,34 @@ def test_manifests(kind: str, schema: dict[str, Any], tmp_path: Path) -> None:
     limits = re.findall(r"nvidia.com/gpu: (\d+)", text)
     assert limits == ["8"] * (1 if kind == "mpijob" else 2)
     assert text.count("IPC_LOCK") == 2
+
+
+def spoilt(value: Any) -> Iterator[Any]:
+    """Copies of a manifest, each with one field's name a letter longer or one number or word of another type."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield {k + "s" * (k == key): v for k, v in value.items()}
+            for other in spoilt(inner):
+                yield value | {key: other}
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from ([*value[:i], other, *value[i + 1 :]] for other in spoilt(inner))
+    else:
+        yield None
+
+
+@pytest.mark.parametrize(("make", "schema"), [(mpijob, MPIJOB), (leader_worker_set, LWS)])
+def test_the_schemas_see_every_slip(make: Callable[..., str], schema: dict[str, Any]) -> None:
+    """Whichever field is misspelt, or holds nothing: refused. Resources alone have names of their users' own."""
+    job = documents(make(kubernetes_config(), None, ("serve",)))[1]
+    check, tried = jsonschema.Draft202012Validator(schema), 0
+    for bad in spoilt(job):
+        text = json.dumps(bad)
+        if "nvidia.com/gpus" in text or "rdma/hcas" in text:
+            continue
+        tried += 1
+        assert not check.is_valid(bad), text
+    assert tried > 150
 
 
 def test_manifests_know_names_that_are_too_long() -> None:
