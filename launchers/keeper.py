@@ -21,8 +21,9 @@ from typing import NoReturn
 from . import processes
 
 _LOOK_AGAIN_S = 0.05
-_LOCAL_SCRATCH = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_local_tmpdir_base")
-"""Open MPI 5's and 4's word for it. Not TMPDIR: ranks keep caches there that are worth finding again."""
+_LOCAL_SCRATCH = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+"""Open MPI 5's and 4's word for it. 4 has one for this host alone too, but refuses it in its ranks, which inherit it
+beside the word that mpirun gives them. Not TMPDIR: ranks keep caches there that are worth finding again."""
 _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

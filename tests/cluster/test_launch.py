@@ -3,20 +3,23 @@ comes up over every node, answers its batch and leaves nothing behind. `make lau
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from cluster.launching import Job, processes, ranks_on
+from cluster.launching import Job, processes, ranks_on, running
 from cluster.nodes import Cluster
 from cluster.slurm import until
 from cluster.test_over_nodes import library, mpich
 
 pytestmark = pytest.mark.cluster
+CLI = [sys.executable, "-m", "laddertron.launchers.cli"]
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
 
@@ -55,6 +58,33 @@ def none_left(cluster: Cluster) -> None:
     """Nothing of the job runs on any node, or stops doing so within a few seconds: mpirun does not wait for the last
     word of its agents."""
     until(lambda: f"processes are gone: {processes(cluster)}", lambda: not processes(cluster), 10.0)
+
+
+@contextmanager
+def serving(cluster: Cluster, job: Job, folder: Path) -> Iterator[Path]:
+    """`launch CONFIG serve` on the first node once it listens, and its log; SIGTERM at the end, and exit 0."""
+    log = folder / "serve.log"
+    with log.open("w") as stream:
+        process = cluster.start(0, [*CLI, "launch", str(job.config), "serve"], QUIET, stdout=stream, stderr=stream)
+
+    def listening() -> bool:
+        assert process.poll() is None, log.read_text()
+        return cluster.run(0, ["bash", "-c", "</dev/tcp/127.0.0.1/8000"]).returncode == 0
+
+    until("a daemon that listens", listening, 60.0)
+    yield log
+    (daemon,) = ranks_on(cluster, 0, "laddertron.launchers.cli serve")
+    os.kill(daemon, signal.SIGTERM)
+    assert process.wait(60.0) == 0, log.read_text()[-4000:]
+
+
+def completed(cluster: Cluster) -> int:
+    """Lines of the daemon's only batch that have an answer."""
+    code = "import sys, urllib.request as u; sys.stdout.write(u.urlopen(sys.argv[1]).read().decode())"
+    done = cluster.run(0, [sys.executable, "-c", code, "http://127.0.0.1:8000/v1/batches"])
+    batches = json.loads(done.stdout)["data"] if done.returncode == 0 else []
+    assert all(batch["request_counts"]["failed"] == 0 for batch in batches)
+    return sum(batch["request_counts"]["completed"] for batch in batches)
 
 
 SLOW = pytest.mark.slow
@@ -98,24 +128,44 @@ def test_the_daemon_over_nodes(nodes: Callable[[int], Cluster], tmp_path: Path, 
     submitted over HTTP and waited for: every line has its answer. 3. SIGTERM: exit 0, nothing left on any node."""
     cluster = nodes(count)
     job = Job(tmp_path, launch_section(cluster, tmp_path, launcher), tp=count, lines=8, tokens=8)
-    cli = [sys.executable, "-m", "laddertron.launchers.cli"]
-    with (tmp_path / "serve.log").open("w") as log:
-        serving = cluster.start(0, [*cli, "launch", str(job.config), "serve"], QUIET, stdout=log, stderr=log)
+    with serving(cluster, job, tmp_path) as log:
+        submit = [*CLI, "batch", "submit", str(job.input), "--wait", "-o", str(job.output)]
+        done = cluster.run(0, submit, QUIET, timeout=180.0)
+        assert done.returncode == 0, done.stdout + done.stderr + log.read_text()[-4000:]
+        assert job.answered() == job.names
+        for node in range(count):
+            assert ranks_on(cluster, node, "laddertron.launchers.worker")
+    none_left(cluster)
 
-    def listening() -> bool:
-        assert serving.poll() is None, (tmp_path / "serve.log").read_text()
-        return cluster.run(0, ["bash", "-c", "</dev/tcp/127.0.0.1/8000"]).returncode == 0
 
-    until("a daemon that listens", listening, 60.0)
-    submit = [*cli, "batch", "submit", str(job.input), "--wait", "-o", str(job.output)]
-    done = cluster.run(0, submit, QUIET, timeout=180.0)
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "serve.log").read_text()[-4000:]
-    assert job.answered() == job.names
-    for node in range(count):
-        assert ranks_on(cluster, node, "laddertron.launchers.worker")
-    (daemon,) = ranks_on(cluster, 0, "laddertron.launchers.cli serve")
-    os.kill(daemon, signal.SIGTERM)
-    assert serving.wait(60.0) == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_the_daemon_outlives_a_replica(nodes: Callable[[int], Cluster], tmp_path: Path, launcher: str) -> None:
+    """Two replicas, a node each. 1. Both work on a batch; the second one's rank is killed. 2. The first goes on: lines
+    are completed while the second is gone or starting. 3. The second comes back as another process; the batch ends with
+    every line answered once and none failed. 4. SIGTERM: exit 0, nothing left."""
+    cluster = nodes(2)
+    job = replicas(cluster, tmp_path, launcher, lines=400)
+
+    def workers(node: int) -> list[int]:
+        """Without the keepers, whose command lines name what they keep."""
+        known = running(cluster)
+        own = ranks_on(cluster, node, "laddertron.launchers.worker")
+        return [pid for pid in own if known.get(pid, "").split()[1:] == ["-m", "laddertron.launchers.worker"]]
+
+    with serving(cluster, job, tmp_path) as log:
+        submit = cluster.start(0, [*CLI, "batch", "submit", str(job.input), "--wait", "-o", str(job.output)], QUIET)
+        until("both at work", lambda: bool(workers(0) and workers(1)) and completed(cluster) > 4, 90.0)
+        (first,), (second,) = workers(0), workers(1)
+        os.kill(second, signal.SIGKILL)
+        then = completed(cluster)
+        assert then < len(job.names) // 2, "the batch was nearly over before the replica was lost"
+        until("more lines", lambda: completed(cluster) > then + 8, 30.0)
+        assert workers(0) == [first]
+        assert submit.wait(180.0) == 0, log.read_text()[-4000:]
+        assert job.answered() == job.names
+        until("another second", lambda: bool(set(workers(1)) - {second}), 60.0)
+        assert workers(0) == [first], "the replica that was well is the same process"
     none_left(cluster)
 
 
@@ -151,9 +201,9 @@ def test_with_a_fabric_ranks_look_where_they_are(
     none_left(cluster)
 
 
-def replicas(cluster: Cluster, folder: Path) -> Job:
-    section = launch_section(cluster, folder, "openmpi")
-    return Job(folder, section, tp=1, lines=200, tokens=40, more=", replicas: 2")
+def replicas(cluster: Cluster, folder: Path, launcher: str = "openmpi", lines: int = 200) -> Job:
+    section = launch_section(cluster, folder, launcher)
+    return Job(folder, section, tp=1, lines=lines, tokens=40, more=", replicas: 2")
 
 
 @pytest.mark.slow

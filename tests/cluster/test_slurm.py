@@ -4,13 +4,14 @@ drained, requeued and resumed. `make slurm-test`; skipped where Slurm is not ins
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.launching import Job, processes
+from cluster.launching import Job, processes, ranks_on
 from cluster.nodes import Cluster, why_not
 from cluster.slurm import DAEMONS, Slurm, missing, until
 from cluster.test_over_nodes import library, mpich
@@ -62,6 +63,51 @@ def test_srun_with_mpich(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
     job = Job(tmp_path, keys, tp=2, lines=4, tokens=4)
     command = job.command(sys.executable, launch=False)
     done = running.run(["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *command], timeout=120)
+    assert done.returncode == 0, done.stderr + running.logs()
+    assert job.answered() == job.names
+    none_left(cluster)
+
+
+def test_two_replicas_share_an_allocation(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
+    """`run` inside an allocation of two nodes starts a step for each replica, a node each: both have their rank at the
+    same time, every line is answered once, nothing is left."""
+    cluster, running = slurm
+    job = Job(tmp_path, "ranks_per_node: 1", tp=1, lines=120, tokens=24, more=", replicas: 2")
+    command = ["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *job.command(sys.executable, launch=False)]
+    log = tmp_path / "run.log"
+    with log.open("w") as stream:
+        process = cluster.start(0, command, running.env, stdout=stream, stderr=stream)
+    worker = "laddertron.launchers.worker"
+
+    def together() -> bool:
+        assert process.poll() is None, log.read_text() + running.logs()
+        return all(ranks_on(cluster, node, worker) for node in (0, 1))
+
+    until("a rank on each node", together, 60)
+    assert process.wait(120) == 0, log.read_text() + running.logs()
+    assert job.answered() == job.names
+    none_left(cluster)
+
+
+def test_a_lost_replica_of_an_allocation_ends_the_run_and_resume_finishes_it(
+    slurm: tuple[Cluster, Slurm], tmp_path: Path
+) -> None:
+    """The second replica's rank is killed: the run ends, not zero, with whole lines in the file; in an allocation anew
+    the rest is answered, and nothing twice."""
+    cluster, running = slurm
+    job = Job(tmp_path, "ranks_per_node: 1", tp=1, lines=200, tokens=40, more=", replicas: 2")
+    command = ["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *job.command(sys.executable, launch=False)]
+    log = tmp_path / "run.log"
+    with log.open("w") as stream:
+        process = cluster.start(0, command, running.env, stdout=stream, stderr=stream)
+    until("first answers", lambda: process.poll() is not None or len(job.answered()) > 4, 90)
+    assert process.poll() is None, log.read_text() + running.logs()
+    (second,) = ranks_on(cluster, 1, "laddertron.launchers.worker")
+    os.kill(second, signal.SIGKILL)
+    assert process.wait(60) != 0
+    none_left(cluster)
+    assert 4 < len(set(job.answered())) == len(job.answered()) < len(job.names)
+    done = running.run([*command, "--resume"], timeout=120)
     assert done.returncode == 0, done.stderr + running.logs()
     assert job.answered() == job.names
     none_left(cluster)
