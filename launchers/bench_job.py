@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from ..engine.config import to_json
 from ..engine.config_schema import Deployment
+from . import kept
 from .fleet import Fleet
 from .mpi import compose
 
@@ -36,6 +36,7 @@ class BenchJob:
         self.about: dict[str, Any] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="laddertron-bench-")
         self._process: subprocess.Popen[str] | None = None
+        self._orders: TextIO | None = None
 
     def __enter__(self) -> Self:
         folder = Path(self._folder.name)
@@ -45,15 +46,14 @@ class BenchJob:
             program = (sys.executable, "-m", f"{__package__}.bench_rank", str(folder / "deployment.json"))
             command = compose(fleet.deployment, fleet.site, fleet.shares[0], program)
             with (folder / "log").open("w") as log:
-                self._process = subprocess.Popen(
-                    command.argv,
-                    env={**os.environ, **command.env},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    start_new_session=True,
-                )
+                read, write = os.pipe()
+                self._orders = os.fdopen(write, "w")
+                try:
+                    self._process = kept.start(
+                        command.argv, command.env, stdout=subprocess.PIPE, stderr=log, orders=read
+                    )
+                finally:
+                    os.close(read)
             self.about = self._answer()
         except BaseException:
             self.close()
@@ -62,11 +62,11 @@ class BenchJob:
 
     def ask(self, kind: str, **order: Any) -> dict[str, Any]:
         """Raises BenchError if the ranks end over it."""
-        process = self._running()
-        assert process.stdin is not None
+        self._running()
+        assert self._orders is not None
         with suppress(BrokenPipeError):  # the answer says why
-            process.stdin.write(json.dumps({"kind": kind, **order}) + "\n")
-            process.stdin.flush()
+            self._orders.write(json.dumps({"kind": kind, **order}) + "\n")
+            self._orders.flush()
         return self._answer()
 
     def _running(self) -> subprocess.Popen[str]:
@@ -85,19 +85,18 @@ class BenchJob:
         raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{said}")
 
     def close(self) -> None:
+        orders, self._orders = self._orders, None
         process, self._process = self._process, None
-        if process is not None:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
-        self._folder.cleanup()
+        try:
+            if orders is not None:
+                with suppress(BrokenPipeError):
+                    orders.close()  # the ranks see it and end
+            if process is not None:
+                kept.end(process, END_S)
+        finally:
+            if process is not None and process.stdout is not None:
+                process.stdout.close()
+            self._folder.cleanup()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

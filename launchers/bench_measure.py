@@ -5,7 +5,7 @@ Everything is warmed up, repeated and told as median, lowest and highest. Called
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,21 +43,33 @@ def roomy(deployment: Deployment, cases: Sequence[Case]) -> Deployment:
     return replace(deployment, engine=replace(engine, max_num_seqs=seats, enable_prefix_caching=False))
 
 
-def measure(jobs: Sequence[tuple[str, BenchJob]], cases: Sequence[Case], repeats: int, warm_ups: int) -> list[Row]:
+Say = Callable[[str], None]
+"""Told what runs now, before it does."""
+
+
+def measure(
+    jobs: Sequence[tuple[str, BenchJob]], cases: Sequence[Case], repeats: int, warm_ups: int, say: Say
+) -> list[Row]:
     """One row for each variant and case. Raises BenchError."""
     pairs = [(name, job, case) for case in cases for name, job in jobs]
-    for _, job, case in pairs:
+    for name, job, case in pairs:
         for _ in range(warm_ups):
+            say(f"warming up: {_about(name, case)}")
             job.ask("case", batch=case.batch, prompt=case.prompt, generate=min(case.generate, 8))
     floors: list[float] = []
     runs: list[list[Row]] = [[] for _ in pairs]
-    for repeat, index in interleaved(len(pairs), repeats):
+    for number, (repeat, index) in enumerate(interleaved(len(pairs), repeats), 1):
         if len(floors) <= repeat and (floor := jobs[0][1].ask("floor")["floor"]) is not None:
             floors.append(floor)
-        _, job, case = pairs[index]
+        name, job, case = pairs[index]
+        say(f"run {number} of {len(pairs) * repeats}: {_about(name, case)}")
         runs[index].append(job.ask("case", batch=case.batch, prompt=case.prompt, generate=case.generate))
     floor = max(floors, default=None)
     return [_row(name, job, case, found, floor) for (name, job, case), found in zip(pairs, runs, strict=True)]
+
+
+def _about(name: str, case: Case) -> str:
+    return f"{name}, batch {case.batch}, {case.prompt} + {case.generate} tokens"
 
 
 def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float | None) -> Row:
@@ -86,9 +98,10 @@ def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float
     }
 
 
-def measure_mix(name: str, job: BenchJob, mix: dict[str, Any], repeats: int) -> Row:
+def measure_mix(name: str, job: BenchJob, mix: dict[str, Any], repeats: int, say: Say) -> Row:
     runs, pure = [], []
     for repeat in range(repeats + 1):
+        say(f"run {repeat} of {repeats} of the mix" if repeat else "warming up")
         found = job.ask("mix", **mix)
         seats = min(job.about["max_num_seqs"], len(found["end_s"]))
         prompt, generate = (

@@ -1,9 +1,10 @@
 """A small process between the daemon and one mpirun: it sees to it that nothing of the launch outlives either.
 
-`python -P -m laddertron.launchers.keeper GRACE SCRATCH -- mpirun ...` runs the command in a session of its own and
-adopts its orphans. When a line or the end of its standard input comes (the daemon asks, or is gone), the command gets
-SIGTERM (mpirun then ends its ranks on every node) and after GRACE seconds SIGKILL, with every descendant. It ends when
-no descendant is left, as the command did: same status, or by the same signal.
+`python -P -m laddertron.launchers.keeper GRACE SCRATCH [INPUT] -- mpirun ...` runs the command in a session of its own
+and adopts its orphans; the command's standard input is the file descriptor INPUT, else empty. When a line or the end of
+the keeper's own standard input comes (the daemon asks, or is gone), the command gets SIGTERM (mpirun then ends its
+ranks on every node) and after GRACE seconds SIGKILL, with every descendant. It ends when no descendant is left, as the
+command did: same status, or by the same signal.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ beside the word that mpirun gives them. Not TMPDIR: ranks keep caches there that
 _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def _become(command: list[str], keeper: int) -> NoReturn:
+def _become(command: list[str], keeper: int, standard_input: int | None) -> NoReturn:
     """In the forked child."""
     try:
         os.setsid()
@@ -36,8 +37,7 @@ def _become(command: list[str], keeper: int) -> NoReturn:
             os._exit(1)
         for signum in (*_ASKS_TO_STOP, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY) if standard_input is None else standard_input, 0)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"laddertron: cannot start {command[0]}: {error.strerror}\n".encode())
@@ -45,7 +45,7 @@ def _become(command: list[str], keeper: int) -> NoReturn:
 
 
 class _Keeper:
-    def __init__(self, command: list[str], grace_s: float) -> None:
+    def __init__(self, command: list[str], grace_s: float, standard_input: int | None) -> None:
         self._grace_s = grace_s
         self._stopping = False
         self._deadline: float | None = None
@@ -58,7 +58,9 @@ class _Keeper:
         me = os.getpid()
         self._child = os.fork()
         if self._child == 0:
-            _become(command, me)
+            _become(command, me, standard_input)
+        if standard_input is not None:
+            os.close(standard_input)  # or the command would not see its end
 
     def _ask(self, *_: object) -> None:
         self._stopping = True
@@ -104,15 +106,16 @@ class _Keeper:
 
 
 def main(argv: list[str]) -> int:
-    """argv: [GRACE, SCRATCH, "--", command, ...]. The folder SCRATCH holds mpirun's session and is removed: a killed
-    mpirun would leave it behind."""
-    grace_s, scratch, command = float(argv[0]), argv[1], argv[3:]
+    """argv: [GRACE, SCRATCH, maybe INPUT, "--", command, ...]. The folder SCRATCH holds mpirun's session and is
+    removed: a killed mpirun would leave it behind."""
+    own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    grace_s, scratch, standard_input = float(own[0]), own[1], int(own[2]) if len(own) > 2 else None
     processes.adopt_orphans()
     processes.die_with_parent(signal.SIGTERM)
     for name in _LOCAL_SCRATCH:
         os.environ[name] = scratch
     try:
-        status = _Keeper(command, grace_s).run()
+        status = _Keeper(command, grace_s, standard_input).run()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if os.WIFSIGNALED(status):

@@ -122,6 +122,8 @@ def test_a_sweep_on_real_ranks(tmp_path: Path) -> None:
         assert 0 <= row["hidden_share"] <= 1
     assert picture.read_text().lstrip().startswith("<?xml")
     assert "floor" in result.output
+    for said in ("loading tp 2, standard", "loading tp 2, ladder", "warming up: tp 2, standard, batch 1"):
+        assert said in result.stderr  # no terminal: lines
     case_table(rows)
     plot(rows, tmp_path / "rows.png")
 

@@ -8,8 +8,9 @@ every case is warmed up, repeated, and told as a median with its spread.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from rich.console import Console
 from ...engine.bench import Case
 from ...engine.config import ConfigError, Deployment, read
 from ..bench_job import BenchError, BenchJob
-from ..bench_measure import Variant, measure, measure_mix, roomy
+from ..bench_measure import Say, Variant, measure, measure_mix, roomy
 from ..bench_view import Row, case_table, mix_table, plot
 from ..hosts import LaunchError
 from ..processes import ended_by_term
 
+LINE_S = 5.0
 WIRINGS = ("auto", "standard", "parallel", "ladder", "hybrid", "no-communication")
 
 
@@ -65,9 +67,9 @@ def _run(
     deployment = roomy(_load(config, overrides), cases)
     console = Console(stderr=as_json == "-", highlight=False)
     with ExitStack() as stack:
-        jobs = _start(stack, console, deployment, variants)
-        with console.status(f"{len(cases)} cases x {len(jobs)} variants x {repeats} runs, taking turns"):
-            rows = measure(jobs, cases, repeats, warm_ups)
+        jobs = _start(stack, deployment, variants)
+        with _telling() as say:
+            rows = measure(jobs, cases, repeats, warm_ups, say)
     console.print(case_table(rows))
     _say_floor(console, rows)
     _write(rows, as_json)
@@ -76,13 +78,28 @@ def _run(
     return 0
 
 
-def _start(
-    stack: ExitStack, console: Console, deployment: Deployment, variants: Sequence[Variant]
-) -> list[tuple[str, BenchJob]]:
+@contextmanager
+def _telling() -> Iterator[Say]:
+    """Says on stderr what runs: a line that changes on a terminal, elsewhere lines, not more than one in LINE_S."""
+    console, last = Console(stderr=True, highlight=False), -LINE_S
+    with console.status("") as status:
+
+        def say(text: str) -> None:
+            nonlocal last
+            status.update(text)
+            if not console.is_terminal and time.monotonic() - last >= LINE_S:
+                last = time.monotonic()
+                console.print(text)
+
+        yield say
+
+
+def _start(stack: ExitStack, deployment: Deployment, variants: Sequence[Variant]) -> list[tuple[str, BenchJob]]:
     jobs = []
     for variant in variants:
         job = BenchJob(variant.of(deployment, len(variants) == 1), f"tp {variant.tp}, {variant.wiring}")
-        with console.status(f"loading {job.name}"):
+        with _telling() as say:
+            say(f"loading {job.name}")
             stack.enter_context(job)
         jobs.append((variant.name(job.about["wiring"]), job))
     return jobs
@@ -213,9 +230,9 @@ def _throughput(config: str, overrides: Sequence[str], repeats: int, as_json: st
     console = Console(stderr=as_json == "-", highlight=False)
     variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
     with ExitStack() as stack:
-        (name, job), *_ = _start(stack, console, deployment, [variant])
-        with console.status(f"{repeats} runs of the mix and of full batches, taking turns"):
-            row = measure_mix(name, job, mix, repeats)
+        (name, job), *_ = _start(stack, deployment, [variant])
+        with _telling() as say:
+            row = measure_mix(name, job, mix, repeats, say)
     console.print(mix_table([row]))
     _write([row], as_json)
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 import click
 
 from ...engine.config import Deployment, load, to_json
+from .. import kept
 from ..fleet import Fleet
 from ..mpi import compose
 from ..processes import ended_by_term
@@ -30,17 +30,13 @@ def run_profile(deployment: Deployment, options: dict[str, object], timeout_s: f
         program = (sys.executable, "-m", f"{__package__.rpartition('.')[0]}.profile_rank", str(config))
         command = compose(deployment, fleet.site, fleet.shares[0], (*program, json.dumps(options)))
         with (Path(folder) / "log").open("w+") as log:
-            job = subprocess.Popen(
-                command.argv, env={**os.environ, **command.env}, stdout=log, stderr=log, start_new_session=True
-            )
+            job = kept.start(command.argv, command.env, stdout=log, stderr=log)
             try:
                 status = job.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 status = 124
             finally:
-                if job.poll() is None:
-                    os.killpg(job.pid, signal.SIGKILL)
-                    job.wait()
+                kept.end(job)
             if status != 0:
                 log.seek(0)
                 raise click.ClickException(f"the ranks ended with status {status}:\n{log.read()[-4000:].strip()}")

@@ -1,0 +1,61 @@
+"""A command under a keeper, for callers that wait for it: nothing of it outlives this process, not even after kill -9.
+
+What the supervisor's jobs have in launchers/job_launch.py, for `bench` and `profile`. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+GRACE_S = 5.0
+"""Between asking the command to end and killing what is left of it."""
+
+
+def start(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: IO[str] | int,
+    stderr: IO[str] | int,
+    orders: int | None = None,
+) -> subprocess.Popen[str]:
+    """The keeper of the command, which ends as the command does. Its standard input is the life line: the command is
+    ended when that closes. orders: a file descriptor for the command's own standard input, which is otherwise empty."""
+    scratch = tempfile.mkdtemp(prefix="laddertron-")
+    words = [sys.executable, "-P", "-m", f"{__package__}.keeper", str(GRACE_S), scratch]
+    if orders is not None:
+        words.append(str(orders))
+    try:
+        return subprocess.Popen(
+            [*words, "--", *argv],
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            pass_fds=() if orders is None else (orders,),
+            start_new_session=True,
+        )
+    except OSError:
+        os.rmdir(scratch)
+        raise
+
+
+def end(keeper: subprocess.Popen[str], patience_s: float = 0.0) -> None:
+    """Waits for the command to end by itself, then ends it; returns once nothing of it is left."""
+    assert keeper.stdin is not None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            keeper.wait(patience_s)
+        keeper.stdin.close()
+        keeper.wait(GRACE_S + 10.0)
+    except BaseException:
+        keeper.kill()  # its child goes with it
+        keeper.wait()
+        raise
