@@ -611,6 +611,13 @@ def test_the_keeper_kills_the_stubborn_and_the_hidden() -> None:
     keeper.stdout.close()
 
 
+def test_each_open_mpi_gets_one_word_for_its_session_folder() -> None:
+    """5's for this host, 4's for all: ranks of 4 refuse to start where one for this host stands beside it."""
+    keeper = keep("import os; print(*sorted(k for k in os.environ if k.endswith('_tmpdir_base')))")
+    said, _ = keeper.communicate(timeout=10)
+    assert said.split() == ["OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"]
+
+
 def test_a_recycled_pid_is_never_killed() -> None:
     """The pid is right, the start time is another process's: nothing happens to it."""
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -120,9 +122,19 @@ def test_another_models_config_is_refused_by_the_first_tensor_that_differs(
     refused(folder, *words)
 
 
+def marked(word: str) -> list[int]:
+    """Processes that have it in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdecimal() and word.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
 def test_laddertron_run_on_a_damaged_folder_ends_with_one_clear_line(folder: Path, tmp_path: Path) -> None:
-    """A truncated shard, from the command line to the ranks and back: within 10 s (of which imports take most),
-    non-zero, one line with the file and the tensor, no traceback of ours."""
+    """A truncated shard, from the command line to the ranks and back: within 10 s (of which imports take most), exit
+    code 1, one line with the file and the tensor, no traceback of ours, and no rank or launcher is left."""
     file = first_shard(folder, Q)
     (folder / file).write_bytes((folder / file).read_bytes()[:-10])
     (tmp_path / "deploy.yaml").write_text(f"model:\n  path: {folder}\nlaunch:\n  oversubscribe: true\n")
@@ -132,11 +144,16 @@ def test_laddertron_run_on_a_damaged_folder_ends_with_one_clear_line(folder: Pat
     words = ["run", str(tmp_path / "deploy.yaml"), "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     start = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-m", "laddertron.launchers.cli", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "laddertron.launchers.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "LADDERTRON_TEST_OF": str(tmp_path)},
     )
     took = time.monotonic() - start
     said = [text for text in ended.stderr.splitlines() if text.startswith("failed:")]
-    assert ended.returncode != 0
+    assert ended.returncode == 1
+    assert not marked(f"LADDERTRON_TEST_OF={tmp_path}")
     assert len(said) == 1, ended.stderr
     assert file in said[0]
     assert "cut within tensor" in said[0]
