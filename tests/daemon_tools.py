@@ -174,19 +174,24 @@ def lines_of(client: OpenAI, file_id: str | None) -> dict[str, Any]:
 
 class MortalJob(FakeJob):
     """A FakeJob that dies and comes back as a real one does: restarting (with the rank to blame), what was in flight
-    lost (the latest to enter the step first), ready again. `poison`: a first prompt id whose step kills rank 1;
-    `most`: the failure in a row, without a request finished between, that is final. `pause_at`: the step after which
+    lost (the latest to enter the step first), ready again. `poison`: a first prompt id whose step kills rank 1, once it
+    has `poison_after` tokens; `company`: how many were in the step at each death; `most`: the failure in a row, without
+    a request finished between, that is final. `pause_at`: the step after which
     it holds."""
 
-    def __init__(self, limits: ModelLimits, poison: int | None = None, most: int = 4, **options: Any) -> None:
+    def __init__(
+        self, limits: ModelLimits, poison: int | None = None, most: int = 4, poison_after: int = 0, **options: Any
+    ) -> None:
         super().__init__(limits, **options)
-        self.poison, self.most = poison, most
+        self.poison, self.most, self.poison_after = poison, most, poison_after
+        self.company: list[int] = []
         self.deaths = self.in_a_row = 0
         self.pause_at: int | None = None
 
     def die(self, rank: int | None = 1, reason: str = "rank 1 on node-b was killed") -> None:
         ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
         running = min(len(ids), self.limits.max_num_seqs)
+        self.company.append(running)
         order = ids[:running][::-1] + ids[running:]
         self._sequences.clear()
         self.deaths += 1
@@ -205,7 +210,9 @@ class MortalJob(FakeJob):
 
     def _step(self) -> None:
         running = self._sequences[: self.limits.max_num_seqs]
-        if self.poison is not None and any(s.request.prompt[0] == self.poison for s in running):
+        if self.poison is not None and any(
+            s.request.prompt[0] == self.poison and len(s.out) >= self.poison_after for s in running
+        ):
             self.die()
             return
         before = self._ended

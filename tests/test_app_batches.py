@@ -115,44 +115,88 @@ def test_lines_of_a_lost_replica_run_on_the_other(folder: Path, tmp_path: Path) 
             assert answer["response"]["body"]["choices"] == expected[name]["response"]["body"]["choices"]
 
 
+@pytest.mark.parametrize("after", [0, 5], ids=["in its prefill", "after five tokens"])
 @pytest.mark.parametrize("company", [0, 40])
-def test_a_request_that_kills_its_rank_is_given_up_and_the_rest_goes_on(
-    folder: Path, tmp_path: Path, company: int
+def test_a_request_that_kills_its_rank_is_given_up_at_its_second_kill(
+    folder: Path, tmp_path: Path, company: int, after: int
 ) -> None:
-    """By itself it is quarantined at its second kill; among others it is singled out first: at its third, alone."""
-    with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS, poison=299)]) as daemon:
-        client = daemon.client()
-        data = many(company // 2) + line("poison", [299, 1, 2])
+    """Alone, or in the middle of others that are answered and none of which is kept from running beside it."""
+    poison = [299, *[1] * 7]
+
+    def make() -> list[MortalJob]:
+        return [MortalJob(LIMITS, poison=299, poison_after=after)]
+
+    with served(deployment(tmp_path), folder, make) as daemon:
+        client, job = daemon.client(), daemon.jobs[0]
+        data = many(company // 2) + line("poison", poison)
         data += b"".join(line(f"r-{n}", f"say {n}") for n in range(company // 2, company))
         batch = wait_batch(client, submit(client, data).id)
         assert batch.status == "completed"
         assert (batch.request_counts.completed, batch.request_counts.failed) == (company, 1)
         error = lines_of(client, batch.error_file_id)["poison"]["response"]["body"]["error"]
         assert error["code"] == "quarantined"
-        assert daemon.jobs[0].deaths == (3 if company else 2)
+        assert error["message"].startswith("a rank died 2 times")
+        assert job.deaths == 2
+        assert all(running > 1 for running in job.company) == bool(company)
         assert set(lines_of(client, batch.output_file_id)) == {f"r-{n}" for n in range(company)}
         with pytest.raises(openai.InternalServerError) as given_up:
-            client.completions.create(model=NAME, prompt=[299])
+            client.completions.create(model=NAME, prompt=poison, extra_body={"ignore_eos": True})
         assert given_up.value.code == "quarantined"
 
 
+def test_neighbours_of_crashes_that_no_line_caused_are_all_answered(folder: Path, tmp_path: Path) -> None:
+    """A rank dies at three moments of 60 lines that have nothing to do with it: nobody is given up, each line is
+    answered as in an undisturbed run."""
+    with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS, most=9)]) as daemon:
+        client, job = daemon.client(), daemon.jobs[0]
+        lines = b"".join(line(f"r-{n}", f"say {n}", max_tokens=10 + n % 7, seed=n) for n in range(60))
+        calm = wait_batch(client, submit(client, lines).id)
+        batch = submit(client, lines)
+        for _ in range(3):
+            before, steps = job.deaths, job.steps
+            wait_until(lambda at=steps + 23: job.steps >= at or not daemon.on_loop(lambda: job._sequences))
+            daemon.on_loop(job.die)
+            assert job.deaths == before + 1
+        expected = {k: v["response"]["body"]["choices"] for k, v in lines_of(client, calm.output_file_id).items()}
+        found = complete(client, batch.id, 60)
+        assert {k: v["response"]["body"]["choices"] for k, v in found.items()} == expected
+
+
 def test_deaths_are_remembered_over_a_restart(folder: Path, tmp_path: Path) -> None:
-    """Two lines in the step of two deaths, then another daemon: it runs them alone, and gives up the guilty one."""
+    """Two lines in the step of a death, then another daemon: both are on trial there, and the guilty one is given up at
+    its next kill."""
     config = deployment(tmp_path)
     with served(config, folder, lambda: [MortalJob(LIMITS, hold=True)]) as daemon:
         batch = submit(daemon.client(), line("poison", [299]) + line("r-0", "say 0"))
-        for _ in range(2):
-            wait_until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0]._sequences)) == 2 or _alone(daemon))
-            daemon.on_loop(daemon.jobs[0].die)
-        wait_until(lambda: _deaths(tmp_path, batch.id) == {1: 2, 2: 2})
+        wait_until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0]._sequences)) == 2)
+        daemon.on_loop(daemon.jobs[0].die)
+        wait_until(lambda: _deaths(tmp_path, batch.id) == {1: 1, 2: 1})
     with served(config, folder, lambda: [MortalJob(LIMITS, poison=299)]) as daemon:
         done = wait_batch(daemon.client(), batch.id)
         assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
         assert daemon.jobs[0].deaths == 1
 
 
-def _alone(daemon: Served) -> bool:
-    return bool(daemon.on_loop(lambda: daemon.jobs[0].deaths) and daemon.on_loop(lambda: daemon.jobs[0]._sequences))
+def test_what_dies_elsewhere_each_time_runs_alone(folder: Path, tmp_path: Path) -> None:
+    """A line that kills after ever more tokens, so that no place is the same: at its third kill, alone."""
+    with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS, poison=299, hold=True)]) as daemon:
+        job, kept = daemon.jobs[0], daemon.jobs[0].die
+
+        def die() -> None:
+            job.poison_after += 6
+            kept()
+
+        job.die = die
+        lines = line("poison", [299], max_tokens=40) + b"".join(line(f"r-{n}", "x", max_tokens=99) for n in range(12))
+        batch = submit(daemon.client(), lines)
+        wait_until(lambda: len(job.submitted) == 13)
+        daemon.on_loop(job.release)
+        batch = wait_batch(daemon.client(), batch.id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (12, 1)
+        assert job.deaths == 3
+        assert job.company[0] > 1
+        assert job.company[1] > 1
+        assert job.company[2] == 1
 
 
 def _deaths(folder: Path, batch_id: str) -> dict[int, int]:

@@ -1,13 +1,14 @@
 """The daemon's requests over its replicas: interactive ones first, each to the least loaded, lost ones again.
 
-A replica that dies takes nothing with it but time: what it had in flight is submitted again with the next epoch. A
-body that was in a dying step time and again runs alone; if a rank dies of it there, it is given up. asyncio; no HTTP,
-no store.
+A replica that dies takes nothing with it but time: what it had in flight is submitted again with the next epoch. What
+was in the dying step is on trial first (trials.py): the one that kills a second time is given up. Where that decides
+nothing, it runs alone. asyncio; no HTTP, no store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,11 +18,13 @@ from .flight import Flight
 from .job import EngineJob, JobState, RankReport
 from .lines import AnswerFault, unmade
 from .observe import Observer
+from .trials import Trials
 
 log = logging.getLogger(__name__)
 
-SUSPECT_DEATHS = 2
-"""In a step that a rank died in so often: from then on it runs alone."""
+ALONE_DEATHS = 2
+"""In a step that a rank died in so often, and not found guilty: from then on it runs alone."""
+_TRIED = 8  # suspects that are looked at for one that may start now
 _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
 
 
@@ -33,8 +36,10 @@ class _Replica:
         self.flights: dict[str, Flight] = {}  # by request id: a body of several prompts stands here several times
         self.load = 0
         self.alone: Flight | None = None
+        self.trials = Trials()
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
+        self.trials.stepped()
         for event in events:
             flight = self.flights.get(event.request_id)
             if flight is None or event.epoch != flight.epoch:
@@ -46,6 +51,7 @@ class _Replica:
                 delta, stop, flight.answer.fault = None, None, unmade(error)
             if stop is not None:
                 self.job.stop_choice(stop.request_id, stop.choice, stop.n_tokens)
+            self.trials.passed(flight)
             if delta is not None:
                 flight.owner.progressed(flight, delta)
             if flight.answer.done:
@@ -75,6 +81,7 @@ class _Replica:
         if flight.replica != self.index:
             return
         flight.replica = None
+        self.trials.leave(flight)
         self.load -= flight.choices
         for request in flight.requests:
             self.flights.pop(request.request_id, None)
@@ -93,6 +100,7 @@ class Dispatcher:
         self._interactive: deque[Flight] = deque()
         self._lines: deque[Flight] = deque()
         self._suspects: deque[Flight] = deque()
+        self._loners: deque[Flight] = deque()
         self._rooms: deque[asyncio.Future[None]] = deque()
         self.limits: ModelLimits | None = None
         self.draining = False
@@ -128,22 +136,30 @@ class Dispatcher:
     def in_flight(self) -> int:
         """Bodies in the engines and waiting for them."""
         aboard = {id(flight) for replica in self._replicas for flight in replica.flights.values()}
-        return len(aboard) + len(self._interactive) + len(self._lines) + len(self._suspects)
+        return len(aboard) + self.waiting
 
     @property
     def waiting(self) -> int:
-        return len(self._interactive) + len(self._lines) + len(self._suspects)
+        return sum(map(len, self._waiting))
 
     async def bundle(self) -> list[dict[str, object]]:
         return [await replica.job.bundle() for replica in self._replicas]
 
     def submit(self, flight: Flight) -> None:
         """Runs it as soon as there is a replica for it."""
-        (self._lines if flight.batch else self._interactive).append(flight)
-        if flight.batch and flight.deaths >= SUSPECT_DEATHS:
-            self._lines.remove(flight)
-            self._suspects.append(flight)
+        self._queue_of(flight).append(flight)
         self.pump()
+
+    @property
+    def _waiting(self) -> tuple[deque[Flight], ...]:
+        return self._interactive, self._lines, self._suspects, self._loners
+
+    def _queue_of(self, flight: Flight) -> deque[Flight]:
+        if flight.deaths >= ALONE_DEATHS:
+            return self._loners
+        if flight.deaths and not flight.cleared:
+            return self._suspects
+        return self._lines if flight.batch else self._interactive
 
     async def room(self) -> None:
         """Waits, in turn, until another batch line would run soon."""
@@ -159,7 +175,7 @@ class Dispatcher:
 
     def drop(self, flight: Flight) -> None:
         """Nobody wants it any more: its owner hears nothing of it again."""
-        for waiting in (self._interactive, self._lines, self._suspects):
+        for waiting in self._waiting:
             if flight in waiting:
                 waiting.remove(flight)
         if flight.replica is not None:
@@ -172,14 +188,15 @@ class Dispatcher:
             return
         ready = [replica for replica in self._replicas if replica.job.state.phase == "ready"]
         for replica in ready:
-            self._board_suspect(replica)
+            self._board_loner(replica)
         free = [replica for replica in ready if replica.alone is None]
-        window = _WINDOW * self.limits.max_num_seqs
+        for replica in free:
+            self._board_suspects(replica)
         while free and self._interactive:
             min(free, key=lambda replica: replica.load).board(self._interactive.popleft())
         while free and self._lines:
             replica = min(free, key=lambda replica: replica.load)
-            if replica.load and replica.load + self._lines[0].choices > window:
+            if replica.load and replica.load + self._lines[0].choices > self._window(replica):
                 break
             replica.board(self._lines.popleft())
         if self._rooms and self._has_room():
@@ -187,11 +204,25 @@ class Dispatcher:
                 if self._rooms and not (waiter := self._rooms.popleft()).done():
                     waiter.set_result(None)
 
-    def _board_suspect(self, replica: _Replica) -> None:
-        if replica.alone is None and self._suspects:
-            replica.alone = self._suspects.popleft()
+    def _window(self, replica: _Replica) -> int:
+        """Choices of lines that may be aboard. While there are suspects none waits aboard, so that a suspect starts
+        when it is boarded: they go one after the other."""
+        assert self.limits is not None
+        seqs = self.limits.max_num_seqs
+        return seqs - 1 if self._suspects or replica.trials.open else _WINDOW * seqs
+
+    def _board_loner(self, replica: _Replica) -> None:
+        if replica.alone is None and self._loners:
+            replica.alone = self._loners.popleft()
         if replica.alone is not None and not replica.flights:
             replica.board(replica.alone)
+
+    def _board_suspects(self, replica: _Replica) -> None:
+        for flight in list(itertools.islice(self._suspects, _TRIED)):
+            if replica.trials.can_take(flight):
+                self._suspects.remove(flight)
+                replica.trials.take(flight)
+                replica.board(flight)
 
     def _has_room(self) -> bool:
         return (
@@ -215,14 +246,13 @@ class Dispatcher:
         self.pump()
 
     def lost(self, replica: _Replica, request_ids: list[str], reason: str, running: int) -> None:
-        """Counts what was in the step, and queues all of it again; the suspects in the order in which they entered
-        the step, the latest first."""
+        """Counts what was in the step, and queues all of it again."""
         aboard = list(dict.fromkeys(replica.flights[name] for name in request_ids if name in replica.flights))
-        in_step = {replica.flights[name] for name in request_ids[:running] if name in replica.flights}
+        in_step = dict.fromkeys(replica.flights[name] for name in request_ids[:running] if name in replica.flights)
         # a launcher that was killed, or a link that was cut, is no line's doing
-        blamed = replica.job.state.rank is not None
+        blamed = in_step if replica.job.state.rank is not None else {}
+        guilty = replica.trials.end(blamed)
         waiting_alone = replica.alone if replica.alone is not None and replica.alone.replica is None else None
-        alone = replica.alone if waiting_alone is None else None
         replica.flights.clear()
         replica.load, replica.alone = 0, waiting_alone
         log.warning(
@@ -235,36 +265,36 @@ class Dispatcher:
         again: list[Flight] = []
         for flight in aboard:
             flight.replica = None
-            if blamed and flight in in_step:
+            if flight in blamed:
                 flight.deaths += 1
-                if self._guilty(flight, flight is alone, len(in_step)):
+                # a rank died of it twice: with nothing else in the step, or twice at the same place
+                if flight is guilty or (flight.deaths >= ALONE_DEATHS and len(blamed) == 1):
                     self._quarantine(flight, reason)
                     continue
+                flight.stood, flight.cleared = flight.answer.place, False
                 flight.owner.died(flight)
             if flight.sent:
                 self._fail(flight, "engine_lost", f"the engine was lost in the middle of the answer ({reason})", 503)
             else:
                 flight.again()
                 again.append(flight)
-        suspects = [f for f in again if f.deaths >= SUSPECT_DEATHS]
-        self._suspects.extend(suspects)
-        for flight in reversed([f for f in again if f.deaths < SUSPECT_DEATHS]):
-            (self._lines if flight.batch else self._interactive).appendleft(flight)
+        # suspects in the order in which they entered the step, the latest first; who waits for an answer before all
+        for flight in sorted(again, key=lambda one: one.batch):
+            if flight.deaths:
+                self._queue_of(flight).append(flight)
+        for flight in reversed([f for f in again if not f.deaths]):
+            self._queue_of(flight).appendleft(flight)
         self.pump()
 
-    @staticmethod
-    def _guilty(flight: Flight, alone: bool, company: int) -> bool:
-        """A rank died of it twice with nothing else to blame, or a third time when it ran alone on purpose."""
-        return flight.deaths >= SUSPECT_DEATHS and (alone or company == 1)
-
     def _quarantine(self, flight: Flight, reason: str) -> None:
-        message = f"a rank died {flight.deaths} times while this request ran, the last time alone: {reason}"
+        how = f"a rank died {flight.deaths} times while this request ran, the last time alone or at the same place"
+        message = f"{how}: {reason}"
         log.error("quarantined: %s", message, extra={"event": "quarantined", "request": flight.requests[0].request_id})
         self.observer.quarantined()
         self._fail(flight, "quarantined", message, 500)
 
     def _end_interactive(self, reason: str) -> None:
-        for waiting in (self._interactive, self._suspects):
+        for waiting in self._waiting:
             for flight in [f for f in waiting if not f.batch]:
                 waiting.remove(flight)
                 self._fail(flight, "engine_failed", reason, 503)

@@ -27,13 +27,16 @@ class FlightOwner(Protocol):
 @dataclass(eq=False, slots=True)
 class Flight:
     """One body under way: its requests, and the answer in the making. `sent`: the client has seen part of it, so it
-    cannot begin anew."""
+    cannot begin anew. `deaths`: steps that a rank died in with it; `stood`: where it stood in the last one (tokens);
+    `cleared`: it has passed that place since."""
 
     requests: tuple[Request, ...]
     make: Callable[[Sequence[Request]], Answer]
     owner: FlightOwner
     deaths: int = 0
     sent: bool = False
+    stood: int = 0
+    cleared: bool = False
     answer: Answer = field(init=False)
     replica: int | None = None
 
