@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..topology import native
-from .ops import Norm, Product, TorchOps, rms_norm, silu_and_mul
+from .ops import Lookup, Norm, Product, TorchOps, rms_norm, silu_and_mul
 from .pages import HugePages
 
 FEW_TOKENS = 64
@@ -152,6 +152,20 @@ class CpuOps(TorchOps):
         else:
             packed = self._pages.take(2 * blocks * ROWS * inputs)
             kernels.pack(packed.data_ptr(), weight.contiguous().data_ptr(), rows, inputs, gated)
+        return self._call(packed, scales, bias, norm, inputs, outputs, gated)
+
+    def _call(
+        self,
+        packed: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        norm: Norm | None,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+    ) -> Product:
+        kernels = self.kernels
+        assert kernels is not None
         scale = None if norm is None else norm.weight.contiguous()
         offset = None if bias is None else bias.contiguous()
         plan = _Product(
@@ -192,6 +206,21 @@ class CpuOps(TorchOps):
             return fused
         matmul, normed, gated = self._matmul(weight, bias), self._norm(norm), self._gate()
         return lambda x: gated(matmul(normed(x)))
+
+    def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
+        """One packed table serves both: a row's pairs of inputs lie a block's width apart."""
+        kernels, (rows, inputs) = self.kernels, table.shape
+        if kernels is None or not kernels.products or table.dtype != torch.bfloat16 or inputs % 2:
+            return super().tied(table, norm)
+        blocks = -(-rows // ROWS)
+        packed = self._pages.take(2 * blocks * ROWS * inputs)
+        kernels.pack(packed.data_ptr(), table.contiguous().data_ptr(), rows, inputs, False)
+        pairs = packed.view(torch.bfloat16).view(blocks, inputs // 2, ROWS, 2)
+
+        def lookup(ids: Tensor) -> Tensor:
+            return pairs[ids // ROWS, :, ids % ROWS].reshape(len(ids), inputs)
+
+        return self._call(packed, None, None, norm, inputs, rows, False), lookup
 
     def _norm(self, norm: Norm) -> Product:
         if self.kernels is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .ops import Norm, Ops, Product
+from .ops import Lookup, Norm, Ops, Product
 from .quantised import Fp8
 from .readers import FP8
 
@@ -52,14 +52,22 @@ class VocabEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
         super().__init__(vocab, hidden, init_method=_no_init, config=config, tp_group=group)
         self.weight.requires_grad_(False)
         self.whole = group.size() == 1
+        self._lookup: Lookup | None = None
+
+    def repacked(self, lookup: Lookup) -> None:
+        """The rows are elsewhere from now on: the parameter is given up."""
+        self._lookup, self.weight.data = lookup, self.weight.new_empty(0)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self.weight) if self._lookup is None else self._lookup(ids)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """ids [T] -> partial embeddings [T, D]."""
         if self.whole:
-            return functional.embedding(tokens, self.weight)
+            return self._rows(tokens)
         local = tokens - self.vocab_start_index
         elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
-        rows = functional.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        rows = self._rows(local.masked_fill_(elsewhere, 0))
         return rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
 

@@ -19,7 +19,7 @@ from . import residual, weights
 from .attention import AttentionBackend, StepLayout
 from .config import ModelConfig
 from .layers import ColumnLinear, RowLinear, VocabEmbedding, megatron_config, prepare
-from .ops import Norm, Ops, Product, TorchOps
+from .ops import Norm, Ops, Product
 from .quantised import Fp8, make_fp8
 from .rotary import RotaryTable
 from .shard import Shard
@@ -94,7 +94,7 @@ class LlamaModel(nn.Module):
         def make(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        self.embedding: nn.Module
+        self.embedding: VocabEmbedding | _Scale
         if replicate_embedding:
             self.embedding = _Scale(make(config.vocab_size, config.hidden_size))
         else:
@@ -147,8 +147,11 @@ class LlamaModel(nn.Module):
         if self.head is not None:
             self._head = prepare(self.head, self.ops.exact, self._norm(self.norm))
         else:
-            # A tied table is looked up in as well: it is used as it lies, a repacked copy would hold it twice.
-            self._head = TorchOps().product(self._table(), None, self._norm(self.norm))
+            # A tied table is looked up in as well: as it lies or repacked, it is held once.
+            self._head, lookup = self.ops.exact.tied(self._table(), self._norm(self.norm))
+            if lookup is not None:
+                assert isinstance(self.embedding, VocabEmbedding)
+                self.embedding.repacked(lookup)
 
     def _prepared(self, layer: LayerWeights) -> _Layer:
         shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer

@@ -16,6 +16,8 @@ from torch.nn import functional
 
 Product = Callable[[Tensor], Tensor]
 """x [T, in] -> y [T, out], contiguous."""
+Lookup = Callable[[Tensor], Tensor]
+"""ids [T] -> rows [T, D] of a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class Ops(Protocol):
 
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
         """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
+
+    def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
+        """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
+        own), None where the table stays as it lies."""
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -87,3 +93,6 @@ class TorchOps:
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
         matmul = self._matmul(weight, bias)
         return lambda x: silu_and_mul(matmul(rms_norm(x, norm)))
+
+    def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
+        return TorchOps.product(self, table, None, norm), None

@@ -61,6 +61,24 @@ def test_products_mean_what_torch_means(dtype: torch.dtype, outputs: int, inputs
             assert_near(fast.gated_product(weight, b, norm)(x), plain.gated_product(weight, b, norm)(x))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rows", [32, 70, 7])
+@needs_kernels
+def test_a_tied_table_serves_head_and_lookup(dtype: torch.dtype, rows: int) -> None:
+    """One packed copy in bf16; what cannot be packed stays the caller's."""
+    assert KERNELS is not None
+    table, norm = normal(rows, 66, dtype=dtype), Norm(normal(66, dtype=dtype), 1e-5)
+    x, ids = normal(5, 66, dtype=dtype), torch.tensor([rows - 1, 0, 3, 3, rows // 2])
+    head, lookup = CpuOps(KERNELS).tied(table, norm)
+    assert_near(head(x), TorchOps().product(table, None, norm)(x))
+    if KERNELS.products and dtype == torch.bfloat16:
+        assert lookup is not None
+        assert torch.equal(lookup(ids), table[ids])
+        assert lookup(ids).is_contiguous()
+    else:
+        assert lookup is None
+
+
 @needs_kernels
 def test_a_token_does_not_notice_its_neighbours() -> None:
     """bf16 products by the kernel: a token alone, among 5, among 40 gives the same bits."""
