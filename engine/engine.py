@@ -40,6 +40,10 @@ class Progress:
 
     step: int = 0
     busy_since: float | None = None
+    """When the step under way began; None outside a step."""
+    turn_since: float | None = None
+    """Outside a step: since when this thread has been at something other than waiting for work; None while it waits.
+    A thread that hangs there would otherwise look idle."""
     step_tokens: int = 0
     last_tokens: int = 0
     last_seconds: float = 0.0
@@ -51,8 +55,14 @@ class Progress:
     def start(self, tokens: int) -> None:
         self.step_tokens, self.busy_since = tokens, time.monotonic()
 
+    def turn(self, working: bool) -> None:
+        """The loop leaves its wait for work (True), or enters it."""
+        self.turn_since = time.monotonic() if working else None
+
     def finish(self) -> None:
         now = time.monotonic()
+        if self.turn_since is not None:
+            self.turn_since = now
         self.last_seconds = now - (self.busy_since or now)
         self.total_seconds += self.last_seconds
         self.durations.observe(self.last_seconds)
@@ -159,8 +169,9 @@ class Engine:
 def follow(runner: StepRunner, plans: PlanReceiver, progress: Progress) -> None:
     """The other ranks: obeys plans until rank 0 ends them. Raises what the runner raises."""
     while frame := plans.receive():
-        batch = decode(frame)
-        _timed(runner, batch, progress, None)
+        progress.turn(True)
+        _timed(runner, decode(frame), progress, None)
+        progress.turn(False)
 
 
 def drain(engine: Engine) -> Iterable[TokensEvent]:

@@ -106,17 +106,18 @@ class StepWatch:
         return max(self.floor_s, least, min(least * float(1 << (size - known)), self.first_s))
 
 
-def stalled(beats: Mapping[int, Beat], watch: StepWatch, since_beat: Mapping[int, float]) -> str | None:
-    """Why the step counts as hanging, or None. `since_beat`: the age of each beat."""
+def stalled(beats: Mapping[int, Beat], watch: StepWatch, since_beat: Mapping[int, float]) -> tuple[int, str] | None:
+    """A rank that has made no progress for too long, and the sentence that says so; None while all do. It need not be
+    the one to blame (`behind`). `since_beat`: the age of each beat."""
     for rank, beat in beats.items():
         if beat.busy_s <= 0:
             continue
         busy = beat.busy_s + since_beat[rank]
         allowed = watch.allowance(beat.step_tokens)
         if busy > allowed:
-            return (
-                f"no progress for {busy:.1f} s in step {beat.step} ({beat.step_tokens} tokens; {allowed:.1f} s allowed)"
-            )
+            where = f"in step {beat.step} ({beat.step_tokens} tokens" if beat.step_tokens else f"at step {beat.step} ("
+            comma = "; " if beat.step_tokens else ""
+            return rank, f"no progress for {busy:.1f} s {where}{comma}{allowed:.1f} s allowed)"
     return None
 
 

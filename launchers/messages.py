@@ -139,10 +139,10 @@ class Running:
 class Beat:
     """Rank -> server, every second, from a thread of its own. Times in seconds.
 
-    `step` counts finished steps. `busy_s` is the time since the last progress inside a step, 0 when idle;
-    `step_tokens` the tokens of the step under way. `last_tokens` and `last_s` describe the last finished step: step
-    timeouts are derived from them. `collective` counts the collectives started, in program order; `waiting` names the
-    one that the rank waits in ("" if it computes)."""
+    `step` counts finished steps. `busy_s` is the time since the last progress, inside a step or between two, 0 when
+    waiting for work; `step_tokens` the tokens of the step under way, 0 outside one. `last_tokens` and `last_s` describe
+    the last finished step: step timeouts are derived from them. `collective` counts the collectives started, in program
+    order; `waiting` names the one that the rank waits in ("" if it computes)."""
 
     step: int = 0
     busy_s: float = 0.0

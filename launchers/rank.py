@@ -164,8 +164,12 @@ class _Steps:
         self._snapshot_due = 0.0
 
     def run(self) -> None:
+        progress = self.engine.progress
         while not self.ending:
-            for command in self.channel.poll(0.0 if self.engine.has_work else IDLE_S):
+            progress.turn(False)
+            commands = self.channel.poll(0.0 if self.engine.has_work else IDLE_S)
+            progress.turn(True)
+            for command in commands:
                 self._obey(command)
             if self.engine.has_work:
                 events = self.engine.step()

@@ -205,12 +205,16 @@ class RankBoard:
         if not self._ready or any(state.suspect for state in self.ranks.values()):
             return []
         beats = {rank: state.beat for rank, state in self.ranks.items() if state.beat is not None}
-        text = stalled(beats, self._steps, {rank: now - self.ranks[rank].beat_at for rank in beats})
-        if text is None:
+        found = stalled(beats, self._steps, {rank: now - self.ranks[rank].beat_at for rank in beats})
+        if found is None:
             return []
+        slow, text = found
         late = behind(beats)
         where = next((beat.waiting for beat in beats.values() if beat.waiting), "")
-        if late is not None:
+        if late is None and all(beat.busy_s <= 0 for rank, beat in beats.items() if rank != slow):
+            # the others have done their part and wait for work: it hangs between two steps
+            late, text = slow, f"{text}; the others wait for the next step"
+        elif late is not None:
             text += f"; the others wait in {where}" if where else "; it is behind the others"
         else:
             text += f"; all ranks wait in {where}: suspect the link" if where else "; no rank is behind the others"

@@ -75,7 +75,9 @@ class Status:
 
     def beat(self) -> Beat:
         p, communicator = self.progress, self.communicator
-        since = p.busy_since
+        since, tokens = p.busy_since, p.step_tokens
+        if since is None:
+            since, tokens = p.turn_since, 0
         counters: dict[str, float] = {}
         gauges = {"last_step_timestamp_seconds": p.finished_at} if p.step else {}
         collectives, waiting = 0, ""
@@ -93,7 +95,7 @@ class Status:
         return Beat(
             step=p.step,
             busy_s=0.0 if since is None else max(0.0, time.monotonic() - since),
-            step_tokens=p.step_tokens,
+            step_tokens=tokens,
             last_tokens=p.last_tokens,
             last_s=p.last_seconds,
             collective=collectives,

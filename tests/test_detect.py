@@ -227,6 +227,28 @@ def test_when_every_rank_waits_in_one_place_the_link_is_suspected() -> None:
     assert sign.text.endswith("all ranks wait in all_reduce 7: suspect the link")
 
 
+def test_a_thread_that_hangs_between_two_steps_is_found() -> None:
+    """Steps took 50 ms. Rank 0 has been neither in a step nor waiting for work for ten seconds: nobody else is late,
+    the others wait for its plan. It is blamed; had the others begun a step without it, it would be behind them."""
+    board = ready_board()
+    for rank in range(3):
+        board.heard(rank, Beat(step=5, last_tokens=8, last_s=0.05, collective=40), 11.0)
+        board.heard(rank, Beat(6, 9.9 if rank == 0 else 0.0, 0, 8, 0.05, 48), 21.0)
+    assert board.look(21.05) == []
+    (sign,) = board.look(21.2)
+    assert isinstance(sign, Evidence)
+    assert (sign.kind, sign.rank) == ("stalled", 0)
+    assert sign.text == "no progress for 10.1 s at step 6 (10.0 s allowed); the others wait for the next step"
+    board = ready_board()
+    for rank in range(3):
+        board.heard(rank, Beat(step=5, last_tokens=8, last_s=0.05, collective=40), 11.0)
+        ahead = Beat(6, 9.9, 8, 8, 0.05, 49, "all_reduce 49")
+        board.heard(rank, Beat(6, 9.9, 0, 8, 0.05, 48) if rank == 0 else ahead, 21.0)
+    (sign,) = board.look(21.2)
+    assert isinstance(sign, Evidence)
+    assert (sign.kind, sign.rank) == ("stalled", 0)
+
+
 def test_idle_ranks_never_stall() -> None:
     board = ready_board()
     for second in range(11, 300):

@@ -13,12 +13,13 @@ import pytest
 import torch
 from engine_cases import build_on, deployment, request
 from fake_model import FakeRunner
-from laddertron.engine.batch import Batch, StepResult
+from laddertron.engine.batch import Batch, StepResult, encode
 from laddertron.engine.engine import Engine, Progress, drain, follow
 from laddertron.engine.histogram import STEP_TOKENS, Buckets
 from laddertron.engine.request import BATCH, INTERACTIVE, Request
 from laddertron.engine.scheduler import Scheduler, SchedulerLimits
-from laddertron.launchers.messages import Beat, from_wire, to_wire
+from laddertron.launchers.messages import Beat, Cancel, Command, Shutdown, from_wire, to_wire
+from laddertron.launchers.rank import _Steps
 from laddertron.launchers.rank_health import HealthWatch, make_look, run_delay_s
 from laddertron.launchers.rank_status import Status, collective_counters
 from laddertron.topology.health import PORT_ERRORS, gpu_figures, port_counters
@@ -334,3 +335,68 @@ def test_a_rank_looks_at_ports_or_not_and_at_its_gpu(port: Path, tmp_path: Path)
     beat: Beat = status.beat()
     assert "infiniband_received_bytes_total/mlx5_0/1" in beat.counters
     assert "gpu_utilization_ratio" in beat.gauges
+
+
+class _Desk:
+    """A channel that hands out one command a call, and waits when there is none."""
+
+    def __init__(self, *commands: Command) -> None:
+        self._commands, self.idle = list(commands), threading.Event()
+        self.more = threading.Event()
+
+    def poll(self, timeout: float | None = 0.0) -> list[Command]:
+        if self._commands:
+            return [self._commands.pop(0)]
+        self.idle.set()
+        self.more.wait()
+        return [Shutdown()]
+
+    def send_tokens(self, events: Any) -> None: ...
+
+    def send_state(self, message: Any) -> None: ...
+
+
+def test_a_thread_that_hangs_outside_a_step_shows_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 takes a command that never returns (a grammar that compiles for ever): its heartbeat tells for how long,
+    outside any step. Once it waits for work it is idle."""
+    stuck, entered = threading.Event(), threading.Event()
+    runner: Any = SimpleNamespace()
+    engine = Engine(Scheduler(limits()), runner, SimpleNamespace(send=lambda frame: None), Progress())
+
+    def cancel(request_id: str) -> None:
+        entered.set()
+        stuck.wait()
+
+    monkeypatch.setattr(engine, "cancel", cancel)
+    desk, status = _Desk(Cancel("r")), Status(engine.progress)
+    leading = threading.Thread(target=_Steps(engine, desk, status).run)
+    leading.start()
+    try:
+        assert entered.wait(5)
+        _until(lambda: status.beat().busy_s > 0.02)
+        assert status.beat().step_tokens == 0
+        stuck.set()
+        assert desk.idle.wait(5)
+        assert status.beat().busy_s == 0.0
+    finally:
+        stuck.set()
+        desk.more.set()
+        leading.join(5)
+
+
+def test_a_follower_is_idle_while_it_waits_for_a_plan_and_busy_before_its_step() -> None:
+    progress, seen = Progress(), list[bool]()
+    frames = [encode(Batch(step=0)), encode(Batch(step=1)), b""]
+
+    def receive() -> bytes:
+        seen.append(progress.turn_since is not None)
+        return frames.pop(0)
+
+    class Runner(FakeRunner):
+        def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
+            assert progress.turn_since is not None
+            return StepResult(())
+
+    follow(Runner.__new__(Runner), SimpleNamespace(receive=receive), progress)
+    assert seen == [False, False, False]
+    assert progress.step == 2
