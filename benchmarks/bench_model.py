@@ -75,8 +75,10 @@ def fill(model: LlamaModel, seed: int = 0) -> None:
     model.prepare()
 
 
-def make_model(size: Size, communicator: Communicator, device: torch.device | None = None) -> LlamaModel:
-    """One rank's share of a random model. Raises ShapeError."""
+def make_model(
+    size: Size, communicator: Communicator, device: torch.device | None = None, weights: str = "stored"
+) -> LlamaModel:
+    """One rank's share of a random model; `weights` as model.weights. Raises ShapeError, WeightsError."""
     config, dtype = size.config(), DTYPES[size.dtype]
     device = device or torch.device("cpu")
     check_shapes(config, communicator.size)
@@ -84,7 +86,7 @@ def make_model(size: Size, communicator: Communicator, device: torch.device | No
         config,
         communicator.process_groups.tp,
         communicator.all_reduce,
-        make_ops(device, dtype),
+        make_ops(device, dtype, weights),
         dtype=dtype,
         device=device,
         positions=size.positions + 1,

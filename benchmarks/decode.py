@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--gen", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--weights", default="stored", choices=["stored", "int8"], help="of the layers' matrices")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--heads", type=int, default=16)
@@ -96,7 +97,7 @@ def be_rank(args: argparse.Namespace) -> None:
         if args.delay_ms:
             link = Emulation(f"link {args.delay_ms:g} ms", args.delay_ms * 1e-3)
             all_reduce = Emulated(all_reduce, link, communicator.ledger)
-        model = make_model(size, communicator)
+        model = make_model(size, communicator, weights=args.weights)
         lanes: list[Lane] = []
         cases = []
         for wiring in args.wirings.split(","):
@@ -130,6 +131,7 @@ def be_rank(args: argparse.Namespace) -> None:
                     line = {
                         "model": f"random {args.hidden}x{args.layers}",
                         "dtype": args.dtype,
+                        "weights": args.weights,
                         "tp": communicator.size,
                         "wiring": wiring,
                         "overlap": overlap,
