@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,11 @@ def test_a_request_that_kills_its_rank_is_given_up_at_its_second_kill(
         assert given_up.value.code == "quarantined"
 
 
+def _came_to(job: MortalJob, step: int, daemon: Served) -> bool:
+    """The job computed so far, or has nothing left to compute."""
+    return job.steps >= step or not daemon.on_loop(lambda: job._sequences)
+
+
 def test_neighbours_of_crashes_that_no_line_caused_are_all_answered(folder: Path, tmp_path: Path) -> None:
     """A rank dies at three moments of 60 lines that have nothing to do with it: nobody is given up, each line is
     answered as in an undisturbed run."""
@@ -153,8 +159,8 @@ def test_neighbours_of_crashes_that_no_line_caused_are_all_answered(folder: Path
         calm = wait_batch(client, submit(client, lines).id)
         batch = submit(client, lines)
         for _ in range(3):
-            before, steps = job.deaths, job.steps
-            wait_until(lambda at=steps + 23: job.steps >= at or not daemon.on_loop(lambda: job._sequences))
+            before, far_enough = job.deaths, partial(_came_to, job, job.steps + 23, daemon)
+            wait_until(far_enough)
             daemon.on_loop(job.die)
             assert job.deaths == before + 1
         expected = {k: v["response"]["body"]["choices"] for k, v in lines_of(client, calm.output_file_id).items()}
