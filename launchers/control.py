@@ -11,12 +11,13 @@ import asyncio
 import logging
 import secrets
 import socket
+import time
 from typing import Any, Protocol, cast
 
 from . import frames
 from .checked import Fields, SchemaError
 from .frames import FrameError
-from .messages import Hello, Ping, RankMessage, ServerMessage, Welcome, from_wire, to_wire
+from .messages import Dump, Hello, Ping, RankMessage, ServerMessage, Welcome, from_wire, to_wire
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,13 @@ ENV_SECRET = "LADDERTRON_SECRET"
 """The launch's secret as hex. Never on a command line: those can be read by everyone on a node."""
 
 PING_S = 1.0
+SILENCE_S = 10.0
+"""A rank that has heard nothing for so long ends itself."""
+LIFE_S = SILENCE_S + 2.0
+"""By then it has, even if only its watchdog could."""
+QUIET_S = 3.0
+"""A rank that has said nothing for so long hears nothing either until it speaks again: were it cut off, every ping that
+still reached it would put off its end, and with it the time from which its place can be taken."""
 HANDSHAKE_S = 5.0
 SPARE_PEERS = 32
 """Unproven connections beyond one a rank. When more come the oldest is dropped: an honest handshake takes a
@@ -83,8 +91,11 @@ class ControlServer:
         return frozenset(self._ranks)
 
     def send(self, message: ServerMessage, rank: int | None = None) -> None:
-        """To one rank, or to all; a rank that is not connected is passed over (its end was or will be reported)."""
+        """To one rank, or to all; a rank that is not connected is passed over (its end was or will be reported), and so
+        is a quiet one where nothing is lost by it (Ping, Dump)."""
         peers = list(self._ranks.values()) if rank is None else [p for p in [self._ranks.get(rank)] if p]
+        if isinstance(message, Ping | Dump):
+            peers = [peer for peer in peers if not peer.quiet]
         payload = frames.dump(to_wire(message))
         for peer in peers:
             peer.send_payload(payload)
@@ -94,8 +105,12 @@ class ControlServer:
         for peer in [*self._ranks.values(), *self._unproven]:
             peer.finish_sending()
 
-    async def all_gone(self, timeout_s: float) -> frozenset[int]:
-        """Waits for every rank's connection to end; returns the ranks whose did not within timeout_s."""
+    async def all_gone(self, timeout_s: float | None = None) -> frozenset[int]:
+        """Waits for every rank's connection to end; returns the ranks whose did not within timeout_s. None: until each
+        rank without an end must have ended itself, since nothing is sent to it any more."""
+        if timeout_s is None:
+            last = max((peer.sent_at for peer in self._ranks.values()), default=0.0)
+            timeout_s = max(0.0, last + LIFE_S - time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
                 while self._ranks:
@@ -161,6 +176,7 @@ class _Peer(asyncio.Protocol):
         self._greeted = False
         self._reason = ""
         self._ended = self._sent_all = False
+        self._heard_at = self.sent_at = time.monotonic()
         self.where = "?"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -173,7 +189,14 @@ class _Peer(asyncio.Protocol):
         self._server.peer_came(self)
         self._send_plain({"nonce": self._nonce.hex()})
 
+    @property
+    def quiet(self) -> bool:
+        return time.monotonic() - self._heard_at > QUIET_S
+
     def data_received(self, data: bytes) -> None:
+        was_quiet, self._heard_at = self.quiet, time.monotonic()
+        if was_quiet and self._greeted:
+            self.send_payload(frames.dump(to_wire(Ping())))
         self._reader.feed(data)
         try:
             while not self._ended and (payload := self._reader.next()) is not None:
@@ -195,6 +218,7 @@ class _Peer(asyncio.Protocol):
         if self._transport.get_write_buffer_size() > BACKLOG_LIMIT:
             self.drop(f"does not read: {BACKLOG_LIMIT >> 20} MiB wait to be sent")
             return
+        self.sent_at = time.monotonic()
         self._transport.write(self._writer.frame(payload))
 
     def finish_sending(self) -> None:

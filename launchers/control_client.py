@@ -27,7 +27,7 @@ from .. import __version__
 from ..engine.request import TokensEvent
 from . import frames
 from .checked import Fields
-from .control import ENV_ADDRESS, ENV_SECRET
+from .control import ENV_ADDRESS, ENV_SECRET, LIFE_S, SILENCE_S
 from .frames import FrameError
 from .messages import (
     MAX_EVENTS,
@@ -56,7 +56,6 @@ from .processes import boot_id, start_time
 from .wire_requests import MAX_ID
 
 BEAT_S = 1.0
-SILENCE_S = 10.0
 BACKLOG_LIMIT = 64 << 20
 DUMP_LIMIT = 4 << 20
 EXIT_CHANNEL_LOST = 75
@@ -237,7 +236,7 @@ class ControlClient:
     def _arm_watchdog(self) -> None:
         now = time.monotonic()
         if self._watchdog and not self._closing and now - self._armed > 0.5:  # each time costs a thread
-            faulthandler.dump_traceback_later(self._silence_s + 2.0, exit=True)
+            faulthandler.dump_traceback_later(self._silence_s + LIFE_S - SILENCE_S, exit=True)
             self._armed = now
 
     def _take(self, message: ServerMessage) -> None:

@@ -172,7 +172,7 @@ class Launch:
             if not await self._exits_within(options.kill_grace_s + options.gone_s):
                 self._keeper.kill()  # it is stopped itself, or waits for what nothing can kill
         stuck = await self._kill_known()
-        for rank in await self._server.all_gone(options.patience.dead_s + 2.0):
+        for rank in await self._server.all_gone():
             log.warning("%s: no end of its connection was seen: by now it ended itself", self._board.name(rank))
         await self._server.close()
         for task in self._tasks:

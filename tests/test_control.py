@@ -543,6 +543,62 @@ def test_a_proven_rank_that_breaks_the_protocol_is_dropped_with_the_reason(data:
     with_channel(story)
 
 
+def test_a_quiet_rank_hears_nothing_until_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that says nothing is pinged for a while and then no more, so that its end can be told; a word of it, and
+    it is pinged at once. A Submit is sent in any case."""
+    monkeypatch.setattr(control, "PING_S", 0.02)
+    monkeypatch.setattr(control, "QUIET_S", 0.2)
+
+    async def story(channel: Channel) -> None:
+        reader, writer, sealed = await prove(channel)
+        writer.write(sealed.frame(frames.dump(to_wire(Hello(1, 1, "x", 1, 1, "", "")))))
+        await channel.heard.until(lambda: channel.heard.of(Hello))
+        pieces = 0
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.6):  # thirty times a ping's distance
+                    assert await reader.read(1 << 16)
+                pieces += 1
+        assert pieces > 3
+        channel.server.send(Dump(1))
+        channel.server.send(Submit(REQUEST), 1)
+        async with asyncio.timeout(2.0):
+            assert len(await reader.read(1 << 16)) > len(frames.dump(to_wire(Submit(REQUEST))))
+        monkeypatch.setattr(control, "PING_S", 60.0)
+        await asyncio.sleep(0.1)
+        writer.write(sealed.frame(frames.dump(to_wire(Beat()))))
+        async with asyncio.timeout(2.0):
+            assert await reader.read(1 << 16)
+        writer.close()
+
+    with_channel(story)
+
+
+def test_a_rank_without_an_end_is_gone_once_it_must_have_ended_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off at its last ping: that long after it, and no longer, the launch is over; a rank that ended is not waited
+    for."""
+    monkeypatch.setattr(control, "PING_S", 60.0)
+    monkeypatch.setattr(control, "LIFE_S", 0.8)
+
+    async def story(channel: Channel) -> None:
+        for rank in (0, 1):
+            reader, writer, sealed = await prove(channel, rank)
+            writer.write(sealed.frame(frames.dump(to_wire(Hello(rank, rank, "x", 1, 1, "", "")))))
+            if rank == 0:
+                writer.close()
+        await channel.heard.until(lambda: channel.heard.gone and len(channel.heard.messages) == 2)
+        channel.server.send(Submit(REQUEST), 1)
+        sent = time.monotonic()
+        channel.server.finish_sending()
+        await asyncio.sleep(0.3)
+        assert await channel.server.all_gone() == frozenset({1})
+        assert 0.75 < time.monotonic() - sent < 1.5
+        del reader
+        writer.close()
+
+    with_channel(story)
+
+
 def test_a_recorded_session_cannot_be_replayed() -> None:
     """What an honest rank sent is sent again, byte for byte, on a new connection: the new nonce makes it worthless."""
 
