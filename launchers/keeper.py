@@ -28,8 +28,8 @@ beside the word that mpirun gives them. Not TMPDIR: ranks keep caches there that
 _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def _become(command: list[str], keeper: int, standard_input: int | None) -> NoReturn:
-    """In the forked child."""
+def _become(command: list[str], keeper: int, standard_input: int | None, mask: set[int]) -> NoReturn:
+    """In the forked child, where the signals that ask to stop are still blocked: they take effect with `mask`."""
     try:
         os.setsid()
         processes.die_with_parent()
@@ -37,6 +37,7 @@ def _become(command: list[str], keeper: int, standard_input: int | None) -> NoRe
             os._exit(1)
         for signum in (*_ASKS_TO_STOP, signal.SIGCHLD):
             signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.dup2(os.open(os.devnull, os.O_RDONLY) if standard_input is None else standard_input, 0)
         os.execvp(command[0], command)
     except OSError as error:
@@ -56,9 +57,12 @@ class _Keeper:
         for signum in _ASKS_TO_STOP:
             signal.signal(signum, self._ask)
         me = os.getpid()
+        # blocked around the fork: the keeper's handlers in the child would swallow a SIGTERM that came before exec
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS_TO_STOP)
         self._child = os.fork()
         if self._child == 0:
-            _become(command, me, standard_input)
+            _become(command, me, standard_input, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if standard_input is not None:
             os.close(standard_input)  # or the command would not see its end
 

@@ -563,11 +563,14 @@ def test_the_bundle_holds_stacks_and_collectives() -> None:
 # the keeper and its means
 
 
-def keep(script: str, grace: str = "0.3") -> subprocess.Popen[str]:
-    """A keeper over `script`, with its lifeline and output in the test's hands."""
+def keep(script: str, grace: str = "0.3", *told: str) -> subprocess.Popen[str]:
+    """A keeper over `script`, whose arguments are `told`, with its lifeline and what it writes in the test's hands."""
     scratch = tempfile.mkdtemp(prefix="laddertron-test-")
-    command = [*KEEPER, grace, scratch, "--", sys.executable, "-c", textwrap.dedent(script)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = [*KEEPER, grace, scratch, "--", sys.executable, "-c", textwrap.dedent(script), *told]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def test_the_keeper_ends_as_its_command_did() -> None:
@@ -579,42 +582,60 @@ def test_the_keeper_ends_as_its_command_did() -> None:
             pipe.close()
 
 
-def test_the_keeper_kills_the_stubborn_and_the_hidden() -> None:
+def test_the_keeper_kills_the_stubborn_and_the_hidden(tmp_path: Path) -> None:
     """The command ignores SIGTERM and has a grandchild in a session of its own whose parent is gone: when the lifeline
     ends, both are killed after the grace, and the scratch folder goes too."""
-    keeper = keep("""
-        import os, signal
+    script = """
+        import json, os, signal, sys
+        def tell(name):
+            with open(os.path.join(sys.argv[1], "new-" + name), "w") as file:
+                json.dump([os.getpid(), os.environ["PRTE_MCA_prte_local_tmpdir_base"]], file)
+            os.rename(file.name, os.path.join(sys.argv[1], name))
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                print(os.getpid(), os.environ['PRTE_MCA_prte_local_tmpdir_base'], flush=True)
+                tell("hidden")
                 while True: signal.pause()
             os._exit(0)
         os.wait()
-        print(os.getpid(), flush=True)
+        tell("stubborn")
         while True: signal.pause()
-    """)
-    assert keeper.stdin is not None
-    assert keeper.stdout is not None
-    lines = [keeper.stdout.readline().split(), keeper.stdout.readline().split()]
-    scratch = next(line[1] for line in lines if len(line) == 2)
-    pids = [int(line[0]) for line in lines]
-    assert os.path.isdir(scratch)
-    began = time.monotonic()
-    keeper.stdin.close()
-    assert keeper.wait(10) == -signal.SIGKILL
-    assert 0.25 < time.monotonic() - began < 3.0
-    asyncio.run(gone(pids, 0.1))
-    assert not os.path.exists(scratch)
-    keeper.stdout.close()
+    """
+    with keep(script, "0.3", str(tmp_path)) as keeper:
+        assert keeper.stdin is not None
+        assert keeper.stdout is not None
+        told = [tmp_path / "hidden", tmp_path / "stubborn"]
+        deadline = time.monotonic() + 30
+        while not all(file.exists() for file in told):
+            assert keeper.poll() is None, f"ended with {keeper.returncode}: {keeper.stdout.read()}"
+            assert time.monotonic() < deadline, [file.name for file in told if file.exists()]
+            time.sleep(0.02)
+        (hidden, scratch), (stubborn, same) = (json.loads(file.read_text()) for file in told)
+        assert scratch == same
+        assert os.path.isdir(scratch)
+        began = time.monotonic()
+        keeper.stdin.close()
+        assert keeper.wait(10) == -signal.SIGKILL
+        assert 0.25 < time.monotonic() - began < 3.0
+        asyncio.run(gone([hidden, stubborn], 0.1))
+        assert not os.path.exists(scratch)
+
+
+def test_a_keeper_asked_at_once_ends_its_command_at_once() -> None:
+    """However early the request comes, SIGTERM reaches the command: it does not run on until the grace is over."""
+    with keep("import signal; signal.pause()", grace="20") as keeper:
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        assert keeper.wait(15) == -signal.SIGTERM
 
 
 def test_each_open_mpi_gets_one_word_for_its_session_folder() -> None:
     """5's for this host, 4's for all: ranks of 4 refuse to start where one for this host stands beside it."""
-    keeper = keep("import os; print(*sorted(k for k in os.environ if k.endswith('_tmpdir_base')))")
-    said, _ = keeper.communicate(timeout=10)
+    with keep("import os; print(*sorted(k for k in os.environ if k.endswith('_tmpdir_base')))") as keeper:
+        assert keeper.stdout is not None
+        said = keeper.stdout.read()  # before the lifeline ends: with it the command would
+        assert keeper.wait(10) == 0, said
     assert said.split() == ["OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"]
 
 
