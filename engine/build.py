@@ -6,7 +6,6 @@ before anything is allocated. Called by launchers/worker.py and by the benchmark
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ..models.shard import Shard
 from ..models.weights import Source, open_source
 from ..models.wiring import choose_wiring
 from ..topology.groups import Communicator
+from . import heap
 from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
 from .config_schema import Engine as EngineKeys
 from .grammar import GrammarSlots, NoGrammars
@@ -41,7 +41,6 @@ from .steptimes import StepTimes
 
 log = logging.getLogger(__name__)
 
-_M_MMAP_THRESHOLD = -3
 
 SCORED_LOGITS = 1 << 26
 """A rank's logits of prompt positions in one step: some 400 MB beside the caches, whatever is asked for."""
@@ -188,14 +187,6 @@ def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
         return NoGrammars(f"structured output cannot be had here: {fault}")
 
 
-def _give_back_freed_memory() -> None:
-    """Blocks of a MiB and more come from the system and go back to it when freed. glibc raises that bound whenever a
-    bigger block is freed, and then keeps the weights that were just repacked."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-
-
 def build(
     deployment: Deployment,
     communicator: Communicator,
@@ -204,7 +195,7 @@ def build(
 ) -> Built:
     """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
     WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
-    _give_back_freed_memory()
+    heap.give_back_freed()
     config, warnings = model_config(deployment)
     keys = deployment.engine
     dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
@@ -235,6 +226,7 @@ def build(
     )
     per_node = communicator.layout.per_node  # each node reads its own copy: its ranks verify all of it between them
     model.load(source, progress, verify=(communicator.rank % per_node, per_node))
+    heap.keep_freed()
 
     kv_dtype = dtype if keys.kv_cache_dtype == "auto" else KV_DTYPES[keys.kv_cache_dtype]
     budget = _agreed_minimum(communicator, kv_budget(keys, device, available_bytes(device)))
