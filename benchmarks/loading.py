@@ -28,7 +28,8 @@ from laddertron.models.config import from_folder
 from laddertron.models.manifest import NAME, make_manifest, write_manifest
 from laddertron.models.shard import Shard
 from laddertron.models.shard_writer import write_shards
-from laddertron.models.weights import load, open_checkpoint, open_source
+from laddertron.models.weights import open_checkpoint, open_source
+from laddertron.models.weights_load import load
 from laddertron.models.weights_plan import expected_shapes, plan_fills
 from laddertron.models.weights_shards import shards_folder
 from safetensors.torch import save_file

@@ -33,6 +33,7 @@ from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
 from .config_schema import Engine as EngineKeys
 from .grammar import GrammarSlots, NoGrammars
 from .graphs import make_graphs
+from .loading import load_weights
 from .request import ModelLimits
 from .runner import Patience, Runner
 from .sampler import Grammars, Sampler
@@ -194,7 +195,7 @@ def build(
     progress: Callable[[int, int], None] | None = None,
 ) -> Built:
     """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
-    WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
+    WiringError, ConfigError, WeightsError, SharingError, AttentionError or GraphsError."""
     heap.give_back_freed()
     config, warnings = model_config(deployment)
     keys = deployment.engine
@@ -224,8 +225,8 @@ def build(
         replicate_embedding=replicate,
         fp8=fp8,
     )
-    per_node = communicator.layout.per_node  # each node reads its own copy: its ranks verify all of it between them
-    model.load(source, progress, verify=(communicator.rank % per_node, per_node))
+    say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
+    load_weights(model, source, deployment, communicator, progress, say)
     heap.keep_freed()
 
     kv_dtype = dtype if keys.kv_cache_dtype == "auto" else KV_DTYPES[keys.kv_cache_dtype]
@@ -235,7 +236,6 @@ def build(
     # On a GPU one block more, nobody's: what pads a recorded step writes there.
     cache = KVCache(shard, num_blocks + int(device.type == "cuda"), keys.block_size, kv_dtype, device)
     attention, why = make_attention(keys.attention, shard, cache, dtype)
-    say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
     say(f"attention: {why}")
     grammars = make_grammars(deployment, config)
     sampler = Sampler(config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars)

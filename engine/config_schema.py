@@ -73,6 +73,7 @@ class Model:
     wiring: Literal["auto", "standard", "parallel", "ladder", "hybrid", "no-communication"] = "auto"
     ladder_layers: Annotated[int, Range(0, 10000)] | tuple[Annotated[int, Range(0, 10000)], ...] | None = None
     allow_untrained_ladder: bool = False
+    shared_filesystem: Literal["auto"] | bool = "auto"
 
 
 @dataclass(frozen=True, slots=True)

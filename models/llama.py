@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..topology.collectives import Collective
-from . import residual, weights
+from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config import ModelConfig
 from .layers import ColumnLinear, RowLinear, VocabEmbedding, megatron_config, prepare
@@ -23,13 +23,16 @@ from .ops import Norm, Ops, Product
 from .quantised import Fp8, make_fp8
 from .rotary import RotaryTable
 from .shard import Shard
+from .weights import Source
+from .weights_exchange import Exchange
+from .weights_load import Loaded, Progress, load
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class LayerWeights(nn.Module):
-    """One layer's parameters on this rank, under the names that models/weights.py fills."""
+    """One layer's parameters on this rank, under the names that models/weights_load.py fills."""
 
     def __init__(self, shard: Shard, layer: int, megatron: object, group: ProcessGroup, make: _Maker) -> None:
         super().__init__()
@@ -114,11 +117,16 @@ class LlamaModel(nn.Module):
         self._attention: AttentionBackend | None = None
 
     def load(
-        self, source: weights.Source, progress: weights.Progress | None = None, verify: tuple[int, int] | None = None
-    ) -> None:
+        self,
+        source: Source,
+        progress: Progress | None = None,
+        verify: tuple[int, int] | None = None,
+        exchange: Exchange | None = None,
+    ) -> Loaded:
         """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
-        never stands beside more than its own layer. progress, verify: see weights.load. Raises CheckpointError."""
-        weights.load(
+        never stands beside more than its own layer. progress, verify, exchange: see weights_load.load. Raises
+        CheckpointError."""
+        loaded = load(
             source,
             self.shard,
             dict(self.named_parameters()),
@@ -127,8 +135,10 @@ class LlamaModel(nn.Module):
             progress=progress,
             on_module=self._prepare_layer,
             verify=verify,
+            exchange=exchange,
         )
         self._prepare_head()
+        return loaded
 
     def prepare(self) -> None:
         """Hands parameters that were filled by other means to the operators."""

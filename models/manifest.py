@@ -1,7 +1,8 @@
 """Checksums of a model folder, made once and verified while weights are read.
 
 A CRC-32 for every 8 MiB of every file: against damage in storage and transfer, not against forgery. Each of a node's
-ranks verifies an equal share of all bytes, whatever slices it loads, so each byte is checked once a node.
+ranks verifies an equal share of all bytes, whatever slices it loads, so each byte is checked once a node; nodes that
+divide the reading verify what they read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ BLOCK = 8 << 20
 PART = 1 << 20
 """What is read and summed at once: small enough to be still in the processor's cache."""
 MAX_BYTES = 64 << 20
+Pick = Callable[[str, int, int], Iterable[int]]
+"""Which blocks of a file are verified, given its name, how many it has, and their size."""
 BESIDE = (
     "config.json",
     "generation_config.json",
@@ -160,16 +163,21 @@ class Verifier:
         self._thread: threading.Thread | None = None
 
     @classmethod
-    def start(cls, folder: Path, tensors: Collection[Stored], share: tuple[int, int]) -> Verifier:
-        """Of the files that the tensors lie in, block i is verified where i % parts == part. Raises CheckpointError at
-        once if a file is unlisted or of another size."""
+    def start(
+        cls, folder: Path, tensors: Collection[Stored], share: tuple[int, int], pick: Pick | None = None
+    ) -> Verifier:
+        """Of the files that the tensors lie in, block i is verified where i % parts == part, or what `pick` says; of
+        what is read beside them always the share. Raises CheckpointError at once if a file is unlisted or of another
+        size."""
         home = next(iter(tensors)).file.parent if tensors else folder
         manifest = read_manifest(home)
         verifier = cls(home, manifest, tensors)
         if manifest is not None:
             names = sorted({stored.file.name for stored in tensors})
             verifier._check_sizes([*names, *(name for name in BESIDE if name in manifest.files)])
-            verifier._thread = threading.Thread(target=verifier._run, args=(names, *share), name="verify", daemon=True)
+            verifier._thread = threading.Thread(
+                target=verifier._run, args=(names, *share, pick), name="verify", daemon=True
+            )
             verifier._thread.start()
         return verifier
 
@@ -204,19 +212,27 @@ class Verifier:
                     f"`laddertron manifest {self._folder}` if the change was meant"
                 )
 
-    def _run(self, names: list[str], part: int, parts: int) -> None:
+    def _run(self, names: list[str], part: int, parts: int, pick: Pick | None) -> None:
+        assert self._manifest is not None
+
+        def mine(name: str, count: int, block: int) -> Iterable[int]:
+            return range(part, count, parts)
+
         try:
-            for name in [*names, *(name for name in BESIDE if self._manifest and name in self._manifest.files)]:
-                self._verify(name, part, parts)
+            for name in names:
+                self._verify(name, pick or mine)
+            for name in BESIDE:
+                if name in self._manifest.files:
+                    self._verify(name, mine)
         except BaseException as fault:
             self._fault = fault
 
-    def _verify(self, name: str, part: int, parts: int) -> None:
+    def _verify(self, name: str, pick: Pick) -> None:
         assert self._manifest is not None
         block, sums = self._manifest.block, self._manifest.files[name].sums
         buffer = bytearray(min(block, PART))
         with inside(self._folder, name).open("rb", buffering=0) as stream:
-            for i in range(part, len(sums), parts):
+            for i in pick(name, len(sums), block):
                 if self._stop.is_set():
                     return
                 count, found = _block(stream.fileno(), buffer, i * block, block)

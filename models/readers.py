@@ -1,7 +1,7 @@
 """Slices of stored tensors, read straight into place: whole rows by large positioned reads, columns gathered from the
 mapped file, so that the ranks of a node share one page cache and storage sees long runs.
 
-Knows bytes and types, not models or ranks. Called by models/weights.py.
+Knows bytes and types, not models or ranks. Called by models/weights_fill.py and weights_exchange.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,8 @@ class Reader:
     """Open files and one buffer. A context manager: leaving it closes them."""
 
     def __init__(self) -> None:
+        self.taken = 0
+        """Bytes of tensors that were copied out of files."""
         self._files: dict[Path, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._fp8 = _fp8_table()
@@ -42,10 +45,12 @@ class Reader:
             os.close(number)
         self._files.clear()
 
-    def prefetch(self, stored: Stored) -> None:
-        """Asks the kernel to read ahead; returns before the bytes are there."""
-        length = min(stored.end - stored.begin, PREFETCH_BYTES)
-        os.posix_fadvise(self._file(stored.file), stored.begin, length, os.POSIX_FADV_WILLNEED)
+    def prefetch(self, stored: Stored, row: int, count: int) -> None:
+        """Asks the kernel to read these rows ahead; returns before the bytes are there."""
+        width = prod(stored.shape[1:]) * DTYPES[stored.dtype].itemsize
+        length = min(count * width, PREFETCH_BYTES)
+        if length:
+            os.posix_fadvise(self._file(stored.file), stored.begin + row * width, length, os.POSIX_FADV_WILLNEED)
 
     def whole(self, stored: Stored) -> Tensor:
         """A small tensor, copied."""
@@ -71,32 +76,43 @@ class Reader:
         for first in range(0, target.shape[0], step):
             part = target[first : first + step]
             at, count = row + first, part.shape[0]
-            rows = self._rows(stored, at, count, width) if columns == width else self._mapped(stored, at, count, width)
-            source = rows[:, column : column + columns]
-            if in_place:
-                _copy(part, source)
-                continue
-            source = source.reshape(part.shape)
-            if scale is not None:
-                source = self._dequantised(source, scale if scale.numel() == 1 else scale[first : first + step])
-            part.copy_(source)
+            rows = self._rows(stored, at, count) if columns == width else self._mapped(stored, at, count, columns)
+            one = scale if scale is None or scale.numel() == 1 else scale[first : first + step]
+            self.put(rows[:, column : column + columns], part, one)
 
-    def _rows(self, stored: Stored, row: int, count: int, width: int) -> Tensor:
+    def columns(self, stored: Stored, row: int, count: int, wanted: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Of rows [row, row + count), as they are stored: columns [at, at + n) for each (at, n) of `wanted`; [count, n]
+        each, valid until the next call. One large read where all of a row is wanted, else over the mapped file."""
+        total = sum(n for _, n in wanted)
+        whole = total >= prod(stored.shape[1:])
+        rows = self._rows(stored, row, count) if whole else self._mapped(stored, row, count, total)
+        return [rows[:, at : at + n] for at, n in wanted]
+
+    def put(self, source: Tensor, target: Tensor, scale: Tensor | None = None) -> None:
+        """target [n] or [n, c] = source [n, c] as it is stored, converted to the target's type; scale as in `read`."""
+        if target.device.type == "cpu" and target.dtype == source.dtype and scale is None:
+            copy_bits(target, source)
+            return
+        source = source.reshape(target.shape)
+        target.copy_(source if scale is None else self._dequantised(source, scale))
+
+    def _rows(self, stored: Stored, row: int, count: int) -> Tensor:
         """Whole rows [count, width] in the buffer; valid until the next call."""
-        dtype = DTYPES[stored.dtype]
+        dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
         size = count * width * dtype.itemsize
         if self._buffer.numel() < size:
             self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8)
         self._fill(stored, stored.begin + row * width * dtype.itemsize, self._buffer[:size])
         return self._buffer[:size].view(dtype).view(count, width)
 
-    def _mapped(self, stored: Stored, row: int, count: int, width: int) -> Tensor:
-        """Whole rows over the mapped file: only pages that are copied from are touched."""
-        dtype = DTYPES[stored.dtype]
+    def _mapped(self, stored: Stored, row: int, count: int, columns: int) -> Tensor:
+        """Whole rows over the mapped file, `columns` of which are wanted: only pages that are copied from are
+        touched."""
+        dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
         begin = stored.begin + row * width * dtype.itemsize
         base = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         if begin % dtype.itemsize:  # the format does not promise alignment
-            return self._rows(stored, row, count, width)
+            return self._rows(stored, row, count)
         length = begin - base + count * width * dtype.itemsize
         if base + length > os.fstat(self._file(stored.file)).st_size:
             raise self._shrunk(stored)
@@ -107,6 +123,7 @@ class Reader:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the map is read-only and nobody writes to the view
             flat = torch.frombuffer(mapped, dtype=dtype, count=count * width, offset=begin - base)
+        self.taken += count * columns * dtype.itemsize
         return flat.view(count, width)
 
     def _dequantised(self, source: Tensor, scale: Tensor) -> Tensor:
@@ -121,6 +138,7 @@ class Reader:
             if count == 0:
                 raise self._shrunk(stored)
             done += count
+        self.taken += done
 
     def _shrunk(self, stored: Stored) -> CheckpointError:
         return CheckpointError(f"{stored.file}: tensor {shown(stored.name)} is cut: the file shrank while it was read")
@@ -132,8 +150,9 @@ class Reader:
         return number
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Of one type, without torch: several threads do this at once, and each would wake a pool of its own."""
+def copy_bits(target: Tensor, source: Tensor) -> None:
+    """target [n] or [n, c] = source [n, c] of its type, without torch: several threads do this at once, and each would
+    wake a pool of its own."""
     codes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
     into: Any = target.view(codes).numpy()
     np.copyto(into, source.view(codes).numpy().reshape(into.shape))

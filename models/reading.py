@@ -1,7 +1,7 @@
 """Fills on several threads: while one piece of a tensor is read, others are, and a layer that is complete is repacked.
 
 One thread copies from the page cache at a fraction of what memory or striped disks give. Order is kept, and what is
-read ahead is bounded, so that memory grows by little more than what was asked for. Called by models/weights.py.
+read ahead is bounded, so that memory grows by little more than what was asked for. Called by models/weights_load.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
+from typing import TypeVar
 
 from .readers import Reader
 from .weights_plan import Fill
 
+_Piece = TypeVar("_Piece")
 PIECE_BYTES = 16 << 20
 MOST_THREADS = 4
 """Of each rank: the ranks of a node read at the same time."""
@@ -42,6 +44,7 @@ class Readers:
     def __init__(self, threads: int) -> None:
         self._ahead = threads + 2
         self._own = threading.local()
+        self._readers: list[Reader] = []
         self._open = ExitStack()
         self._pool = ThreadPoolExecutor(threads, "weights")
 
@@ -52,24 +55,30 @@ class Readers:
         self._pool.shutdown(cancel_futures=True)
         self._open.close()
 
-    def each(self, fills: Iterable[Fill], read: Callable[[Reader, Fill], None]) -> Iterator[Fill]:
-        """Every fill in its order, once it has been read. Raises what `read` did, at that fill's turn."""
-        waiting: deque[tuple[Fill, Future[None]]] = deque()
-        for fill in fills:
-            waiting.append((fill, self._pool.submit(self._read, read, fill)))
+    @property
+    def taken(self) -> int:
+        """Bytes that all of them have read."""
+        return sum(reader.taken for reader in self._readers)
+
+    def each(self, pieces: Iterable[_Piece], read: Callable[[Reader, _Piece], None]) -> Iterator[_Piece]:
+        """Every piece in its order, once it has been read. Raises what `read` did, at that piece's turn."""
+        waiting: deque[tuple[_Piece, Future[None]]] = deque()
+        for piece in pieces:
+            waiting.append((piece, self._pool.submit(self._read, read, piece)))
             if len(waiting) > self._ahead:
                 yield _done(waiting)
         while waiting:
             yield _done(waiting)
 
-    def _read(self, read: Callable[[Reader, Fill], None], fill: Fill) -> None:
+    def _read(self, read: Callable[[Reader, _Piece], None], piece: _Piece) -> None:
         reader: Reader | None = getattr(self._own, "reader", None)
         if reader is None:
             reader = self._own.reader = self._open.enter_context(Reader())
-        read(reader, fill)
+            self._readers.append(reader)
+        read(reader, piece)
 
 
-def _done(waiting: deque[tuple[Fill, Future[None]]]) -> Fill:
-    fill, future = waiting.popleft()
+def _done(waiting: deque[tuple[_Piece, Future[None]]]) -> _Piece:
+    piece, future = waiting.popleft()
     future.result()
-    return fill
+    return piece

@@ -17,7 +17,9 @@ import torch
 from .checkpoint import DTYPES, CheckpointError
 from .readers import FP8, Reader, byte_view
 from .shard import Shard
-from .weights import Source, fill_target, module_of
+from .weights import Source
+from .weights_fill import fill_target
+from .weights_load import module_of
 from .weights_plan import Fill, plan_fills
 from .weights_shards import METADATA, Origin, config_digest, file_name, shards_folder, stamps
 
@@ -65,7 +67,7 @@ def write_shards(
             for fills, shape, dtype in plan.values():
                 parameter = torch.zeros(shape, dtype=dtype)
                 for fill in fills:
-                    fill_target(reader, source, fill, parameter[fill.row : fill.row + fill.count])
+                    fill_target(reader, source.tensors, fill, parameter[fill.row : fill.row + fill.count])
                 stream.write(byte_view(parameter.view(-1).view(torch.uint8)))
                 done += parameter.numel() * dtype.itemsize
                 if progress is not None:

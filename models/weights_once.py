@@ -2,7 +2,7 @@
 
 Ranks of a node share its page cache, so a node reads a byte once whatever its ranks hold. Across nodes two things are
 read again: rows that ranks of several nodes hold (norms; key/value heads beyond their number), and of column slices the
-other nodes' columns, since storage gives whole rows. docs/architecture.md draws the conclusion.
+other nodes' columns, since storage gives whole rows. models/weights_shared.py divides what pays to be sent.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Reading:
 def reading(
     config: ModelConfig, size: int, nodes: int, itemsize: int = 2, replicate_embedding: bool = False
 ) -> Reading:
-    """`size` ranks on `nodes` nodes, equally many on each, neighbours together. Raises ValueError if they do not
-    divide."""
+    """`size` ranks on `nodes` nodes, equally many on each, neighbours together, each node for itself. Raises ValueError
+    if they do not divide."""
     if nodes < 1 or size % nodes:
         raise ValueError(f"{size} ranks do not spread evenly over {nodes} nodes: use a divisor of {size}")
     rows: dict[str, list[set[tuple[int, int]]]] = defaultdict(lambda: [set() for _ in range(nodes)])
@@ -65,12 +65,16 @@ def _length(spans: set[tuple[int, int]]) -> int:
     return total
 
 
-def sending_saves_s(
-    again: int, pieces: int, nodes: int, storage_bytes_per_s: float, link_bytes_per_s: float, latency_s: float
-) -> float:
-    """Seconds that are saved if of `again` bytes (Reading's) each node reads its part alone and sends it to the others,
-    piece by piece; below 0: lost. Rates are one node's."""
-    if nodes < 2:
-        return 0.0
-    each = again / (nodes - 1)  # what every node reads as it is
-    return each / storage_bytes_per_s * (1 - 1 / nodes) - (each / link_bytes_per_s + pieces * latency_s)
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """One node's: what storage gives it while all nodes read, what it takes in from the others, and how long a message
+    of no length travels."""
+
+    storage_bytes_per_s: float
+    link_bytes_per_s: float
+    latency_s: float
+
+    def saved_s(self, spared: float, received: float, messages: int) -> float:
+        """Seconds that a node saves (below 0: loses) by not reading `spared` bytes and being sent `received` of them,
+        those that its ranks want, in `messages` one behind the other."""
+        return spared / self.storage_bytes_per_s - received / self.link_bytes_per_s - messages * self.latency_s

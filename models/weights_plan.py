@@ -1,7 +1,7 @@
 """What a model needs of a checkpoint and where each of its parameters comes from: names, shapes, slices. Pure.
 
 `plan_fills` turns ModelConfig and rank into a list of Fills that tiles every parameter exactly once; `expected_shapes`
-says what the checkpoint must hold. Parameter names are those of models/llama.py. Used by models/weights.py.
+says what the checkpoint must hold. Parameter names are those of models/llama.py. Used by models/weights*.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ from laddertron.models.config import ModelConfig, from_folder, make_wiring
 from laddertron.models.readers import Reader
 from laddertron.models.shapes import splits
 from laddertron.models.shard import Shard
-from laddertron.models.weights import check_cover, fill_target, open_checkpoint
+from laddertron.models.weights import open_checkpoint
+from laddertron.models.weights_fill import fill_target
+from laddertron.models.weights_load import check_cover
 from laddertron.models.weights_plan import Fill, expected_shapes, plan_fills
 from weights_cases import config, shapes, write_config
 
@@ -204,7 +206,7 @@ def test_405b_over_sixteen_ranks(tmp_path: Path) -> None:
                     if fill.parameter != f"layers.77.{product}.weight" or fill.tensor is None:
                         continue
                     target = parameter[fill.row : fill.row + fill.count]
-                    fill_target(reader, source, fill, target)
+                    fill_target(reader, source.tensors, fill, target)
                     width = fill.columns or target.shape[1]
                     for row, column, value in marks(wanted[fill.tensor]):
                         r, k = row - fill.source_row, column - fill.source_col

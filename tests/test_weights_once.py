@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from laddertron.models.known import known
-from laddertron.models.weights_once import Reading, reading, sending_saves_s
+from laddertron.models.weights_once import Rates, Reading, reading
 
 LLAMA = known("llama-3.1-405b")
 SMALL = replace(LLAMA, num_layers=2, wiring=replace(LLAMA.wiring, kinds=LLAMA.wiring.kinds[:2]))
@@ -42,10 +42,11 @@ def test_nodes_that_do_not_divide_are_refused() -> None:
 
 
 def test_when_sending_pays() -> None:
-    """Norms across InfiniBand: their broadcasts' latency alone is more than reading them takes. A replicated table of
-    4 GB over storage ten times slower than the link: sending wins. On one node there is nobody to send to."""
+    """Norms across InfiniBand: their messages' latency alone is more than reading them takes. A replicated table of
+    4 GB over storage ten times slower than the link: sending half of it wins; over a slower link it loses."""
+    rates = Rates(storage_bytes_per_s=2e9, link_bytes_per_s=50e9, latency_s=20e-6)
     norms = reading(LLAMA, 16, 2)
-    assert sending_saves_s(norms.replicated, norms.tensors, 2, 2e9, 50e9, 20e-6) < 0
-    assert sending_saves_s(4 << 30, 1, 2, 2e9, 50e9, 20e-6) > 0.8
-    assert sending_saves_s(4 << 30, 1, 2, 50e9, 2e9, 20e-6) < 0
-    assert sending_saves_s(4 << 30, 1, 1, 2e9, 50e9, 20e-6) == 0.0
+    assert rates.saved_s(norms.replicated / 2, norms.replicated / 2, norms.tensors) < 0
+    assert rates.saved_s(2 << 30, 2 << 30, 512) > 0.8
+    assert Rates(50e9, 2e9, 20e-6).saved_s(2 << 30, 2 << 30, 512) < 0
+    assert rates.saved_s(0, 0, 0) == 0.0

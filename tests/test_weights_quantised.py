@@ -18,7 +18,8 @@ from laddertron.models.ops import Norm
 from laddertron.models.quantisation import Quantisation, read_quantisation
 from laddertron.models.quantised import LARGEST, Fp8, multiplies_fp8, quantise_rows
 from laddertron.models.shard import Shard
-from laddertron.models.weights import load, open_source
+from laddertron.models.weights import open_source
+from laddertron.models.weights_load import load
 from safetensors.torch import load_file, save_file
 from weights_cases import loaded, shapes
 

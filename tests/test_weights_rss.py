@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from laddertron.models.weights_plan import expected_shapes
 from safetensors.torch import save_file
@@ -24,9 +25,13 @@ LARGE = config(
 )
 
 
-def test_a_rank_peaks_at_its_own_weights_a_tenth_and_200_mb(tmp_path: Path, ranks: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize("per_node", [2, 1])
+def test_a_rank_peaks_at_its_own_weights_a_tenth_and_200_mb(
+    tmp_path: Path, ranks: Callable[..., list[Any]], per_node: int
+) -> None:
     """530 MB in bf16 on two ranks: each peaks above its value after imports and groups by no more than its half, 10 %
-    and 200 MB. The packed copies that products are made of replace the parameters layer by layer."""
+    and 200 MB, also where two nodes read in shares. The packed copies that products are made of replace the parameters
+    layer by layer."""
     write_config(tmp_path, LARGE)
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, shape in expected_shapes(LARGE).items():
@@ -38,7 +43,7 @@ def test_a_rank_peaks_at_its_own_weights_a_tenth_and_200_mb(tmp_path: Path, rank
         weight_map |= dict.fromkeys(tensors, f"model-{part}.safetensors")
     del layers
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for rank, took in enumerate(ranks(2, "weights_cases:memory", {"folder": str(tmp_path)}, timeout_s=120)):
+    for rank, took in enumerate(ranks(2, "weights_cases:memory", {"folder": str(tmp_path), "per_node": per_node})):
         print(f"rank {rank}: { ({k: v >> 20 for k, v in took.items()}) } MiB")
         assert took["weights"] > 250e6
         assert took["kept"] > 0.9 * took["weights"], "the measure sees the weights"

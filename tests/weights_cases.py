@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from laddertron.models.config import ModelConfig, Rope, make_wiring
 from laddertron.models.shard import Shard
-from laddertron.models.weights import Source, load
+from laddertron.models.weights import Source
+from laddertron.models.weights_load import load
+from laddertron.topology.groups import CommOptions
 from rank_pool import Rank
 
 CPU = torch.device("cpu")
@@ -128,14 +130,15 @@ class Peak:
         return self.most - self.before
 
 
-def memory(rank: Rank, folder: str) -> dict[str, int]:
-    """What building a model takes on a rank above imports and groups: peak and end, beside what its weights are."""
+def memory(rank: Rank, folder: str, per_node: int) -> dict[str, int]:
+    """What building a model takes on a rank above imports and groups: peak and end, beside what its weights are. On
+    several nodes: read in shares."""
     from engine_cases import build_on, deployment
 
-    communicator = rank.communicator
-    communicator.process_groups  # noqa: B018 (made at the first use)
-    with Peak() as peak:
-        built = build_on(rank, deployment(folder, rank.size, max_num_seqs=2, kv_cache_memory=4 << 20), communicator)
+    model = {"shared_filesystem": True}
+    d = deployment(folder, rank.size, model, max_num_seqs=2, kv_cache_memory=4 << 20)
+    with rank.connect(per_node, CommOptions(timeout_s=20)) as communicator, Peak() as peak:
+        built = build_on(rank, d, communicator)
     c = built.config
     weights = sum(torch.Size(s).numel() for s in shapes(Shard(c, rank.size, rank.rank)).values())
     return {"peak": peak.grown, "kept": anonymous() - peak.before, "weights": weights * 2}

@@ -231,6 +231,8 @@ def _process_groups(
     if world % layout.size:
         raise ValueError(f"{world} ranks do not divide into groups of {layout.size}")
     torch_backend = "nccl" if backend == "nccl" else "gloo"
+    if backend == "nccl" and len(layout.nodes) > 1:
+        torch_backend = "cpu:gloo,cuda:nccl"  # weights travel between nodes from host memory (point_to_point.py)
     wait = timedelta(seconds=options.connect_timeout_s)
     mine = not dist.is_initialized()
     with _gloo_interface(options.address):
