@@ -14,14 +14,20 @@ from typing import Literal
 from .fabric import Fabric, LinkClass
 from .placement import Placement
 
-Strategy = Literal["flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "p2p"]
+Strategy = Literal["flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline", "p2p"]
 """flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling; two_level:
 reduce-scatter inside the node, all-reduce across, all-gather inside; two_level_latency: all-reduce inside, all-reduce
-across, all whole; p2p: one message one way (measurements only)."""
+across, all whole; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
+nodes alike; p2p: one message one way (measurements only)."""
 
 Backend = Literal["nccl", "mpi", "gloo", "native"]
 
-STRATEGIES: tuple[Strategy, ...] = ("flat", "ring", "exchange", "doubling", "two_level", "two_level_latency")
+STRATEGIES: tuple[Strategy, ...] = (
+    "flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline",
+)  # fmt: skip
+
+WHOLE_BYTES = 128 << 10
+"""Above this the native transport has no strategy but pipeline: no buffer of its holds more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +125,14 @@ def possible(strategy: Strategy, shape: Shape) -> bool:
     return True
 
 
-def candidates(backend: Backend, shape: Shape) -> tuple[Strategy, ...]:
-    """The strategies that `backend` really has on this layout: there is something to choose from on native alone,
-    whose doubling knows one rank a node; the libraries choose by themselves."""
+def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
+    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). There is
+    something to choose from on native alone, whose doubling knows one rank a node; libraries choose by themselves."""
     if backend != "native":
         return ("flat",)
-    ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling")
+    if nbytes is not None and nbytes > WHOLE_BYTES:
+        return ("pipeline",)
+    ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling", "pipeline")
     return tuple(s for s in ours if possible(s, shape) and (s != "doubling" or shape.per_node == 1))
 
 
@@ -150,6 +158,10 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
         rounds, across = int(log2(inside)), int(log2(nodes))
         calls = rounds + across if backend == "nccl" else 1  # there each round is a kernel of its own
         return Terms(calls, rounds, rounds * whole, across, across * whole * share)
+    if strategy == "pipeline":
+        hops, around = 2 * int(inside > 1), 2 * (inside - 1) / inside * whole
+        # handed to the communication thread and back; two nodes exchange slices whole: as many bytes, one hop less
+        return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * whole / inside * share)
     if strategy == "two_level_latency":
         return Terms(2, 1, (inside - 1) * whole, 1, (nodes - 1) * whole * share)
     part = whole / inside

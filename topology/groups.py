@@ -7,7 +7,6 @@ parallel_state. Knows no model and no schedule.
 from __future__ import annotations
 
 import os
-import socket
 import struct
 import warnings
 from collections.abc import Callable
@@ -21,7 +20,9 @@ import numpy as np
 from . import transport
 from .bootstrap import Bootstrap, MpiBootstrap, open_store
 from .collectives import Blocking, Collective, Gather, Gathering
+from .cost import WHOLE_BYTES
 from .emulated import Emulation, emulate
+from .interfaces import interface_of
 from .ledger import Ledger
 from .mesh import connect_mesh
 from .plans import PlanChannel
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .layout import GroupLayout
 
 BackendName = Literal["auto", "native", "mpi", "gloo", "nccl"]
-CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "emulated"]
+CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "pipeline", "emulated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class CommOptions:
     size. `deterministic`: one reduction tree for every size. `address`: what this rank binds to, reachable from the
     group's other nodes. `timeout_s`: how long a collective may make its caller wait (Communicator.set_timeout changes
     it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where ranks outnumber cores. `cpu`: the
-    communication thread's core. `secret`: the launch's, mixed into the connections' key."""
+    communication thread's core. `chunk_bytes`: of a large message, what one node sends another at once. `secret`: the
+    launch's, mixed into the connections' key."""
 
     backend: BackendName = "auto"
     collective: CollectiveName = "auto"
@@ -56,7 +58,7 @@ class CommOptions:
     timeout_s: float = 30.0
     spin_us: float | None = None
     cpu: int | None = None
-    small_bytes: int = 128 << 10
+    small_bytes: int = WHOLE_BYTES
     chunk_bytes: int = 256 << 10
     secret: bytes = b""
 
@@ -93,15 +95,15 @@ class Communicator:
         self.all_reduce, self.plans, self.ledger = all_reduce, plans, ledger
         self.process_groups, self.subgroups = process_groups, subgroups
         self.set_timeout = set_timeout
-        self._gathers, self._closers = gathers, closers
+        self.gathers, self._closers = gathers, closers
 
     def start_gather(self, payload: NDArray[np.uint8]) -> Gathering:
         """Sets off the gathering of payload, uint8 [n] with the same n everywhere; `.wait()` gives uint8 [size, n]."""
-        return self._gathers.start(payload)
+        return self.gathers.start(payload)
 
     def gather(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """uint8 [n] of every rank, in rank order: uint8 [size, n]. Blocks, asleep."""
-        return self._gathers.start(payload).wait()
+        return self.gathers.start(payload).wait()
 
     def close(self) -> None:
         """Ends every connection and thread of the group; always returns. Idempotent."""
@@ -123,8 +125,8 @@ def connect(
     choose: Callable[[int], str] | None = None,
 ) -> Communicator:
     """This rank's Communicator. All ranks of the job call it at once with their own group's layout, whose ranks must be
-    contiguous (Megatron's grid knows no other). `choose`: message bytes -> flat, exchange, two_level or doubling, for
-    collective auto. Raises MeshError, RuntimeError or ValueError naming what does not fit."""
+    contiguous (Megatron's grid knows no other). `choose`: message bytes -> flat, exchange, two_level, doubling or
+    pipeline, for collective auto. Raises MeshError, RuntimeError or ValueError naming what does not fit."""
     options = options or CommOptions()
     ranks = layout.ranks
     if ranks != tuple(range(ranks[0], ranks[0] + layout.size)):
@@ -134,7 +136,9 @@ def connect(
     if backend == "auto":
         backend = "native" if transport.available() else "gloo"
     native = backend == "native"
-    small, chunk = (options.small_bytes, options.chunk_bytes) if native else (4096, 4096)
+    # What nodes exchange of a chunk is a share of it: pieces as large as between two cost as few packets and wake-ups.
+    share = min(len(layout.nodes), 8) if len(layout.nodes) > 2 else 1
+    small, chunk = (options.small_bytes, options.chunk_bytes * share) if native else (4096, 4096)
     segment = transport.segment_bytes(layout.size, layout.per_node, small, chunk) if native else 4096
     mesh = connect_mesh(bootstrap, layout, options.address, segment, options.secret, options.connect_timeout_s)
     ledger = Ledger()
@@ -191,9 +195,9 @@ def _spin(options: CommOptions, layout: GroupLayout) -> float:
 
 
 def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int], str] | None) -> Callable[[int], str]:
-    """Message bytes -> the transport's strategy. Above small_bytes everything is the two-level pipeline."""
+    """Message bytes -> the transport's strategy. Above small_bytes everything is the pipeline."""
     spans = len(layout.nodes) > 1 and layout.per_node > 1
-    names = {"flat": "exchange", "exchange": "exchange", "two_level": "two_level", "doubling": "doubling"}
+    names = {name: name for name in ("exchange", "two_level", "doubling", "pipeline")} | {"flat": "exchange"}
     if options.collective == "doubling" and (layout.per_node > 1 or layout.size & (layout.size - 1)):
         raise ValueError(
             f"collective: doubling needs one rank on each of 2, 4, 8, … nodes, not {len(layout.nodes)} x "
@@ -273,25 +277,6 @@ def _gloo_interface(address: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def interface_of(address: str) -> str:
-    """The network interface that holds an IPv4 address. Raises ValueError naming those that there are."""
-    import fcntl
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(s, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            found[socket.inet_ntoa(answer[20:24])] = name
-    if address.startswith("127."):
-        return found.get("127.0.0.1", "lo")
-    if address not in found:
-        raise ValueError(f"no interface here has the address {address}: there are {found}")
-    return found[address]
 
 
 __all__ = ["CommOptions", "Communicator", "Emulation", "MpiBootstrap", "connect"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import fcntl
 import ipaddress
 import socket
+import struct
 
 
 class _Sockaddr(ctypes.Structure):
@@ -69,3 +71,20 @@ def address_of(interface: str) -> str:
     if not found:
         raise ValueError(f"interface {interface} has no address on this host, which has {', '.join(known)}")
     return next((address for address in found if ":" not in address), found[0])
+
+
+def interface_of(address: str) -> str:
+    """The network interface that holds an IPv4 address. Raises ValueError naming those that there are."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(s, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            found[socket.inet_ntoa(answer[20:24])] = name
+    if address.startswith("127."):
+        return found.get("127.0.0.1", "lo")
+    if address not in found:
+        raise ValueError(f"no interface here has the address {address}: there are {found}")
+    return found[address]

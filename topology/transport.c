@@ -65,9 +65,8 @@ LT_API void lt_free(lt_comm *c) {
         for (lt_out *o = p->first, *next; o; o = next) next = o->next, free(o);
     }
     if (c->segment) munmap(c->segment, c->segment_bytes);
-    if (c->send_ring) munmap(c->send_ring, lt_align(LT_RING * c->chunk));
-    if (c->rail_rings) munmap(c->rail_rings, lt_align((size_t)c->nodes * LT_RING * c->chunk));
-    if (c->total_rings) munmap(c->total_rings, lt_align((size_t)c->nodes * LT_RING * c->chunk));
+    if (c->send_ring) munmap(c->send_ring, lt_align(LT_WINDOW * c->slice_bytes));
+    if (c->rail_rings) munmap(c->rail_rings, lt_align((size_t)c->nodes * LT_WINDOW * c->piece_bytes));
     if (c->steps) munmap(c->steps, lt_align(LT_SLOTS * 8 * c->small));
     if (c->partial) munmap(c->partial, lt_align(LT_SLOTS * c->small));
     pthread_mutex_destroy(&c->net);
@@ -76,6 +75,7 @@ LT_API void lt_free(lt_comm *c) {
     free((void *)c->rail_sent);
     free((void *)c->total_got);
     free((void *)c->total_sent);
+    free(c->rail_heads);
     free((void *)c->step_got);
     free(c->peers);
     free(c);
@@ -112,9 +112,12 @@ LT_API lt_comm *lt_open(int rank, int size, int per_node, const int *fds, int se
     c->main_bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     ok = ok && c->epoll >= 0 && c->bell >= 0 && c->main_bell >= 0;
     if (c->nodes > 1) {
-        size_t rings = (size_t)c->nodes * LT_RING * chunk;
-        ok = ok && (c->send_ring = lt_lazy(LT_RING * chunk)) && (c->rail_rings = lt_lazy(rings)) &&
-             (c->total_rings = lt_lazy(rings)) &&
+        /* an uneven share has one element more than an even one */
+        c->slice_bytes = (chunk / (size_t)per_node + 127) & ~(size_t)63;
+        c->piece_bytes = c->nodes > 2 ? (c->slice_bytes / (size_t)c->nodes + 127) & ~(size_t)63 : c->slice_bytes;
+        ok = ok && (c->send_ring = lt_lazy(LT_WINDOW * c->slice_bytes)) &&
+             (c->rail_rings = lt_lazy((size_t)c->nodes * LT_WINDOW * c->piece_bytes)) &&
+             (c->rail_heads = calloc((size_t)c->nodes * LT_WINDOW, sizeof(lt_frame))) &&
              (c->steps = lt_lazy(LT_SLOTS * 8 * small)) && (c->partial = lt_lazy(LT_SLOTS * small));
     }
     ok = ok && (c->rail_got = calloc((size_t)c->nodes, 8)) && (c->rail_sent = calloc((size_t)c->nodes, 8)) &&
@@ -345,8 +348,10 @@ static int lt_finish(lt_comm *c, lt_op *op) {
     if (atomic_load(&c->closing)) return lt_fail(c, LT_CLOSED, -1, op->seq);
     if (op->strategy >= LT_PIPELINE) {
         if ((code = lt_await_word(c, &op->done, 1, NULL, &patience))) {
-            pthread_mutex_lock(&c->work); /* x goes back to the caller: the thread must have let go of it */
+            pthread_mutex_lock(&c->work); /* x goes back to the caller: the thread must have let go of it, */
             pthread_mutex_unlock(&c->work);
+            pthread_mutex_lock(&c->net); /* and so must whoever sends from it or receives into it */
+            pthread_mutex_unlock(&c->net);
             return code;
         }
         arrival = atomic_load(&op->done_ns);

@@ -12,7 +12,8 @@
 
 #define LT_DEPTH 4
 #define LT_SLOTS (2 * LT_DEPTH)
-#define LT_RING 4 /* chunks of a large message on their way at once */
+#define LT_RING 4    /* chunks of a large message in the node's shared memory at once */
+#define LT_WINDOW 8  /* chunks on their way between nodes: the bytes that a long or busy link holds */
 #define LT_MAX_RANKS 256
 #define LT_HISTORY 256
 #define LT_SLICE_NS 50000000LL /* a sleeper looks up this often to see whether a peer is gone */
@@ -58,6 +59,7 @@ typedef struct { /* how many chunks of large messages a rank has taken through e
     _Atomic uint64_t published, reduced, finished, consumed;
     _Atomic uint32_t asleep; /* its communication thread sleeps and wants a byte to wake */
     char pad[28];
+    uint64_t what[LT_RING][2]; /* of the chunks published: lt_what */
 } lt_stage;
 
 /* ---- one process ---- */
@@ -141,9 +143,10 @@ typedef struct lt_comm {
     uint64_t chunks_started;  /* chunk cursors: this one is the starter's, the others the thread's */
     uint64_t pub, red, mid, out;
     _Atomic uint64_t fin;
-    char *send_ring;  /* [RING][chunk]: this rank's slice of the node's sum */
-    char *rail_rings; /* [nodes][RING][chunk]: what the other nodes sent of their sums */
-    char *total_rings; /* likewise: finished pieces, where more than two nodes share the summing */
+    size_t slice_bytes, piece_bytes; /* the most that a rank sums of a chunk on its node, and then for all nodes */
+    char *send_ring;  /* [WINDOW][slice_bytes]: this rank's slice of the node's sum, then of the total */
+    char *rail_rings; /* [nodes][WINDOW][piece_bytes]: what the other nodes sent of their sums */
+    lt_frame *rail_heads; /* [nodes][WINDOW]: and what they said it was */
     _Atomic uint64_t *rail_got, *rail_sent, *total_got, *total_sent; /* [nodes]: chunks */
 
     char *steps;        /* DOUBLING: [SLOTS][8][small] received */

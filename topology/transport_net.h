@@ -14,7 +14,7 @@
 #include <linux/futex.h>
 #include <sys/syscall.h>
 
-#include "transport.h"
+#include "transport_chunks.h"
 
 static int64_t lt_now(void) {
     struct timespec t;
@@ -75,9 +75,6 @@ static char *lt_ring_in(lt_comm *c, int local, uint64_t chunk) {
     return c->ring_in + ((size_t)local * LT_RING + chunk % LT_RING) * c->chunk;
 }
 static char *lt_ring_out(lt_comm *c, uint64_t chunk) { return c->ring_out + (chunk % LT_RING) * c->chunk; }
-static size_t lt_rail_at(lt_comm *c, int node, uint64_t chunk) {
-    return ((size_t)node * LT_RING + chunk % LT_RING) * c->chunk;
-}
 
 static void lt_watch(lt_comm *c, int rank, uint32_t mask) {
     lt_peer *p = &c->peers[rank];
@@ -91,7 +88,7 @@ static void lt_watch(lt_comm *c, int rank, uint32_t mask) {
 
 static void lt_flush(lt_comm *c, int rank) {
     lt_peer *p = &c->peers[rank];
-    while (p->first) {
+    while (p->first && atomic_load(&c->error) == 0) { /* after an error, what it refers to may be gone */
         lt_out *o = p->first;
         struct iovec v[2] = {{(char *)&o->head + sizeof o->head - o->head_left, o->head_left},
                              {(char *)o->data + o->at, o->bytes - o->at}};
@@ -181,20 +178,23 @@ static char *lt_route(lt_comm *c, int rank) {
         lt_fail(c, h->op == LT_TIMEOUT ? LT_TIMEOUT : LT_PEER_LOST, (int)h->index, h->seq);
         return NULL;
     }
-    if (h->magic != LT_MAGIC || h->bytes > (h->kind == LT_F_CHUNK || h->kind == LT_F_TOTAL ? c->chunk : c->small)) goto bad;
+    if (h->magic != LT_MAGIC) goto bad;
+    if (h->kind == LT_F_CHUNK || h->kind == LT_F_TOTAL) {
+        if (rank % c->per_node != c->local || node == c->node || h->bytes > c->piece_bytes) goto bad;
+        if (h->kind == LT_F_TOTAL) {
+            char *into = lt_total_place(c, node, h);
+            if (!into) lt_fail(c, LT_MISMATCH, rank, h->seq);
+            return into;
+        }
+        p->paused = h->seq >= c->fin + LT_WINDOW;
+        return p->paused ? NULL : lt_rail(c, node, h->seq);
+    }
+    if (h->bytes > c->small) goto bad;
     switch (h->kind) {
     case LT_F_WHOLE: return p->rx + (size_t)slot * c->small;
     case LT_F_NODE:
         if (node == c->node) goto bad;
         return lt_node_sum(c, node, slot);
-    case LT_F_CHUNK:
-    case LT_F_TOTAL:
-        if (rank % c->per_node != c->local || node == c->node) goto bad;
-        if (h->seq >= c->fin + LT_RING) {
-            p->paused = 1;
-            return NULL;
-        }
-        return (h->kind == LT_F_CHUNK ? c->rail_rings : c->total_rings) + lt_rail_at(c, node, h->seq);
     case LT_F_STEP:
         if (h->step >= 8) goto bad;
         return c->steps + ((size_t)slot * 8 + h->step) * c->small;
@@ -214,7 +214,10 @@ static void lt_arrived(lt_comm *c, int rank) {
         __atomic_store_n(&p->whole, p->head.seq + 1, __ATOMIC_RELEASE);
         break;
     case LT_F_NODE: lt_part_arrived(c, slot, p->head.seq); break;
-    case LT_F_CHUNK: c->rail_got[rank / c->per_node]++; break;
+    case LT_F_CHUNK:
+        c->rail_heads[lt_rail_slot(rank / c->per_node, p->head.seq)] = p->head;
+        c->rail_got[rank / c->per_node]++;
+        break;
     case LT_F_TOTAL: c->total_got[rank / c->per_node]++; break;
     case LT_F_STEP: c->step_got[slot * 8 + p->head.step] = p->head.seq + 1; break;
     default: break;

@@ -4,32 +4,11 @@
 #define LADDERTRON_TRANSPORT_THREAD_H
 
 #include "transport_net.h"
-#include "transport_reduce.h"
 
 static void lt_op_done(lt_op *op) {
     atomic_store(&op->done_ns, lt_now());
     atomic_store(&op->done, 1);
     lt_futex_wake(&op->done);
-}
-
-static lt_op *lt_chunk_op(lt_comm *c, uint64_t chunk) {
-    uint64_t queued = atomic_load(&c->queued);
-    for (uint64_t i = c->taken; i < queued; i++) {
-        lt_op *op = &c->ops[c->queue[i % LT_SLOTS] % LT_SLOTS];
-        if (op->strategy == LT_PIPELINE && chunk >= op->first_chunk && chunk < op->first_chunk + op->chunks) return op;
-    }
-    return NULL;
-}
-
-/* Elements of a chunk, and of this rank's slice of it, counted from the chunk's first element. */
-static size_t lt_chunk_span(lt_comm *c, lt_op *op, uint64_t chunk, size_t *first, size_t *slice, size_t *slice_count) {
-    size_t each = c->chunk / lt_width(op->dtype), k = (size_t)(chunk - op->first_chunk);
-    size_t count = op->count - k * each < each ? op->count - k * each : each;
-    size_t n = (size_t)c->per_node, l = (size_t)c->local;
-    *first = k * each;
-    *slice = count * l / n;
-    *slice_count = count * (l + 1) / n - *slice;
-    return count;
 }
 
 #define LT_LEAST(name)                                                              \
@@ -46,21 +25,14 @@ LT_LEAST(reduced)
 LT_LEAST(finished)
 LT_LEAST(consumed)
 
-/* Where this rank's slice of the node's sum lies: alone on its node, in x itself. */
-static char *lt_slice(lt_comm *c, lt_op *op, uint64_t chunk) {
-    if (c->per_node > 1) return c->send_ring + (chunk % LT_RING) * c->chunk;
-    return (char *)op->x + (size_t)(chunk - op->first_chunk) * c->chunk;
-}
-
-static size_t lt_piece(lt_comm *c, size_t count, int node) { return count * (size_t)node / (size_t)c->nodes; }
-
 /* Sends to the rail's other ranks; `kind` CHUNK with more than two nodes: to each its piece, else everything to all. */
 static int lt_rail_send(lt_comm *c, lt_op *op, int kind, uint64_t chunk, const char *data, size_t count) {
     size_t width = lt_width(op->dtype);
     for (int k = 1; k < c->nodes; k++) {
         int node = (c->node + k) % c->nodes, split = kind == LT_F_CHUNK && c->nodes > 2;
         size_t from = split ? lt_piece(c, count, node) : 0, to = split ? lt_piece(c, count, node + 1) : count;
-        lt_frame head = {LT_MAGIC, (uint8_t)kind, (uint8_t)op->dtype, 0, 0, chunk, 0, (uint32_t)((to - from) * width)};
+        lt_frame head = {LT_MAGIC, (uint8_t)kind, (uint8_t)op->dtype, 0, 0, chunk, (uint32_t)op->seq,
+                         (uint32_t)((to - from) * width)};
         _Atomic uint64_t *sent = kind == LT_F_CHUNK ? &c->rail_sent[node] : &c->total_sent[node];
         if (lt_send(c, node * c->per_node + c->local, &head, data + from * width, sent)) return -1;
     }
@@ -72,7 +44,13 @@ static int lt_chunk_reduce(lt_comm *c, lt_op *op) {
     const void *in[LT_MAX_RANKS];
     size_t first, slice, count, width = lt_width(op->dtype);
     lt_chunk_span(c, op, c->red, &first, &slice, &count);
-    for (int l = 0; l < c->per_node; l++) in[l] = lt_ring_in(c, l, c->red);
+    uint64_t ours[2];
+    lt_what(op, ours);
+    for (int l = 0; l < c->per_node; l++) {
+        in[l] = lt_ring_in(c, l, c->red);
+        if (memcmp(c->stages[l].what[c->red % LT_RING], ours, sizeof ours))
+            return lt_fail(c, LT_MISMATCH, c->node * c->per_node + l, op->seq);
+    }
     if (c->nodes == 1) {
         lt_sum(in, c->per_node, slice, count, lt_ring_out(c, c->red) + slice * width, op->dtype);
         return 0;
@@ -82,6 +60,16 @@ static int lt_chunk_reduce(lt_comm *c, lt_op *op) {
     return lt_rail_send(c, op, LT_F_CHUNK, c->red, mine, count);
 }
 
+/* What the rail's other ranks sent of their sums, in the order of nodes, and `mine` among them. */
+static int lt_rail_parts(lt_comm *c, lt_op *op, uint64_t chunk, const char *mine, size_t count, const void **in) {
+    for (int n = 0; n < c->nodes; n++) {
+        in[n] = n == c->node ? mine : lt_rail(c, n, chunk);
+        if (n != c->node && !lt_belongs(op, &c->rail_heads[lt_rail_slot(n, chunk)], count))
+            return lt_fail(c, LT_MISMATCH, n * c->per_node + c->local, op->seq);
+    }
+    return 0;
+}
+
 /* With more than two nodes: sums this node's piece of the slice, and sends the total to the others. */
 static int lt_chunk_total(lt_comm *c, lt_op *op) {
     const void *in[LT_MAX_RANKS];
@@ -89,7 +77,7 @@ static int lt_chunk_total(lt_comm *c, lt_op *op) {
     lt_chunk_span(c, op, c->mid, &first, &slice, &count);
     size_t from = lt_piece(c, count, c->node), to = lt_piece(c, count, c->node + 1);
     char *mine = lt_slice(c, op, c->mid) + from * width;
-    for (int n = 0; n < c->nodes; n++) in[n] = n == c->node ? mine : c->rail_rings + lt_rail_at(c, n, c->mid);
+    if (lt_rail_parts(c, op, c->mid, mine, to - from, in)) return -1;
     lt_sum(in, c->nodes, 0, to - from, mine, op->dtype);
     return lt_rail_send(c, op, LT_F_TOTAL, c->mid, mine, to - from);
 }
@@ -106,22 +94,19 @@ static int lt_chunk_ready(lt_comm *c) {
            lt_rails_ready(c, c->fin, c->rail_got, c->rail_sent);
 }
 
-/* The slice's result, into the node's ring (alone on its node: into x). */
-static void lt_chunk_finish(lt_comm *c, lt_op *op) {
+/* The slice's result, into the node's ring (alone on its node: into x, where the totals of several nodes are already). */
+static int lt_chunk_finish(lt_comm *c, lt_op *op) {
+    const void *in[LT_MAX_RANKS];
     size_t first, slice, count, width = lt_width(op->dtype);
     lt_chunk_span(c, op, c->fin, &first, &slice, &count);
     char *mine = lt_slice(c, op, c->fin), *out = c->per_node > 1 ? lt_ring_out(c, c->fin) + slice * width : mine;
     if (c->nodes == 2) {
-        char *theirs = c->rail_rings + lt_rail_at(c, !c->node, c->fin);
-        const void *in[2] = {c->node ? theirs : mine, c->node ? mine : theirs};
+        if (lt_rail_parts(c, op, c->fin, mine, count, in)) return -1;
         lt_sum(in, 2, 0, count, out, op->dtype);
-        return;
+    } else if (out != mine) {
+        memcpy(out, mine, count * width);
     }
-    for (int n = 0; n < c->nodes; n++) {
-        size_t from = lt_piece(c, count, n) * width, to = lt_piece(c, count, n + 1) * width;
-        char *piece = n == c->node ? mine + from : c->total_rings + lt_rail_at(c, n, c->fin);
-        if (out + from != piece) memcpy(out + from, piece, to - from);
-    }
+    return 0;
 }
 
 /* Takes chunks as far through the stages as they will go. 1: something moved. */
@@ -135,11 +120,12 @@ static int lt_pipeline(lt_comm *c) {
         if (lt_least_reduced(c) + LT_RING > c->pub && (op = lt_chunk_op(c, c->pub))) {
             size_t width = lt_width(op->dtype), all = lt_chunk_span(c, op, c->pub, &first, &slice, &count);
             if (shared) memcpy(lt_ring_in(c, c->local, c->pub), (char *)op->x + first * width, all * width);
+            lt_what(op, me->what[c->pub % LT_RING]);
             atomic_store(&me->published, ++c->pub);
             again = 1;
         }
-        uint64_t room = c->nodes == 1 ? lt_least_consumed(c) : c->fin;
-        if (lt_least_published(c) > c->red && room + LT_RING > c->red && (op = lt_chunk_op(c, c->red))) {
+        uint64_t room = c->nodes == 1 ? lt_least_consumed(c) + LT_RING : c->fin + LT_WINDOW;
+        if (lt_least_published(c) > c->red && room > c->red && (op = lt_chunk_op(c, c->red))) {
             if (lt_chunk_reduce(c, op)) return 1;
             atomic_store(&me->reduced, ++c->red);
             if (c->nodes == 1) atomic_store(&me->finished, atomic_fetch_add(&c->fin, 1) + 1);
@@ -153,7 +139,7 @@ static int lt_pipeline(lt_comm *c) {
         }
         if (c->nodes > 1 && lt_chunk_ready(c) && lt_least_consumed(c) + LT_RING > c->fin &&
             (op = lt_chunk_op(c, c->fin))) {
-            lt_chunk_finish(c, op);
+            if (lt_chunk_finish(c, op)) return 1;
             atomic_store(&me->finished, atomic_fetch_add(&c->fin, 1) + 1);
             again = 1;
         }
@@ -239,7 +225,7 @@ static void lt_listen(lt_comm *c, int busy) {
             continue;
         }
         uint32_t in = !p->eof && (p->local || (wire && !p->paused)) ? EPOLLIN : 0;
-        if (p->paused && p->head.seq < c->fin + LT_RING) in = EPOLLIN;
+        if (p->paused && p->head.seq < c->fin + LT_WINDOW) in = EPOLLIN;
         lt_watch(c, r, in | (p->first && !p->eof ? EPOLLOUT : 0));
     }
     pthread_mutex_unlock(&c->net);
