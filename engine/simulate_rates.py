@@ -145,18 +145,18 @@ def links(
     source: str = "untuned prices",
 ) -> Links:
     """Collectives of a group at `costs` (None: untuned prices), the cheapest strategy for each size."""
-    known, allowed = costs or reference(backend, shape), candidates(backend, shape)
+    known = costs or reference(backend, shape)
     slowest = shape.intra if shape.nodes == 1 else shape.inter
     slows = contention or (NCCL_CONTENTION[slowest] if backend == "nccl" else CPU_CONTENTION)
 
     def wire(nbytes: int) -> Wire:
         if shape.size == 1:
             return Wire(0.0)
-        strategy, seconds = choose(known, shape, nbytes, allowed)
+        strategy, seconds = choose(known, shape, nbytes, candidates(backend, shape, nbytes))
         return Wire(seconds, slows=slows.of(predict(known, shape, strategy, 1), seconds))
 
     def strategy(nbytes: int) -> str:
-        return choose(known, shape, nbytes, allowed)[0] if shape.size > 1 else "none"
+        return choose(known, shape, nbytes, candidates(backend, shape, nbytes))[0] if shape.size > 1 else "none"
 
     return Links(wire, strategy, source)
 

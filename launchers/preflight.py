@@ -31,7 +31,7 @@ from ..topology.fit import Fit, Point, fit
 from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity
 from ..topology.layout import GroupLayout, observed_layout
-from ..topology.links import line_of, measure
+from ..topology.links import Line, line_of, measure, needs_torch_groups
 from ..topology.preflight import Finding, LinkTime, Pair, Plan, RankReport, Transport, judge, plan
 from ..topology.tuning import Tuning, make
 from . import tuned
@@ -46,7 +46,7 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What rank 0 knows at the end. `fitted` is None where ranks have nothing to reduce with one another; `tuning`
-    there too, and where something is wrong with the fabric."""
+    there too, and where something is wrong with the fabric. `carrier`: whose messages the links were measured with."""
 
     fabric: Fabric
     shape: Shape
@@ -56,6 +56,7 @@ class Outcome:
     fitted: Fit | None
     findings: tuple[Finding, ...]
     tuning: Tuning | None
+    carrier: str = ""
 
     @property
     def broken(self) -> bool:
@@ -92,14 +93,17 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
         comm_options(deployment, address, b""), backend=backend, collective="auto", emulation=None, deterministic=False
     )
     log = _listen_to_nccl(backend, identity)
-    with connect(bootstrap, layout, replace(options, process_groups=backend in ("gloo", "nccl"))) as communicator:
+    grouped = size > 1 and needs_torch_groups(bootstrap, backend)
+    with connect(bootstrap, layout, replace(options, process_groups=grouped)) as communicator:
         points = _sweep(wanted, communicator, bootstrap, layout, options, shape, device)
-        links = _links(wanted, bootstrap, backend, device)
+        line = line_of(bootstrap, backend, device) if wanted.rounds else None
+        links = measure_links(wanted, bootstrap, line)
         report = _report(deployment, identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
         status, outcome = 0, None
         everyone = bootstrap.all_gather(json.dumps({"report": asdict(report), "links": links}).encode())
         if bootstrap.rank == 0:
             outcome = _judge(deployment, fabric, shape, backend, everyone, points)
+            outcome = replace(outcome, carrier=line.carrier if line is not None else "")
             status = int(outcome.broken)
         status = bootstrap.all_gather(bytes([status]))[0][0]
     return status, outcome
@@ -131,11 +135,11 @@ def _read_report(data: dict[str, Any]) -> RankReport:
 # measuring
 
 
-def _links(
-    wanted: Plan, bootstrap: Bootstrap, backend: Backend, device: torch.device
+def measure_links(
+    wanted: Plan, bootstrap: Bootstrap, line: Line | None
 ) -> list[tuple[int, int, int | None, float, float]]:
-    """This rank's pairs, those that it is the first of."""
-    line = line_of(bootstrap, backend, device)
+    """Of this rank's pairs those that it is the first of: both ranks, the rail, seconds one way, bytes/s. Every rank
+    calls it; all end a round before any begins the next."""
     found: list[tuple[int, int, int | None, float, float]] = []
     for pairs in wanted.rounds:
         for pair in pairs:
@@ -161,7 +165,7 @@ def _sweep(
     points = []
     for strategy in dict.fromkeys(s for s, _ in wanted.sweep):
         own = control
-        if strategy in ("exchange", "two_level", "doubling"):
+        if strategy in ("exchange", "two_level", "doubling", "pipeline"):
             own = connect(bootstrap, layout, replace(options, collective=strategy, process_groups=False))
         try:
             for nbytes in (n for s, n in wanted.sweep if s == strategy):

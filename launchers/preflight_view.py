@@ -23,7 +23,9 @@ def size_name(nbytes: int) -> str:
 
 def links_table(outcome: Outcome) -> Table:
     host = {r.rank: r.hostname for r in outcome.reports}
-    table = Table("link", "rail", "one way", "rate", title="Links", title_justify="left")
+    table = Table(
+        "link", "rail", "one way", "rate", title=f"Links, {outcome.carrier}, point to point", title_justify="left"
+    )
     for link in outcome.links:
         pair = link.pair
         table.add_row(

@@ -21,7 +21,7 @@ from ..engine.engine import Engine, follow
 from ..engine.request import ModelLimits, TokensEvent
 from ..engine.scheduler import Scheduler
 from ..models.refusal import Refusal
-from ..topology.bootstrap import Bootstrap, MpiBootstrap, StoreBootstrap, open_store
+from ..topology.bootstrap import Bootstrap, bootstrap_of
 from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity
 from ..topology.interfaces import address_of
@@ -57,15 +57,7 @@ class DeviceError(Refusal, ValueError):
 
 def bootstrap_for(identity: Identity) -> Bootstrap:
     """MPI, or torchrun's store."""
-    if identity.launcher != "torchrun":
-        return MpiBootstrap()
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as fault:
-        raise ValueError(f"torchrun's MASTER_ADDR and MASTER_PORT are missing or broken: {fault}") from fault
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = open_store(address, port, master=identity.rank == 0 and not agent)
-    return StoreBootstrap(store, identity.rank, identity.world_size)
+    return bootstrap_of(identity, os.environ)
 
 
 def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
@@ -99,6 +91,22 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
     )
 
 
+def insist_on_transport(deployment: Deployment, backend: str, spans: bool) -> None:
+    """`parallel.require_transport` for a group that `spans` nodes. NCCL is told in this process's environment, before
+    its first communicator: named its network, it fails where it cannot have it, instead of falling back. Raises
+    ValueError for a backend that knows sockets alone. (What is lacking, preflight finds out: it does not insist.)"""
+    wanted = deployment.parallel.require_transport
+    if not spans or wanted == "any":
+        return
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_NET", "IB" if wanted == "ib" else "Socket")
+    elif wanted == "ib" and backend in ("native", "gloo"):
+        raise ValueError(
+            f"parallel.require_transport is ib, backend {backend} sends over sockets between nodes: use backend nccl "
+            "(or mpi), or require_transport: any"
+        )
+
+
 def join_group(
     deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
 ) -> Communicator:
@@ -113,14 +121,17 @@ def join_group(
     size = deployment.parallel.tensor_parallel_size
     layout = observed_layout(nodes, bootstrap.rank // size * size, size)
     address = local_address(deployment, nodes)
+    insist_on_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
     choose = tuned_choice(deployment, bootstrap, nodes, layout)
     return connect(bootstrap, layout, comm_options(deployment, address, secret), choose)
 
 
 def set_threads(deployment: Deployment, identity: Identity) -> None:
-    """Compute threads of this rank: its share of the node's cores."""
+    """Compute threads of this rank: its share of the node's cores. And devices in the order in which NVML, the fabric
+    and the placement count them: unless told, CUDA puts the fastest first."""
     import torch
 
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(deployment.engine.threads or max(1, cores // identity.local_size))
     torch.set_grad_enabled(False)

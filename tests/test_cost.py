@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laddertron.topology.cost import (
     STRATEGIES,
+    WHOLE_BYTES,
     Backend,
     Costs,
     LinkCost,
@@ -32,7 +33,7 @@ from laddertron.topology.placement import place
 from laddertron.topology.presets import GPU_MODELS, gpu_node, preset
 from laddertron.topology.prices import reference
 from laddertron.topology.reading import ReadError
-from laddertron.topology.tuning import Choice, Tuning, TuningError, choices, chooser, make, refuse_other_fabric
+from laddertron.topology.tuning import Choice, Chooser, Tuning, TuningError, choices, chooser, make, refuse_other_fabric
 from laddertron.topology.tuning import load as load_tuning
 
 KIB, US = 1 << 10, 1e-6
@@ -88,7 +89,19 @@ def test_terms_by_hand() -> None:
     assert counts("doubling") == (1, 2, 2, 1, 1 * 2)
     assert counts("two_level") == (3, 2, 1.5, 1, 0.25 * 2)
     assert counts("two_level_latency") == (2, 1, 3, 1, 1 * 2)
+    assert counts("pipeline") == (3, 2, 1.5, 1, 0.25 * 2)
     assert counts("ring") == (1, 10, 0, 4, 1.75)  # 7 links of 8, twice; 2 of them lead to the other node
+
+
+@pytest.mark.parametrize(("nodes", "hops", "volume"), [(1, 0, 0.0), (2, 1, 1.0), (4, 2, 1.5), (16, 2, 1.875)])
+def test_no_strategy_sends_fewer_bytes_than_the_pipeline(nodes: int, hops: int, volume: float) -> None:
+    """Over N nodes of one rank each byte leaves a rank 2 (N - 1) / N times, in two hops however many nodes (two
+    exchange halves in one); a ring sends as much in 2 N hops, an exchange N - 1 times the whole."""
+    shape = Shape(nodes, 1)
+    found = terms("native", shape, "pipeline", 1 << 20)
+    assert (found.inter_hops, found.inter_bytes / (1 << 20)) == (hops, volume)
+    others = [terms("native", shape, s, 1 << 20) for s in STRATEGIES if possible(s, shape)]
+    assert all(found.inter_bytes <= other.inter_bytes for other in others)
 
 
 def test_what_is_possible() -> None:
@@ -102,10 +115,13 @@ def test_what_is_possible() -> None:
 
 def test_only_what_the_backend_has_is_a_candidate() -> None:
     assert candidates("nccl", TWO_BY_8) == ("flat",)
-    assert candidates("native", Shape(4, 1)) == ("exchange", "doubling")
-    assert candidates("native", Shape(2, 2)) == ("exchange", "two_level")
-    assert candidates("native", Shape(1, 4)) == ("exchange",)
-    assert candidates("native", Shape(3, 1)) == ("exchange",)
+    assert candidates("native", Shape(4, 1)) == ("exchange", "doubling", "pipeline")
+    assert candidates("native", Shape(2, 2)) == ("exchange", "two_level", "pipeline")
+    assert candidates("native", Shape(1, 4)) == ("exchange", "pipeline")
+    assert candidates("native", Shape(3, 1)) == ("exchange", "pipeline")
+    assert candidates("native", Shape(4, 1), WHOLE_BYTES) == ("exchange", "doubling", "pipeline")
+    assert candidates("native", Shape(4, 1), WHOLE_BYTES + 1) == ("pipeline",)
+    assert candidates("nccl", TWO_BY_8, 8 << 20) == ("flat",)
 
 
 def test_the_choice_follows_the_size() -> None:
@@ -113,7 +129,8 @@ def test_the_choice_follows_the_size() -> None:
     shape = Shape(2, 4)
     costs = reference("native", shape)
     assert choose(costs, shape, 4 * KIB)[0] in ("exchange", "two_level_latency", "doubling")
-    assert choose(costs, shape, 8 << 20)[0] == "two_level"
+    assert choose(costs, shape, 8 << 20)[0] in ("two_level", "pipeline")
+    assert choose(costs, shape, 8 << 20, candidates("native", shape, 8 << 20))[0] == "pipeline"
     assert choose(costs, shape, 8 << 20, ("flat",))[0] == "flat"
     assert choose(reference("nccl", TWO_BY_8), TWO_BY_8, 32 * KIB, ("flat", "two_level"))[0] == "flat"
     with pytest.raises(ValueError, match="none of two_level is possible"):
@@ -243,6 +260,22 @@ def test_choices_come_from_what_was_measured() -> None:
 
 
 PAIR = load(FIXTURES / "dgx-h100-pair.json")
+
+
+def test_large_messages_are_picked_from_what_was_measured() -> None:
+    """Over four nodes the exchange wins until the bytes outweigh the second hop, where the sweep found it; above what
+    the exchange can take nothing else is asked about."""
+    shape = Shape(4, 1)
+    costs = Costs("native", (Regime(20 * US, None, LinkCost(100 * US, 1e9)),))
+    points = [
+        Point(s, n, predict(costs, shape, s, n), shape)
+        for n in (32 * KIB, 64 * KIB, 128 * KIB, 1 << 20, 8 << 20)
+        for s in candidates("native", shape, n)
+    ]
+    cpus = preset("4x1xcpu")
+    tuning = make(cpus, shape, fit(points, "native"), {})
+    found = Chooser(shape, tuning.costs, tuning.choices, "measured")
+    assert [found.strategy(n) for n in (32 * KIB, 128 * KIB, 1 << 20, 64 << 20)] == ["exchange"] + ["pipeline"] * 3
 
 
 def tuned(tmp_path: Path) -> tuple[Path, Tuning]:

@@ -46,7 +46,9 @@ def test_the_plan_covers_every_link_and_size() -> None:
     assert sizes[0] == 32 << 10
     assert sizes[-1] == 8 << 20
     assert 48 << 10 in sizes
-    assert {s for s, _ in found.sweep} == {"exchange", "two_level"}
+    by_size = {n: {s for s, m in found.sweep if m == n} for n in sizes}
+    assert by_size[128 << 10] == {"exchange", "two_level", "pipeline"}
+    assert by_size[256 << 10] == by_size[8 << 20] == {"pipeline"}
 
 
 def test_a_ring_of_nodes_closes() -> None:

@@ -32,7 +32,13 @@ Parts = tuple[Collective, Gather, Callable[[float], None], Callable[[], None]]
 def other_backend(
     name: str, bootstrap: Bootstrap, layout: GroupLayout, groups: Any, options: CommOptions, ledger: Ledger
 ) -> Parts:
-    """The parts of the backend `name` (mpi, gloo or nccl). Raises ValueError for one that cannot be had here."""
+    """The parts of the backend `name` (mpi, gloo or nccl). Raises ValueError for one that cannot be had here, and for a
+    strategy that it does not have."""
+    if options.collective not in ("auto", "flat", "emulated") and not options.deterministic:
+        raise ValueError(
+            f"collective: {options.collective} is the native transport's, backend {name} has algorithms of its own: "
+            "use collective auto or flat, or backend native"
+        )
     link = "net" if len(layout.nodes) > 1 else "node"
     if name == "mpi":
         if not isinstance(bootstrap, MpiBootstrap):

@@ -8,8 +8,12 @@ from __future__ import annotations
 import atexit
 import socket
 import struct
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from .identity import Identity
 
 LIMIT = 1 << 20
 """Bytes that a rank may give at once: addresses and digests, nothing else."""
@@ -77,16 +81,18 @@ def _finalize(mpi: Any) -> None:
 
 class StoreBootstrap:
     """Ranks that know a TCPStore: torchrun's, or one that `open_store` made. The store is not authenticated: where its
-    network is shared, give CommOptions.secret as well."""
+    network is shared, give CommOptions.secret as well. `attempt`: what tells these ranks from those that used the same
+    store before them."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float = 60.0, attempt: str = "0") -> None:
         self.store, self.rank, self.size = store, rank, size
+        self._attempt = attempt
         self._timeout = timedelta(seconds=timeout_s)
         self._round = 0
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         _check(payload)
-        keys = [f"bootstrap/{self._round}/{rank}" for rank in range(self.size)]
+        keys = [f"bootstrap/{self._attempt}/{self._round}/{rank}" for rank in range(self.size)]
         self._round += 1
         self.store.set(keys[self.rank], payload.hex())
         self.store.wait(keys, self._timeout)
@@ -94,6 +100,22 @@ class StoreBootstrap:
 
     def close(self) -> None:
         """Nothing: the store goes with its last holder."""
+
+
+def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
+    """MPI, or the store at torchrun's MASTER_ADDR and MASTER_PORT: its agent keeps one there, else rank 0 does. Raises
+    ValueError where the two are missing or broken."""
+    if identity.launcher != "torchrun":
+        return MpiBootstrap()
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise ValueError(
+            f"MASTER_ADDR={address!r} and MASTER_PORT={port!r}: torchrun sets both, start it with torchrun"
+        )
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = open_store(address, int(port), master=identity.rank == 0 and not agent)
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt)
 
 
 def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> Any:

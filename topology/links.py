@@ -1,4 +1,5 @@
-"""Point to point between two ranks of a job, as the backend in use would carry it: latency and rate of one link.
+"""Point to point between two ranks of a job: latency and rate of one link, by the library that started the ranks or
+that carries their collectives.
 
 Effects alone: which pairs to measure is preflight.py's plan. Called by launchers/preflight.py on both ranks of a pair.
 """
@@ -18,7 +19,10 @@ _WARM, _ROUNDS, _TRANSFERS = 5, 30, 3
 
 
 class Line(Protocol):
-    """Blocking messages between two ranks (global numbers)."""
+    """Blocking messages between two ranks (global numbers); `carrier`: whose, in a word."""
+
+    @property
+    def carrier(self) -> str: ...
 
     def send(self, nbytes: int, peer: int) -> None: ...
 
@@ -27,6 +31,8 @@ class Line(Protocol):
 
 class MpiLine:
     """Through MPI's own send and receive."""
+
+    carrier = "MPI"
 
     def __init__(self, bootstrap: MpiBootstrap) -> None:
         self._comm = bootstrap.comm
@@ -47,6 +53,7 @@ class TorchLine:
 
         self._dist: Any = dist
         self._device = device
+        self.carrier = "NCCL" if device.type == "cuda" else "gloo"
         self._buffer = torch.zeros(_BULK, dtype=torch.uint8, device=device)
 
     def send(self, nbytes: int, peer: int) -> None:
@@ -62,13 +69,16 @@ class TorchLine:
             torch.cuda.synchronize(self._device)
 
 
-def line_of(bootstrap: Bootstrap, backend: str, device: torch.device) -> Line | None:
-    """What tells most about the backend's links; None for torchrun's ranks without a torch group."""
+def needs_torch_groups(bootstrap: Bootstrap, backend: str) -> bool:
+    """Whether `line_of` sends through torch.distributed, which must be initialised for that."""
+    return backend == "nccl" or not isinstance(bootstrap, MpiBootstrap)
+
+
+def line_of(bootstrap: Bootstrap, backend: str, device: torch.device) -> Line:
+    """By NCCL where it carries the collectives; else by MPI where it started the ranks, and by gloo under torchrun."""
     if backend == "nccl":
         return TorchLine(device)
-    if isinstance(bootstrap, MpiBootstrap):
-        return MpiLine(bootstrap)
-    return TorchLine(torch.device("cpu")) if backend == "gloo" else None
+    return MpiLine(bootstrap) if isinstance(bootstrap, MpiBootstrap) else TorchLine(torch.device("cpu"))
 
 
 def measure(line: Line, peer: int, first: bool) -> tuple[float, float]:

@@ -51,8 +51,8 @@ class Plan:
 def plan(
     placement: Placement, shape: Shape, backend: Backend, message_bytes: Sequence[int] = (), group: int = 0
 ) -> Plan:
-    """Neighbours inside every node, then each rail from every node to the next; every strategy that the backend has,
-    over the model's own message sizes and 32 KiB to 8 MiB."""
+    """Neighbours inside every node, then each rail from every node to the next; every strategy that the backend has
+    for a size, over the model's own message sizes and 32 KiB to 8 MiB."""
     layout = placement.groups[group]
     pairs = [Pair(node[i], node[i + 1]) for node in layout.nodes for i in range(len(node) - 1)]
     if len(layout.nodes) > 1:
@@ -69,7 +69,7 @@ def plan(
         else:
             rounds.append([pair])
     sizes = sorted({*message_bytes, *SWEEP_BYTES})
-    sweep = tuple((s, n) for n in sizes for s in candidates(backend, shape))
+    sweep = tuple((s, n) for n in sizes for s in candidates(backend, shape, n))
     return Plan(tuple(tuple(r) for r in rounds), sweep)
 
 

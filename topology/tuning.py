@@ -147,7 +147,7 @@ class Chooser:
     def strategy(self, nbytes: int, allowed: Sequence[Strategy] | None = None) -> Strategy:
         """For messages of `nbytes`, of those allowed (None: cost.candidates). A measured choice that is not allowed
         gives way to the prices."""
-        allowed = candidates(self.costs.backend, self.shape) if allowed is None else allowed
+        allowed = candidates(self.costs.backend, self.shape, nbytes) if allowed is None else allowed
         for choice in self.choices:
             if choice.up_to_bytes is None or nbytes <= choice.up_to_bytes:
                 if choice.strategy in allowed and possible(choice.strategy, self.shape):
@@ -185,7 +185,7 @@ def chooser(
     ):
         return Chooser(shape, tuning.costs, tuning.choices, "measured"), tuple(warnings)
     try:
-        choose(tuning.costs, shape, 1 << 15, candidates(backend, shape))
+        choose(tuning.costs, shape, 1 << 15, candidates(backend, shape, 1 << 15))
     except ValueError:
         why = f"tuning file {path} not used: it has no prices for {_words(shape)}: run `laddertron preflight` here"
         return untuned, (TuningWarning(why),)

@@ -16,7 +16,7 @@ import click
 
 from ...engine.config import ConfigError, Deployment, load
 from ...topology import fabric as fabrics
-from ...topology.bootstrap import Bootstrap, MpiBootstrap, StoreBootstrap, open_store
+from ...topology.bootstrap import bootstrap_of
 from ...topology.cost import Backend, Shape, candidates, choose, predict, shape_of
 from ...topology.discover import DiscoveryError, discover, gather
 from ...topology.fabric import Fabric
@@ -46,23 +46,11 @@ def live_fabric(environ: Mapping[str, str], me: Identity | None) -> tuple[Fabric
     found = discover(environ.get("CUDA_VISIBLE_DEVICES"))
     if me is None or me.world_size == 1:
         return Fabric((found.node,)), found.notes
-    bootstrap = _bootstrap(environ, me)
+    bootstrap = bootstrap_of(me, environ)
     try:
         return gather(found.node, bootstrap.all_gather), found.notes
     finally:
         bootstrap.close()
-
-
-def _bootstrap(environ: Mapping[str, str], me: Identity) -> Bootstrap:
-    if me.launcher != "torchrun":
-        return MpiBootstrap()
-    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal():
-        raise IdentityError(
-            f"MASTER_ADDR={address!r} and MASTER_PORT={port!r}: torchrun sets both, start it with torchrun"
-        )
-    # torchrun's agent keeps a store at that port already: its ranks are all guests there.
-    return StoreBootstrap(open_store(address, int(port), master=False), me.rank, me.world_size)
 
 
 def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) -> tuple[Fabric, Placement]:
@@ -121,7 +109,7 @@ def foretold(backend: Backend, shape: Shape) -> str:
         return ""
     costs = reference(backend, shape)
     flat = predict(costs, shape, "flat", MESSAGE_BYTES)
-    best, seconds = choose(costs, shape, MESSAGE_BYTES, candidates(backend, shape))
+    best, seconds = choose(costs, shape, MESSAGE_BYTES, candidates(backend, shape, MESSAGE_BYTES))
     cheaper = f", {best} {seconds * 1e6:.0f} us" if seconds < flat else ""
     return (
         f"  all-reduce of {MESSAGE_BYTES >> 10} KiB, predicted ({backend}, untuned): flat {flat * 1e6:.0f} us{cheaper}"

@@ -1,0 +1,113 @@
+"""What a rank insists on before it joins its group: the transport, the order of devices, whom it meets at a store."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+from laddertron.engine.config_schema import Deployment, Model, Parallel
+from laddertron.launchers.rank import insist_on_transport, set_threads
+from laddertron.topology.bootstrap import StoreBootstrap, bootstrap_of, open_store
+from laddertron.topology.groups import CommOptions
+from laddertron.topology.identity import Identity
+from rank_pool import Rank
+
+Ranks = Callable[..., list[Any]]
+ME = Identity(2, 0, 0, 2, "here", "torchrun")
+
+
+def deployment(wanted: Literal["any", "ib", "socket"]) -> Deployment:
+    return Deployment(model=Model(path="nowhere"), parallel=Parallel(require_transport=wanted))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spans", "said"),
+    [("ib", True, "IB"), ("socket", True, "Socket"), ("any", True, None), ("ib", False, None)],
+)
+def test_nccl_is_told_its_network_where_one_is_required(
+    monkeypatch: pytest.MonkeyPatch, wanted: Literal["any", "ib", "socket"], spans: bool, said: str | None
+) -> None:
+    """With a network named, NCCL fails without it; on one node, and where any will do, it chooses."""
+    monkeypatch.setenv("NCCL_NET", "")  # so that it is put back
+    monkeypatch.delenv("NCCL_NET")
+    insist_on_transport(deployment(wanted), "nccl", spans)
+    assert os.environ.get("NCCL_NET") == said
+
+
+def test_what_the_operator_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NET", "AWS Libfabric")
+    insist_on_transport(deployment("ib"), "nccl", True)
+    assert os.environ["NCCL_NET"] == "AWS Libfabric"
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_sockets_are_refused_where_infiniband_is_required(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"require_transport is ib, backend {backend} sends over sockets"):
+        insist_on_transport(deployment("ib"), backend, True)
+    insist_on_transport(deployment("ib"), backend, False)
+    insist_on_transport(deployment("socket"), backend, True)
+
+
+def test_devices_are_counted_in_pci_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the fabric counts them; CUDA by itself puts the fastest first, which on a mixed host is another GPU."""
+    monkeypatch.setattr("torch.set_num_threads", lambda n: None)
+    monkeypatch.setattr("torch.set_grad_enabled", lambda on: None)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    set_threads(deployment("any"), ME)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    set_threads(deployment("any"), ME)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}])
+def test_a_store_that_is_not_named_is_said_so(environ: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="torchrun sets both"):
+        bootstrap_of(ME, environ)
+
+
+def test_rank_0_keeps_the_store_where_no_agent_does() -> None:
+    """MASTER_ADDR and MASTER_PORT alone, without torchrun's agent behind them."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    alone = bootstrap_of(replace(ME, world_size=1, local_size=1), environ)
+    assert alone.all_gather(b"me") == [b"me"]
+
+
+def test_ranks_that_were_started_again_do_not_meet_the_dead() -> None:
+    """torchrun's agent keeps one store over all attempts: what rank 1 of the first left there is not taken for the
+    second's."""
+    store = open_store("127.0.0.1", 0, True, 10.0)
+    dead = [StoreBootstrap(store, rank, 2, 1.0, attempt="0") for rank in (0, 1)]
+    store.set("bootstrap/0/0/0", b"dead 0".hex())
+    assert dead[1].all_gather(b"dead 1") == [b"dead 0", b"dead 1"]
+    again = StoreBootstrap(store, 0, 2, 0.2, attempt="1")
+    with pytest.raises(Exception, match=r"(?i)time"):
+        again.all_gather(b"alive 0")
+
+
+def case_collective(rank: Rank, collective: str, deterministic: bool) -> str:
+    options = CommOptions(backend="gloo", collective=collective, deterministic=deterministic)  # type: ignore[arg-type]
+    try:
+        rank.connect(None, options).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_strategy_that_a_library_does_not_have_is_refused(ranks: Ranks) -> None:
+    """collective: two_level with gloo would otherwise be gloo's ring, unsaid; asked for one order of summation, it is
+    the library's own that holds."""
+    case = "test_rank_start:case_collective"
+    for name in ("two_level", "exchange", "pipeline"):
+        said = ranks(2, case, {"collective": name, "deterministic": False})
+        assert all(f"collective: {name} is the native transport's, backend gloo has" in words for words in said)
+    assert ranks(2, case, {"collective": "flat", "deterministic": False}) == ["", ""]
+    assert ranks(2, case, {"collective": "auto", "deterministic": True}) == ["", ""]
