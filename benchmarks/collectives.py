@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--per-node", type=int, default=0, help="ranks a node (0: all)")
     parser.add_argument("--backends", default="native,gloo,mpi")
     parser.add_argument(
-        "--strategies", default="auto", help="of the native backend: auto, exchange, two_level, doubling"
+        "--strategies", default="auto", help="of the native backend: auto, exchange, two_level, doubling, pipeline"
     )
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from cluster.nodes import CONTROL, Control
 from laddertron.topology.bootstrap import MpiBootstrap
+from laddertron.topology.cost import WHOLE_BYTES
 from laddertron.topology.groups import CommOptions, Communicator, connect
 from laddertron.topology.layout import GroupLayout
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from rank_task import Spec, be_rank, of_all, say
 
 def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
     """spec: delays_s, sizes (bytes), lanes (native strategies as native/NAME, gloo, openmpi), seconds (each lane, size
-    and delay)."""
+    and delay). A strategy is left out for sizes that it does not take."""
     opened: list[Communicator] = []
 
     def joined(backend: Any, strategy: Any = "auto") -> Communicator:
@@ -42,7 +43,8 @@ def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, addres
             switch.link(delay)
         control.gather(np.zeros(1, np.uint8))
         for size in spec["sizes"]:
-            for name, times in _turns(lanes, control, size, spec["seconds"]).items():
+            fit = {name: call for name, call in lanes.items() if takes(name, size)}
+            for name, times in _turns(fit, control, size, spec["seconds"]).items():
                 if control.rank == 0:
                     say(
                         nodes=len(layout.nodes),
@@ -56,6 +58,12 @@ def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, addres
                     )
     for communicator in reversed(opened):
         communicator.close()
+
+
+def takes(lane: str, nbytes: int) -> bool:
+    """Whether the lane's strategy is what carries a message of that size: above WHOLE_BYTES that is the pipeline."""
+    strategy = lane.partition("/")[2]
+    return strategy in ("", "pipeline") or nbytes <= WHOLE_BYTES
 
 
 def _waiting(communicator: Communicator) -> Callable[[torch.Tensor], object]:

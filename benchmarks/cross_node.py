@@ -41,6 +41,8 @@ WIDE = {
 }
 LLAMA150M = {**WIDE, "name": "Llama 150M, bfloat16", "layers": 12, "dtype": "bfloat16"}
 SIZES = [4096, 16384, 32768, 65536, 131072, 262144, 524288, 1 << 20]
+LARGE = [1 << 20, 2 << 20, 4 << 20, 8 << 20]
+"""Messages of a prompt."""
 MTU = 65000
 """A message of a decode step is one frame: an InfiniBand adapter, too, is given it whole."""
 TUNED = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}
@@ -83,14 +85,15 @@ def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> li
 
 
 def reduce_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
-    """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, and the sweep for the cost model."""
+    """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, the sweep for the cost model, and messages of
+    a prompt over 4 x 1 against gloo."""
     others = ["gloo", "openmpi"]
     found = []
     seconds = 0.3 if quick else 1.5
     for nodes, per_node, native in (
-        (2, 1, ["exchange"]),
-        (2, 2, ["exchange", "two_level"]),
-        (4, 1, ["exchange", "doubling"]),
+        (2, 1, ["exchange", "pipeline"]),
+        (2, 2, ["exchange", "two_level", "pipeline"]),
+        (4, 1, ["exchange", "doubling", "pipeline"]),
     ):
         lanes = ["native", *others]
         found += on_cluster(
@@ -111,7 +114,8 @@ def reduce_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
             },
             nice,
         )
-    return found
+    large = {"task": "collectives", "delays_s": [0.0, 1 * MS], "sizes": LARGE, "lanes": ["native", "gloo"]}
+    return found + on_cluster(4, 1, {**large, "seconds": 0.5 if quick else 2.0}, nice)
 
 
 def wiring_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
