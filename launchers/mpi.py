@@ -126,7 +126,7 @@ def _openmpi(deployment: Deployment, site: Site, share: Share, wires: Wires, nam
             ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
             "launch.map_by" if launch.map_by else "neighbouring ranks share a node: a group spans nodes last",
         ),
-        Part(("--bind-to", launch.bind_to), "launch.bind_to: unless told, ranks pin their own threads"),
+        Part(("--bind-to", launch.bind_to), "launch.bind_to: unless told, threads run on any core"),
     ]
     if site.as_root:
         parts.append(Part(("--allow-run-as-root",), "this user is root, which Open MPI refuses unasked"))
@@ -156,7 +156,7 @@ def _mpich(deployment: Deployment, site: Site, share: Share, wires: Wires, names
         Part(("-n", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
         Part(("-hosts", seats_text(share.hosts)), "hosts and the ranks that each takes"),
         Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
-        Part(("-bind-to", launch.bind_to), "launch.bind_to: unless told, ranks pin their own threads"),
+        Part(("-bind-to", launch.bind_to), "launch.bind_to: unless told, threads run on any core"),
     ]
     if launch.map_by:
         parts.append(Part(("-map-by", launch.map_by), "launch.map_by"))
@@ -187,7 +187,7 @@ def _slurm(deployment: Deployment, site: Site, share: Share, wires: Wires, names
             )
         # a step that sees only its own GPU cannot use peer-to-peer copies
         parts.append(Part((f"--gpus-per-node={per_node}",), "one task a GPU, all of a node's visible to each"))
-    parts.append(Part(("--cpu-bind=none",), "ranks pin their own threads, next to their device"))
+    parts.append(Part(("--cpu-bind=none",), "threads run on any core that the step has"))
     parts.append(Part(("--kill-on-bad-exit=1",), "a group that lost a rank cannot go on"))
     parts.append(Part(("--overlap",), "replicas share an allocation, and a relaunch does not wait for what is dying"))
     parts.append(Part(("--export=ALL",), "the environment as it is: no value stands on the command line"))
