@@ -180,16 +180,13 @@ class Dispatcher:
                 waiting.remove(flight)
         if flight.replica is not None:
             self._replicas[flight.replica].leave(flight, cancel=True)
-            self.pump()
+        self.pump()
 
     def pump(self) -> None:
         """Boards what waits."""
         if self.draining or self.limits is None:
             return
-        ready = [replica for replica in self._replicas if replica.job.state.phase == "ready"]
-        for replica in ready:
-            self._board_loner(replica)
-        free = [replica for replica in ready if replica.alone is None]
+        free = self._board_loners()
         for replica in free:
             self._board_suspects(replica)
         while free and self._interactive:
@@ -211,11 +208,17 @@ class Dispatcher:
         seqs = self.limits.max_num_seqs
         return seqs - 1 if self._suspects or replica.trials.open else _WINDOW * seqs
 
-    def _board_loner(self, replica: _Replica) -> None:
-        if replica.alone is None and self._loners:
-            replica.alone = self._loners.popleft()
-        if replica.alone is not None and not replica.flights:
-            replica.board(replica.alone)
+    def _board_loners(self) -> list[_Replica]:
+        """The replicas that take others. For each loner one is kept from them, and boarded once it is empty; until then
+        the loner stays in its queue, as that replica may never be ready again."""
+        ready = [replica for replica in self._replicas if replica.job.state.phase == "ready" and replica.alone is None]
+        ready.sort(key=lambda replica: bool(replica.flights))
+        kept = len(self._loners)
+        for replica in ready[:kept]:
+            if not replica.flights:
+                replica.alone = self._loners.popleft()
+                replica.board(replica.alone)
+        return ready[kept:]
 
     def _board_suspects(self, replica: _Replica) -> None:
         for flight in list(itertools.islice(self._suspects, _TRIED)):
@@ -252,9 +255,8 @@ class Dispatcher:
         # a launcher that was killed, or a link that was cut, is no line's doing
         blamed = in_step if replica.job.state.rank is not None else {}
         guilty = replica.trials.end(blamed)
-        waiting_alone = replica.alone if replica.alone is not None and replica.alone.replica is None else None
         replica.flights.clear()
-        replica.load, replica.alone = 0, waiting_alone
+        replica.load, replica.alone = 0, None
         log.warning(
             "%d requests were lost, %d of them in the step: %s",
             len(aboard),
