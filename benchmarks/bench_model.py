@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from laddertron.engine.build import DTYPES, make_ops
+from laddertron.engine.build import DTYPES, drawn_on_device, make_ops
 from laddertron.engine.config_schema import Deployment, Engine, Model
 from laddertron.engine.graphs import make_graphs
 from laddertron.engine.runner import Runner
@@ -122,12 +122,15 @@ def make_runner(
     cache = KVCache(shard, blocks + 1, BLOCK, dtype, device)  # the last is nobody's: see make_graphs
     backend, _ = make_attention(attention, shard, cache, dtype)
     keys = Engine(max_num_seqs=seats, cuda_graphs=cuda_graphs)
-    graphs = make_graphs(Deployment(Model("random"), engine=keys), communicator, model, backend, cache)
+    on_device, _ = drawn_on_device(communicator, device, backend)
+    sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
+    deployment = Deployment(Model("random"), engine=keys)
+    graphs = make_graphs(deployment, communicator, model, backend, cache, sampler.latest)
     runner = Runner(
         model,
         cache,
         backend,
-        Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device),
+        sampler,
         max_slots=seats,
         max_model_len=length,
         graphs=graphs,

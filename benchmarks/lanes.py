@@ -60,9 +60,12 @@ class _Turns:
     def send(self, frame: bytes) -> None:
         self._plans.send(PLAN + bytes([self._lane.index]) + frame)
 
-    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
+    def run(self, batch: Batch, ahead: Callable[[StepResult | None], None] | None = None) -> StepResult:
         self._plans.send(STEP + bytes([self._lane.index]))
-        return self._lane.runner.run(batch, on_travelling)
+        return self._lane.runner.run_through(batch, ahead)
+
+    def settle(self) -> None:
+        """Nothing is ever owed: the lanes share a device."""
 
 
 def communication(entries: Iterable[Entry]) -> tuple[float, float]:
@@ -172,6 +175,6 @@ def follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
         if kind == PLAN:
             lanes[rest[0]].waiting.append(decode(rest[1:]))
         elif kind == STEP:
-            lanes[rest[0]].runner.run(lanes[rest[0]].waiting.popleft())
+            lanes[rest[0]].runner.run_through(lanes[rest[0]].waiting.popleft())
         else:
             _all_reduces(communicator, *struct.unpack("<II", rest))

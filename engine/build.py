@@ -10,10 +10,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from ..models.attention import AttentionBackend, Capturable
 from ..models.attention_choice import make_attention
 from ..models.config import ModelConfig, from_folder
 from ..models.cpu_ops import CpuOps, Kernels
@@ -25,20 +28,30 @@ from ..models.readers import FP8
 from ..models.refusal import Refusal
 from ..models.shapes import check_shapes, replicates_embedding
 from ..models.shard import Shard
+from ..models.transfer import Arriving, download
 from ..models.weights import Source, open_source
 from ..models.wiring import choose_wiring
+from ..topology.collectives import device_gather
 from ..topology.groups import Communicator
 from . import heap
-from .config_schema import CPU_KV_CACHE_MEMORY, Deployment
-from .config_schema import Engine as EngineKeys
+from .capacity import (
+    CapacityError,
+    agreed_budget,
+    available_bytes,
+    check_memory,
+    count_blocks,
+    told,
+    working_bytes,
+)
+from .config_schema import Deployment
 from .grammar import GrammarSlots, NoGrammars
 from .graphs import make_graphs
 from .loading import load_weights
 from .request import ModelLimits
-from .runner import Patience, Runner
-from .sampler import Grammars, Sampler
+from .runner import Runner
+from .sampler import Grammars, OnDevice, Sampler
 from .scheduler import SchedulerLimits
-from .steptimes import StepTimes
+from .steptimes import Patience, StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +65,6 @@ KV_DTYPES = DTYPES | {"fp8": FP8}
 
 FIRST_TIMEOUT_S = 60.0
 """A collective's timeout until a step has been measured."""
-
-
-class CapacityError(Refusal, ValueError):
-    """The model, or its longest sequence, does not fit; the message has need and have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,45 +104,6 @@ def model_length(config: ModelConfig, wanted: int | None) -> int:
     return wanted or most
 
 
-def available_bytes(device: torch.device) -> int:
-    """Free memory on this rank's device, in bytes."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise CapacityError("/proc/meminfo has no MemAvailable: set engine.kv_cache_memory")
-
-
-def kv_budget(keys: EngineKeys, device: torch.device, free: int) -> int:
-    """Bytes of KV cache on a rank with `free` bytes left after its weights."""
-    if keys.kv_cache_memory is not None:
-        return keys.kv_cache_memory
-    if device.type == "cuda":
-        total = int(torch.cuda.get_device_properties(device).total_memory)
-        return max(0, free - int(total * (1.0 - keys.gpu_memory_utilization)))
-    return CPU_KV_CACHE_MEMORY
-
-
-def count_blocks(budget: int, one: int, block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Blocks that fit, but no more than all slots can ever use. Raises CapacityError if the longest sequence does not
-    fit: it could never run."""
-    longest = -(-(max_model_len + 1) // block_size)
-    fit = budget // one
-    if fit < longest:
-        raise CapacityError(
-            f"model.max_model_len={max_model_len} needs {longest} KV blocks of {one} bytes ({longest * one >> 20} MiB) "
-            f"and kv_cache_memory holds {fit} ({budget >> 20} MiB): give it {-(-longest * one >> 20)} MiB, or set "
-            f"max_model_len to at most {max(0, fit * block_size - 1)}"
-        )
-    return min(fit, max_num_seqs * longest)
-
-
-def _agreed_minimum(communicator: Communicator, value: int) -> int:
-    every = communicator.gather(np.array([value], np.int64).view(np.uint8))
-    return int(np.ascontiguousarray(every).view(np.int64).min())
-
-
 class WeightsError(Refusal, ValueError):
     """`model.weights` asks for what this rank cannot compute."""
 
@@ -169,14 +139,32 @@ def make_fp8(source: Source, config: ModelConfig, device: torch.device) -> Fp8 |
     return Fp8(source.kept_fp8(config), q.activations and multiplies_fp8(device), q.activation_bound)
 
 
-def check_memory(deployment: Deployment, size: int, weights: int, free: int) -> None:
-    """Refuses before loading what cannot fit. weights: bytes on a rank. Raises CapacityError with need and have."""
-    kv = deployment.engine.kv_cache_memory or 0
-    if weights + kv > free:
-        raise CapacityError(
-            f"a rank needs about {weights >> 20} MiB for weights and {kv >> 20} MiB for KV, {free >> 20} MiB are free: "
-            f"use more ranks than {size}, a smaller kv_cache_memory or another dtype"
-        )
+def drawn_on_device(
+    communicator: Communicator, device: torch.device, attention: AttentionBackend
+) -> tuple[OnDevice | None, str]:
+    """How plain rows are drawn without the host, so that a step may be set off before the ids of the one before are
+    known; None where every id passes through the host; why, in a few words."""
+    gather = device_gather(communicator.gathers, communicator.size)
+    if device.type != "cuda":
+        return None, f"through the host: it is the {device.type} that computes"
+    if not isinstance(attention, Capturable):
+        return None, f"through the host: attention {attention.name} may read what lies behind a sequence's end"
+    if gather is None:
+        return None, f"through the host: gathers of backend {communicator.backend} do, it needs nccl"
+
+    def fetch(x: Tensor) -> Arriving:
+        arriving = download(x)
+
+        def read() -> NDArray[Any]:
+            # Where the host waits for the device, and with it for every all-reduce before.
+            communicator.ledger.waiting = "gather"
+            values = arriving()
+            communicator.ledger.waiting = ""
+            return values
+
+        return read
+
+    return OnDevice(gather, fetch), "stay on the device"
 
 
 def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
@@ -207,7 +195,8 @@ def build(
     ops = make_ops(device, dtype, deployment.model.weights)
     narrow = 1 if deployment.model.weights == "int8" else None
     needed = source.rank_bytes(dtype.itemsize, shard.size, fp8 is not None, narrow)
-    check_memory(deployment, shard.size, needed, available_bytes(device))
+    working = working_bytes(deployment, config, shard.size, communicator.backend, dtype, length, device)
+    check_memory(deployment, shard.size, needed, available_bytes(device), working)
 
     wanted = deployment.parallel.embedding
     spans_nodes = len(communicator.layout.nodes) > 1
@@ -230,15 +219,23 @@ def build(
     heap.keep_freed()
 
     kv_dtype = dtype if keys.kv_cache_dtype == "auto" else KV_DTYPES[keys.kv_cache_dtype]
-    budget = _agreed_minimum(communicator, kv_budget(keys, device, available_bytes(device)))
+    budget = agreed_budget(keys, communicator, device, working)
     one = block_bytes(shard, keys.block_size, kv_dtype)
-    num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, length)
     # On a GPU one block more, nobody's: what pads a recorded step writes there.
-    cache = KVCache(shard, num_blocks + int(device.type == "cuda"), keys.block_size, kv_dtype, device)
+    spare = int(device.type == "cuda")
+    num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, length, spare)
+    say(told(budget, num_blocks, keys.block_size))
+    cache = KVCache(shard, num_blocks + spare, keys.block_size, kv_dtype, device)
     attention, why = make_attention(keys.attention, shard, cache, dtype)
     say(f"attention: {why}")
     grammars = make_grammars(deployment, config)
-    sampler = Sampler(config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars)
+    on_device, why = drawn_on_device(communicator, device, attention)
+    if device.type == "cuda":
+        say(f"drawn ids: {why}")
+    sampler = Sampler(
+        config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars, on_device
+    )
+    reserved = working.get("CUDA graphs", 0)
     runner = Runner(
         model,
         cache,
@@ -250,7 +247,7 @@ def build(
         patience=Patience(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
         if deployment.parallel.collective_timeout is None
         else None,
-        graphs=make_graphs(deployment, communicator, model, attention, cache, say),
+        graphs=make_graphs(deployment, communicator, model, attention, cache, sampler.latest, reserved, say),
     )
     limits = ModelLimits(
         max_model_len=length,

@@ -2,7 +2,9 @@
 
 Plan n+1 is made and broadcast while step n's first all-reduce travels, so planning costs no step time. Tokens of step
 n are released only when step n+1's gather has proved that every rank drew the same (an empty step does it when nothing
-else is left to run). Knows requests and batches; neither text nor tensors nor processes. Called by launchers/worker.py.
+else is left to run). Where the runner overlaps steps, step n's result comes while step n+1 computes, and plan n+2 is
+made then; what may be shown is the same. Knows requests and batches; neither text nor tensors nor processes. Called by
+launchers/worker.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from .scheduler import RequestTooLarge, Scheduler
 class StepRunner(Protocol):
     """engine/runner.py, as seen from the loop."""
 
-    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult: ...
+    def run(self, batch: Batch, ahead: Callable[[StepResult | None], None] | None = None) -> StepResult | None:
+        """Sets off a step and returns its result, or None where that is still owed; `ahead` is called meanwhile, with
+        the result of the step before if that was."""
+
+    def settle(self) -> StepResult | None:
+        """Waits for the result that is owed, if one is."""
 
 
 class PlanSender(Protocol):
@@ -45,6 +52,8 @@ class Progress:
     """Outside a step: since when this thread has been at something other than waiting for work; None while it waits.
     A thread that hangs there would otherwise look idle."""
     step_tokens: int = 0
+    behind: int | None = None
+    """Tokens of a second step that is set off while the first is under way."""
     last_tokens: int = 0
     last_seconds: float = 0.0
     finished_at: float = 0.0
@@ -53,13 +62,18 @@ class Progress:
     sizes: Buckets = field(default_factory=lambda: Buckets(STEP_TOKENS))
 
     def start(self, tokens: int) -> None:
-        self.step_tokens, self.busy_since = tokens, time.monotonic()
+        """A step is set off; the one before may still be under way."""
+        if self.busy_since is None:
+            self.step_tokens, self.busy_since = tokens, time.monotonic()
+        else:
+            self.behind = tokens
 
     def turn(self, working: bool) -> None:
         """The loop leaves its wait for work (True), or enters it."""
         self.turn_since = time.monotonic() if working else None
 
     def finish(self) -> None:
+        """The older step's result is there: if another is under way, it counts from now."""
         now = time.monotonic()
         if self.turn_since is not None:
             self.turn_since = now
@@ -69,14 +83,39 @@ class Progress:
         self.sizes.observe(self.step_tokens)
         self.last_tokens, self.step_tokens = self.step_tokens, 0
         self.step, self.busy_since, self.finished_at = self.step + 1, None, time.time()
+        if self.behind is not None:
+            self.step_tokens, self.busy_since, self.behind = self.behind, now, None
 
 
-def _timed(runner: StepRunner, batch: Batch, progress: Progress, hook: Callable[[], None] | None) -> StepResult:
+def _timed(
+    runner: StepRunner, batch: Batch, progress: Progress, hook: Callable[[StepResult | None], None] | None = None
+) -> StepResult | None:
+    """runner.run, with the progress of this step and of the one before it."""
+
+    def ahead(known: StepResult | None) -> None:
+        if known is not None:
+            progress.finish()
+        if hook is not None:
+            hook(known)
+
     progress.start(batch.num_tokens)
     try:
-        return runner.run(batch, hook)
-    finally:
+        result = runner.run(batch, ahead)
+    except BaseException:
+        while progress.busy_since is not None:
+            progress.finish()
+        raise
+    if result is not None:
         progress.finish()
+    return result
+
+
+def _settled(runner: StepRunner, progress: Progress) -> StepResult | None:
+    """runner.settle, likewise."""
+    result = runner.settle()
+    if result is not None:
+        progress.finish()
+    return result
 
 
 class Engine:
@@ -94,6 +133,8 @@ class Engine:
         self.scheduler, self.runner, self.plans, self.progress = scheduler, runner, plans, progress
         self._on_running = on_running
         self._planned: Batch | None = None
+        self._owed: Batch | None = None
+        """Set off, its result not known yet."""
         self._held: list[TokensEvent] = []
         self._refused: list[TokensEvent] = []
 
@@ -116,28 +157,45 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or release anything."""
-        return bool(self.scheduler.has_work or self._held or self._refused or self._planned)
+        return bool(self.scheduler.has_work or self._held or self._refused or self._planned or self._owed)
 
     def step(self) -> list[TokensEvent]:
         """One step; returns the events that are safe to show. Raises what the runner raises: then nothing of the
         step, nor of the one before it, has been shown."""
         batch, self._planned = self._planned or self._plan(), None
         if batch is None:
+            if self._owed is not None:
+                return self._commit(_settled(self.runner, self.progress))
             if self._held:
                 self._prove()
             return self._release(self.scheduler.take_events())
+        shown: list[TokensEvent] = []
+
+        def ahead(known: StepResult | None) -> None:
+            if self._owed is not None:
+                shown.extend(self._commit(known))
+            self._planned = self._plan()
+
         try:
-            result = _timed(self.runner, batch, self.progress, self._plan_ahead)
+            result = _timed(self.runner, batch, self.progress, ahead)
         except BaseException:
-            self._planned = None  # the group is broken: nobody runs it any more
+            self._planned = self._owed = None  # the group is broken: nobody runs it any more
             raise
+        self._owed = batch
+        return shown if result is None else shown + self._commit(result)
+
+    def _commit(self, result: StepResult | None) -> list[TokensEvent]:
+        """The owed step's result is there, and with it the proof of the step before: the events of that one."""
+        batch, self._owed = self._owed, None
+        if batch is None or result is None:
+            raise RuntimeError("a result without a step, or a step without its result: the runner lost count")
         return self._release(self.scheduler.commit(batch, result, time.time()))
 
     def _prove(self) -> None:
         """An empty step: its gather carries the digests of the last one."""
         frame = Batch(step=self.progress.step)
         self.plans.send(encode(frame))
-        _timed(self.runner, frame, self.progress, None)
+        _timed(self.runner, frame, self.progress)
 
     def _release(self, newly: list[TokensEvent]) -> list[TokensEvent]:
         ready = self._refused + self._held
@@ -162,7 +220,10 @@ class Engine:
         would take this rank for lost."""
         batch, self._planned = self._planned, None
         if batch is not None:
-            _timed(self.runner, batch, self.progress, None)
+            _timed(self.runner, batch, self.progress)
+        if batch is not None or self._owed is not None:
+            _settled(self.runner, self.progress)  # nothing is under way when the group ends
+        self._owed = None
         self.plans.send(b"")
 
 
@@ -170,8 +231,9 @@ def follow(runner: StepRunner, plans: PlanReceiver, progress: Progress) -> None:
     """The other ranks: obeys plans until rank 0 ends them. Raises what the runner raises."""
     while frame := plans.receive():
         progress.turn(True)
-        _timed(runner, decode(frame), progress, None)
+        _timed(runner, decode(frame), progress)
         progress.turn(False)
+    _settled(runner, progress)
 
 
 def drain(engine: Engine) -> Iterable[TokensEvent]:

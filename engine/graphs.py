@@ -7,7 +7,6 @@ else that a step may hold: prompts run eagerly. Knows no requests. Called by eng
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,32 +19,13 @@ from ..models.attention import AttentionBackend, Capturable, StepLayout
 from ..models.kv_cache import KVCache
 from ..models.llama import LlamaModel
 from ..models.refusal import Refusal
+from ..models.transfer import stage
 from ..topology.groups import Communicator
 from .config_schema import Deployment
-
-MOST_GRAPHED = 512
-"""Sequences of the largest graph: beyond, a step is long enough to be launched operator by operator."""
+from .device_draw import feed
+from .graph_sizes import graph_sizes, padded_size
 
 Replay = Callable[[], None]
-
-
-def graph_sizes(most: int) -> tuple[int, ...]:
-    """Sizes that steps of 1 to `most` sequences are padded to: powers of two up to 16, then also the halves between
-    them, and `most` itself, so that beyond 16 at most a third of a step is padding."""
-    most = min(most, MOST_GRAPHED)
-    sizes, power = {most}, 1
-    while power <= most:
-        sizes.add(power)
-        if power >= 16:
-            sizes.add(power * 3 // 2)
-        power *= 2
-    return tuple(sorted(size for size in sizes if size <= most))
-
-
-def padded_size(sizes: Sequence[int], sequences: int) -> int | None:
-    """The smallest of `sizes` (rising) that holds so many sequences; None if none does."""
-    at = bisect.bisect_left(sizes, sequences)
-    return sizes[at] if at < len(sizes) else None
 
 
 class GraphsError(Refusal, ValueError):
@@ -133,16 +113,19 @@ class DecodeGraphs:
         *,
         scratch_block: int,
         most_blocks: int,
+        latest: Tensor | None = None,
+        reserved: int | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """scratch_block: a block of the cache that no sequence ever has: padding writes its keys there. most_blocks:
-        of one sequence. say: who is told how the recording goes."""
+        of one sequence. latest: the ids drawn last on the device, by slot (Sampler.latest), which steps take theirs
+        from where they are told to. reserved: bytes kept free for the graphs. say: who is told how it goes."""
         self.sizes = tuple(sorted(sizes))
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
+        self._latest, self._reserved = latest, reserved
         self._attention = attention.captured(self.sizes, most_blocks)
         device, most = model.norm.weight.device, self.sizes[-1]
-        # Token ids, positions, blocks and offsets of a step lie one behind the other: they cross in one copy. Not from
-        # pinned memory: the driver keeps a copy of so few bytes at once, so that the next step may be staged any time.
+        # Token ids, positions, blocks and offsets of a step lie one behind the other: they cross in one copy.
         self._staged = torch.zeros(4 * most, dtype=torch.int64)
         self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=device)
         table = model.rotary.cos
@@ -158,16 +141,23 @@ class DecodeGraphs:
                 self._stage(self._padding(size), size)
                 self._replays[size] = self._recorder.record(partial(self._compute, size))
                 self._say(f"CUDA graphs: {count} of {len(self.sizes)} recorded, {size} sequences")
-        held, took = (self._recorder.memory() - before) >> 20, time.monotonic() - began
+        held, took = self._recorder.memory() - before, time.monotonic() - began
         sizes = ", ".join(map(str, self.sizes))
-        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {held} MiB")
+        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {self._room(held)}")
+
+    def _room(self, held: int) -> str:
+        words = f"{held >> 20} MiB"
+        if self._reserved is None:
+            return words
+        words += f" of the {self._reserved >> 20} kept free for them"
+        return words if held <= self._reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
 
     def fits(self, sequences: int) -> bool:
         return sequences <= self.sizes[-1]
 
     def run(self, layout: StepLayout, tokens: Tensor) -> Tensor:
-        """Sets off a step of decodes: layout and token ids [B] on the host -> logits [B, V / tp], fp32, on the device,
-        which the next run overwrites."""
+        """Sets off a step of decodes: layout and token ids [B], or what device_draw.feed takes for them, on the host ->
+        logits [B, V / tp], fp32, on the device, which the next run overwrites."""
         count = layout.decode
         size = padded_size(self.sizes, count)
         if size is None or count != len(layout.kv_len):
@@ -198,7 +188,7 @@ class DecodeGraphs:
 
     def _stage(self, sequences: tuple[list[int], Tensor], size: int) -> None:
         """Copies the staged integers and plans: all that must happen before a replay."""
-        self._inputs[: 4 * size].copy_(self._staged[: 4 * size], non_blocking=True)
+        stage(self._inputs[: 4 * size], self._staged[: 4 * size])
         _, positions, blocks, offsets = self._part(self._inputs, size)
         kv_len, table = sequences
         layout = StepLayout(positions, list(range(size + 1)), kv_len, table, blocks, offsets, size)
@@ -207,6 +197,8 @@ class DecodeGraphs:
     def _compute(self, size: int) -> None:
         """What is recorded."""
         tokens, positions, _, _ = self._part(self._inputs, size)
+        if self._latest is not None:
+            tokens = feed(tokens, self._latest)
         rotary = self._model.rotary
         torch.index_select(rotary.cos, 0, positions, out=self._cos[:size])
         torch.index_select(rotary.sin, 0, positions, out=self._sin[:size])
@@ -220,10 +212,13 @@ def make_graphs(
     model: LlamaModel,
     attention: AttentionBackend,
     cache: KVCache,
+    latest: Tensor | None = None,
+    reserved: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> DecodeGraphs | None:
     """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
-    be nobody's. say: who is told. Raises GraphsError."""
+    be nobody's. latest: see DecodeGraphs. reserved: bytes that were kept free for them. say: who is told. Raises
+    GraphsError."""
     keys, device = deployment.engine, model.norm.weight.device
     host = collectives_refuse(communicator.backend, communicator.size, deployment.parallel.collective == "emulated")
     use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
@@ -238,6 +233,8 @@ def make_graphs(
         graph_sizes(keys.max_num_seqs),
         scratch_block=cache.num_blocks - 1,
         most_blocks=-(-len(model.rotary.cos) // cache.block_size),
+        latest=latest,
+        reserved=reserved,
         say=say,
     )
     graphs.record()

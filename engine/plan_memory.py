@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from ..models.config import ModelConfig
 from ..models.shard import Shard
+from ..models.workspace import workspace_bytes
+from .graph_sizes import GRAPH_BYTES, graph_sizes
 from .simulate_rates import BYTES
 
 GIB, MIB = 1 << 30, 1 << 20
 
-GPU_CONTEXT, GPU_GRAPHS, NCCL_BUFFERS = 600 * MIB, 512 * MIB, 512 * MIB
-"""What a CUDA context with its libraries, the graphs of decode steps and NCCL's channels take, about: not derived from
-shapes, and small beside the weights."""
+GPU_CONTEXT, NCCL_BUFFERS = 600 * MIB, 512 * MIB
+"""What a CUDA context with its libraries and NCCL's channels take, about: not derived from shapes, and small beside the
+weights."""
 
 IN_FLIGHT = 2
 """All-reduces of a step that travel at once in a ladder wiring."""
@@ -42,6 +44,9 @@ class MemoryKeys:
     kv_cache_memory: int | None = None
     gpu: bool = True
     graphs: bool = True
+    """Whether decode steps are recorded; only with flashinfer."""
+    flashinfer: bool = True
+    """Whether it serves on a GPU."""
     replicate_embedding: bool = False
 
 
@@ -96,6 +101,31 @@ class Memory:
         return f"fits: {self.kv_bytes / GIB:.1f} GiB of {have / GIB:.1f} are left for {self.kv_tokens:,} KV positions"
 
 
+def working_memory(config: ModelConfig, size: int, value_bytes: float, keys: MemoryKeys) -> dict[str, int]:
+    """What steps take on a rank of a group of `size`, by name, in bytes, beside weights, tables, keys and values: what
+    the engine keeps free for them when it counts its KV blocks, and what a plan lists. value_bytes: of a number that is
+    computed with."""
+    shard, d = Shard(config, size, 0), config.hidden_size
+    rows = shard.padded_vocab // size
+    outputs = (shard.num_heads + 2 * shard.num_kv_heads) * config.head_dim
+    widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
+    each = (2 * d + widest) * value_bytes
+    tokens, logits = keys.max_num_batched_tokens, 4 * rows
+    parts = {
+        "activations": int(tokens * each + 2 * keys.max_num_seqs * logits),
+        "all-reduces in flight": int(IN_FLIGHT * tokens * d * value_bytes) if size > 1 else 0,
+    }
+    if not keys.gpu:
+        return parts
+    sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()
+    windows = len(set(config.sliding_window or (None,)))
+    most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
+    parts["attention workspace"] = workspace_bytes(windows, sizes, most_blocks) if keys.flashinfer else 0
+    # Graphs share the activations of the largest one, and its logits before, as and after they are made fp32.
+    parts["CUDA graphs"] = int(len(sizes) * GRAPH_BYTES + sizes[-1] * (each + 3 * logits)) if sizes else 0
+    return parts
+
+
 def memory(
     config: ModelConfig, size: int, stored: Stored, keys: MemoryKeys, device_bytes: int, stages: int = 1
 ) -> Memory:
@@ -116,9 +146,7 @@ def memory(
     if stages > 1:
         embedding, head = max(embedding, head), 0
     scales = 4 * (outputs + d + 2 * shard.ffn_size + d) * layers if linear == 1.0 else 0
-    tokens = keys.max_num_batched_tokens
-    widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
-    activations = tokens * (2 * d + widest) * other + 2 * keys.max_num_seqs * rows * 4
+    working = working_memory(config, size, other, keys)
     rotary = (keys.max_model_len + 1) * dim * 4 * 2
     parts = {
         "weights: embedding": int(embedding * d * other),
@@ -126,13 +154,11 @@ def memory(
         "weights: MLP": int(layers * 3 * d * shard.ffn_size * linear),
         "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
         "weights: head": int(head * d * other),
-        "activations": int(activations + rotary),
-        "all-reduces in flight": int(IN_FLIGHT * tokens * d * other) if size > 1 else 0,
+        **working | {"activations": working["activations"] + rotary},
     }
     reserve = 0
     if keys.gpu:
         parts["CUDA context"] = GPU_CONTEXT
-        parts["CUDA graphs"] = GPU_GRAPHS if keys.graphs else 0
         parts["NCCL buffers"] = NCCL_BUFFERS if size > 1 else 0
         reserve = int(device_bytes * (1.0 - keys.utilization))
     parts["reserve"] = reserve

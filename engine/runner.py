@@ -1,14 +1,18 @@
 """One rank's model and cache: obeys a Batch, returns the ids that every rank drew.
 
-Mirrors the slots (tokens, block tables) that rank 0's plans speak of; decides nothing. Called by engine/engine.py on
-rank 0 and by the follower loop on the others; all of them see the same Batches in the same order.
+Mirrors the slots (tokens, block tables) that rank 0's plans speak of; decides nothing. Where the sampler draws on the
+device, a step is set off before the ids of the one before it are on the host: it finds them in the device's memory,
+and the host reads them meanwhile. Called by engine/engine.py on rank 0 and by the follower loop on the others; all of
+them see the same Batches in the same order.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,32 +22,30 @@ from torch import Tensor
 from ..models.attention import AttentionBackend, StepLayout
 from ..models.kv_cache import KVCache
 from ..models.llama import LlamaModel
+from ..models.transfer import upload
 from .batch import Batch, Chunk, StepResult
+from .device_draw import fed_by, feed
 from .graphs import DecodeGraphs
 from .request import TokenLogprob
-from .sampler import Sampler
-from .steptimes import StepTimes
+from .sampler import Sampled, Sampler
+from .steptimes import Patience
 
 _HOST = torch.device("cpu")
 
 
-class Patience:
-    """Sets the group's collective timeout by the times of its steps."""
+Ahead = Callable[[StepResult | None], None]
 
-    def __init__(self, times: StepTimes, set_timeout: Callable[[float], None]) -> None:
-        self.times, self._set_timeout = times, set_timeout
-        self.set_to, self._started = times.first, 0.0
-        set_timeout(times.first)
 
-    def before(self, tokens: int) -> None:
-        limit = self.times.limit(tokens)
-        if not 0.8 < limit / self.set_to < 1.25:
-            self._set_timeout(limit)
-            self.set_to = limit
-        self._started = time.monotonic()
+@dataclass(slots=True)
+class _Owed:
+    """A step whose ids are not on the host yet. `at`: the positions [B] that they take in `slots`; `blocks`: those of
+    slots that were released since."""
 
-    def after(self, tokens: int) -> None:
-        self.times.observe(tokens, time.monotonic() - self._started)
+    batch: Batch
+    slots: list[int]
+    at: NDArray[np.int64]
+    began: float
+    blocks: list[int] = field(default_factory=list)
 
 
 class Runner:
@@ -71,46 +73,87 @@ class Runner:
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
         self._patience, self._graphs = patience, graphs
+        self._owed: _Owed | None = None
+        # Of each slot the position of its id that is not on the host yet; -1 for none.
+        self._due = np.full(max_slots, -1, np.int64)
+        self._known_at = 0.0
 
     @property
     def graphed(self) -> bool:
         """Whether decode steps are recorded ones."""
         return self._graphs is not None
 
-    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
-        """Applies the Batch and computes its chunks. Raises DesyncError if ranks disagreed about the step before.
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
+        """Applies the Batch and computes its chunks. Returns their result, or None where it is still on the device:
+        then the next `run` gives it to its `ahead`, or `settle` returns it.
 
-        on_travelling: see LlamaModel.forward.
+        ahead is called once, when this step is on its way and the one before it is known: with that one's result if it
+        was owed, else with None. Host work that fits there costs nothing. Raises DesyncError if ranks disagreed about
+        ids: of the step before, or, where that one's result was owed, of the one before that.
         """
         self._apply(batch)
         if not batch.chunks:
+            owed = self.settle()
+            if ahead is not None:
+                ahead(owed)
             self.sampler.flush()
             return StepResult(())
+        began = time.monotonic()
         if self._patience is not None:
             self._patience.before(batch.num_tokens)
+        overlaps = self.sampler.latest is not None
+        early = None if ahead is None or overlaps else partial(ahead, None)
         with torch.inference_mode():
             chunks = sorted(batch.chunks, key=lambda chunk: chunk.count != 1)  # decodes first; a stable sort
-            logits = self._forward(chunks, on_travelling)
+            logits = self._forward(chunks, early)
+            known = self._settle()
+            drawing = self._start(batch, chunks, logits, began)
+            if ahead is not None and early is None:
+                ahead(known)
+            if drawing:
+                return None
             result = self._draw(batch, chunks, logits)
-        if self._patience is not None:
-            self._patience.after(batch.num_tokens)
+        self._observe(batch, began)
         return result
+
+    def settle(self) -> StepResult | None:
+        """The result that is still owed, once it is there; None if none is. Raises as `run`."""
+        with torch.inference_mode():
+            return self._settle()
+
+    def run_through(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
+        """`run`, and the wait for its result: for who times single steps, or has several engines take turns."""
+        result = self.run(batch, ahead) or self.settle()
+        assert result is not None
+        return result
+
+    def _observe(self, batch: Batch, began: float) -> None:
+        """A step is known: it took from when it began, or from when the one before it was known."""
+        now = time.monotonic()
+        if self._patience is not None:
+            self._patience.after(batch.num_tokens, now - max(began, self._known_at))
+        self._known_at = now
 
     def _forward(self, chunks: list[Chunk], on_travelling: Callable[[], None] | None) -> Tensor:
         """Logits [R, V / tp] of the rows that are sampled or scored."""
         graphs = self._graphs
         if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
             layout, tokens, rows = self._layout(chunks)
+            if self._owed is not None and self.sampler.latest is not None:
+                tokens = feed(tokens, self.sampler.latest)
             return self.model.forward(tokens, layout, self.attention, rows, on_travelling)
         layout, tokens, rows = self._layout(chunks, _HOST)
         logits = graphs.run(layout, tokens)
         if on_travelling is not None:
             on_travelling()  # the device has the whole step by now
-        return logits if len(rows) == len(chunks) else logits[rows.to(self.device)]
+        return logits if len(rows) == len(chunks) else logits[upload(rows.numpy(), self.device)]
 
     def _apply(self, batch: Batch) -> None:
         for slot in batch.released:
             self.sampler.release(slot)
+            if self._due[slot] >= 0 and self._owed is not None:
+                self._owed.blocks += self.blocks[slot, : self.num_blocks[slot]].tolist()
+                self._due[slot] = -1
             self.length[slot] = self.num_blocks[slot] = 0
         for sequence in batch.admitted:
             slot, count = sequence.slot, len(sequence.tokens)
@@ -125,11 +168,11 @@ class Runner:
         self.cache.copy(batch.copies)
 
     def _layout(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
-        """The step's layout, its token ids [T], and the rows whose logits are needed [R]; on the model's device unless
-        another is named."""
+        """The step's layout, its token ids [T] (of those that only the device knows, what `feed` takes for them), and
+        the rows whose logits are needed [R]; on the model's device unless another is named."""
 
         def place(values: NDArray[np.integer]) -> Tensor:
-            return torch.from_numpy(values.astype(np.int64)).to(device or self.device, non_blocking=True)
+            return upload(values.astype(np.int64), device or self.device)
 
         slots = np.array([chunk.slot for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
@@ -142,6 +185,9 @@ class Runner:
             slot_of = np.repeat(slots, counts)
             first = np.repeat(np.cumsum(counts) - counts, counts)
             positions = np.arange(len(slot_of)) - first + np.repeat(starts, counts)
+        tokens = self.tokens[slot_of, positions]
+        if self._owed is not None:
+            tokens = np.where(self._due[slot_of] == positions, fed_by(slot_of), tokens)
         most = -(-int(ends.max()) // self.size)
         query_start = [0, *np.cumsum(counts).tolist()]
         rows = [
@@ -158,7 +204,43 @@ class Runner:
             offsets=place(positions % self.size),
             decode=decode,
         )
-        return layout, place(self.tokens[slot_of, positions]), place(np.array(rows, np.int64))
+        return layout, place(tokens), place(np.array(rows, np.int64))
+
+    def _start(self, batch: Batch, chunks: list[Chunk], logits: Tensor, began: float) -> bool:
+        """Sets off the draw on the device, if it can be done there; the ids are owed."""
+        if any(chunk.prompt_logprobs for chunk in chunks):
+            return False
+        slots = [chunk.slot for chunk in chunks if chunk.samples]
+        if not slots or not self.sampler.start(logits, slots):
+            return False
+        at = self._lengthen(slots)
+        self._due[slots] = at
+        self._owed = _Owed(batch, slots, at, began)
+        return True
+
+    def _lengthen(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        """The positions that the slots' next ids take."""
+        at = self.length[slots]
+        self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
+        return at
+
+    def _settle(self) -> StepResult | None:
+        owed, self._owed = self._owed, None
+        if owed is None:
+            return None
+        drawn = self.sampler.finish()
+        slots = np.asarray(owed.slots)
+        held = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released, and may be somebody else's
+        self.tokens[slots[held], owed.at[held]] = drawn.ids[held]
+        self._due[slots] = -1
+        poisoned = {owed.slots[row] for row in np.flatnonzero(drawn.nonfinite)}
+        if poisoned:
+            # Released blocks may be another's by now. It saw nothing of what is healed: backends under which steps
+            # overlap read nothing behind a sequence's own last position (build.py).
+            self._heal(poisoned.intersection(slots[held].tolist()))
+            self.cache.heal(owed.blocks)
+        self._observe(owed.batch, owed.began)
+        return self._result(owed.batch, owed.slots, drawn, poisoned, {})
 
     def _draw(self, batch: Batch, chunks: list[Chunk], logits: Tensor) -> StepResult:
         """Samples and scores; appends what was drawn to the slots."""
@@ -172,17 +254,20 @@ class Runner:
             self._heal(poisoned)
             return StepResult((), nonfinite=poisoned, prompt_logprobs=scored)
         drawn = self.sampler.sample(sampled, slots)
-        at = self.length[slots]
-        self.tokens[slots, at] = drawn.ids
-        self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
-        failures = {slots[row]: why for row, why in drawn.failures.items()}
+        self.tokens[slots, self._lengthen(slots)] = drawn.ids
         poisoned |= {slots[row] for row in np.flatnonzero(drawn.nonfinite)}
-        self._heal(poisoned - failures.keys())
+        self._heal(poisoned - {slots[row] for row in drawn.failures})
+        return self._result(batch, slots, drawn, poisoned, scored)
+
+    @staticmethod
+    def _result(
+        batch: Batch, slots: list[int], drawn: Sampled, poisoned: set[int], scored: dict[int, list[TokenLogprob]]
+    ) -> StepResult:
         ids = dict(zip(slots, drawn.ids.tolist(), strict=True))
         return StepResult(
             tokens=[ids[chunk.slot] for chunk in batch.chunks if chunk.samples],
             nonfinite=poisoned,
-            failures=failures,
+            failures={slots[row]: why for row, why in drawn.failures.items()},
             logprobs={slot: p for slot, p in zip(slots, drawn.logprobs, strict=True) if p is not None},
             prompt_logprobs=scored,
         )

@@ -10,6 +10,7 @@ O(rows x candidates); rows whose filters keep more than the candidates show are 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -17,16 +18,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..models.transfer import Arriving, download
 from . import sampling_rule as rule
 from .batch import NewSequence
+from .device_draw import DeviceDraw, Fetch, Gathered
 from .logprobs import Scorer
 from .request import TokenLogprob
 from .sampling_rule import Array
 from .sampling_slots import Grammars, SlotTable
 from .sampling_step import Sampled, Step, Tools
-from .shard import make_shard
+from .shard import TorchShard, make_shard
 
-__all__ = ["DesyncError", "Gather", "Grammars", "Sampled", "Sampler"]
+__all__ = ["DesyncError", "Gather", "Grammars", "OnDevice", "Sampled", "Sampler"]
 
 Gather = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
 """payload [n] of this rank -> [tp, n] of all ranks, in rank order, the same on every rank."""
@@ -46,6 +49,23 @@ class DesyncError(RuntimeError):
         self.ranks, self.step = ranks, step
 
 
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What a rank needs to draw plain rows without its host: gathers between devices, and how results are fetched."""
+
+    gather: Gathered
+    fetch: Fetch = download
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Ids on their way to the host: of the sampling step `step`, for the slots `at`."""
+
+    step: int
+    at: Array
+    read: Arriving
+
+
 class Sampler:
     """One rank's sampler. `shard`: global ids of this rank's columns; those >= vocab_size are padding and never seen.
     Every rank must make the same calls with the same sequences and slots."""
@@ -58,7 +78,9 @@ class Sampler:
         gather: Gather,
         device: torch.device,
         grammars: Grammars | None = None,
+        on_device: OnDevice | None = None,
     ) -> None:
+        """on_device: how `start` draws; without it every draw passes through the host."""
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
         self.step = 0
         self._gather = gather
@@ -67,6 +89,15 @@ class Sampler:
         scorer = Scorer(vocab_size, shard.start, self.columns, work, self._exchange)
         self._tools = Tools(work, scorer, self._slots, self._first_exchange, self._exchange)
         self._digest = np.zeros(8, np.uint8)
+        self._under_way: _Draw | None = None
+        self._on_device: DeviceDraw | None = None
+        if on_device is not None and isinstance(work, TorchShard):
+            self._on_device = DeviceDraw(self.columns, max_slots, work, device, on_device.gather, on_device.fetch)
+
+    @property
+    def latest(self) -> Tensor | None:
+        """Of each slot the id that `start` drew last, int64 [max_slots] on the device; None where it never does."""
+        return None if self._on_device is None else self._on_device.latest
 
     def admit(self, sequence: NewSequence) -> None:
         """Fills a slot; the noise goes on at output position len(tokens) - prompt_len. Raises ValueError if the slot is
@@ -85,10 +116,37 @@ class Sampler:
         plan = self._slots.plan(slots)
         sampled = Step(self._tools, plan, logits_BV[:, : self.columns]).run()
         self._slots.append(plan, sampled.ids, sampled.nonfinite)
-        drawn = b"".join((self.step.to_bytes(8, "little"), plan.at.tobytes(), sampled.ids.tobytes()))
-        self._digest = np.frombuffer(blake2b(drawn, digest_size=8).digest(), np.uint8)
+        self._digest = _digest(self.step, plan.at, sampled.ids)
         self.step += 1
         return sampled
+
+    def start(self, logits_BV: Tensor, slots: Sequence[int]) -> bool:
+        """Sets off, on the device, what `sample` does; `finish` gives the result, `latest` has the ids for the next
+        step. False where nothing was done, since these rows need the host (filters, edits, masks, log-probabilities)
+        or this sampler always does: then `sample` them."""
+        if self._on_device is None or self._under_way is not None:
+            return False
+        plan = self._slots.plan(slots)
+        if not plan.plain:
+            return False
+        read = self._on_device.start(logits_BV[:, : self.columns], plan, self._slots.position, self._digest)
+        self._slots.advance(plan)
+        self._under_way = _Draw(self.step, plan.at, read)
+        self.step += 1
+        return True
+
+    def finish(self) -> Sampled:
+        """What `start` set off, once it is on the host; to be called before any other draw. Raises DesyncError as
+        `sample` does, RuntimeError if nothing is under way."""
+        draw, self._under_way = self._under_way, None
+        if draw is None:
+            raise RuntimeError("finish without start: no draw is under way")
+        found, count = draw.read(), len(draw.at)
+        ranks = len(found) - 2 * count
+        self._agreed(found[:ranks].view("<u8"), draw.step)
+        ids = found[ranks : ranks + count].astype(np.int32)
+        self._digest = _digest(draw.step, draw.at, ids)
+        return Sampled(ids, [None] * count, found[ranks + count :] != 0)
 
     def score(self, logits_TV: Tensor, targets: npt.ArrayLike, top: int) -> list[TokenLogprob]:
         """Log-probabilities of targets [T] under logits [T, len(shard)], and of the `top` likeliest ids of each row;
@@ -103,11 +161,18 @@ class Sampler:
 
     def _first_exchange(self, parts: list[Array]) -> list[Array]:
         """A step's own gather, headed by the digest of the last ids."""
+        if self._under_way is not None:
+            raise RuntimeError("a draw is under way, its digest is not known yet: finish it first")
         digests, *rest = self._exchange([self._digest, *parts])
-        found = rule.disagreement(digests.view("<u8")[:, 0])
-        if found is not None:
-            raise DesyncError(*found, step=self.step - 1, tp=len(digests))
+        self._agreed(digests.view("<u8")[:, 0], self.step)
         return rest
+
+    @staticmethod
+    def _agreed(digests: Array, step: int) -> None:
+        """digests [tp]: those that the gather of the sampling step `step` carried, of the ids before."""
+        found = rule.disagreement(digests)
+        if found is not None:
+            raise DesyncError(*found, step=step - 1, tp=len(digests))
 
     def _exchange(self, parts: list[Array]) -> list[Array]:
         """One gather of several arrays: each part [...] comes back as [tp, ...]."""
@@ -119,3 +184,8 @@ class Sampler:
             out.append(own.view(part.dtype).reshape(len(everyone), *part.shape))
             at += len(piece)
         return out
+
+
+def _digest(step: int, slots: Array, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes()))
+    return np.frombuffer(blake2b(drawn, digest_size=8).digest(), np.uint8)

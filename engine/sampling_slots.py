@@ -72,6 +72,11 @@ class Plan:
     masked: npt.NDArray[np.int64]
     noisy: npt.NDArray[np.bool_] | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether every row's best, noise added or not, is its id: no filter, edit, mask or log-probability."""
+        return not self.groups and not len(self.scored) and not len(self.edited)
+
 
 class SlotTable:
     """max_slots slots; this rank's columns are the ids [first, first + columns)."""
@@ -139,9 +144,13 @@ class SlotTable:
         self._last = key, plan
         return plan
 
+    def advance(self, plan: Plan) -> None:
+        """Each row's next id is drawn at the next position. All there is to do for the ids of a plain plan."""
+        self.position[plan.at] += 1
+
     def append(self, plan: Plan, ids: npt.NDArray[np.int32], nonfinite: npt.NDArray[np.bool_]) -> None:
         """One drawn id for each row."""
-        self.position[plan.at] += 1
+        self.advance(plan)
         for row in plan.edited.tolist():
             slot, token = int(plan.at[row]), int(ids[row])
             if slot in self.edits:

@@ -99,25 +99,39 @@ class TorchShard:
         self.first = first
 
     def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
-        most = max(1, SCAN_LOGITS // max(1, logits.raw.shape[1]))
         for flags in set(rows["flags"].tolist()):
             same = np.flatnonzero(rows["flags"] == flags)
-            step = most if flags & self._needs_scratch else len(same)
+            step = self.at_once(logits.raw.shape[1], flags) or len(same)
             for start in range(0, len(same), step):
                 some = same[start : start + step]
                 part = rows[some]
                 self._scan(logits.take(picked[some]), part, flags)
                 rows[some] = part
 
+    def at_once(self, columns: int, flags: int) -> int | None:
+        """Rows that `measure` should be given at once, for want of scratch; None: as many as there are."""
+        return max(1, SCAN_LOGITS // max(1, columns)) if flags & self._needs_scratch else None
+
     def _scan(self, x: Tensor, rows: Rows, flags: int) -> None:
         # One copy to the device for each type, one back: on a GPU the copies are what a small scan costs.
         ints = np.stack([rows[name].astype(np.int64) for name in ("seed", "position", "choice", "limit_id")])
         reals = np.stack([rows[name].astype(np.float64) for name in ("inv_temperature", "reference", "limit")])
-        keys = torch.from_numpy(ints).to(x.device)
+        found = self.measure(x, torch.from_numpy(ints).to(x.device), torch.from_numpy(reals).to(x.device), flags)
+        peak, at, best, best_at, mass, count = found.cpu().numpy()
+        rows["peak"], rows["best"], rows["count"] = peak, best, count
+        rows["bad"] = ~(peak < np.inf)
+        rows["peak_id"] = np.where(peak > -np.inf, at + self.first, -1)
+        rows["best_id"] = np.where(best > -np.inf, best_at + self.first, -1)
+        rows["mass"] = np.where(rows["peak_id"] >= 0, mass, 0.0)
+
+    def measure(self, x: Tensor, keys: Tensor, reals: Tensor, flags: int) -> Tensor:
+        """What a scan of rows x [R, n], fp32, finds: float64 [6, R] where they lie, peaks and their columns, bests and
+        their columns, masses, counts. keys: seeds, positions, choices and limit_ids, int64 [4, R]; reals:
+        inv_temperature, reference and limit, float64 [3, R]."""
         limit_id = keys[3, :, None]
-        scale, reference, limit = torch.from_numpy(reals).to(x.device)[:, :, None]
+        scale, reference, limit = reals[:, :, None]
         ids = torch.arange(self.first, self.first + x.shape[1], device=x.device)[None]
-        count = mass = torch.zeros(len(rows), dtype=torch.float64, device=x.device)
+        count = mass = torch.zeros(len(x), dtype=torch.float64, device=x.device)
         if flags & LIMIT:
             before = (x > limit) | ((x == limit) & (ids < limit_id))
             count = before.sum(1).double()
@@ -129,12 +143,7 @@ class TorchShard:
             mass = ((x.double() - reference) * scale).exp().sum(1)
         if flags & NOISE:
             best, best_at = self._noisiest(x, scale, keys[:3], ids)
-        found = torch.stack([peak.double(), at.double(), best, best_at.double(), mass, count]).cpu().numpy()
-        rows["peak"], rows["best"], rows["count"] = found[0], found[2], found[5]
-        rows["bad"] = ~(found[0] < np.inf)
-        rows["peak_id"] = np.where(found[0] > -np.inf, found[1] + self.first, -1)
-        rows["best_id"] = np.where(found[2] > -np.inf, found[3] + self.first, -1)
-        rows["mass"] = np.where(rows["peak_id"] >= 0, found[4], 0.0)
+        return torch.stack([peak.double(), at.double(), best, best_at.double(), mass, count])
 
     def _noisiest(self, x: Tensor, scale: Tensor, keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The best of x [R, n] * scale [R, 1] + Gumbel in each row, float64, and its column; keys: seeds, positions and

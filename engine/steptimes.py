@@ -7,6 +7,7 @@ detector, and a fixed one of seconds takes a long prompt for a hang.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PATIENCE = 30.0
@@ -40,3 +41,21 @@ class StepTimes:
         else:
             return self.first
         return max(self.least, PATIENCE * expected)
+
+
+class Patience:
+    """Sets the group's collective timeout by the times of its steps."""
+
+    def __init__(self, times: StepTimes, set_timeout: Callable[[float], None]) -> None:
+        self.times, self._set_timeout = times, set_timeout
+        self.set_to = times.first
+        set_timeout(times.first)
+
+    def before(self, tokens: int) -> None:
+        limit = self.times.limit(tokens)
+        if not 0.8 < limit / self.set_to < 1.25:
+            self._set_timeout(limit)
+            self.set_to = limit
+
+    def after(self, tokens: int, seconds: float) -> None:
+        self.times.observe(tokens, seconds)

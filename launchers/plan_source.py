@@ -21,6 +21,7 @@ from ..models.known import by_folder, half_ladder, known
 from ..models.quantisation import read_quantisation
 from ..models.shapes import ShapeError, check_shapes, replicates_embedding, splits
 from ..models.wiring import choose_wiring
+from ..models.workspace import HEAD_DIMS
 from ..topology.cost import Backend, Costs, Shape, shape_of
 from ..topology.fabric import Fabric
 from ..topology.grid import Suits
@@ -77,6 +78,7 @@ def from_deployment(loaded: Loaded, asked: Asked) -> Question:
         kv_cache_memory=d.engine.kv_cache_memory or (None if gpu else CPU_KV_CACHE_MEMORY),
         gpu=gpu,
         graphs=d.engine.cuda_graphs is not False,
+        flashinfer=d.engine.attention != "torch" and values != "float32" and config.head_dim in HEAD_DIMS,
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
     )
     backend = backend_of(d, shape)

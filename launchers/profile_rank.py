@@ -42,19 +42,22 @@ class _ProfiledRunner:
         self._runner, self._communicator, self._recorder, self._steps = runner, communicator, recorder, steps
         self._seen = 0
 
-    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
+    def run(self, batch: Batch, ahead: Callable[[StepResult | None], None] | None = None) -> StepResult:
         decodes = bool(batch.chunks) and all(chunk.count == 1 for chunk in batch.chunks)
         number = self._seen
         self._seen += decodes
         if not decodes or not WARM_UP <= number < WARM_UP + self._steps:
-            result: StepResult = self._runner.run(batch, on_travelling)
+            result: StepResult = self._runner.run_through(batch, ahead)
             return result
         self._recorder.begin_step(number - WARM_UP)
         started = time.monotonic()
         with self._recorder.annotate(f"step {number - WARM_UP}"):
-            result = self._runner.run(batch, on_travelling)
+            result = self._runner.run_through(batch, ahead)
         self._recorder.end_step(started, self._communicator.ledger.history())
         return result
+
+    def settle(self) -> None:
+        """Nothing is ever owed."""
 
 
 def _requests(batch: int, prompt: int, tokens: int, vocab: int) -> list[Request]:

@@ -66,10 +66,13 @@ class _OrderedRunner:
     def __init__(self, lane: Lane, communicator: Communicator) -> None:
         self._lane, self._communicator = lane, communicator
 
-    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
+    def run(self, batch: Batch, ahead: Callable[[StepResult | None], None] | None = None) -> StepResult:
         self._communicator.plans.send(STEP + bytes([self._lane.index]))
-        result: StepResult = self._lane.runner.run(batch, on_travelling)
+        result: StepResult = self._lane.runner.run_through(batch, ahead)
         return result
+
+    def settle(self) -> None:
+        """Nothing is ever owed: the lanes share a device."""
 
 
 class _LanePlans:
@@ -95,7 +98,7 @@ def follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
         if kind == PLAN:
             lane.waiting.append(decode(rest[1:]))
         else:
-            lane.runner.run(lane.waiting.popleft())
+            lane.runner.run_through(lane.waiting.popleft())
 
 
 @dataclass(slots=True)

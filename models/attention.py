@@ -49,7 +49,9 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class Capturable(Protocol):
-    """A backend whose decode steps may be captured and replayed (engine/graphs.py)."""
+    """A backend whose decode steps may be captured and replayed (engine/graphs.py), and which reads nothing of a block
+    that lies behind its sequence's last position, be it NaN: a step under it may be set off before the one before is
+    known (engine/runner.py)."""
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
         """Backends for steps of exactly so many decodes, of at most most_blocks blocks a sequence. Their `plan` is

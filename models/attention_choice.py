@@ -44,6 +44,11 @@ def make_attention(wanted: str, shard: Shard, cache: KVCache, dtype: torch.dtype
     return backend, f"flashinfer {library.__version__}, rotation and writes by {'triton' if store else 'torch'}"
 
 
+def flashinfer_serves(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `make_attention` will choose it."""
+    return wanted != "torch" and device.type == "cuda" and not isinstance(_library(device, dtype, head_dim), str)
+
+
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:
     return config.sliding_window or (None,) * config.num_layers
 

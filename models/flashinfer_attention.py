@@ -17,12 +17,11 @@ from torch import Tensor
 from .attention import AttentionBackend, StepLayout, TorchAttention, rotate_and_store
 from .kv_cache import KVCache
 from .ops import Norm
+from .transfer import carry, upload
+from .workspace import HEAD_DIMS, WORKSPACE_BYTES
 
-WORKSPACE_BYTES = 384 << 20
-"""Partial results of sequences that are split among multiprocessors: enough for 64 heads of 128 on an H100's 132."""
 TENSOR_CORES_FROM = 4
 """Query heads a KV head from which a decode is worth FlashInfer's tensor-core kernel."""
-HEAD_DIMS = (64, 128, 256)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
 Pages = tuple[Tensor, Tensor, Tensor]
@@ -58,7 +57,7 @@ def pages(layout: StepLayout, first: int, last: int, size: int) -> Pages:
     row = np.arange(first, last) * layout.block_table.shape[1]
     flat = np.arange(indptr[-1]) + np.repeat(row - indptr[:-1], held)
     table = layout.block_table
-    indices = table.flatten()[torch.from_numpy(flat).to(table.device, non_blocking=True)].int()
+    indices = table.flatten()[upload(flat, table.device)].int()
     last_page = lengths - (held - 1) * size
     return torch.from_numpy(indptr.astype(np.int32)), indices, torch.from_numpy(last_page.astype(np.int32))
 
@@ -120,7 +119,8 @@ class FlashInferAttention(TorchAttention):
         self._note_plan()
 
     def _wait_for_last_plan(self) -> None:
-        """A plan travels from pinned memory that the next one writes into: the host must not run two steps ahead."""
+        """A plan travels from the wrappers' pinned memory, which the next one writes into: the host must not run two
+        steps ahead."""
         if self._planned is not None:
             self._planned.synchronize()
 
@@ -129,7 +129,9 @@ class FlashInferAttention(TorchAttention):
             self._planned.record()
 
     def _plan_decodes(self, decoders: Mapping[int | None, Any], layout: StepLayout) -> None:
-        table = pages(layout, 0, layout.decode, self.cache.block_size)
+        indptr, indices, last_page = pages(layout, 0, layout.decode, self.cache.block_size)
+        # From the host a captured wrapper would copy them after all that the device has still to do.
+        table = indptr, carry(indices, self.cache.keys[0].device), last_page
         for window, wrapper in decoders.items():
             wrapper.plan(*table, *self._shape, **self._options(window))
 

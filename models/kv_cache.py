@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .pages import HugePages
 from .readers import FP8
 from .shard import Shard
+from .transfer import upload
 
 _LARGEST = torch.finfo(FP8).max
 
@@ -55,8 +57,7 @@ class KVCache:
         """Copies whole blocks src -> dst in every layer (copy-on-write)."""
         if not pairs:
             return
-        source = torch.tensor([src for src, _ in pairs], device=self.keys[0].device)
-        target = torch.tensor([dst for _, dst in pairs], device=self.keys[0].device)
+        source, target = upload(np.array(pairs, np.int64).T.copy(), self.keys[0].device)
         for tensor in (*self.keys, *self.values):
             tensor[target] = tensor[source]
 
@@ -65,7 +66,7 @@ class KVCache:
         times NaN would still be NaN."""
         if not blocks:
             return
-        index = torch.tensor(blocks, device=self.keys[0].device)
+        index = upload(np.array(blocks, np.int64), self.keys[0].device)
         for tensor in (*self.keys, *self.values):
             held = tensor[index]
             wide = held.float() if held.dtype == FP8 else held  # torch has no nan_to_num for fp8

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from engine_cases import build_on, deployment
-from laddertron.engine import sampling_step
+from laddertron.engine import device_draw, sampling_step
 from laddertron.engine.batch import decode
 from laddertron.engine.build import Built
 from laddertron.engine.engine import Engine, Progress, follow
@@ -18,7 +18,10 @@ from laddertron.engine.sampling_step import Sampled, Step
 from laddertron.engine.scheduler import Scheduler
 from laddertron.topology.collectives import CollectiveTimeout, CommunicationError
 from laddertron.topology.groups import Communicator
+from overlapped import overlap, told
 from rank_pool import Rank
+from recorded_graph import parts_of
+from torch import Tensor
 
 Told = dict[str, dict[str, Any]]
 
@@ -58,27 +61,37 @@ def answer(
     asked: list[dict[str, Any]],
     poisoned: int | None = None,
     model: dict[str, Any] | None = None,
+    overlapped: bool = False,
     **engine: Any,
 ) -> Told | None:
-    """Answers to `asked` (a prompt and sampling parameters each). poisoned: a token whose embedding is NaN."""
+    """Answers to `asked` (a prompt and sampling parameters each). poisoned: a token whose embedding is NaN.
+    overlapped: steps do, over the attention that allows for it."""
     built = build_on(rank, deployment(folder, rank.size, model, **engine))
+    if overlapped:
+        built, notes = overlap(built, rank.communicator, **parts_of(built))
     if poisoned is not None:
         table = built.runner.model._table()
         first = built.runner.model.shard.vocab.start
         if first <= poisoned < first + table.shape[0]:
             table[poisoned - first] = float("nan")
     if rank.rank == 0:
-        return _run(built, rank.communicator, _requests(asked))
+        found = _run(built, rank.communicator, _requests(asked))
+        assert not overlapped or told(notes)["late"] > 10
+        return found
     follow(built.runner, rank.communicator.plans, Progress())
     return None
 
 
-def disagree(rank: Rank, folder: str, asked: list[dict[str, Any]], liar: int, step: int) -> dict[str, Any]:
+def disagree(
+    rank: Rank, folder: str, asked: list[dict[str, Any]], liar: int, step: int, overlapped: bool
+) -> dict[str, Any]:
     """Rank `liar` draws other tokens at its sampling step `step`. What ended this rank's loop; on rank 0 what was told
     by then."""
     with rank.connect() as communicator:
         built = build_on(rank, deployment(folder, rank.size), communicator)
-        honest, steps = Step.run, [0]
+        if overlapped:
+            built, _ = overlap(built, communicator)
+        honest, decided, steps = Step.run, device_draw._winner, [0]
 
         def run(self: Step) -> Sampled:
             sampled = honest(self)
@@ -87,8 +100,14 @@ def disagree(rank: Rank, folder: str, asked: list[dict[str, Any]], liar: int, st
                 sampled.ids[0] = (sampled.ids[0] + 1) % 5
             return sampled
 
-        told: Told = {}
-        with mock.patch.object(sampling_step.Step, "run", run):
+        def winner(every: Tensor) -> tuple[Tensor, Tensor]:
+            ids, bad = decided(every)
+            steps[0] += 1
+            return ((ids + 1) % 5 if rank.rank == liar and steps[0] == step + 1 else ids), bad
+
+        shown: Told = {}
+        there = mock.patch.object(device_draw, "_winner", winner)
+        with there, mock.patch.object(sampling_step.Step, "run", run):
             try:
                 if rank.rank == 0:
                     engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, Progress())
@@ -96,12 +115,12 @@ def disagree(rank: Rank, folder: str, asked: list[dict[str, Any]], liar: int, st
                         engine.add(r)
                     while engine.has_work:
                         for event in engine.step():
-                            told.setdefault(event.request_id, {"tokens": []})["tokens"].extend(event.tokens)
+                            shown.setdefault(event.request_id, {"tokens": []})["tokens"].extend(event.tokens)
                 else:
                     follow(built.runner, communicator.plans, Progress())
             except DesyncError as error:
-                return {"ranks": list(error.ranks), "step": error.step, "ran": steps[0], "told": told}
-        return {"ranks": None, "told": told}
+                return {"ranks": list(error.ranks), "step": error.step, "ran": steps[0], "told": shown}
+        return {"ranks": None, "told": shown}
 
 
 def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int, least: float) -> dict[str, Any]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from engine_cases import build_on, deployment
 from laddertron.engine.engine import Engine, Progress, follow
 from laddertron.engine.request import Request, SamplingParams, TokenLogprob, TokensEvent
 from laddertron.engine.scheduler import Scheduler
+from overlapped import overlap, told
 from rank_pool import Rank
 
 VOCAB = 323
 
 
-def _request(number: int, dice: random.Random, prompts: list[tuple[int, ...]], length: int) -> Request:
+def _request(
+    number: int, dice: random.Random, prompts: list[tuple[int, ...]], length: int, plain: bool = False
+) -> Request:
     start = dice.choice(prompts)
     prompt = start[: dice.randint(1, len(start))] + tuple(dice.randrange(VOCAB) for _ in range(dice.randint(0, 6)))
     room = length - len(prompt)
@@ -31,6 +35,8 @@ def _request(number: int, dice: random.Random, prompts: list[tuple[int, ...]], l
         prompt_logprobs=dice.choice([None, None, 1]) if room else 1,
         stop_token_ids=tuple(dice.sample(range(VOCAB), 12)),
     )
+    if plain and dice.random() < 0.95:
+        params = replace(params, top_p=1.0, repetition_penalty=1.0, logprobs=None, prompt_logprobs=None)
     return Request(f"r{number}", prompt, params, priority=dice.choice([0, 1]), queue=dice.choice(["", "a", "b"]))
 
 
@@ -78,22 +84,28 @@ class _Heard:
         }
 
 
-def play(rank: Rank, folder: str, seed: int, requests: int, engine: dict[str, Any]) -> list[dict[str, Any]] | None:
+def play(
+    rank: Rank, folder: str, seed: int, requests: int, engine: dict[str, Any], overlapped: bool = False
+) -> list[dict[str, Any]] | None:
     """The same requests twice: all at once with cancels, stops and deadlines at random moments, in few KV blocks; then
-    each alone, with no cache. Rank 0 gives both reports and what was interrupted."""
+    each alone, with no cache. Rank 0 gives both reports and what was interrupted. overlapped: the steps of the first
+    time do, and most requests let them."""
     reports = []
     for calm in (False, True):
         keys = dict(engine)
         if calm:
             keys |= {"enable_prefix_caching": False, "kv_cache_memory": 8 << 20, "max_num_batched_tokens": 64}
         built = build_on(rank, deployment(folder, rank.size, {"max_model_len": 40}, **keys))
+        notes: list[str] = []
+        if overlapped and not calm:
+            built, notes = overlap(built, rank.communicator)
         progress = Progress()
         if rank.rank != 0:
             follow(built.runner, rank.communicator.plans, progress)
             continue
         dice = random.Random(seed)
         prompts = [tuple(dice.randrange(VOCAB) for _ in range(24)) for _ in range(2)]
-        waiting = [_request(n, dice, prompts, 40) for n in range(requests)]
+        waiting = [_request(n, dice, prompts, 40, overlapped) for n in range(requests)]
         heard, scheduler = _Heard(), Scheduler(built.scheduler_limits)
         e = Engine(scheduler, built.runner, rank.communicator.plans, progress)
         upset = set()
@@ -119,14 +131,17 @@ def play(rank: Rank, folder: str, seed: int, requests: int, engine: dict[str, An
                 "upset": sorted(upset),
                 "preemptions": counters.preemptions,
                 "hits": counters.prefix_hits,
+                "steps": told(notes),
             }
         )
     return reports or None
 
 
-def structured(rank: Rank, folder: str, spec: str) -> list[list[Any]] | None:
+def structured(rank: Rank, folder: str, spec: str, overlapped: bool = False) -> list[list[Any]] | None:
     """One request with a grammar beside one without; the tokens and ends of both on rank 0."""
     built = build_on(rank, deployment(folder, rank.size))
+    if overlapped:
+        built, _ = overlap(built, rank.communicator)
     if rank.rank != 0:
         follow(built.runner, rank.communicator.plans, Progress())
         return None
@@ -142,15 +157,20 @@ def structured(rank: Rank, folder: str, spec: str) -> list[list[Any]] | None:
     return [[heard.tokens[key], heard.ends[key]] for key in ("r0/0", "r1/0")]
 
 
-def leave(rank: Rank, folder: str) -> str:
-    """Rank 0 closes in the midst of a request; the other must come to its end in order."""
+def leave(rank: Rank, folder: str, overlapped: bool = False) -> str:
+    """Rank 0 closes in the midst of a request; the other must come to its end in order, with nothing under way."""
     built = build_on(rank, deployment(folder, rank.size))
+    if overlapped:
+        built, _ = overlap(built, rank.communicator)
     if rank.rank != 0:
         follow(built.runner, rank.communicator.plans, Progress())
+        assert built.runner._owed is None
         return "ended"
     e = Engine(Scheduler(built.scheduler_limits), built.runner, rank.communicator.plans, Progress())
     e.add(Request("r", (5, 6, 7), SamplingParams(max_tokens=20, seed=0, temperature=0.0)))
     for _ in range(3):
         e.step()
+    assert (built.runner._owed is not None) == overlapped
     e.close()
+    assert built.runner._owed is None
     return "ended"

@@ -16,12 +16,15 @@ import torch
 from fake_flashinfer import LIBRARY
 from laddertron.engine import build
 from laddertron.engine.build import Built
-from laddertron.engine.graphs import DecodeGraphs, graph_sizes
+from laddertron.engine.graph_sizes import graph_sizes
+from laddertron.engine.graphs import DecodeGraphs
 from laddertron.engine.runner import Runner
+from laddertron.engine.sampler import Sampler
 from laddertron.models.flashinfer_attention import FlashInferAttention
 from laddertron.models.kv_cache import KVCache
 from laddertron.models.ops import TorchOps
 from laddertron.topology.collectives import Collective, Pending
+from overlapped import overlap, sampler, told
 from rank_pool import Rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,35 +115,56 @@ def generate(
     sizes: list[int] | None = None,
 ) -> dict[str, Any] | None:
     """Answers by request, of 4 lengths, so that few and many run at once. how: "portable" as built, "eager" with the
-    FlashInfer backend (its stand-in), "recorded" with its decode steps recorded. On rank 0, with how often steps were
-    computed and replayed."""
+    FlashInfer backend (its stand-in), "recorded" with its decode steps recorded, "overlapped" with these drawn on the
+    device and set off ahead of the ids before. On rank 0, with how often steps were computed and replayed, and what
+    the host waited for."""
     communicator, recorder = rank.communicator, TapeRecorder()
     d = engine_cases.deployment(folder, rank.size, max_num_seqs=5, enable_prefix_caching=False)
     with patch.object(build, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
         built = engine_cases.build_on(rank, d, communicator)
+    notes: list[str] = []
     if how != "portable":
-        built = replace(
-            built, runner=_runner(built, recorder, (sizes or graph_sizes(5)) if how == "recorded" else None)
-        )
+        parts: dict[str, Any] = parts_of(built)
+        if how == "overlapped":
+            parts["sampler"] = sampler(built, communicator, notes)
+        if how != "eager":
+            parts["graphs"] = _graphs(built, recorder, sizes or graph_sizes(5), **parts)
+        if how == "overlapped":
+            built, _ = overlap(built, communicator, notes, **parts)
+        else:
+            own, most = built.runner.sampler, built.limits.max_model_len
+            runner = Runner(built.runner.model, sampler=own, max_slots=5, max_model_len=most, **parts)
+            built = replace(built, runner=runner)
     lengths = [params["max_tokens"] + 4 * (i % 4) for i in range(len(prompts))]
     requests = [engine_cases.request(i, p, **params | {"max_tokens": lengths[i]}) for i, p in enumerate(prompts)]
     answers = engine_cases.run_requests(rank, built, communicator, requests)
     if answers is None:
         return None
-    return {"answers": answers, "computed": recorder.computed, "replayed": recorder.replayed}
+    return {"answers": answers, "computed": recorder.computed, "replayed": recorder.replayed, "steps": told(notes)}
 
 
-def _runner(built: Built, recorder: TapeRecorder, sizes: Sequence[int] | None) -> Runner:
+def parts_of(built: Built) -> dict[str, Any]:
+    """Cache and attention of a Runner that records, with a block that is nobody's."""
     old, model = built.runner, built.runner.model
-    config, shard, blocks = model.config, model.shard, old.cache.num_blocks
-    cache = KVCache(shard, blocks + 1, old.size, torch.float32, torch.device("cpu"))
+    config, shard = model.config, model.shard
+    cache = KVCache(shard, old.cache.num_blocks + 1, old.size, torch.float32, torch.device("cpu"))
     windows = config.sliding_window or (None,) * config.num_layers
     attention = FlashInferAttention(cache, windows, config.head_dim**-0.5, shard.num_heads, torch.float32, LIBRARY)
-    graphs = None
-    if sizes is not None:
-        model.all_reduce = Noted(model.all_reduce, recorder)
-        most = old.blocks.shape[1]
-        graphs = DecodeGraphs(model, attention, recorder, sizes, scratch_block=blocks, most_blocks=most)
-        graphs.record()
-    length = built.limits.max_model_len
-    return Runner(model, cache, attention, old.sampler, max_slots=5, max_model_len=length, graphs=graphs)
+    return {"cache": cache, "attention": attention}
+
+
+def _graphs(
+    built: Built,
+    recorder: TapeRecorder,
+    sizes: Sequence[int],
+    cache: KVCache,
+    attention: FlashInferAttention,
+    sampler: Sampler | None = None,
+) -> DecodeGraphs:
+    model = built.runner.model
+    model.all_reduce = Noted(model.all_reduce, recorder)
+    latest = None if sampler is None else sampler.latest
+    scratch, most = cache.num_blocks - 1, built.runner.blocks.shape[1]
+    graphs = DecodeGraphs(model, attention, recorder, sizes, scratch_block=scratch, most_blocks=most, latest=latest)
+    graphs.record()
+    return graphs

@@ -32,15 +32,21 @@ def _close(a: list[Any], b: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("size", "seed"), [(1, 1), (1, 2), (2, 3)])
-def test_disturbed_and_alone_are_the_same(ranks: Ranks, llama: Path, size: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "seed", "overlapped"), [(1, 1, False), (1, 2, False), (2, 3, False), (1, 4, True), (2, 5, True)]
+)
+def test_disturbed_and_alone_are_the_same(ranks: Ranks, llama: Path, size: int, seed: int, overlapped: bool) -> None:
     """Requests with shared beginnings, choices, log-probabilities, prompts that fill the model; few blocks, so that
-    they preempt one another; cancels and stops at random moments. What was told is what each alone is told."""
+    they preempt one another; cancels and stops at random moments. What was told is what each alone is told. So it is
+    where ids stay on the device and steps overlap, but for those that want something of the host."""
     blocks = 26 * 3072 // size  # 4 positions, 3 layers, 4 KV heads of 8, keys and values, fp32
     keys = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "kv_cache_memory": blocks}
-    wild, calm = ranks(size, "engine_play:play", {"folder": str(llama), "seed": seed, "requests": 24, "engine": keys})[
-        0
-    ]
+    args = {"folder": str(llama), "seed": seed, "requests": 24, "engine": keys, "overlapped": overlapped}
+    wild, calm = ranks(size, "engine_play:play", args)[0]
+    if overlapped:
+        assert wild["steps"]["late"] > wild["steps"]["waited"] > 0
+        assert wild["steps"]["late"] > 20
+        assert wild["steps"]["host"] > 0
     print(f"seed {seed}: {wild['preemptions']} preemptions, {wild['hits']} tokens from the cache, {wild['upset']}")
     assert wild["preemptions"] > 0
     assert wild["hits"] > 0
@@ -57,10 +63,12 @@ def test_disturbed_and_alone_are_the_same(ranks: Ranks, llama: Path, size: int, 
 
 
 @pytest.mark.skipif(not grammar.available, reason="llguidance is not installed: laddertron[grammar]")
-def test_structured_output_runs_on_the_ranks(ranks: Ranks, llama: Path) -> None:
-    """A grammar constrains its own request alone, and the job lives on."""
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_structured_output_runs_on_the_ranks(ranks: Ranks, llama: Path, overlapped: bool) -> None:
+    """A grammar constrains its own request alone, and the job lives on. Where steps overlap, the one beside it does."""
     spec = json.dumps({"grammars": [{"lark_grammar": 'start: "ab" | "ba"'}]})
-    (bound, end), (_, other) = ranks(2, "engine_play:structured", {"folder": str(llama), "spec": spec})[0]
+    args = {"folder": str(llama), "spec": spec, "overlapped": overlapped}
+    (bound, end), (_, other) = ranks(2, "engine_play:structured", args)[0]
     assert Tokenizer.from_file(str(llama / "tokenizer.json")).decode(bound) in ("ab", "ba")
     assert end == "stop"
     assert other in ("stop", "length")
@@ -75,9 +83,11 @@ def test_without_a_tokenizer_a_grammar_fails_alone(ranks: Ranks, tmp_path: Path)
     assert other in ("stop", "length")
 
 
-def test_an_end_in_the_midst_is_orderly(ranks: Ranks, llama: Path) -> None:
-    """The next plan is with the other ranks already when rank 0 is told to end: it runs it, nobody waits in vain."""
-    assert ranks(2, "engine_play:leave", {"folder": str(llama)}) == ["ended", "ended"]
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_an_end_in_the_midst_is_orderly(ranks: Ranks, llama: Path, overlapped: bool) -> None:
+    """The next plan is with the other ranks already when rank 0 is told to end: it runs it, nobody waits in vain, and
+    no result is left under way."""
+    assert ranks(2, "engine_play:leave", {"folder": str(llama), "overlapped": overlapped}) == ["ended", "ended"]
 
 
 def test_nan_of_one_sequence_stays_its_own() -> None:

@@ -11,15 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laddertron.engine.graphs import (
-    MOST_GRAPHED,
-    CudaRecorder,
-    GraphsError,
-    collectives_refuse,
-    graph_sizes,
-    graphed,
-    padded_size,
-)
+from laddertron.engine.graph_sizes import MOST_GRAPHED, graph_sizes, padded_size
+from laddertron.engine.graphs import CudaRecorder, GraphsError, collectives_refuse, graphed
 from recorded_graph import TapeRecorder
 
 Ranks = Callable[..., list[Any]]
@@ -99,15 +92,22 @@ def test_ids_are_the_same_with_and_without_graphs(
 ) -> None:
     """Nine requests of different lengths through five slots: steps of one to five decodes, padded and not, mixed with
     prompts that run eagerly. The same answers as without graphs and as the portable backend gives; every step computed
-    while serving was one with a prompt, all others were replays. fp32; greedy on two ranks, drawn on one."""
+    while serving was one with a prompt, all others were replays. fp32; greedy on two ranks, drawn on one. The same
+    again where ids stay on the device: the graphs take them from there, and no step waits for those of the one
+    before."""
     folder, prompts = str(checkpoint(recipe)), checkpoints.prompts(9, seed=4)
     params = {"temperature": 0.8, "n": 2, "max_tokens": 5} if size == 1 else {"max_tokens": 5}
     args = {"folder": folder, "prompts": prompts, "params": params}
-    portable, eager, recorded = (
-        ranks(size, "recorded_graph:generate", args | {"how": how})[0] for how in ("portable", "eager", "recorded")
+    portable, eager, recorded, overlapped = (
+        ranks(size, "recorded_graph:generate", args | {"how": how})[0]
+        for how in ("portable", "eager", "recorded", "overlapped")
     )
-    assert recorded["answers"] == eager["answers"] == portable["answers"]
+    assert overlapped["answers"] == recorded["answers"] == eager["answers"] == portable["answers"]
     assert eager["replayed"] == 0
+    assert overlapped["replayed"] == recorded["replayed"]
+    # Every result but the last was read when the next step had been set off, from ids that no host had seen.
+    assert overlapped["steps"] == {"late": overlapped["steps"]["late"], "waited": 1, "host": 0}
+    assert overlapped["steps"]["late"] > recorded["replayed"]
     assert recorded["replayed"] >= 14
     assert recorded["computed"] == 2 * len(graph_sizes(5))
 

@@ -145,11 +145,13 @@ class _Runner:
             limits.max_num_seqs, limits.max_num_batched_tokens, limits.block_size, limits.num_blocks
         )
 
-    def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
+    def run(self, batch: Batch, ahead: Callable[[StepResult | None], None] | None = None) -> StepResult:
         result = self._fake.run(batch) if batch.chunks else StepResult(())
-        if on_travelling is not None:
-            on_travelling()
+        if ahead is not None:
+            ahead(None)
         return result
+
+    def settle(self) -> None: ...
 
     def send(self, frame: bytes) -> None: ...
 
@@ -393,9 +395,11 @@ def test_a_follower_is_idle_while_it_waits_for_a_plan_and_busy_before_its_step()
         return frames.pop(0)
 
     class Runner(FakeRunner):
-        def run(self, batch: Batch, on_travelling: Callable[[], None] | None = None) -> StepResult:
+        def run(self, batch: Batch, ahead: Callable[[StepResult | None], None] | None = None) -> StepResult:
             assert progress.turn_since is not None
             return StepResult(())
+
+        def settle(self) -> None: ...
 
     follow(Runner.__new__(Runner), SimpleNamespace(receive=receive), progress)
     assert seen == [False, False, False]

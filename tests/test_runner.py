@@ -36,10 +36,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path) -> None:
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path, overlapped: bool) -> None:
     """One token's embedding is NaN on the rank that holds it. A request whose prompt contains it, one that only wants
     its prompt scored, and one with two choices end with numerical_error; those beside them, some in blocks that held
-    NaN before, answer as they do without the poison."""
+    NaN before, answer as they do without the poison; also where a step is set off before the NaN of the one before it
+    is known."""
     good = [{"prompt": prompt} for prompt in checkpoints.prompts(5, seed=2, vocab=POISONED)]
     bad: list[dict[str, Any]] = [
         {"prompt": [7, POISONED, 9]},
@@ -51,7 +53,8 @@ def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path) -> None:
     got = ranks(
         2,
         "engine_guards:answer",
-        {"folder": str(llama), "asked": asked, "poisoned": POISONED, "max_num_seqs": 3, "kv_cache_memory": 200 << 10},
+        {"folder": str(llama), "asked": asked, "poisoned": POISONED, "max_num_seqs": 3, "kv_cache_memory": 200 << 10}
+        | {"overlapped": overlapped},
     )[0]
     for plain, mixed in zip(range(5), (0, 2, 4, 6, 7), strict=True):
         assert got[f"r{mixed}/0"] == want[f"r{plain}/0"]
@@ -63,10 +66,14 @@ def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path) -> None:
 
 @pytest.mark.parametrize("liar", [0, 1])
 @pytest.mark.parametrize("step", [0, 3])
-def test_another_token_on_one_rank_stops_the_next_step(ranks: Ranks, llama: Path, liar: int, step: int) -> None:
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_another_token_on_one_rank_stops_the_next_step(
+    ranks: Ranks, llama: Path, liar: int, step: int, overlapped: bool
+) -> None:
     """One rank draws another token at a step: every rank raises within the next one, and no token of the step, nor any
-    after it, has been told."""
+    after it, has been told. Where steps overlap, the next one's gather is read when a third is set off."""
     args = {"folder": str(llama), "asked": [{"prompt": [5, 6, 7]}], "liar": liar, "step": step}
+    args["overlapped"] = overlapped
     for rank, found in enumerate(ranks(2, "engine_guards:disagree", args)):
         assert found["ranks"] == [0, 1]  # two ranks have no majority
         assert found["step"] == step

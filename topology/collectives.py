@@ -6,9 +6,11 @@ knows its group, never the model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
@@ -44,6 +46,22 @@ class Gather(Protocol):
 
     def start(self, payload: NDArray[np.uint8]) -> Gathering:
         """Sets off the gathering of payload, uint8 [n], n the same on every rank."""
+
+
+@runtime_checkable
+class DeviceGather(Protocol):
+    """A Gather that can also gather what lies on devices, with no host in between."""
+
+    def gather_tensor(self, x: Tensor) -> Tensor:
+        """x [n] of every rank, n and dtype the same everywhere: [size, n] in rank order, on x's device. The current
+        stream waits for it, the host does not."""
+
+
+def device_gather(gathers: Gather, size: int) -> Callable[[Tensor], Tensor] | None:
+    """How a group of `size` gathers what lies on its devices; None where gathers pass through the host."""
+    if size == 1:
+        return lambda x: x[None]
+    return gathers.gather_tensor if isinstance(gathers, DeviceGather) else None
 
 
 class CommunicationError(RuntimeError):

@@ -27,7 +27,7 @@ def nccl_collective(group: Any, ledger: Ledger, link: str) -> StreamCollective:
 
 
 class NcclGather:
-    """Gathers of bytes that lie on the host: there and back through the device."""
+    """Gathers of bytes that lie on the host, there and back through the device, and of what lies on devices."""
 
     def __init__(self, group: Any, ledger: Ledger) -> None:
         self._group, self._ledger = group, ledger
@@ -39,6 +39,13 @@ class NcclGather:
         work = dist.all_gather_into_tensor(out, mine, group=self._group, async_op=True)
         return _NcclGathering(work, out, self._ledger)
 
+    def gather_tensor(self, x: Tensor) -> Tensor:
+        """As DeviceGather says."""
+        out = torch.empty((dist.get_world_size(self._group), len(x)), dtype=x.dtype, device=x.device)
+        self._ledger.started += 1
+        dist.all_gather_into_tensor(out, x, group=self._group)
+        return out
+
 
 class _NcclGathering:
     def __init__(self, work: Any, out: Tensor, ledger: Ledger) -> None:
@@ -46,7 +53,7 @@ class _NcclGathering:
 
     def wait(self) -> NDArray[np.uint8]:
         self._work.wait()
-        # The one place where the host waits for the device, and with it for every all-reduce before.
+        # Here the host waits for the device, and with it for every all-reduce before.
         self._ledger.waiting = "gather"
         gathered = self._out.cpu().numpy()
         self._ledger.waiting = ""

@@ -23,10 +23,10 @@ TARGET = "laddertron.engine.runner"
 def _spoil(runner: Any, step: Any, folder: Path, deadly: int) -> None:
     run, draw = runner.Runner.run, step.Step.run
 
-    def run_or_die(self: Any, batch: Any, on_travelling: Any = None) -> Any:
+    def run_or_die(self: Any, batch: Any, ahead: Any = None) -> Any:
         if any(deadly in sequence.tokens for sequence in batch.admitted):
             os.kill(os.getpid(), signal.SIGKILL)
-        return run(self, batch, on_travelling)
+        return run(self, batch, ahead)
 
     def draw_another(self: Any) -> Any:
         drawn = draw(self)

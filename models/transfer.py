@@ -1,0 +1,54 @@
+"""Small arrays between host and device while neither waits for the other: through pinned memory, either way.
+
+From pageable memory the driver may wait for all that the device has still to do, and `.cpu()` always does. Called by
+engine/runner.py, engine/device_draw.py and the attention backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Arriving = Callable[[], NDArray[Any]]
+"""A copy on its way to the host: the call waits for it, asleep, and gives its values."""
+
+
+def carry(x: Tensor, device: torch.device) -> Tensor:
+    """x on `device`; itself where it lies there. torch keeps the pinned memory until the copy has left it."""
+    if x.device == device:
+        return x
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def upload(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The values on `device`, in their type; on a CPU the array's own memory."""
+    return carry(torch.from_numpy(values), device)
+
+
+def stage(target: Tensor, source: Tensor) -> None:
+    """Copies source (on the host) into target, which stays where it is; source may be written to at once."""
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
+
+
+def download(x: Tensor) -> Arriving:
+    """Sets off the copy of x to the host; x may be overwritten by what the device does next."""
+    if not x.is_cuda:
+        there: NDArray[Any] = np.array(x.numpy())
+        return lambda: there
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event: Any = torch.cuda.Event
+    written = event(blocking=True)
+    written.record()
+
+    def read() -> NDArray[Any]:
+        written.synchronize()
+        values: NDArray[Any] = host.numpy()
+        return values
+
+    return read
