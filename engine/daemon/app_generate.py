@@ -96,7 +96,9 @@ class _Reply:
         await self.begun()
         if self.gone:
             raise ConnectionError("the client is gone")
-        if self.late and not self.over and not self._said_late:
+        if self._said_late:
+            return b""  # its end was sent, whatever the engine has made since
+        if self.late and not self.over:
             self._said_late = True
             self._events += [event(_late().to_json()), DONE]
         events, self._events = self._events, []
@@ -139,6 +141,7 @@ class Generator:
                 flight, reply = await self._flight(request, body)
                 await self._begun(request, flight, reply)
                 if flight.answer.fault is not None and not flight.sent:
+                    reply.close()
                     raise _fault(flight)
                 if not body.stream:
                     return JSONResponse(flight.answer.response())
