@@ -22,7 +22,7 @@ Look = Callable[[], Mapping[str, int]]
 
 
 class DeviceMemory:
-    """Made before the first launch: as free as then is free."""
+    """Made before the first launch: as free as then is free. Of a device that did not answer then nothing is known."""
 
     def __init__(self, look: Look, most_s: float = 30.0, slack: int = SLACK_BYTES) -> None:
         self._look, self._most_s, self._slack = look, most_s, slack
@@ -31,7 +31,7 @@ class DeviceMemory:
     async def free(self) -> None:
         """Returns once it is; raises RuntimeError naming device and bytes after `most_s` seconds."""
         deadline = time.monotonic() + self._most_s
-        while held := self._held():
+        while held := await asyncio.to_thread(self._held):  # starting the driver's library may take a second
             if time.monotonic() >= deadline:
                 raise RuntimeError(
                     f"{', '.join(held)} after {self._most_s:g} s, with all ranks gone: another process has it, or the "
@@ -40,7 +40,7 @@ class DeviceMemory:
             await asyncio.sleep(_LOOK_AGAIN_S)  # the driver tells nobody
 
     def _held(self) -> list[str]:
-        more = {name: used - self._before.get(name, 0) for name, used in self._look().items()}
+        more = {name: used - self._before[name] for name, used in self._look().items() if name in self._before}
         return [f"{name} still holds {extra / 2**30:.1f} GiB" for name, extra in more.items() if extra > self._slack]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +104,34 @@ def test_a_device_that_does_not_answer_holds_nothing_up() -> None:
     driver = Driver([0, 0])
     gone = Device(index=9, name="x", memory_bytes=1, pci="0000:09:00.0", uuid="GPU-9")
     assert nvml_look(driver, [*gpus(driver).devices, gone])() == {"cuda:0": 0, "cuda:1": 0}
+
+
+def test_what_was_never_seen_free_holds_nothing_up() -> None:
+    """A driver that did not answer before the first launch: nobody knows what was another's then."""
+    driver = Driver([60 * GIB, 70 * GIB])
+    devices = gpus(driver).devices
+    look = nvml_look(driver, devices)
+    answers = iter([{}, look()])
+    asyncio.run(DeviceMemory(lambda: next(answers), 0.0).free())
+
+
+def test_the_loop_goes_on_while_the_driver_is_asked() -> None:
+    """Starting the driver's library takes long on a machine of eight; other replicas' streams pass through the loop."""
+    driver, turned = Driver([0, 0]), threading.Event()
+    look = nvml_look(driver, gpus(driver).devices)
+    first = look()
+
+    def slow() -> Mapping[str, int]:
+        assert turned.wait(10.0), "the loop stood still"
+        return look()
+
+    async def run() -> None:
+        memory = DeviceMemory(lambda: first)
+        memory._look = slow
+        asyncio.get_running_loop().call_soon(turned.set)
+        await memory.free()
+
+    asyncio.run(run())
 
 
 def jobs(driver: Driver | None, monkeypatch: pytest.MonkeyPatch, *sets: str) -> list[Any]:
