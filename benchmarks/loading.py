@@ -1,12 +1,15 @@
 """How fast weights load, beside a plain read of the same bytes and transformers' loader: one JSON line a case.
 
     python benchmarks/loading.py [--gigabytes 2] [--folder DIR] [--tensor-parallel-size 2] [--cold] [--transformers]
+                                 [--nodes]
 
 Makes a random bf16 Llama (removed afterwards unless it was there), then measures in this process, rounds interleaved:
 plain (every byte of the files into fresh memory by 16 MiB reads, one thread), load at tp 1, load with a manifest, load
 of per-rank files, rank 0 of tp, and all ranks of tp at once as processes (ready before the clock starts; together they
 want each byte once, as the plain read does). Medians of --rounds; `of_plain` is the rate against the plain read's.
---cold drops the files from the page cache before each (POSIX_FADV_DONTNEED).
+--cold drops the files from the page cache before each (POSIX_FADV_DONTNEED). --nodes: once more all ranks, each with a
+copy of the folder, so that they share the disk but no page cache, as nodes do: each on its own, and in shares that they
+send one another over loopback.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,13 +29,15 @@ from laddertron.models.config import from_folder
 from laddertron.models.manifest import NAME, make_manifest, write_manifest
 from laddertron.models.shard import Shard
 from laddertron.models.shard_writer import write_shards
-from laddertron.models.weights import open_checkpoint, open_source
-from laddertron.models.weights_load import load
-from laddertron.models.weights_plan import expected_shapes, plan_fills
+from laddertron.models.weights import open_checkpoint
+from laddertron.models.weights_plan import expected_shapes
 from laddertron.models.weights_shards import shards_folder
+from loading_ranks import Ranks, free_port, load_rank
 from safetensors.torch import save_file
 
 CHUNK = 16 << 20
+Case = tuple[Callable[[], int], Callable[[], None]]
+"""What is timed, and what is done afterwards."""
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
@@ -105,51 +108,6 @@ def plain_read(folder: Path) -> int:
     return total
 
 
-def parameters_of(shard: Shard) -> dict[str, torch.Tensor]:
-    """Empty ones, shaped as the fills say."""
-    wanted = expected_shapes(shard.config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for fill in plan_fills(shard):
-        if fill.tensor is not None:
-            shape = wanted[fill.tensor]
-            rows = max(fill.row + fill.count, shapes.get(fill.parameter, (0,))[0])
-            shapes[fill.parameter] = (rows, fill.columns or shape[1]) if len(shape) == 2 else (rows,)
-    return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-
-
-def load_rank(folder: Path, size: int, rank: int) -> int:
-    shard = Shard(from_folder(folder), size, rank)
-    parameters = parameters_of(shard)
-    load(open_source(folder, shard), shard, parameters, verify=(0, 1))
-    return sum(p.numel() * 2 for p in parameters.values())
-
-
-class Ranks:
-    """Processes that are ready to load a rank each, all at once when told."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        words = [sys.executable, __file__, "--folder", str(folder), "--tensor-parallel-size", str(size), "--rank"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.running = [subprocess.Popen([*words, str(rank)], **pipes) for rank in range(size)]  # type: ignore[call-overload]
-        for process in self.running:
-            process.stdout.readline()
-
-    def load(self) -> int:
-        for process in self.running:
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        total = sum(int(process.stdout.readline()) for process in self.running)
-        for process in self.running:
-            process.communicate()
-        return total
-
-
-def be_a_rank(folder: Path, size: int, rank: int) -> None:
-    print("ready", flush=True)
-    if sys.stdin.readline():
-        print(load_rank(folder, size, rank), flush=True)
-
-
 def with_transformers(folder: Path) -> int:
     import transformers
 
@@ -166,25 +124,29 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--nodes", action="store_true")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
-    if options.rank is not None:
-        be_a_rank(options.folder, options.tensor_parallel_size, options.rank)
-        return
     made = options.folder is None
     folder: Path = options.folder or Path(tempfile.mkdtemp(prefix="laddertron-loading-"))
     try:
         if not (folder / "config.json").exists():
             make_checkpoint(folder, options.gigabytes)
-        measure(folder, options.tensor_parallel_size, options.rounds, options.cold, options.transformers)
+        copies = [folder.with_name(f"{folder.name}-{r}") for r in range(options.tensor_parallel_size * options.nodes)]
+        try:
+            for copy in copies:
+                shutil.copytree(folder, copy)
+            measure(folder, options.tensor_parallel_size, options.rounds, options.cold, options.transformers, copies)
+        finally:
+            for copy in copies:
+                shutil.rmtree(copy, ignore_errors=True)
     finally:
         if made:
             shutil.rmtree(folder)
 
 
-def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool) -> None:
+def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool, copies: list[Path]) -> None:
     manifest, config = make_manifest(folder), from_folder(folder)
     one, many = shards_folder(folder, 1), shards_folder(folder, size)
     for home, ranks in ((one, 1), (many, size)):
@@ -210,30 +172,42 @@ def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool
         finally:
             (folder / NAME).unlink()
 
-    def at_once(call: Callable[[], int]) -> Callable[[], Callable[[], int]]:
-        return lambda: call
+    def at_once(call: Callable[[], int]) -> Callable[[], Case]:
+        return lambda: (call, lambda: None)
 
-    cases: dict[str, Callable[[], Callable[[], int]]] = {
+    def by_ranks(folders: list[Path], in_shares: bool = False) -> Callable[[], Case]:
+        def prepare() -> Case:
+            ranks = Ranks(folders, free_port() if in_shares else 0)
+            return ranks.load, ranks.end
+
+        return prepare
+
+    cases: dict[str, Callable[[], Case]] = {
         "plain": at_once(lambda: plain_read(folder)),
         "load tp1": at_once(lambda: load_rank(folder, 1, 0)),
         "load tp1, verified": at_once(verified),
         "load tp1, per-rank file": at_once(beside(one, lambda: load_rank(folder, 1, 0))),
         f"load tp{size} rank 0": at_once(lambda: load_rank(folder, size, 0)),
         f"load tp{size} rank 0, per-rank file": at_once(beside(many, lambda: load_rank(folder, size, 0))),
-        f"load tp{size}, all ranks": lambda: Ranks(folder, size).load,
+        f"load tp{size}, all ranks": by_ranks([folder] * size),
     }
+    if copies:
+        cases[f"load tp{size}, {size} nodes"] = by_ranks(copies)
+        cases[f"load tp{size}, {size} nodes, in shares"] = by_ranks(copies, True)
     if transformers:
         cases["transformers"] = at_once(lambda: with_transformers(folder))
     times: dict[str, list[float]] = {name: [] for name in cases}
     read: dict[str, int] = {}
     for _ in range(rounds):
         for name, prepare in cases.items():
-            call = prepare()
+            call, end = prepare()
             if cold:
-                drop_caches(folder)
+                for one in (folder, *copies):
+                    drop_caches(one)
             start = time.perf_counter()
             read[name] = call()
             times[name].append(time.perf_counter() - start)
+            end()
     for home in (one, many):
         shutil.rmtree(home.with_name(f"{home.name}-aside"), ignore_errors=True)
     rate = {name: read[name] / 1e9 / statistics.median(took) for name, took in times.items()}
