@@ -1,17 +1,32 @@
-"""Fixtures that every test may use."""
+"""Fixtures that every test may use, and an environment that is the same wherever the tests run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from rank_pool import RankPool
+
+# A runner may itself be a job of Slurm or a rank of an MPI, stand behind a proxy, or have a terminal of its own shape.
+_OF_A_JOB = ("SLURM_", "PBS_", "LSB_", "PMI_", "PMIX_", "MPI_LOCAL", "OMPI_COMM_", "LADDERTRON_CONTROL")
+_OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_OF_A_TERMINAL = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"}
+for _name in [n for n in os.environ if n.startswith(_OF_A_JOB) or n in _OF_A_RANK | _OF_A_TERMINAL]:
+    del os.environ[_name]
+for _name in ("NO_PROXY", "no_proxy"):
+    os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1,localhost")))
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("laddertron", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.load_profile("laddertron")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`ranks(4, "test_x:case", {"seed": 1}, timeout_s=60) -> [result of rank 0, …]`: runs `case(rank, seed=1)` on four
+    """`ranks(4, "test_x:case", {"seed": 1}, timeout_s=600) -> [result of rank 0, …]`: runs `case(rank, seed=1)` on four
     ranks at once. `rank` is a rank_pool.Rank; arguments and results are JSON. A failure on any rank raises RankError
     with its traceback, and the next call gets fresh ranks."""
     pool = RankPool()

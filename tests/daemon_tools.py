@@ -24,6 +24,7 @@ from laddertron.engine.daemon.store import StoreOptions
 from laddertron.engine.request import ModelLimits
 from laddertron.engine.text import TextModel
 from openai import OpenAI
+from waiting import HANG_S, until
 
 LIMITS = ModelLimits(max_model_len=512, vocab_size=300, max_num_seqs=8, kv_tokens=1 << 16)
 NAME = "tiny"
@@ -60,7 +61,7 @@ class Served:
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        assert self._up.wait(30)
+        assert self._up.wait(HANG_S)
         self._raise_fault()
 
     def _raise_fault(self) -> None:
@@ -98,14 +99,14 @@ class Served:
         async def call() -> Any:
             return what() if callable(what) else await what
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(HANG_S)
 
     def client(self, key: str = "none", **options: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": 30, **options})
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": HANG_S, **options})
 
-    def raw(self, data: bytes, timeout: float = 10) -> bytes:
+    def raw(self, data: bytes) -> bytes:
         """Sends bytes, returns what comes until the connection is closed."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=HANG_S) as connection:
             connection.sendall(data)
             out = b""
             with contextlib.suppress(ConnectionError):
@@ -120,7 +121,7 @@ class Served:
         return self.join()
 
     def join(self) -> int | None:
-        self._thread.join(60)
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive(), "the daemon does not end"
         self._raise_fault()
         return self.code
@@ -141,17 +142,17 @@ def line(name: str, prompt: Any = "hello", **body: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
-def wait_batch(client: OpenAI, batch_id: str, timeout: float = 30.0) -> Any:
+def wait_batch(client: OpenAI, batch_id: str) -> Any:
     """The batch once it has ended."""
-    import time
+    batch: Any = None
 
-    end = time.monotonic() + timeout
-    while True:
+    def ended() -> bool:
+        nonlocal batch
         batch = client.batches.retrieve(batch_id)
-        if batch.status in ("completed", "failed", "expired", "cancelled"):
-            return batch
-        assert time.monotonic() < end, batch
-        time.sleep(0.02)
+        return batch.status in ("completed", "failed", "expired", "cancelled")
+
+    until(ended, lambda: str(batch), 0.02)
+    return batch
 
 
 def submit(client: OpenAI, data: bytes, **options: Any) -> Any:

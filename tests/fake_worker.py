@@ -1,7 +1,8 @@
 """A rank without torch or MPI: the real control client around a deterministic fake engine.
 
 Started like the worker (`python tests/fake_worker.py`), also by mpirun. The welcome's config is a JSON object:
-  max_num_seqs (8), step_s (0.005), load_s (0), raise_loading: rank, refuse: rank,
+  max_num_seqs (8), step_s (0.005), load_s (0), load_until: a file that must be there, raise_loading: rank,
+  refuse: rank,
   refuse_after: a file whose presence makes that refusal hold, digests: {rank: text}, version: {rank: text},
   vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
   poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
@@ -177,6 +178,8 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
     client.send_state(Loading(0.5, "weights"))
     if config.get("load_s"):
         threading.Event().wait(config["load_s"])
+    while config.get("load_until") and not os.path.exists(config["load_until"]):
+        time.sleep(0.01)
     if config.get("raise_loading") == rank:
         raise AskedToRaise("asked to raise while loading")
     if config.get("refuse") == rank and os.path.exists(config.get("refuse_after", "/")):

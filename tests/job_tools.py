@@ -17,10 +17,13 @@ from laddertron.engine.daemon.job import JobState, RankReport
 from laddertron.engine.request import Request, SamplingParams, TokensEvent
 from laddertron.launchers.processes import ProcessId, start_time
 from laddertron.launchers.supervisor import JobHooks, JobOptions, MpiJob, Patience
+from waiting import FOR_EVER_S, HANG_S
 
 HERE = Path(__file__).parent
 WORKER = (sys.executable, str(HERE / "fake_worker.py"))
 MPIRUN = Path(sys.executable).with_name("mpirun")
+PATIENT = Patience(suspect_s=FOR_EVER_S, dead_s=FOR_EVER_S, first_step_s=FOR_EVER_S, least_step_s=FOR_EVER_S)
+"""What a job has unless its test says otherwise: only ends that are seen count, a slow machine is no silent rank."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,8 @@ class Listener:
         self.reports[report.rank] = report
         self._news.set()
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-        async with asyncio.timeout(timeout_s):
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(HANG_S):
             while not condition():
                 await self.something()
 
@@ -121,8 +124,8 @@ class Story:
     def __init__(self, job: MpiJob, listener: Listener) -> None:
         self.job, self.listener = job, listener
 
-    async def phase(self, phase: str, timeout_s: float = 10.0) -> None:
-        await self.listener.until(lambda: self.job.state.phase == phase, timeout_s)
+    async def phase(self, phase: str) -> None:
+        await self.listener.until(lambda: self.job.state.phase == phase)
 
     async def pid(self, rank: int) -> int:
         """Of the present launch."""
@@ -149,7 +152,7 @@ async def story(
     """A job of fake ranks, started; closed at the end whatever happens."""
     chosen = fake_mpirun(world_size) if command is None else command
     factory = chosen if callable(chosen) else (lambda excluded: chosen)
-    settings = JobOptions(world_size, patience=patience or Patience(), **options)
+    settings = JobOptions(world_size, patience=patience or PATIENT, **options)
     job, listener = MpiJob(factory, json.dumps(config or {}), settings, hooks), listener or Listener()
     await job.start(listener)
     try:
@@ -164,7 +167,12 @@ def process_id(pid: int) -> ProcessId:
     return ProcessId(pid, started)
 
 
-async def gone(pids: list[int], timeout_s: float) -> None:
+def left(pids: list[int]) -> list[int]:
+    """Those of these processes that are there."""
+    return [pid for pid in pids if start_time(pid) is not None]
+
+
+async def gone(pids: list[int], timeout_s: float = HANG_S) -> None:
     """Waits until all these processes are gone; raises TimeoutError."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(timeout_s):

@@ -20,7 +20,7 @@ def main(backend: BackendName, per_node: int, bootstrap: MpiBootstrap) -> None:
     began = time.monotonic()
     size = bootstrap.size
     layout = GroupLayout(tuple(tuple(range(at, at + per_node)) for at in range(0, size, per_node)))
-    options = CommOptions(backend=backend, process_groups=backend == "gloo", timeout_s=20)
+    options = CommOptions(backend=backend, process_groups=backend == "gloo", timeout_s=120)
     digest = hashlib.sha256()
     with connect(bootstrap, layout, options) as comm:
         for count in (1, 4096, 100_003):
@@ -40,7 +40,7 @@ def main(backend: BackendName, per_node: int, bootstrap: MpiBootstrap) -> None:
         if comm.rank == 0:
             comm.plans.send(b"plan")
         else:
-            assert comm.plans.receive(10) == b"plan"
+            assert comm.plans.receive(120) == b"plan"
         ops = {entry.op for entry in comm.ledger.entries()}
         assert "all_reduce" in ops, comm.ledger.entries()
         answer = {"rank": bootstrap.rank, "digest": digest.hexdigest(), "backend": comm.backend}

@@ -22,6 +22,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from waiting import HANG_S
+
 if TYPE_CHECKING:
     from laddertron.topology.bootstrap import StoreBootstrap
     from laddertron.topology.groups import CommOptions, Communicator
@@ -41,6 +43,7 @@ _WARM = (
     "laddertron.engine.build",
 )
 """Imported once by the server: what is missing here, every rank of every set imports for itself."""
+_AFTER_FAILURE_S = 10.0
 
 
 class RankError(AssertionError):
@@ -79,7 +82,7 @@ class RankPool:
         self._line: socket.socket | None = None
         self._sets: dict[int, list[socket.socket]] = {}
 
-    def run(self, size: int, case: str, args: dict[str, Any] | None = None, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, size: int, case: str, args: dict[str, Any] | None = None, timeout_s: float = 300.0) -> list[Any]:
         """Runs `case` on `size` ranks at once and returns what each gave back, in rank order. Raises RankError."""
         if size not in self._sets:
             self._sets[size] = self._fork(size)
@@ -95,7 +98,8 @@ class RankPool:
             poll.register(fd, select.POLLIN)
         while waiting:
             if any("error" in a for a in answers.values()):
-                deadline = min(deadline, time.monotonic() + 3.0)  # the others may be waiting for the failed one
+                # the others may be waiting for the failed one
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
             if not ready:
                 break
@@ -104,9 +108,8 @@ class RankPool:
                 poll.unregister(fd)
                 answers[rank] = _receive(lines[rank]) or {"error": "the rank's process ended during the case"}
         for rank in waiting.values():
-            answers[rank] = {
-                "error": f"no answer (the case may take {timeout_s:g} s; 3 s once another rank has failed)"
-            }
+            late = f"{timeout_s:g} s; {_AFTER_FAILURE_S:g} s once another rank has failed"
+            answers[rank] = {"error": f"no answer (the case may take {late})"}
         failed = [r for r in range(size) if "error" in answers[r]]
         if failed:
             self._drop(size)
@@ -119,7 +122,7 @@ class RankPool:
         if self._line is not None:
             self._line.close()
         if self._server is not None:
-            self._server.wait(10)
+            self._server.wait(HANG_S)
 
     def _fork(self, size: int) -> list[socket.socket]:
         if self._server is None:

@@ -26,7 +26,7 @@ class Ranks:
     def __init__(self, tp: int, tamper: Callable[[int, int, Bytes], Bytes] | None = None) -> None:
         self.tp, self.tamper = tp, tamper
         self.gathers: list[int] = []
-        self._barrier = threading.Barrier(tp, timeout=60)
+        self._barrier = threading.Barrier(tp, timeout=300)
         self._parts: list[Bytes] = [np.zeros(0, np.uint8)] * tp
 
     def _gather(self, rank: int) -> Gather:

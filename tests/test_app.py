@@ -8,11 +8,8 @@ import http.client
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +24,7 @@ from laddertron.engine.daemon.keys import KeyFileError, KeyRing, add_key, read_k
 from laddertron.engine.metrics_observer import MetricsObserver
 from prometheus_client import CollectorRegistry
 from tiny_text import write_folder
+from waiting import FOR_EVER_S, HANG_S, cheapest, until
 
 SMALL = replace(
     Limits(),
@@ -35,8 +33,8 @@ SMALL = replace(
     max_line_bytes=5_000,
     max_lines=50,
     max_connections=64,
-    header_timeout=0.5,
-    body_timeout=0.5,
+    header_timeout=FOR_EVER_S,
+    body_timeout=FOR_EVER_S,
 )
 
 
@@ -55,7 +53,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[S
 def ask(
     daemon: Served, method: str, path: str, body: bytes | None = None, **headers: str
 ) -> tuple[int, dict[str, Any], dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=HANG_S)
     with contextlib.closing(connection):
         names = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, body, names)
@@ -83,11 +81,9 @@ def error_of(answer: tuple[int, dict[str, Any], dict[str, str]]) -> tuple[int, s
 def test_bodies_too_large_are_refused_unread(daemon: Served) -> None:
     """By the announced length at once (nothing of the body is sent), and by what comes where no length is given."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\nconnection: close\r\n\r\n"
-    began = time.monotonic()
-    with socket.create_connection(("127.0.0.1", daemon.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", daemon.port), timeout=HANG_S) as connection:
         connection.sendall(head)
         assert b" 413 " in connection.recv(65536).splitlines()[0]
-    assert time.monotonic() - began < 1
     chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = daemon.raw(chunked + (b"1000\r\n" + b"x" * 0x1000 + b"\r\n") * 8 + b"0\r\n\r\n")
     assert b" 413 " in answer.splitlines()[0]
@@ -136,12 +132,13 @@ def test_headers_too_long_are_431(daemon: Served) -> None:
     ],
 )
 def test_absurd_parameters_are_400_at_once(daemon: Served, fields: dict[str, Any]) -> None:
+    """In 50 ms on an idle machine; client and daemon are one process here."""
     body = json.dumps({"model": NAME, "prompt": "x", **fields}).encode()
-    ask(daemon, "GET", "/health")
-    began = time.monotonic()
-    status, _ = error_of(ask(daemon, "POST", "/v1/completions", body))
-    assert status in (400, 413)
-    assert time.monotonic() - began < 0.25  # 50 ms is the bar; this machine may be busy
+
+    def refused() -> None:
+        assert error_of(ask(daemon, "POST", "/v1/completions", body))[0] in (400, 413)
+
+    assert cheapest(refused) < 0.25
 
 
 @pytest.mark.parametrize("raw", [b'{"temperature": NaN}', b'{"a": 1e999}', b"[" * 5000, b'{"a":1,"a":1}', b"\xff", b""])
@@ -153,47 +150,24 @@ def test_what_is_not_json_is_400(daemon: Served, raw: bytes) -> None:
 # time
 
 
-def test_slow_sockets_are_closed_and_the_others_do_not_notice(daemon: Served) -> None:
-    """40 connections that send a byte now and then, of headers or of a body: all closed in time (a body's with 408),
-    while others are answered as fast as ever."""
-    ends: list[float] = []
-
-    def dribble(head: bytes) -> None:
-        began = time.monotonic()
-        with socket.create_connection(("127.0.0.1", daemon.port), timeout=10) as connection:
-            connection.sendall(head)
-            connection.settimeout(0.1)
-            with contextlib.suppress(ConnectionError):
-                while time.monotonic() - began < 8:
-                    with contextlib.suppress(TimeoutError):
-                        connection.sendall(b"x")
-                        if not connection.recv(65536):
-                            break
-        ends.append(time.monotonic() - began)
-
-    heads = [b"GET / HTTP/1.1\r\nx-a: ", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n"]
-    threads = [threading.Thread(target=dribble, args=(heads[n % 2],)) for n in range(40)]
-    for thread in threads:
-        thread.start()
-    times = []
-    while any(thread.is_alive() for thread in threads):
-        began = time.monotonic()
-        assert ask(daemon, "GET", "/health")[0] == 200
-        times.append(time.monotonic() - began)
-    assert max(ends) < 7
-    assert statistics.quantiles(times, n=100)[98] < 0.5
+def test_what_does_not_come_in_time_is_not_waited_for(folder: Path, tmp_path: Path) -> None:
+    """Headers that never end are cut off without a word, a body that never comes is a 408. test_server.py has a crowd
+    of them."""
+    quick = replace(SMALL, header_timeout=0.5, body_timeout=0.5)
+    with served(deployment(tmp_path, quick), folder) as daemon:
+        assert daemon.raw(b"GET / HTTP/1.1\r\nx-a: ") == b""
+        late = daemon.raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n{")
+        assert b" 408 " in late.splitlines()[0]
+        assert b"request_timeout" in late
 
 
 def test_too_many_connections_are_turned_away(daemon: Served) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(SMALL.max_connections):
-            stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), timeout=5))
-        time.sleep(0.1)
+            stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), timeout=HANG_S))
         answer = daemon.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
     assert b" 503 " in answer.splitlines()[0]
-    end = time.monotonic() + 10
-    while b" 200 " not in daemon.raw(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").splitlines()[0]:
-        assert time.monotonic() < end
+    until(lambda: ask(daemon, "GET", "/health")[0] == 200)
 
 
 # names
@@ -375,16 +349,9 @@ def test_a_client_that_goes_away_takes_its_request_along(folder: Path, tmp_path:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             with socket.create_connection(("127.0.0.1", daemon.port)) as connection:
                 connection.sendall(head + body)
-                wait_until(lambda: len(job.submitted) == len(job.cancels) + 1)
-            wait_until(lambda: len(job.submitted) == len(job.cancels))
+                until(lambda: len(job.submitted) == len(job.cancels) + 1)
+            until(lambda: len(job.submitted) == len(job.cancels))
         assert daemon.on_loop(lambda: daemon.daemon.dispatcher.in_flight) == 0
-
-
-def wait_until(true: Any, seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_the_daemon_needs_no_torch_and_no_mpi() -> None:

@@ -52,7 +52,7 @@ def test_generated_requests_are_answered_as_described(daemon: Served, mode: Gene
         def send(case: schemathesis.Case) -> None:
             nonlocal sent
             sent += 1
-            case.validate_response(case.call(timeout=30), checks=CHECKS)
+            case.validate_response(case.call(timeout=300), checks=CHECKS)
 
         try:
             send()

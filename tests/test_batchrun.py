@@ -30,6 +30,7 @@ from laddertron.engine.runview import Snapshot, Summary
 from laddertron.engine.text import ChatOptions, TextModel
 from laddertron.engine.text_pool import Encoder
 from tiny_text import write_folder
+from waiting import HANG_S
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=300, max_num_seqs=4, kv_tokens=4096)
 OPTIONS = RunOptions("tiny")
@@ -302,7 +303,7 @@ def stopped(bench: Bench, job: FakeJob, when: Callable[[], bool], drain_s: float
         task = asyncio.create_task(
             run_batch(bench.job, bench.text, Direct(bench.text), bench.open(**kind), options, bench, stop)
         )
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(HANG_S):
             while not (when() or task.done()):
                 await asyncio.sleep(0)
         stop.set()
@@ -514,7 +515,7 @@ def test_an_answer_that_cannot_be_made_is_an_error_line(
 
     async def go() -> Summary:
         job = Deaf(LIMITS)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             return await run_batch(job, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
 
     summary = asyncio.run(go())

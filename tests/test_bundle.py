@@ -21,6 +21,7 @@ from laddertron.launchers.bundle import KEPT, FailureBundles, newest, parts_of, 
 from laddertron.launchers.cli import group
 from laddertron.launchers.commands.bundle import ask_daemon, collect, daemon_pid
 from laddertron.launchers.detect import JobFailure
+from waiting import HANG_S
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 
@@ -103,7 +104,7 @@ def test_failures_write_themselves_and_the_oldest_go(deployment: Deployment, tmp
     folder = tmp_path / "bundles"
     bundles = FailureBundles(deployment, folder)
     for number in range(KEPT + 3):
-        bundles.failed(1, JobFailure("stalled", f"failure {number}")).join(20.0)
+        bundles.failed(1, JobFailure("stalled", f"failure {number}")).join(HANG_S)
     kept = newest(folder)
     assert len(kept) == KEPT
     assert contents(kept[0])["README.txt"].startswith(f"stalled: failure {KEPT + 2}".encode())
@@ -148,7 +149,7 @@ def test_a_daemon_is_asked_by_signal(deployment: Deployment, tmp_path: Path) -> 
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, lambda: threading.Thread(target=bundles.write, args=(parts,)).start())
         try:
-            return await asyncio.to_thread(ask_daemon, os.getpid(), folder, 15.0)
+            return await asyncio.to_thread(ask_daemon, os.getpid(), folder, HANG_S)
         finally:
             loop.remove_signal_handler(signal.SIGUSR1)
 

@@ -45,7 +45,7 @@ def test_two_threads_may_settle_the_accounts_at_once(monkeypatch: pytest.MonkeyP
     for reader in readers:
         reader.start()
     for reader in readers:
-        reader.join(5)
+        reader.join(120)
     assert not faults
     (entry,) = collective._entries()
     assert (entry.count, entry.bytes) == (1, 8)

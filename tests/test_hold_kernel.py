@@ -82,7 +82,7 @@ def test_the_bytes_of_the_message_are_copied_and_it_stays_as_it_is() -> None:
         [sys.executable, str(program)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,9 @@ import hashlib
 import io
 import json
 import random
-import time
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from laddertron.engine.daemon.schema import (
 )
 from laddertron.engine.daemon.strictjson import JsonFault, parse
 from laddertron.engine.request import ModelLimits
+from waiting import cheapest
 
 
 def refusal(**fields: Any) -> BadRequest:
@@ -86,10 +87,12 @@ def test_no_input_takes_long() -> None:
         b'{"' * (size // 2),
         b"[1," * 99 + b'"' * size,
     ):
-        began = time.process_time()
-        with pytest.raises(JsonFault):
-            parse(data)
-        assert time.process_time() - began < 2
+
+        def faulty(data: bytes = data) -> None:
+            with pytest.raises(JsonFault):
+                parse(data)
+
+        assert cheapest(faulty, 2) < 2
 
 
 # -- bodies
@@ -212,10 +215,8 @@ def test_refusals_are_quick_and_short_whatever_was_sent() -> None:
         {"logit_bias": {str(i): 1 for i in range(100_000)}},
         {"stop": ["y" * 100_000]},
     ):
-        began = time.process_time()
-        bad = refusal(**fields)
-        assert time.process_time() - began < 0.05
-        assert len(json.dumps(bad.to_json())) < 500
+        assert cheapest(partial(refusal, **fields)) < 0.05
+        assert len(json.dumps(refusal(**fields).to_json())) < 500
 
 
 def test_messages_are_given_to_templates_as_they_take_them() -> None:
@@ -360,15 +361,17 @@ def test_no_bytes_make_a_line_raise() -> None:
 
 
 def test_lines_are_checked_fast_enough() -> None:
-    """20,000 lines a second on one core is the aim; a third of it is what any machine must reach."""
+    """20,000 lines a second on one core is the aim, and three times that what is reached: as long as it takes to read
+    a line's JSON thrice. Ten times that would be too long on any machine."""
     said = "What is the capital of France, and why do people ask that all the time? " * 3
     body = {"model": "m", "messages": [{"role": "user", "content": said}], "temperature": 0.7, "max_tokens": 64}
     data = b"".join(json.dumps(line(custom_id=f"r-{i}", body=body)).encode() + b"\n" for i in range(5000))
-    began = time.process_time()
+    raw = data.splitlines()
     assert sum(x.error is None for x in read_lines(io.BytesIO(data))) == 5000
-    rate = 5000 / (time.process_time() - began)
-    print(f"{rate:.0f} lines/s")
-    assert rate > 6600
+    checking = cheapest(lambda: list(read_lines(io.BytesIO(data))))
+    reading = cheapest(lambda: [json.loads(one) for one in raw])
+    print(f"{5000 / checking:.0f} lines/s, {checking / reading:.1f} times as long as reading the JSON")
+    assert checking < 10 * reading
 
 
 # -- requests

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from laddertron.launchers import kept
 from laddertron.launchers.processes import descendants
+from waiting import HANG_S
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo-standard.yaml"
 STUBBORN = (
@@ -48,7 +49,7 @@ def test_orders_arrive_and_their_end_ends_it() -> None:
         os.write(write, b"go\n")
         assert keeper.stdout.readline() == "go!\n"
         os.close(write)
-        assert keeper.wait(20) == 3
+        assert keeper.wait(HANG_S) == 3
     finally:
         kept.end(keeper)
         keeper.stdout.close()
@@ -82,7 +83,7 @@ def test_kill_9_of_the_caller_ends_it() -> None:
         pidfds = [os.pidfd_open(process.pid) for process in descendants(caller.pid)]
         assert len(pidfds) == 2
         caller.kill()
-    assert all_end(pidfds, 20.0)
+    assert all_end(pidfds, HANG_S)
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_the_composed_command_starts_ranks_here() -> None:
     )
     command = compose(d, here, hosts("localhost", slots=4), [sys.executable, "-c", script], CONTROL)
     environ = {**os.environ, **command.env, "LADDERTRON_SECRET": "s3", "LADDERTRON_CONTROL": "127.0.0.1:1"}
-    done = subprocess.run(command.argv, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command.argv, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} 4 {rank} hello there s3" for rank in range(4)]
 

@@ -96,7 +96,7 @@ def run_script(
         start_new_session=True,
     ) as job:
         assert job.stdout is not None
-        deadline = threading.Timer(20, os.killpg, (job.pid, signal.SIGKILL))
+        deadline = threading.Timer(120, os.killpg, (job.pid, signal.SIGKILL))
         deadline.start()
         lines = []
         for line in job.stdout:

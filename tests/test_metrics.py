@@ -8,7 +8,6 @@ import random
 import shutil
 import sqlite3
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from laddertron.launchers.detect import FailureKind
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from waiting import cheapest
 
 ROOT = Path(__file__).resolve().parent.parent
 parse_openmetrics: Callable[[str], Iterator[Any]] = openmetrics_families
@@ -409,20 +409,16 @@ def test_promtool_has_nothing_to_say() -> None:
     tool = shutil.which("promtool")
     if tool is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
-    found = subprocess.run([tool, "check", "metrics"], input=filled().render("*/*")[0], capture_output=True, timeout=30)
+    found = subprocess.run([tool, "check", "metrics"], input=filled().render("*/*")[0], capture_output=True)
     assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
 
 
 def test_a_scrape_of_16_ranks_is_quick() -> None:
-    """Bounded generously: other processes share the machine."""
+    """Twelve milliseconds where this was written; bounded generously."""
     metrics = filled()
-    took = []
-    for _ in range(5):
-        began = time.perf_counter()
-        body, _ = metrics.render(OPENMETRICS)
-        took.append(time.perf_counter() - began)
-    print(f"scrape of 16 ranks: {min(took) * 1e3:.1f} ms, {len(body) >> 10} KiB")
-    assert min(took) < 0.25
+    took = cheapest(lambda: metrics.render(OPENMETRICS))
+    print(f"scrape of 16 ranks: {took * 1e3:.1f} ms, {len(metrics.render(OPENMETRICS)[0]) >> 10} KiB")
+    assert took < 0.25
 
 
 def test_reports_that_make_no_sense_break_nothing(metrics: Metrics, clock: Clock) -> None:

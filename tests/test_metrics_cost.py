@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from laddertron.engine.engine import Progress
 from laddertron.launchers.frames import dump
 from laddertron.launchers.messages import to_wire
 from laddertron.launchers.rank_status import Status
+from waiting import until
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -59,10 +59,7 @@ def test_the_other_end_keeps_series_and_scrapes(bench: Any) -> None:
                 line.sendall(json.dumps({"rank": rank, "pid": 1}).encode() + b"\n")
                 for _ in range(beats):
                     line.sendall(dump(to_wire(Status(progress=progress).beat())) + b"\n")
-        deadline = time.monotonic() + 10.0
-        while daemon.scrapes < 1 or set(daemon.last) != {0, 1}:  # its threads tell nobody
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: daemon.scrapes >= 1 and set(daemon.last) == {0, 1})  # its threads tell nobody
     finally:
         daemon.listener.close()
     assert (daemon.beats, daemon.scrapes) == (3, 1)

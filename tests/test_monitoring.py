@@ -91,7 +91,7 @@ def test_promtool_agrees_with_the_rules(words: tuple[str, ...]) -> None:
     tool = shutil.which("promtool")
     if tool is None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
-    done = subprocess.run([tool, *words], cwd=MONITORING, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([tool, *words], cwd=MONITORING, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -44,7 +44,7 @@ class Pair:
         await self.listener.until(lambda: self.group.state.phase == "ready")
 
     async def asked(self) -> list[Command]:
-        return await asyncio.to_thread(self.client.poll, 5.0)
+        return await asyncio.to_thread(self.client.poll, 120.0)
 
 
 def test_requests_reach_both_replicas_and_tokens_come_back() -> None:

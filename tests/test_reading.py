@@ -30,7 +30,7 @@ def test_they_come_in_order_and_are_read_together() -> None:
 
     def read(reader: Reader, fill: Fill) -> None:
         begun.append(fill)
-        meet.wait(10)
+        meet.wait(120)
 
     with Readers(2) as readers:
         for number, fill in enumerate(readers.each(FILLS, read)):

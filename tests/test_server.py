@@ -26,9 +26,10 @@ from laddertron.launchers import cli
 from laddertron.launchers.batch_client import BatchClient, Server
 from openai import OpenAI
 from tiny_text import write_folder
+from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = replace(Limits(), max_connections=512, header_timeout=1.0, body_timeout=1.0)
+QUICK = replace(Limits(), max_connections=512, header_timeout=2.0, body_timeout=2.0)
 HEADS = (
     b"GET / HTTP/1.1\r\nx-a: ",
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n",
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def dribble(port: int, head: bytes, most_s: float) -> float:
-    """Sends a byte ten times a second (nothing at all without a head) until it is cut off; the seconds that took."""
+    """Sends a byte four times a second (nothing at all without a head) until it is cut off; the seconds that took."""
     began = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head)
@@ -54,7 +55,7 @@ async def dribble(port: int, head: bytes, most_s: float) -> float:
         while not ended.done() and time.monotonic() - began < most_s:
             if head:
                 writer.write(b"x")
-            await asyncio.wait({ended}, timeout=0.1)
+            await asyncio.wait({ended}, timeout=0.25)
     took = time.monotonic() - began
     ended.cancel()
     writer.close()
@@ -87,12 +88,12 @@ def slow_sockets(port: int, count: int, most_s: float) -> tuple[float, list[floa
 
 
 def test_two_hundred_slow_sockets_are_closed_and_the_others_do_not_notice(folder: Path, tmp_path: Path) -> None:
-    """Headers that never end, bodies that never come, connections that say nothing: all cut off soon after their
-    time, others are answered meanwhile: who had to wait for a slow one would wait its whole timeout, 1 s."""
+    """Headers that never end, bodies that never come, connections that say nothing: all are cut off, and others are
+    answered meanwhile: who had to wait for a slow one would wait its whole timeout, 2 s."""
     with served(deployment(tmp_path, QUICK), folder) as daemon:
-        longest, times = slow_sockets(daemon.port, 200, 8.0)
-    assert longest < 7.0
-    assert statistics.median(times) < 0.5
+        longest, times = slow_sockets(daemon.port, 200, HANG_S)
+    assert longest < HANG_S
+    assert statistics.median(times) < 1.0
 
 
 @pytest.mark.slow
@@ -125,7 +126,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         with socket.create_connection(listener.getsockname()) as client:
             client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(HANG_S):
                 while not heard:
                     await asyncio.sleep(0.02)
         server.should_exit = True

@@ -24,6 +24,7 @@ from laddertron.engine.daemon.store import Store, StoreFenced, StoreOptions, Sto
 from laddertron.engine.daemon.store_export import ExportError, generations, read_changes
 from laddertron.engine.daemon.store_open import open_store
 from laddertron.engine.daemon.store_schema import MIGRATIONS, Rows, migrate
+from waiting import HANG_S
 
 
 def batch(name: str = "batch_1", owner: str = "me") -> BatchRow:
@@ -264,7 +265,7 @@ def test_a_failing_disk_acknowledges_nothing_and_writes_come_back(tmp_path: Path
             assert await numbers(store) == set()  # reading goes on
         finally:
             Failing.broken = ""
-        await asyncio.wait_for(store.usable(), 10)
+        await asyncio.wait_for(store.usable(), HANG_S)
         await put(store, result(3))
         assert await numbers(store) == {3}
         assert len(seen) == 2
@@ -290,7 +291,7 @@ def test_a_full_disk_for_real(tmp_path: Path) -> None:
         with pytest.raises(StoreUnavailable, match="full"):
             await put(store, *(Result(f"c-{n}", n, True, "x" * 5000) for n in range(100)))
         pages["most"] = 1 << 30
-        await asyncio.wait_for(store.usable(), 10)
+        await asyncio.wait_for(store.usable(), HANG_S)
         assert await numbers(store) == set()
         await put(store, *(Result(f"c-{n}", n, True, "x" * 5000) for n in range(100)))
         assert len(await numbers(store)) == 100
@@ -376,7 +377,7 @@ def test_an_export_that_fails_acknowledges_nothing(tmp_path: Path) -> None:
             with pytest.raises(StoreUnavailable):
                 await put(store, result(100))
             setattr(files, kind, 0)
-            await asyncio.wait_for(store.usable(), 10)
+            await asyncio.wait_for(store.usable(), HANG_S)
         await put(store, result(2))
 
     with_store(tmp_path / "one", work, options)
@@ -394,7 +395,7 @@ def test_a_group_that_was_exported_and_not_committed_is_undone(tmp_path: Path) -
                 await put(store, result(1))
         finally:
             Failing.broken = ""
-        await asyncio.wait_for(store.usable(), 10)
+        await asyncio.wait_for(store.usable(), HANG_S)
         await put(store, result(2))
 
     with_store(tmp_path / "one", work, options)

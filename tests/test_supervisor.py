@@ -18,20 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_tools import HERE, MPIRUN, Command, fake_mpirun, gone, process_id, real_mpirun, request, story
+from job_tools import HERE, MPIRUN, Command, fake_mpirun, gone, left, process_id, real_mpirun, request, story
 from laddertron.launchers import processes
 from laddertron.launchers.detect import JobFailure
 from laddertron.launchers.supervisor import JobHooks, Patience
+from waiting import FOR_EVER_S, HANG_S, until
 
-IMPATIENT = Patience(suspect_s=1.5, dead_s=2.5, first_step_s=3.0, least_step_s=1.5)
-"""reliability.md's 3 s and 10 s, shortened; test_detect.py holds the real ones against a clock of its own."""
+IMPATIENT = Patience(suspect_s=1.5, dead_s=5.0, first_step_s=5.0, least_step_s=5.0)
+"""reliability.md's 3 s and 10 s, shortened; test_detect.py holds the real ones against a clock of its own. Elsewhere
+the patience has no end (job_tools.PATIENT): what is seen there was not seen by it."""
 
 KEEPER = (sys.executable, "-P", "-m", "laddertron.launchers.keeper")
 
 
 def told(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(2 * HANG_S):
             await run()
 
     asyncio.run(bounded())
@@ -57,7 +59,7 @@ def test_requests_go_in_and_their_tokens_come_out() -> None:
             s.job.cancel("long")
             s.job.cancel("nobody")
             s.job.stop_choice("stopped", 0, 2)
-            assert await s.job.drain(10.0)
+            assert await s.job.drain(HANG_S)
             assert all(s.listener.answered(one) for one in asked)
             assert s.listener.finished["long", 0] == "cancelled"
             assert s.listener.finished["stopped", 0] == "stop"
@@ -75,25 +77,23 @@ def test_requests_go_in_and_their_tokens_come_out() -> None:
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> None:
-    """SIGKILL of a rank: not ready at once (at most 2 s), the rank named, what was in flight reported lost with the
-    running ones first, relaunched; submitted again, the answers are right. Nothing of the first launch is left."""
+    """SIGKILL of a rank: not ready, without waiting for its heartbeats, the rank named, what was in flight reported
+    lost with the running ones first, relaunched; submitted again, the answers are right. Nothing of the first launch is
+    left."""
     failures: list[JobFailure] = []
 
     async def run() -> None:
         async with story(config={"max_num_seqs": 2}, hooks=JobHooks(failed=failures.append)) as s:
             await s.phase("ready")
-            asked = [request(f"r{i}", 60) for i in range(3)] if busy else []
-            for one in asked:
-                s.job.submit(one)
             if busy:
+                for i in range(3):
+                    s.job.submit(request(f"r{i}", 4000))
                 await s.listener.until(lambda: len(s.listener.tokens) == 2)
             old = await s.pids()
-            began = time.monotonic()
             os.kill(old[rank], signal.SIGKILL)
             await s.listener.until(lambda: s.job.state.phase != "ready")
-            assert time.monotonic() - began < 2.0
             await s.phase("ready")
-            await gone(old, 0.1)
+            assert left(old) == []
             assert (failures[0].kind, failures[0].rank) == ("rank_lost", rank)
             assert f"rank {rank} (node {os.uname().nodename}, pid {old[rank]})" in failures[0].reason
             assert s.job.state.restarts == 1
@@ -101,6 +101,7 @@ def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> 
                 ((lost, _, running),) = s.listener.lost
                 assert lost == ["r1", "r0", "r2"], "the latest to enter the step first, then those that waited"
                 assert running == 2
+            asked = [request(f"r{i}", 60) for i in range(3)]
             for one in asked:
                 s.job.submit(one)
             await s.listener.until(lambda: all(s.listener.answered(one) for one in asked))
@@ -108,12 +109,14 @@ def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> 
     told(run)
 
 
-def test_a_rank_killed_while_loading() -> None:
+def test_a_rank_killed_while_loading(tmp_path: Path) -> None:
     async def run() -> None:
-        async with story(config={"load_s": 0.5}) as s:
+        async with story(config={"load_until": str(tmp_path / "loaded")}) as s:
             await s.phase("loading")
             await s.listener.until(lambda: len(s.listener.reports) == 2)
             os.kill(await s.pid(1), signal.SIGKILL)
+            await s.phase("restarting")
+            (tmp_path / "loaded").touch()
             await s.phase("ready")
             assert s.job.state.restarts == 1
 
@@ -126,7 +129,8 @@ def test_a_stopped_rank_is_suspected_named_and_killed() -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        async with story(patience=IMPATIENT, hooks=JobHooks(failed=failures.append)) as s:
+        hooks = JobHooks(failed=failures.append)
+        async with story(patience=IMPATIENT, hooks=hooks, settle_s=2.0) as s:
             await s.phase("ready")
             pid = await s.pid(1)
             stopped = process_id(pid)
@@ -146,7 +150,7 @@ def test_a_short_stop_is_forgiven() -> None:
     """A rank that is suspect and beats again is ready again, and nothing is relaunched."""
 
     async def run() -> None:
-        async with story(patience=Patience(suspect_s=1.3, dead_s=20)) as s:
+        async with story(patience=Patience(suspect_s=1.3, dead_s=FOR_EVER_S)) as s:
             await s.phase("ready")
             pid = await s.pid(1)
             os.kill(pid, signal.SIGSTOP)
@@ -163,7 +167,8 @@ def test_a_hanging_step_is_found_by_its_progress() -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        async with story(patience=IMPATIENT, hooks=JobHooks(failed=failures.append)) as s:
+        hooks = JobHooks(failed=failures.append)
+        async with story(patience=IMPATIENT, hooks=hooks, settle_s=HANG_S) as s:
             await s.phase("ready")
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.tokens)
@@ -177,8 +182,8 @@ def test_a_hanging_step_is_found_by_its_progress() -> None:
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
-    """`laddertron run`: no relaunch. The job has failed within 5 s, its reason holds the traceback, rank and node, its
-    exit code is not 0, and nothing is left."""
+    """`laddertron run`: no relaunch. The job has failed, its reason holds the traceback, rank and node, its exit code
+    is not 0, and nothing is left."""
 
     async def run() -> None:
         async with story(restart=False) as s:
@@ -186,17 +191,15 @@ def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.tokens)
             old = await s.pids()
-            began = time.monotonic()
             os.kill(old[1], signal.SIGUSR1)
             await s.phase("failed")
-            assert time.monotonic() - began < 5.0
             state = s.job.state
             assert (state.rank, state.node) == (1, os.uname().nodename)
             assert "Traceback" in state.reason
             assert state.reason.endswith("AskedToRaise: asked to raise")
             assert state.exit_code == 1
             assert s.listener.lost[0][0] == ["long"]
-            await gone(old, 0.1)
+            assert left(old) == []
 
     told(run)
 
@@ -206,7 +209,7 @@ def test_the_fourth_failure_without_progress_is_the_last() -> None:
 
     async def run() -> None:
         async with story(config={"raise_loading": 1}, longest_backoff_s=0.05) as s:
-            await s.phase("failed", 20)
+            await s.phase("failed")
             assert s.job.state.restarts == 3
             assert s.job.state.reason.startswith("4 failures in a row without progress, the last: rank 1")
             assert "asked to raise while loading" in s.job.state.reason
@@ -234,15 +237,21 @@ def test_what_was_fine_before_is_tried_again(tmp_path: Path) -> None:
     """A job that was ready once and is refused after a crash (a neighbour holds the memory, a file is being replaced)
     goes on trying, up to the bound."""
     held = tmp_path / "held"
+    kinds: list[str] = []
+
+    def failed(failure: JobFailure) -> None:
+        kinds.append(failure.kind)
+        if len(kinds) == 2:
+            held.unlink()
 
     async def run() -> None:
-        async with story(config={"refuse": 1, "refuse_after": str(held)}, longest_backoff_s=0.05) as s:
+        config = {"refuse": 1, "refuse_after": str(held)}
+        async with story(config=config, hooks=JobHooks(failed=failed), longest_backoff_s=0.05) as s:
             await s.phase("ready")
             held.touch()
             os.kill(await s.pid(0), signal.SIGKILL)
-            await s.listener.until(lambda: len(s.job.failures) == 2)
-            held.unlink()
-            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts >= 2)
+            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 2)
+            assert kinds == ["rank_lost", "refused"]
             held.touch()
             os.kill(await s.pid(0), signal.SIGKILL)
             await s.phase("failed")
@@ -283,11 +292,10 @@ def test_a_poison_request_is_named_first_both_times() -> None:
     async def run() -> None:
         async with story(config={"max_num_seqs": 4, "poison": [666]}) as s:
             poison = request("poison", 10, prompt=(5, 666))
-            asked = [request(f"r{i}", 100) for i in range(3)]
             for attempt in (1, 2):
                 await s.phase("ready")
-                for one in asked:
-                    s.job.submit(one)
+                for i in range(3):
+                    s.job.submit(request(f"r{i}", 4000))
                 await s.listener.until(lambda: len(s.listener.tokens) == 3)
                 s.job.submit(poison)
                 s.job.submit(request("waits", 10))
@@ -296,6 +304,7 @@ def test_a_poison_request_is_named_first_both_times() -> None:
                 assert "poison" in lost[: 2 if running == 5 else 1]
                 assert set(lost[:running]) >= {"poison", "r0", "r1", "r2"}
             await s.phase("ready")
+            asked = [request(f"r{i}", 100) for i in range(3)]
             for one in asked:
                 s.job.submit(one)
             await s.listener.until(lambda: all(s.listener.answered(one) for one in asked))
@@ -307,16 +316,14 @@ def test_mpirun_killed_means_ranks_gone_and_a_relaunch() -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        async with story(hooks=JobHooks(failed=failures.append)) as s:
+        async with story(hooks=JobHooks(failed=failures.append), settle_s=HANG_S) as s:
             await s.phase("ready")
             ranks = await s.pids()
             mpirun = parent(ranks[0])
-            began = time.monotonic()
             os.kill(mpirun, signal.SIGKILL)
-            await gone([mpirun, *ranks], 3.0)
+            await gone([mpirun, *ranks])
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
-            assert time.monotonic() - began < 5.0
             assert failures[0].kind == "launcher_killed"
             assert failures[0].rank is None
 
@@ -332,7 +339,7 @@ def test_the_keeper_killed_means_the_same() -> None:
             ranks = await s.pids()
             mpirun = parent(ranks[0])
             os.kill(parent(mpirun), signal.SIGKILL)
-            await gone([mpirun, *ranks], 3.0)
+            await gone([mpirun, *ranks])
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
 
@@ -343,7 +350,7 @@ def test_a_stopped_keeper_is_killed_too() -> None:
     """The keeper hangs when the job is to end: the supervisor kills it, mpirun and the ranks go with it."""
 
     async def run() -> None:
-        async with story(kill_grace_s=0.2, gone_s=0.3) as s:
+        async with story(kill_grace_s=0.5, gone_s=0.5) as s:
             await s.phase("ready")
             ranks = await s.pids()
             mpirun = parent(ranks[0])
@@ -351,7 +358,7 @@ def test_a_stopped_keeper_is_killed_too() -> None:
             os.kill(ranks[1], signal.SIGKILL)
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
-            await gone([mpirun, *ranks], 0.1)
+            await gone([mpirun, *ranks])
 
     told(run)
 
@@ -388,8 +395,8 @@ def parent(pid: int) -> int:
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["running", "one rank stopped"])
 def test_no_orphans_when_the_daemon_is_killed(frozen: bool) -> None:
-    """kill -9 of the supervising process: keeper, mpirun and ranks are gone within 3 s, also a rank that is stopped and
-    so cannot end itself."""
+    """kill -9 of the supervising process: keeper, mpirun and ranks go, also a rank that is stopped and so cannot end
+    itself."""
     script = textwrap.dedent("""
         import asyncio, json
         from job_tools import story
@@ -412,7 +419,7 @@ def test_no_orphans_when_the_daemon_is_killed(frozen: bool) -> None:
             os.kill(ranks[1], signal.SIGSTOP)
         daemon.kill()
         daemon.wait()
-        asyncio.run(gone(everyone, 3.0))
+        asyncio.run(gone(everyone))
     finally:
         daemon.stdout.close()
         for pid in everyone:
@@ -503,12 +510,11 @@ def test_closing_while_loading_and_while_failing() -> None:
         print(f"seed {seed}")
         rng = random.Random(seed)
         others = processes.descendants(os.getpid())  # the session's rank pool, if a test has started it
-        for config in ({"load_s": 30}, {"raise_loading": 0}, {}):
+        for config in ({"load_s": FOR_EVER_S}, {"raise_loading": 0}, {}):
             async with story(config=config, shutdown_s=0.3) as s:
                 await asyncio.sleep(rng.uniform(0, 0.6))
-                began = time.monotonic()
-                await s.job.close()
-                assert time.monotonic() - began < 5.0
+                async with asyncio.timeout(HANG_S):
+                    await s.job.close()
                 assert s.job.state.phase in ("stopped", "failed")
             assert [p for p in processes.descendants(os.getpid()) if p not in others] == []
 
@@ -552,8 +558,9 @@ def test_the_bundle_holds_stacks_and_collectives() -> None:
         async with story() as s:
             await s.phase("ready")
             bundle = await s.job.bundle()
+            while set(bundle["dumps"]) != {"0", "1"}:  # it waits two seconds for them
+                bundle = await s.job.bundle()
             json.dumps(bundle)
-            assert set(bundle["dumps"]) == {"0", "1"}
             assert bundle["dumps"]["1"]["collectives"] == ["step 0"]
             assert "MainThread" in bundle["dumps"]["0"]["stacks"]
 
@@ -576,7 +583,7 @@ def keep(script: str, grace: str = "0.3", *told: str) -> subprocess.Popen[str]:
 def test_the_keeper_ends_as_its_command_did() -> None:
     for script, status in (("", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)):
         keeper = keep(script)
-        assert keeper.wait(10) == status
+        assert keeper.wait(HANG_S) == status
         for pipe in (keeper.stdin, keeper.stdout):
             assert pipe is not None
             pipe.close()
@@ -605,29 +612,30 @@ def test_the_keeper_kills_the_stubborn_and_the_hidden(tmp_path: Path) -> None:
     with keep(script, "0.3", str(tmp_path)) as keeper:
         assert keeper.stdin is not None
         assert keeper.stdout is not None
-        told = [tmp_path / "hidden", tmp_path / "stubborn"]
-        deadline = time.monotonic() + 30
-        while not all(file.exists() for file in told):
-            assert keeper.poll() is None, f"ended with {keeper.returncode}: {keeper.stdout.read()}"
-            assert time.monotonic() < deadline, [file.name for file in told if file.exists()]
-            time.sleep(0.02)
+        told, said = [tmp_path / "hidden", tmp_path / "stubborn"], keeper.stdout
+
+        def both() -> bool:
+            assert keeper.poll() is None, f"ended with {keeper.returncode}: {said.read()}"
+            return all(file.exists() for file in told)
+
+        until(both, lambda: str([file.name for file in told if file.exists()]))
         (hidden, scratch), (stubborn, same) = (json.loads(file.read_text()) for file in told)
         assert scratch == same
         assert os.path.isdir(scratch)
         began = time.monotonic()
         keeper.stdin.close()
-        assert keeper.wait(10) == -signal.SIGKILL
-        assert 0.25 < time.monotonic() - began < 3.0
-        asyncio.run(gone([hidden, stubborn], 0.1))
+        assert keeper.wait(HANG_S) == -signal.SIGKILL
+        assert time.monotonic() - began >= 0.3
+        assert left([hidden, stubborn]) == []
         assert not os.path.exists(scratch)
 
 
 def test_a_keeper_asked_at_once_ends_its_command_at_once() -> None:
     """However early the request comes, SIGTERM reaches the command: it does not run on until the grace is over."""
-    with keep("import signal; signal.pause()", grace="20") as keeper:
+    with keep("import signal; signal.pause()", grace=str(FOR_EVER_S)) as keeper:
         assert keeper.stdin is not None
         keeper.stdin.close()
-        assert keeper.wait(15) == -signal.SIGTERM
+        assert keeper.wait(HANG_S) == -signal.SIGTERM
 
 
 def test_each_open_mpi_gets_one_word_for_its_session_folder() -> None:
@@ -635,7 +643,7 @@ def test_each_open_mpi_gets_one_word_for_its_session_folder() -> None:
     with keep("import os; print(*sorted(k for k in os.environ if k.endswith('_tmpdir_base')))") as keeper:
         assert keeper.stdout is not None
         said = keeper.stdout.read()  # before the lifeline ends: with it the command would
-        assert keeper.wait(10) == 0, said
+        assert keeper.wait(HANG_S) == 0, said
     assert said.split() == ["OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"]
 
 
@@ -658,9 +666,10 @@ def test_under_the_real_mpirun() -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        async with story(real_mpirun(), hooks=JobHooks(failed=failures.append)) as s:
+        hooks = JobHooks(failed=failures.append)
+        async with story(real_mpirun(), hooks=hooks, settle_s=HANG_S, shutdown_s=FOR_EVER_S) as s:
             for attempt in range(3):
-                await s.phase("ready", 20)
+                await s.phase("ready")
                 assert s.job.state.restarts == attempt
                 one = request(f"r{attempt}", 10)
                 s.job.submit(one)
@@ -668,12 +677,11 @@ def test_under_the_real_mpirun() -> None:
                 ranks = await s.pids()
                 if attempt < 2:
                     os.kill([ranks[1], parent(ranks[0])][attempt], signal.SIGKILL)
-                    await gone(ranks, 3.0)
+                    await gone(ranks)
                     await s.listener.until(lambda: s.job.state.phase != "ready")
-            began = time.monotonic()
-            await s.job.close()
-            assert time.monotonic() - began < 5.0
-            await gone(ranks, 0.1)
+            async with asyncio.timeout(HANG_S):  # in order, as they end by themselves: nothing else would end them
+                await s.job.close()
+            assert left(ranks) == []
         assert [failure.kind for failure in failures] == ["rank_lost", "launcher_killed"]
         assert "exited on" in " ".join(failures[0].output), "mpirun's own words are kept"
 

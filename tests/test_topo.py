@@ -157,7 +157,7 @@ def test_torch_stays_out() -> None:
         "import sys, laddertron.launchers.commands.topo, laddertron.launchers.topo_view, laddertron.topology.tuning, "
         "laddertron.topology.preflight; sys.exit('torch' in sys.modules or 'mpi4py' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0
 
 
 def test_two_ranks_make_one_host() -> None:
@@ -168,7 +168,7 @@ def test_two_ranks_make_one_host() -> None:
     done = subprocess.run(
         [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2",
          sys.executable, "-m", "laddertron.launchers.cli", "topo", "--json"],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout)["fabric"]["nodes"]) == 1

@@ -18,6 +18,7 @@ import pytest
 from faults.night import Night
 from laddertron.engine.daemon.observe import RequestTimes
 from laddertron.engine.trace import Parent, RequestSpans, exporting, parse_traceparent
+from waiting import HANG_S
 
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -137,10 +138,10 @@ class Collector(http.server.ThreadingHTTPServer):
                         self.spans.setdefault(span.name, []).append(span)
             self.arrived.notify_all()
 
-    def wait_for(self, name: str, seconds: float = 30.0) -> list[Any]:
+    def wait_for(self, name: str) -> list[Any]:
         """The spans of that name, once there are any."""
         with self.arrived:
-            assert self.arrived.wait_for(lambda: name in self.spans, seconds), f"no span {name!r}: {list(self.spans)}"
+            assert self.arrived.wait_for(lambda: name in self.spans, HANG_S), f"no span {name!r}: {list(self.spans)}"
             return self.spans[name]
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ def test_a_served_request_is_its_senders_child(collector: Collector, tmp_path: P
         url = f"http://127.0.0.1:{night.port}/v1/completions"
         headers = {"content-type": "application/json", "traceparent": GOOD}
         with urllib.request.urlopen(
-            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30
+            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=HANG_S
         ) as said:
             assert json.load(said)["usage"]["completion_tokens"] == 3
         assert night.stop() == 0
@@ -211,6 +212,6 @@ def test_a_collector_that_is_gone_costs_no_request() -> None:
         began = time.monotonic()
         for _ in range(100):
             spans.finished(RequestTimes(10.0, 10.5, 12.0, 15.0, 100, 30, "stop", True, GOOD))
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 30.0, "each would try for seconds, were it sent here and now"
         spans.close()
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < HANG_S

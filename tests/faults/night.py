@@ -61,9 +61,11 @@ class Night:
     def __init__(
         self, folder: Path, *, real: bool, step_s: float = 0.01, sets: tuple[str, ...] = (), config: Path = DEMO
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        # bound as long as this lives: one port for all daemons of the night, and nobody else's in between
+        self._seat = socket.socket()
+        self._seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._seat.bind(("127.0.0.1", 0))
+        self.port = int(self._seat.getsockname()[1])
         self.folder, self.log_path, self.starts = folder, folder / "log", folder / "starts"
         self.starts.touch()
         keys = (
@@ -94,7 +96,7 @@ class Night:
         except OSError:
             return 0
 
-    def ready(self, seconds: float = 120) -> float:
+    def ready(self, seconds: float = 300) -> float:
         def is_ready() -> bool:
             assert self.process.poll() is None, self.tail()
             return self.status() == 200
@@ -171,12 +173,13 @@ class Night:
         """SIGTERM; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(180)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        self._seat.close()
 
 
 def engine_name(batch_id: str, custom_id: str, number: int) -> str:

@@ -9,14 +9,15 @@ import random
 import signal
 import sys
 import time
+from typing import Any
 
 import pytest
 from fake_worker import fake_tokens
-from job_tools import MPIRUN, Command, Listener, Story, fake_mpirun, process_id, real_mpirun, request, story
+from job_tools import MPIRUN, Command, Listener, Story, fake_mpirun, gone, process_id, real_mpirun, request, story
 from laddertron.engine.request import Request
 from laddertron.launchers import processes
 from laddertron.launchers.detect import JobFailure
-from laddertron.launchers.supervisor import JobHooks
+from laddertron.launchers.supervisor import JobHooks, Patience
 
 pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("FAULT_SEED", random.SystemRandom().randrange(2**32)))
@@ -49,7 +50,7 @@ def test_sigstop_under_mpirun_within_the_bars(rank: int) -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        async with story(real_mpirun(), hooks=JobHooks(failed=failures.append)) as s:
+        async with story(real_mpirun(), hooks=JobHooks(failed=failures.append), patience=Patience()) as s:
             await s.phase("ready")
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.tokens)
@@ -59,13 +60,53 @@ def test_sigstop_under_mpirun_within_the_bars(rank: int) -> None:
             os.kill(pid, signal.SIGSTOP)
             await s.phase("suspect")
             assert time.monotonic() - began < 5.0
-            await s.listener.until(lambda: s.job.state.phase == "starting", 30)
+            await s.phase("starting")
             took = time.monotonic() - began
             print(f"SIGSTOP of rank {rank}: found, named and gone after {took:.1f} s")
             assert took < 15.0
             assert (failures[0].kind, failures[0].rank) == ("silent", rank)
             assert not processes.is_alive(stopped)
-            await s.phase("ready", 20)
+            await s.phase("ready")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("whom", ["rank", "mpirun", "keeper"])
+def test_a_kill_within_the_bars(whom: str) -> None:
+    """SIGKILL, with the times that ship: not ready within 2 s, nothing of the launch left within 3 s, serving again
+    within 5 s."""
+
+    async def run() -> None:
+        async with story(patience=Patience()) as s:
+            await s.phase("ready")
+            ranks = await s.pids()
+            mpirun = parent(ranks[0])
+            victim = {"rank": ranks[1], "mpirun": mpirun, "keeper": parent(mpirun)}[whom]
+            began = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            await s.listener.until(lambda: s.job.state.phase != "ready")
+            assert time.monotonic() - began < 2.0
+            await gone([mpirun, *ranks], 3.0)
+            await s.phase("ready")
+            took = time.monotonic() - began
+            print(f"SIGKILL of {whom}: serving again after {took:.1f} s")
+            assert took < 5.0
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_raises_fails_a_run_within_the_bars() -> None:
+    """`laddertron run`: failed within 5 s, nothing left."""
+
+    async def run() -> None:
+        async with story(restart=False, patience=Patience()) as s:
+            await s.phase("ready")
+            ranks = await s.pids()
+            began = time.monotonic()
+            os.kill(ranks[1], signal.SIGUSR1)
+            await s.phase("failed")
+            assert time.monotonic() - began < 5.0
+            await gone(ranks, 0.5)
 
     asyncio.run(run())
 
@@ -115,7 +156,8 @@ def test_seeded_kills_lose_and_repeat_nothing(command: Command) -> None:
     async def run() -> None:
         owner = Owner(requests)
         config = {"max_num_seqs": 8, "step_s": 0.02}
-        async with story(command, config, listener=owner, max_failures=10**6, longest_backoff_s=0.0) as s:
+        options: dict[str, Any] = {"max_failures": 10**6, "longest_backoff_s": 0.0}
+        async with story(command, config, listener=owner, patience=Patience(), **options) as s:
             busy = asyncio.create_task(feed(s, owner))
             while len(struck) < points and owner.open:
                 await asyncio.sleep(rng.expovariate(2.0))
