@@ -21,8 +21,9 @@ def give_back_freed() -> None:
 
 
 def keep_freed() -> None:
-    """Freed blocks of up to 32 MiB stay with the process, 256 MiB in all, for the next step's activations: a fresh
-    block's pages are zeroed one by one as they are touched, which took a tenth of a prompt's step."""
+    """Freed blocks of up to 32 MiB stay with the process for the next step's activations: a fresh block's pages are
+    zeroed one by one as they are touched, which took a tenth of a prompt's step. Only what is free at the heap's end
+    goes back, beyond 256 MiB; below a block in use all of it stays, so count with what the largest step needed."""
     _mallopt(_M_MMAP_THRESHOLD, _MMAP_MOST)
     _mallopt(_M_TRIM_THRESHOLD, _KEPT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ class HugePages:
         room = -(-size // 64) * 64
         if room > len(self._room):
             pages = mmap.mmap(-1, max(room, self.CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel built without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
             self._room = torch.frombuffer(pages, dtype=torch.uint8)
         taken, self._room = self._room[:size], self._room[room:]
         return taken
