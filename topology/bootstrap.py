@@ -82,21 +82,28 @@ def _finalize(mpi: Any) -> None:
 class StoreBootstrap:
     """Ranks that know a TCPStore: torchrun's, or one that `open_store` made. The store is not authenticated: where its
     network is shared, give CommOptions.secret as well. `attempt`: what tells these ranks from those that used the same
-    store before them."""
+    store before them. `keeps`: this process is the store, and may end after any round: it stays until all have read."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout_s: float = 60.0, attempt: str = "0") -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_s: float = 60.0, attempt: str = "0", keeps: bool = False
+    ) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self._attempt = attempt
+        self._attempt, self._keeps = attempt, keeps
         self._timeout = timedelta(seconds=timeout_s)
         self._round = 0
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         _check(payload)
-        keys = [f"bootstrap/{self._attempt}/{self._round}/{rank}" for rank in range(self.size)]
+        base = f"bootstrap/{self._attempt}/{self._round}"
+        keys, read = ([f"{base}/{what}{rank}" for rank in range(self.size)] for what in ("", "read/"))
         self._round += 1
         self.store.set(keys[self.rank], payload.hex())
         self.store.wait(keys, self._timeout)
-        return [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
+        found = [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
+        self.store.set(read[self.rank], "")
+        if self._keeps:
+            self.store.wait(read, self._timeout)
+        return found
 
     def close(self) -> None:
         """Nothing: the store goes with its last holder."""
@@ -113,9 +120,10 @@ def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
             f"MASTER_ADDR={address!r} and MASTER_PORT={port!r}: torchrun sets both, start it with torchrun"
         )
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = open_store(address, int(port), master=identity.rank == 0 and not agent)
+    keeps = identity.rank == 0 and not agent
+    store = open_store(address, int(port), master=keeps)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt)
+    return StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt, keeps=keeps)
 
 
 def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> Any:
