@@ -6,15 +6,18 @@ What the supervisor's jobs have in launchers/job_launch.py, for `bench` and `pro
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import IO
+from typing import IO, cast
 
 GRACE_S = 5.0
 """Between asking the command to end and killing what is left of it."""
+_SCRATCH = 5
+"""Where the keeper's words name its folder."""
 
 
 def start(
@@ -29,6 +32,7 @@ def start(
     ended when that closes. orders: a file descriptor for the command's own standard input, which is otherwise empty."""
     scratch = tempfile.mkdtemp(prefix="laddertron-")
     words = [sys.executable, "-P", "-m", f"{__package__}.keeper", str(GRACE_S), scratch]
+    assert words[_SCRATCH] == scratch
     if orders is not None:
         words.append(str(orders))
     try:
@@ -42,7 +46,7 @@ def start(
             pass_fds=() if orders is None else (orders,),
             start_new_session=True,
         )
-    except OSError:
+    except BaseException:
         os.rmdir(scratch)
         raise
 
@@ -56,6 +60,7 @@ def end(keeper: subprocess.Popen[str], patience_s: float = 0.0) -> None:
         keeper.stdin.close()
         keeper.wait(GRACE_S + 10.0)
     except BaseException:
-        keeper.kill()  # its child goes with it
+        keeper.kill()  # its child goes with it, its folder does not
         keeper.wait()
+        shutil.rmtree(cast(Sequence[str], keeper.args)[_SCRATCH], ignore_errors=True)
         raise
