@@ -169,7 +169,7 @@ def drawn_on_device(
 
 def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
     """Structured output with the model's tokenizer, or what refuses it request by request."""
-    folder = Path(deployment.model.tokenizer or deployment.model.path)
+    folder = Path(deployment.text_folder)
     try:
         return GrammarSlots(folder, config.vocab_size, config.eos_token_ids)
     except (ValueError, OSError) as fault:

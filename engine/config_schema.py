@@ -243,3 +243,8 @@ class Deployment:
     def served_model_name(self) -> str:
         """The name that clients use: as configured, else the model folder's."""
         return self.model.served_model_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def text_folder(self) -> str:
+        """Where tokenizer.json is: model.tokenizer (the folder, or that file in it), else the model folder."""
+        return (self.model.tokenizer or self.model.path).removesuffix("/tokenizer.json")

@@ -17,7 +17,7 @@ NEW_TOKENS = 128
 def read_items(deployment: Deployment, file: Path, rate: float | None, seed: int) -> list[tuple[list[int], int, float]]:
     """(prompt, tokens to generate, arrival in seconds) of every prompt of every line. Raises ValueError naming the
     first bad line, or a prompt that the model is too short for."""
-    text = TextModel.from_folder(Path(deployment.model.tokenizer or deployment.model.path))
+    text = TextModel.from_folder(Path(deployment.text_folder))
     dice, at, out = random.Random(seed), 0.0, []
     with file.open("rb") as lines:
         for line in read_lines(lines):

@@ -39,6 +39,7 @@ def write_model(folder: Path, **changes: object) -> None:
         "architectures": ["LlamaForCausalLM"],
     }
     (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
 
 
 def test_help_teaches_by_role_and_lists_only_what_exists() -> None:
@@ -142,6 +143,26 @@ def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.Captur
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"{file}:1: model.path: ")
         assert says in line
+
+
+def test_check_misses_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `run` would refuse is said before: no tokenizer.json where the deployment says that it is. The folder may be
+    named, or the file."""
+    write_model(tmp_path / "m")
+    (tmp_path / "m/tokenizer.json").rename(tmp_path / "tokenizer.json")
+    file = tmp_path / "d.yaml"
+    file.write_text("model:\n  path: ./m\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{file}:2: model.path: {tmp_path}/m/tokenizer.json is missing: save it there")
+    assert cli.main(["check", str(file), "--no-model"]) == 0
+    for named in (".", "./tokenizer.json"):
+        file.write_text(f"model:\n  path: ./m\n  tokenizer: {named}\n", encoding="utf-8")
+        assert cli.main(["check", str(file)]) == 0
+    file.write_text("model:\n  path: ./m\n  tokenizer: ./m\n", encoding="utf-8")
+    capsys.readouterr()
+    assert cli.main(["check", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"{file}:3: model.tokenizer: ")
 
 
 def test_check_is_quick_and_imports_no_torch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from laddertron.engine.config import Deployment, load
-from laddertron.launchers.commands.launch import printed
+from laddertron.launchers.commands.launch import before_its_fabric, printed
 from laddertron.launchers.find import launcher_of, survey
 from laddertron.launchers.hosts import Allotment, Host, LaunchError
 from laddertron.launchers.mpi import CONTROL, Kind, Site, compose, torchrun_hosts, worker_program
@@ -253,3 +253,22 @@ def test_run_over_replicas_starts_its_own_jobs() -> None:
     assert [starts_its_own([name], d) for name in ("serve", "run", "preflight") for d in (one, two)] == [
         True, True, False, True, False, False,
     ]  # fmt: skip
+
+
+def test_topo_needs_no_fabric_to_save_one(tmp_path: Path) -> None:
+    """Hosts that the deployment names are looked at although its fabric is missing or older; where the fabric alone
+    names them, it is read. Any other command keeps it."""
+    saved = tmp_path / "fabric.json"
+    named = deployment("llama-3.1-405b-tp16.yaml", "launch.hosts=[a:8, b:8]", f"launch.fabric={saved}")
+    unnamed = deployment("llama-3.1-405b-tp16.yaml", f"launch.fabric={saved}")
+    words = ("topo", "--save=new.json")
+    for there in (False, True):
+        if there:
+            preset("2x8xH100").save(saved)
+        assert before_its_fabric(named, words, {}).launch == replace(named.launch, fabric=None)
+        assert (before_its_fabric(unnamed, words, {}) == unnamed) == there
+        assert before_its_fabric(unnamed, words, {"SLURM_JOB_NODELIST": "n[1-2]"}).launch.fabric is None
+        for others in (("topo",), ("serve",), ("preflight", "--save", "t.json")):
+            assert before_its_fabric(named, others, {}) == named
+    with pytest.raises(LaunchError, match=r"not in the fabric.*laddertron launch CONFIG topo --save"):
+        divide(Allotment((Host("a", 8),), "launch.hosts"), 8, 1, preset("2x8xH100"))

@@ -95,7 +95,7 @@ def test_hosts_and_slots_of_the_deployment_count(capsys: pytest.CaptureFixture[s
             "launch:\n  hosts: [a, b]\n",
             "host 'a' is not in the fabric, which has",
         ),
-        (["--fabric", "nowhere.json"], "", "No such file"),
+        (["--fabric", "nowhere.json"], "", "nowhere.json: no such file: `laddertron launch CONFIG topo --save`"),
         (["--fabric", "2x8xH1000"], "", "MODEL is one of"),
     ],
 )
@@ -140,6 +140,24 @@ def test_a_given_fabric_stands_for_the_allocation(
     config = deployment(tmp_path, "parallel:\n  tensor_parallel_size: 16\n")
     assert main(["topo", "--fabric", "2x8xH100", "--plan", config]) == 0
     assert "2 nodes x 8" in capsys.readouterr().out
+
+
+def test_saving_looks_anew(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """--save writes the machines that are there, not the deployment's old file once more; that file may be missing."""
+    old = tmp_path / "fabric.json"
+    preset("2x8xH100").save(old)
+    config = deployment(tmp_path, "launch:\n  fabric: ./fabric.json\nengine: {device: cpu}\n")
+    assert main(["topo", config, "--save", str(tmp_path / "new.json")]) == 0
+    here = load(tmp_path / "new.json")
+    assert len(here.nodes) == 1
+    assert here != load(old)
+    old.unlink()
+    assert main(["topo", config, "--save", str(old)]) == 0
+    assert load(old) == here
+    old.unlink()
+    capsys.readouterr()
+    assert main(["topo", config]) == 2
+    assert f"{old}: no such file: `laddertron launch CONFIG topo --save` writes it" in capsys.readouterr().err
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

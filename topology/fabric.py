@@ -242,7 +242,10 @@ def from_json(data: object) -> Fabric:
 
 def load(path: Path) -> Fabric:
     """The fabric in the file at `path`. Raises ReadError naming the file and the place in it, OSError."""
-    data = read_file(path)
+    try:
+        data = read_file(path)
+    except FileNotFoundError:
+        raise ReadError(f"{path}: no such file: `laddertron launch CONFIG topo --save` writes it") from None
     try:
         return from_json(data)
     except ReadError as error:

@@ -38,6 +38,17 @@ def missing_files(loaded: Loaded) -> Iterator[str]:
             yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
 
 
+def tokenizer_faults(loaded: Loaded) -> Iterator[str]:
+    """The model's folder is one, and it or the tokenizer's has no tokenizer.json."""
+    d = loaded.deployment
+    file = Path(d.text_folder) / "tokenizer.json"
+    if (Path(d.model.path) / "config.json").is_file() and file.parent.is_dir() and not file.is_file():
+        key = "model.path" if d.model.tokenizer is None else "model.tokenizer"
+        yield loaded.fault(
+            key, f"{file} is missing: save it there with transformers' AutoTokenizer(…).save_pretrained(folder)"
+        )
+
+
 def tls_faults(loaded: Loaded) -> Iterator[str]:
     """What is wrong with the daemon's certificate and key, where both are there."""
     daemon = loaded.deployment.daemon
@@ -116,6 +127,8 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
     if not no_model:
         faults += [*missing_files(loaded), *tls_faults(loaded)]
+        if "model.path" not in found.bad:
+            faults += tokenizer_faults(loaded)
     if faults:
         raise ConfigError(sorted(faults, key=by_line))
     click.echo(summary(loaded))

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -35,6 +36,17 @@ def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
 def sizes(deployment: Deployment) -> tuple[int, int]:
     """(ranks of a replica, replicas)."""
     return deployment.parallel.tensor_parallel_size, deployment.parallel.replicas
+
+
+def before_its_fabric(deployment: Deployment, arguments: Sequence[str], environ: Mapping[str, str]) -> Deployment:
+    """For `topo --save`, which writes launch.fabric's file: the deployment without it, unless hosts stand there alone.
+    The file may be missing still, or older than the hosts."""
+    launch = deployment.launch
+    if launch.fabric is None or arguments[0] != "topo" or not any(w.partition("=")[0] == "--save" for w in arguments):
+        return deployment
+    bare = replace(deployment, launch=replace(launch, fabric=None))
+    known = launch.hosts or launch.hostfile or read_hosts(bare, environ, None).allocation
+    return bare if known or not Path(launch.fabric).exists() else deployment
 
 
 def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -> Site:
@@ -113,6 +125,7 @@ def command(
     deployment, environ = loaded.deployment, dict(os.environ)
     tail = [word for override in overrides for word in ("--set", override)]
     try:
+        deployment = before_its_fabric(deployment, arguments, environ)
         if emit is not None:
             python = deployment.launch.python or sys.executable
             if arguments[0] == "run" and "--resume" not in arguments:

@@ -37,11 +37,13 @@ def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int
     if as_objects:
         click.echo(json.dumps(as_json(), indent=1))
         return 0
+    # A name that is folded is found by no search: rather let a narrow terminal break lines.
     console = Console()
+    console = Console(width=max(console.width, 200))
     for title, group in GROUPS.items():
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for column in ("name", "type", "labels", "meaning"):
-            table.add_column(column, overflow="fold", no_wrap=column == "type")
+            table.add_column(column, overflow="fold", no_wrap=column in ("name", "type"))
         for series in group:
             table.add_row(series.full_name, series.kind, ", ".join(series.labels), series.help)
         console.print(table, "")

@@ -94,7 +94,7 @@ def read_text(loaded: Loaded) -> tuple[TextModel, Path]:
     if faults := [*missing_files(loaded), *model_faults(loaded)]:
         raise ConfigError(faults)
     key = "model.path" if loaded.deployment.model.tokenizer is None else "model.tokenizer"
-    folder = Path(loaded.deployment.model.tokenizer or loaded.deployment.model.path)
+    folder = Path(loaded.deployment.text_folder)
     try:
         return TextModel.from_folder(folder), folder
     except TextError as error:

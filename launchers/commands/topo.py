@@ -170,7 +170,8 @@ def command(
     what = wanted or "topo"
     try:
         me = identify(environ)
-        source = fabric_file or (deployment.launch.fabric if deployment else None)
+        # The deployment's own file is what --save makes anew.
+        source = fabric_file or (deployment.launch.fabric if deployment and save is None else None)
         notes: tuple[str, ...] = ()
         if source is not None:
             if me is not None and me.rank:
