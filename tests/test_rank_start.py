@@ -98,11 +98,12 @@ def test_who_keeps_the_store_stays_until_all_have_read() -> None:
     """Rank 0 may end right after a round, and the store with it: a slow rank 1 must have had everything by then."""
     store = open_store("127.0.0.1", 0, True, 10.0)
     keeper = StoreBootstrap(store, 0, 2, 20.0, keeps=True)
-    slow = StoreBootstrap(open_store("127.0.0.1", store.port, False, 10.0), 1, 2, 20.0)
+    other = open_store("127.0.0.1", store.port, False, 10.0)  # a connection serves one caller at a time
+    slow = StoreBootstrap(other, 1, 2, 20.0)
     with ThreadPoolExecutor(1) as pool:
         round_of_0 = pool.submit(keeper.all_gather, b"0")
-        store.wait(["bootstrap/0/0/0"])
-        store.set("bootstrap/0/0/1", b"1".hex())  # rank 1 has given its part, and not read yet
+        other.wait(["bootstrap/0/0/0"])
+        other.set("bootstrap/0/0/1", b"1".hex())  # rank 1 has given its part, and not read yet
         with pytest.raises(TimeoutError):
             round_of_0.result(0.3)
         assert slow.all_gather(b"1") == [b"0", b"1"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from .bootstrap import Bootstrap, MpiBootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, PeerLost
+from .ordered import Ordered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,9 +58,10 @@ def other_backend(
             raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
         from .nccl import NcclGather, nccl_collective
 
-        return nccl_collective(groups.tp, ledger, link), NcclGather(groups.tp, ledger), set_timeout, lambda: None
+        reduce = nccl_collective(groups.tp, ledger, link, options.deterministic)
+        return reduce, NcclGather(groups.tp, ledger), set_timeout, lambda: None
     return (
-        GlooCollective(groups.tp, ledger, link, timeout),
+        GlooCollective(groups.tp, ledger, link, timeout, options.deterministic),
         GlooGather(groups.tp, ledger, timeout),
         set_timeout,
         lambda: None,
@@ -67,39 +69,53 @@ def other_backend(
 
 
 class GlooCollective:
-    """gloo's all-reduce on a torch group; its own threads make progress, if they get processor time."""
+    """gloo's all-reduce on a torch group; its own threads make progress, if they get processor time. `deterministic`:
+    gathered and added up in rank order, as the order of gloo's ring depends on the size."""
 
-    def __init__(self, group: Any, ledger: Ledger, link: str, timeout: list[float]) -> None:
+    def __init__(
+        self, group: Any, ledger: Ledger, link: str, timeout: list[float], deterministic: bool = False
+    ) -> None:
         self._group, self._ledger, self._link, self._timeout = group, ledger, link, timeout
+        self._deterministic = deterministic
         self._seq = 0
 
     def start(self, x: Tensor) -> _GlooPending:
         if not x.is_contiguous():
             raise ValueError(f"cannot all-reduce {tuple(x.shape)} with strides {x.stride()}: contiguous is needed")
         began = time.monotonic()
-        work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
+        ordered: Any = None
+        if self._deterministic:
+            ordered = _guard(lambda: Ordered(x, self._group, async_op=True), self._seq)
+            work = ordered.work
+        else:
+            work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
         self._seq += 1
         self._ledger.started += 1
-        return _GlooPending(self, work, x, began, self._seq - 1)
+        return _GlooPending(self, work, x, began, self._seq - 1, ordered)
 
-    def _finish(self, work: Any, x: Tensor, began: float, seq: int) -> None:
+    def _finish(self, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None) -> None:
         asked = time.monotonic()
         self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
         _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
+        if ordered is not None:
+            ordered.add_up()
         self._ledger.waiting = ""
         self._ledger.add("all_reduce", "gloo", self._link, x.nbytes, began, time.monotonic(), asked)
 
 
 class _GlooPending:
-    __slots__ = ("_began", "_owner", "_seq", "_work", "_x")
+    __slots__ = ("_began", "_ordered", "_owner", "_seq", "_work", "_x")
 
-    def __init__(self, owner: GlooCollective, work: Any, x: Tensor, began: float, seq: int) -> None:
+    def __init__(
+        self, owner: GlooCollective, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None
+    ) -> None:
         self._owner, self._work, self._x, self._began, self._seq = owner, work, x, began, seq
+        self._ordered = ordered
 
     def wait(self) -> Tensor:
         work, self._work = self._work, None
         if work is not None:
-            self._owner._finish(work, self._x, self._began, self._seq)
+            self._owner._finish(work, self._x, self._began, self._seq, self._ordered)
         return self._x
 
 

@@ -65,7 +65,7 @@ class CommOptions:
     def __post_init__(self) -> None:
         if (self.collective == "emulated") != (self.emulation is not None):
             raise ValueError("collective: emulated and an emulation (latency_s, bytes_per_s) go together")
-        if self.deterministic and self.collective in ("auto", "doubling"):
+        if self.deterministic and self.collective not in ("pipeline", "emulated"):  # the one tree small and large share
             object.__setattr__(self, "collective", "two_level")
         for name in ("small_bytes", "chunk_bytes"):
             if getattr(self, name) < 4096 or getattr(self, name) % 4096:
@@ -208,7 +208,7 @@ def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int],
         if size > options.small_bytes:
             return "pipeline"
         if options.collective == "emulated":
-            return "exchange"
+            return "two_level" if options.deterministic else "exchange"
         if options.collective != "auto":
             return names[options.collective]
         if choose is not None:

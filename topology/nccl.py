@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .gpu_stream import StreamCollective
+from .ordered import Ordered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
     from .ledger import Ledger
 
 
-def nccl_collective(group: Any, ledger: Ledger, link: str) -> StreamCollective:
-    """All-reduces over a torch group of NCCL."""
+def nccl_collective(group: Any, ledger: Ledger, link: str, deterministic: bool = False) -> StreamCollective:
+    """All-reduces over a torch group of NCCL; its own order of summation depends on the size, that of `deterministic`
+    does not."""
 
     def issue(x: Tensor) -> None:
         dist.all_reduce(x, group=group)
 
-    return StreamCollective(issue, ledger, "nccl", link)
+    def issue_ordered(x: Tensor) -> None:
+        Ordered(x, group, async_op=False).add_up()
+
+    return StreamCollective(issue_ordered if deterministic else issue, ledger, "nccl", link)
 
 
 class NcclGather:
