@@ -65,7 +65,7 @@ def answer(
     **engine: Any,
 ) -> Told | None:
     """Answers to `asked` (a prompt and sampling parameters each). poisoned: a token whose embedding is NaN.
-    overlapped: steps do, over the attention that allows for it."""
+    overlapped: steps do, over the attention that allows for it. Nothing of the poison is left in the cache."""
     built = build_on(rank, deployment(folder, rank.size, model, **engine))
     if overlapped:
         built, notes = overlap(built, rank.communicator, **parts_of(built))
@@ -74,12 +74,15 @@ def answer(
         first = built.runner.model.shard.vocab.start
         if first <= poisoned < first + table.shape[0]:
             table[poisoned - first] = float("nan")
+    found = None
     if rank.rank == 0:
         found = _run(built, rank.communicator, _requests(asked))
         assert not overlapped or told(notes)["late"] > 10
-        return found
-    follow(built.runner, rank.communicator.plans, Progress())
-    return None
+    else:
+        follow(built.runner, rank.communicator.plans, Progress())
+    cache = built.runner.cache
+    assert all(bool(x.isfinite().all()) for x in (*cache.keys, *cache.values))
+    return found
 
 
 def disagree(

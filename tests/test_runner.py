@@ -39,16 +39,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path, overlapped: bool) -> None:
     """One token's embedding is NaN on the rank that holds it. A request whose prompt contains it, one that only wants
-    its prompt scored, and one with two choices end with numerical_error; those beside them, some in blocks that held
-    NaN before, answer as they do without the poison; also where a step is set off before the NaN of the one before it
-    is known."""
+    its prompt scored, one with two choices, and one that gives its blocks back before its only token is known end with
+    numerical_error; those beside them, some in blocks that held NaN before, answer as they do without the poison; also
+    where a step is set off before the NaN of the one before it is known."""
     good = [{"prompt": prompt} for prompt in checkpoints.prompts(5, seed=2, vocab=POISONED)]
     bad: list[dict[str, Any]] = [
         {"prompt": [7, POISONED, 9]},
         {"prompt": [*range(10, 30), POISONED], "n": 2, "temperature": 1.0},
         {"prompt": [POISONED, 8, 9], "max_tokens": 0, "prompt_logprobs": 1},
+        {"prompt": [10, 11, POISONED, 12], "max_tokens": 1},
     ]
-    asked = [good[0], bad[0], good[1], bad[1], good[2], bad[2], *good[3:]]
+    asked = [good[0], bad[0], good[1], bad[1], good[2], bad[2], *good[3:], bad[3]]
     want = ranks(2, "engine_guards:answer", {"folder": str(llama), "asked": good})[0]
     got = ranks(
         2,
@@ -58,7 +59,7 @@ def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path, overlapped
     )[0]
     for plain, mixed in zip(range(5), (0, 2, 4, 6, 7), strict=True):
         assert got[f"r{mixed}/0"] == want[f"r{plain}/0"]
-    for choice in ("r1/0", "r3/0", "r3/1", "r5/0"):
+    for choice in ("r1/0", "r3/0", "r3/1", "r5/0", "r8/0"):
         assert got[choice]["finish"] == "numerical_error", choice
         assert got[choice]["tokens"] == []
         assert "NaN" in got[choice]["message"]
