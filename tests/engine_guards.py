@@ -127,7 +127,7 @@ def disagree(
 
 
 def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int, least: float) -> dict[str, Any]:
-    """Rank 1 runs some steps and then none. What ended rank 0, with the timeout that its steps had led to."""
+    """Rank 1 runs some steps and then none. What ended rank 0, with its longest step and the timeout that it led to."""
     with rank.connect() as communicator:
         built = build_on(rank, deployment(folder, rank.size), communicator)
         patience = built.runner._patience
@@ -147,5 +147,6 @@ def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int
             while engine.has_work:
                 engine.step()
         except CollectiveTimeout as error:
-            return {"message": str(error), "peer": error.peer, "timeout": patience.set_to}
+            longest = max(patience.times.longest.values())
+            return {"message": str(error), "peer": error.peer, "timeout": patience.set_to, "longest": longest}
         return {"message": "it ended as if nothing were wrong"}

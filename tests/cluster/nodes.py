@@ -169,7 +169,7 @@ class Cluster:
         return process
 
     def run(
-        self, node: int, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60.0
+        self, node: int, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 300.0
     ) -> subprocess.CompletedProcess[str]:
         """As subprocess.run with output captured; past the timeout (seconds) the session is killed."""
         process = self.start(node, argv, env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from cluster.nodes import Cluster, kill
 
@@ -47,7 +48,7 @@ print(min(times))
 """
 
 
-def ask(cluster: Cluster, size: int, count: int, timeout_s: float = 10.0) -> float:
+def ask(cluster: Cluster, size: int, count: int, timeout_s: float = 60.0) -> float:
     """The quickest of `count` exchanges of `size` bytes between the nodes, in seconds."""
     server = cluster.start(1, [sys.executable, "-c", ECHO], stdout=subprocess.PIPE)
     try:
@@ -60,16 +61,19 @@ def ask(cluster: Cluster, size: int, count: int, timeout_s: float = 10.0) -> flo
 
 
 def test_the_link_has_its_delay(link: Cluster) -> None:
-    """A round trip takes two one-way delays and little more: the quickest of twenty, as the machine may be busy."""
-    assert ask(link, 1, 20) < 1e-3
-    link.control.link(delay_s=2e-3)
-    assert 4e-3 <= ask(link, 1, 20) < 5.5e-3
+    """A round trip takes two one-way delays, not three, and none takes far less: the quickest of twenty, as the machine
+    may be busy."""
+    delay = 20e-3
+    assert ask(link, 1, 20) < delay
+    link.control.link(delay_s=delay)
+    assert 2 * delay <= ask(link, 1, 20) < 3 * delay
 
 
 def test_the_link_has_its_rate(link: Cluster) -> None:
-    """8 MB over 80 MB/s take a tenth of a second; without a limit far less."""
-    link.control.link(bytes_per_s=80e6)
-    assert 0.1 <= ask(link, 8_000_000, 1) < 0.5
+    """8 MB over 8 MB/s take a second; without a limit far less."""
+    assert ask(link, 8_000_000, 1) < 1.0
+    link.control.link(bytes_per_s=8e6)
+    assert 1.0 <= ask(link, 8_000_000, 1) < 2.0
 
 
 def test_frames_are_lost_and_tcp_mends_it(link: Cluster) -> None:
@@ -90,7 +94,7 @@ def test_a_cut_link_carries_nothing_and_can_be_mended(link: Cluster) -> None:
         ask(link, 1, 1, timeout_s=0.5)
     assert link.control.stats().bytes == before.bytes
     link.control.mend(0, 1)
-    assert ask(link, 1, 1) < 1.0
+    ask(link, 1, 1)
 
 
 def test_a_wrong_command_is_refused(link: Cluster) -> None:
@@ -173,7 +177,7 @@ def test_nothing_is_left_when_its_owner_is_killed() -> None:
         watched = [os.pidfd_open(int(pid)) for pid in (init, switch)]
         process.send_signal(signal.SIGKILL)
     for descriptor in watched:
-        assert select.select([descriptor], [], [], 10.0)[0], "still alive ten seconds after its owner"
+        assert select.select([descriptor], [], [], HANG_S)[0], "still alive long after its owner"
         os.close(descriptor)
     assert within
     assert not [pid for pid in within if Path(f"/proc/{pid}").exists()]

@@ -78,7 +78,7 @@ def test_without_the_link_there_is_no_sum(link: Cluster) -> None:
         kill(process)
     assert found["error"] == "CollectiveTimeout"
     assert "rank 1" in found["words"]
-    assert 0.9 <= found["seconds"] < 5.0
+    assert 0.9 <= found["seconds"] < 60.0
 
 
 def deployment(cluster: Cluster, folder: Path, **launch: Any) -> Path:
@@ -101,20 +101,21 @@ def deployment(cluster: Cluster, folder: Path, **launch: Any) -> Path:
 def laddertron(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     """The command on n0, as an operator types it there."""
     command = [sys.executable, "-m", "laddertron.launchers.cli", *words]
-    return cluster.run(0, command, QUIET, timeout=120.0)
+    return cluster.run(0, command, QUIET, timeout=600.0)
 
 
 def test_preflight_tunes_a_run_over_nodes(link: Cluster, tmp_path: Path) -> None:
     """1. preflight over two nodes measures the link's delay and writes a tuning file.
     2. A run with that file answers every line, each rank on its node."""
-    link.control.link(delay_s=0.5e-3)
+    delay = 5e-3
+    link.control.link(delay_s=delay)
     config, tuning, out = deployment(link, tmp_path), tmp_path / "tuning.json", tmp_path / "out.jsonl"
     done = laddertron(link, "preflight", str(config), "--save", str(tuning))
     assert done.returncode == 0, done.stdout + done.stderr
     saved = json.loads(tuning.read_text())
     assert saved["shape"]["nodes"] == 2
     small = min((p for p in saved["points"] if p["strategy"] == "exchange"), key=lambda p: p["nbytes"])
-    assert 0.5e-3 <= small["seconds"] < 2e-3
+    assert delay <= small["seconds"] < 2 * delay
     lines = (ROOT / "configs/demo-prompts.jsonl").read_text().splitlines()[:4]
     prompts = tmp_path / "in.jsonl"
     prompts.write_text("\n".join(lines) + "\n")
