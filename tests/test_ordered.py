@@ -19,9 +19,8 @@ COUNTS = [1, 1000, 20_000, 70_001, 400_000]
 
 def case_prefixes(rank: Rank, per_node: int, backend: str, collective: str) -> list[str]:
     """Sums of the same numbers, alone and as the beginning of ever longer messages: hashed, by type. Two in flight."""
-    options = CommOptions(
-        backend=backend, collective=collective, deterministic=True, process_groups=backend == "gloo", timeout_s=40
-    )  # type: ignore[arg-type]
+    keys: dict[str, Any] = {"backend": backend, "collective": collective, "process_groups": backend == "gloo"}
+    options = CommOptions(deterministic=True, timeout_s=40, **keys)
     seen = []
     with rank.connect(per_node, options) as comm:
         for name, dtype in DTYPES.items():
