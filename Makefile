@@ -44,7 +44,7 @@ wheel: env ## Build a wheel into dist/ and see that it installs and starts
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@$(PY) -m venv build/wheel-check
 	@build/wheel-check/bin/python -m pip install --quiet --no-deps dist/laddertron-*.whl click PyYAML rich pygments markdown-it-py mdurl
-	@cd / && $(CURDIR)/build/wheel-check/bin/laddertron --version
+	@cd / && "$(CURDIR)/build/wheel-check/bin/laddertron" --version
 	@ls -l dist
 
 clean: ## Remove what was made, .venv included

@@ -115,7 +115,10 @@ class Cluster:
         self._running: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Cluster:
-        self.scratch = Path(tempfile.mkdtemp(prefix="laddertron-cluster-"))
+        # mpirun splits the agent's words at blanks, and the path of a socket has room for 107 bytes
+        usual = tempfile.gettempdir()
+        plain = len(usual) < 60 and len(usual.split()) == 1
+        self.scratch = Path(tempfile.mkdtemp(prefix="laddertron-cluster-", dir=usual if plain else "/tmp"))
         try:
             self._start()
         except BaseException:
