@@ -141,16 +141,15 @@ def _legend(names: Sequence[str], colours: dict[str, str], y: float) -> tuple[st
 
 
 def _end_labels(ends: Sequence[tuple[float, float, Series]]) -> list[str]:
-    """Names at the lines' ends, pushed apart where they would overlap, and back up where they leave the plot."""
+    """Names at the lines' ends, pushed apart where they would overlap, and back up from the axis's numbers."""
     placed = sorted(ends, key=lambda end: end[1])
     ys: list[float] = []
     for _, y, _ in placed:
         ys.append(max(y, ys[-1] + LABEL_STEP) if ys else y)
-    over = ys[-1] - (HEIGHT - BOTTOM + 6) if ys else 0.0
-    if over > 0:
-        for i in range(len(ys) - 1, -1, -1):
-            limit = ys[i + 1] - LABEL_STEP if i + 1 < len(ys) else HEIGHT - BOTTOM + 6
-            ys[i] = min(ys[i], limit)
+    limit = float(HEIGHT - BOTTOM)
+    for i in reversed(range(len(ys))):
+        ys[i] = min(ys[i], limit)
+        limit = ys[i] - LABEL_STEP
     right = WIDTH - RIGHT + 8
     out = []
     for (x, y, s), at in zip(placed, ys, strict=True):

@@ -33,6 +33,9 @@ def test_random_lines_are_finite_and_their_names_stand_apart() -> None:
         assert len(heights) == len(names)
         gaps = [b - a for a, b in itertools.pairwise(heights)]
         assert all(gap >= LABEL_STEP - 0.11 for gap in gaps), f"seed {seed}: {heights}"
+        root = ElementTree.fromstring(svg)
+        numbers = max(float(t.get("y", "nan")) for t in root.iter("text") if t.text == "1")  # the axis's first
+        assert heights[-1] <= numbers - 12, f"seed {seed}: the names reach the numbers below"
 
 
 def test_names_are_escaped() -> None:
