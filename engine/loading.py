@@ -32,8 +32,8 @@ from .config_schema import Deployment
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-TRIAL_BYTES = 8 << 20
-_TURNS = 3
+TURNS = 3
+"""How often each rank tries its link; the best counts."""
 _Say = Callable[[str], None]
 
 
@@ -120,22 +120,28 @@ def decide(rates: Rates, always_columns: bool) -> Callable[[Sharing], bool]:
 def measure(source: Source, communicator: Communicator, link: PointToPoint, spread: Spread) -> Rates:
     """The slowest node's rates while all do the same: each rank reads some MB that nobody may have read before, then
     sends some round its rail. Agreed on over the group."""
-    read = _read_rate(source)
+    size = trial_bytes(source)
+    read = _read_rate(source, 2 * size)
     one = torch.empty(1, dtype=torch.uint8)
-    buffers = torch.empty(2, TRIAL_BYTES // 2, dtype=torch.uint8)
+    buffers = torch.empty(2, size, dtype=torch.uint8)
     link.shift(buffers[0], buffers[1])
-    latency = min(link.shift(one, one.clone()) for _ in range(_TURNS))
-    sent = buffers[0].nbytes / max(min(link.shift(buffers[0], buffers[1]) for _ in range(_TURNS)) - latency, 1e-6)
+    latency = min(link.shift(one, one.clone()) for _ in range(TURNS))
+    sent = size / max(min(link.shift(buffers[0], buffers[1]) for _ in range(TURNS)) - latency, 1e-6)
     every = _numbers(communicator, np.array([read, sent, -latency]))
     storage, links, slowest = (float(v) for v in every.min(0))
     return Rates(storage * spread.per_node, links * spread.per_node, -slowest)
 
 
-def _read_rate(source: Source) -> float:
+def trial_bytes(source: Source) -> int:
+    """What a rank sends in one trial of its link: a thousandth of the checkpoint, 64 KiB to 4 MiB."""
+    return min(max(sum(t.end - t.begin for t in source.tensors.values()) // 1000, 64 << 10), 4 << 20)
+
+
+def _read_rate(source: Source, size: int) -> float:
     """Bytes a second of one large read somewhere in the largest tensor: anywhere, or it would be in the page cache from
     the last start."""
     stored = max(source.tensors.values(), key=lambda t: t.end - t.begin)
-    buffer = bytearray(min(TRIAL_BYTES, stored.end - stored.begin))
+    buffer = bytearray(min(size, stored.end - stored.begin))
     at = random.SystemRandom().randrange(stored.begin, stored.end - len(buffer) + 1)
     number = os.open(stored.file, os.O_RDONLY | os.O_CLOEXEC)
     try:

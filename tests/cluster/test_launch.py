@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from laddertron.engine.loading import TURNS, trial_bytes
+from laddertron.models.config import from_folder
+from laddertron.models.weights import open_checkpoint
 
-from cluster.launching import Job, processes, ranks_on, running
+from cluster.launching import ROOT, Job, processes, ranks_on, running
 from cluster.nodes import Cluster
 from cluster.slurm import until
 from cluster.test_over_nodes import library, mpich
@@ -118,6 +121,37 @@ def test_a_batch_from_a_file_and_a_hostfile(
     after = cluster.control.stats().carried
     for a in range(count):
         assert sum(after[a]) - sum(before[a]) > 20_000, f"node {a} sent nothing"
+    none_left(cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "slots"), [(2, 1), (2, 2), (4, 1)])
+def test_nodes_load_in_shares(nodes: Callable[[int], Cluster], tmp_path: Path, count: int, slots: int) -> None:
+    """One or two ranks a node. Each node on its own, in shares, and with the default on what is one machine: all three
+    answer the same, and in shares alone the columns that others read cross the network on top of everything else."""
+    cluster, texts, carried = nodes(count), {}, {}
+    for shared in ("false", "true", "auto"):
+        folder = tmp_path / shared
+        folder.mkdir()
+        job = Job(folder, launch_section(cluster, folder, "openmpi", slots=slots), tp=count * slots, lines=4, tokens=8)
+        words = job.command(sys.executable, launch=True, arguments=("--set", f"model.shared_filesystem={shared}"))
+        before = sum(map(sum, cluster.control.stats().carried))
+        done = cluster.run(0, words, QUIET, timeout=180.0)
+        assert done.returncode == 0, done.stdout + done.stderr
+        carried[shared] = sum(map(sum, cluster.control.stats().carried)) - before
+        texts[shared] = job.texts()
+    assert texts["false"] == texts["true"] == texts["auto"]
+    model = ROOT / "configs" / "demo-ladder"
+    source = open_checkpoint(model, from_folder(model))
+    columns = sum(
+        stored.end - stored.begin
+        for name, stored in source.tensors.items()
+        if name.endswith(("o_proj.weight", "down_proj.weight"))
+    )
+    trials = count * slots * (1 + TURNS) * trial_bytes(source)
+    print(f"columns: {columns} bytes, trials: {trials}; carried: {carried}")
+    assert carried["true"] - carried["false"] > 0.9 * columns * (count - 1) / count + trials
+    assert abs(carried["auto"] - carried["false"]) < 0.3 * columns
     none_left(cluster)
 
 
