@@ -135,6 +135,8 @@ class Engine:
         self._planned: Batch | None = None
         self._owed: Batch | None = None
         """Set off, its result not known yet."""
+        self._alone = False
+        """The last step's result was waited for here; the other ranks wait for the next plan first."""
         self._held: list[TokensEvent] = []
         self._refused: list[TokensEvent] = []
 
@@ -157,7 +159,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do or release anything."""
-        return bool(self.scheduler.has_work or self._held or self._refused or self._planned or self._owed)
+        return bool(
+            self.scheduler.has_work or self._held or self._refused or self._planned or self._owed or self._alone
+        )
 
     def step(self) -> list[TokensEvent]:
         """One step; returns the events that are safe to show. Raises what the runner raises: then nothing of the
@@ -165,8 +169,9 @@ class Engine:
         batch, self._planned = self._planned or self._plan(), None
         if batch is None:
             if self._owed is not None:
+                self._alone = True
                 return self._commit(_settled(self.runner, self.progress))
-            if self._held:
+            if self._held or self._alone:
                 self._prove()
             return self._release(self.scheduler.take_events())
         shown: list[TokensEvent] = []
@@ -192,7 +197,9 @@ class Engine:
         return self._release(self.scheduler.commit(batch, result, time.time()))
 
     def _prove(self) -> None:
-        """An empty step: its gather carries the digests of the last one."""
+        """An empty step: its gather carries the digests of the last one, and its plan lets the other ranks take that
+        one's result: with it owed they would seem to hang in the step for as long as there is no work."""
+        self._alone = False
         frame = Batch(step=self.progress.step)
         self.plans.send(encode(frame))
         _timed(self.runner, frame, self.progress)
@@ -209,11 +216,9 @@ class Engine:
             entered = () if batch is None else (sequence.slot for sequence in batch.admitted)
             self._on_running(self.scheduler.request_ids(entered), parked)
         if batch is not None:
+            self._alone = False
             self.plans.send(encode(batch))
         return batch
-
-    def _plan_ahead(self) -> None:
-        self._planned = self._plan()
 
     def close(self) -> None:
         """Ends the followers. A plan that they have been sent is run first: they are in its collectives already, and

@@ -11,8 +11,8 @@ import pytest
 from fake_model import FakeRunner, answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laddertron.engine.batch import Batch, StepResult
-from laddertron.engine.engine import Engine, Progress, follow
+from laddertron.engine.batch import Batch, StepResult, decode
+from laddertron.engine.engine import Engine, Progress, _timed, follow
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.scheduler import Scheduler, SchedulerLimits
 
@@ -112,6 +112,38 @@ def test_late_results_change_no_answer(seed: int, chance: float, blocks: int) ->
                 assert ends[name, choice] == (wanted.finish, wanted.stop_token)
             elif (name, choice) in tokens:
                 assert tuple(tokens[name, choice]) == wanted.tokens[: len(tokens[name, choice])]
+
+
+class _Follower:
+    """Another rank, all of whose results are late: it obeys a plan, and waits for the next one."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._runner, self.progress = LateRunner(limits, random.Random(0), 1.0), Progress()
+
+    def send(self, frame: bytes) -> None:
+        if frame:
+            _timed(self._runner, decode(frame), self.progress)
+
+
+@pytest.mark.parametrize("end", ["length", "stop", "cancelled"])
+def test_without_work_no_rank_seems_to_be_in_a_step(end: str) -> None:
+    """However the last request ends: a rank that waits for the next plan with a result owed would be taken for one that
+    hangs, and the launch be ended."""
+    limits = SchedulerLimits(
+        max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32, block_size=4, num_blocks=9, watermark=0.0
+    )
+    follower = _Follower(limits)
+    engine = Engine(Scheduler(limits), LateRunner(limits, random.Random(0), 1.0), follower, Progress())
+    stops = tuple(range(50)) if end == "stop" else ()
+    engine.add(Request("a", (1, 2, 3), SamplingParams(max_tokens=9, min_tokens=4, seed=0, stop_token_ids=stops)))
+    finish: list[str | None] = []
+    while engine.has_work:
+        if follower.progress.step == 5 and end == "cancelled":
+            engine.cancel("a")
+        finish += [event.finish for event in engine.step()]
+    assert finish[-1] == end
+    assert follower.progress.step > 4
+    assert follower.progress.busy_since is None
 
 
 class _Broken(LateRunner):
