@@ -107,7 +107,7 @@ class Runner:
             chunks = sorted(batch.chunks, key=lambda chunk: chunk.count != 1)  # decodes first; a stable sort
             logits = self._forward(chunks, early)
             known = self._settle()
-            drawing = self._start(batch, chunks, logits, began)
+            drawing = overlaps and self._start(batch, chunks, logits, began)
             if ahead is not None and early is None:
                 ahead(known)
             if drawing:
