@@ -180,7 +180,7 @@ class _Run:
     def summary(self) -> Summary:
         hidden, exposed = self._communication.seconds()
         return Summary(
-            requests=self._requests,
+            requests=self._requests if self._fed else self._files.total_lines,
             ok=self._ok - self._files.answers.unwritten,
             failed=self._failed - self._files.errors.unwritten,
             skipped=self._skipped,

@@ -37,7 +37,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run did. `requests` are the lines read, `skipped` those finished earlier; `reason` says why it stopped
+    """What a run did. `requests` are the file's lines, `skipped` those finished earlier; `reason` says why it stopped
     before the end (`stopped`: it was told to), `lost` how many lines were under way then. Communication: seconds, mean
     over the ranks, None where no rank reported it."""
 

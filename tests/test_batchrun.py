@@ -251,6 +251,7 @@ def test_a_job_that_cannot_start_ends_the_run_with_its_reason(bench: Bench) -> N
     bench.write(completion("a"))
     summary = bench.run(lambda: FakeJob(LIMITS, refuse="model.safetensors is truncated"))
     assert summary.reason == "model.safetensors is truncated"
+    assert (summary.requests, summary.ok) == (1, 0)  # of the file, though none of it was read
     assert bench.job.closed
     assert bench.output.read_bytes() == b""
     assert not bench.errors.exists()
