@@ -209,6 +209,8 @@ class RankBoard:
         if found is None:
             return []
         slow, text = found
+        if len(beats) == 1:  # no others to tell of
+            return [self.sign(Evidence("stalled", slow, text))]
         late = behind(beats)
         where = next((beat.waiting for beat in beats.values() if beat.waiting), "")
         if late is None and all(beat.busy_s <= 0 for rank, beat in beats.items() if rank != slow):

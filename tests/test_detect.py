@@ -249,6 +249,15 @@ def test_a_thread_that_hangs_between_two_steps_is_found() -> None:
     assert (sign.kind, sign.rank) == ("stalled", 0)
 
 
+def test_a_rank_on_its_own_is_compared_with_nobody() -> None:
+    board = ready_board(1)
+    board.heard(0, Beat(step=1, last_tokens=8, last_s=0.05), 11.0)
+    board.heard(0, Beat(2, 9.9, 8, 8, 0.05), 21.0)
+    (sign,) = board.look(21.2)
+    assert isinstance(sign, Evidence)
+    assert (sign.rank, sign.text) == (0, "no progress for 10.1 s in step 2 (8 tokens; 10.0 s allowed)")
+
+
 def test_idle_ranks_never_stall() -> None:
     board = ready_board()
     for second in range(11, 300):
