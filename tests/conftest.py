@@ -17,6 +17,7 @@ _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 _OF_A_TERMINAL = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"}
 for _name in [n for n in os.environ if n.startswith(_OF_A_JOB) or n in _OF_A_RANK | _OF_A_TERMINAL]:
     del os.environ[_name]
+os.environ["TERM"] = "xterm-256color"  # a dumb one is shown no progress
 os.environ.setdefault("HOME", tempfile.gettempdir())  # Open MPI's mpirun does not start without one
 for _name in ("NO_PROXY", "no_proxy"):
     os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1,localhost")))

@@ -84,7 +84,7 @@ def run_script(
     script = folder / "job.sbatch"
     script.write_text(sbatch(d, None, ("bash", str(folder / "child.sh")), service), encoding="utf-8")
     scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > {folder}/requeued\n', encoding="utf-8")
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > "{folder}/requeued"\n', encoding="utf-8")
     scontrol.chmod(0o755)
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
     with subprocess.Popen(

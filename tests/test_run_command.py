@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -288,6 +289,7 @@ def test_an_interrupted_run_says_how_to_resume(tmp_path: Path, number: signal.Si
     process.send_signal(number)
     said = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == code, said
-    assert f"-o {asked.output} {' '.join(f'--set {one}' for one in asked.sets)} --resume" in said
+    words = ["-o", str(asked.output), *(word for one in asked.sets for word in ("--set", one)), "--resume"]
+    assert shlex.join(words) in said
     assert asked.output.read_bytes().endswith(b"\n")
     assert 0 < len(asked.answers()) < 20_000
