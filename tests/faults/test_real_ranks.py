@@ -1,0 +1,129 @@
+"""SIGKILL and SIGSTOP of real ranks (the demo model under mpirun) below a real daemon: idle, in prefill, in decode and
+while loading. Part of `make fault-test`; FAULT_SEED replays a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_tools import MPIRUN
+from laddertron.launchers import processes
+from laddertron.launchers.processes import ProcessId
+
+from faults.night import Night, line, until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not MPIRUN.exists(), reason=f"no Open MPI at {MPIRUN}"),
+]
+SEED = int(os.environ.get("FAULT_SEED", random.SystemRandom().randrange(2**32)))
+LINES = 300
+
+
+@pytest.fixture
+def night(tmp_path: Path) -> Iterator[Night]:
+    made = Night(tmp_path, real=True)
+    yield made
+    made.close()
+
+
+def workload(moment: str, rng: random.Random) -> list[dict[str, Any]]:
+    """For "prefill" prompts near the model's length and one token each: nearly every step computes a prompt."""
+    if moment == "prefill":
+        prompts = [[rng.randrange(3, 1000) for _ in range(240)] for _ in range(LINES)]
+        return [line(f"line-{n}", 1, n, prompt) for n, prompt in enumerate(prompts)]
+    return [line(f"line-{n}", 64, n) for n in range(LINES)]
+
+
+def phase(night: Night) -> str:
+    """Of the only replica, as /ready says it; "" while nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{night.port}/ready", timeout=5) as answer:
+            body = json.load(answer)
+    except urllib.error.HTTPError as error:
+        body = json.load(error)
+    except OSError:
+        return ""
+    return str(body["replicas"][0]["phase"])
+
+
+def failures(night: Night) -> list[dict[str, Any]]:
+    return [event for event in night.events("failure") if "replica" in event]
+
+
+def a_start(night: Night) -> float:
+    """Starts the daemon; the seconds from its first rank process until it is ready: processes, imports, weights."""
+    night.start()
+    until("ranks", lambda: night.victims("rank"), 60)
+    return night.ready()
+
+
+def struck_rank(victim: ProcessId) -> int:
+    """Open MPI tells each process its rank in its environment."""
+    words = Path(f"/proc/{victim.pid}/environ").read_bytes().split(b"\0")
+    return next(int(word.partition(b"=")[2]) for word in words if word.startswith(b"OMPI_COMM_WORLD_RANK="))
+
+
+@pytest.mark.parametrize(
+    ("signum", "moment"),
+    [
+        (signal.SIGKILL, "idle"),
+        (signal.SIGKILL, "prefill"),
+        (signal.SIGKILL, "decode"),
+        (signal.SIGKILL, "loading"),
+        (signal.SIGSTOP, "prefill"),
+        (signal.SIGSTOP, "decode"),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
+)
+def test_a_real_rank_is_lost(signum: signal.Signals, moment: str, night: Night) -> None:
+    """Found within 2 s (frozen: 15 s), not ready from then on, the rank and its node named, every process of the launch
+    gone; serving again within 10 s beyond what a start takes; every line has one answer."""
+    rng = random.Random(f"{SEED} {signum} {moment}")
+    start_s = a_start(night)
+    batch = night.submit(workload(moment, rng))
+    if moment == "idle":
+        until("an idle engine", lambda: night.batch(batch)["status"] == "completed", 120)
+    elif moment == "loading":
+        assert night.strike("rank", rng) is not None  # the launch under test is the second
+        until("a launch that loads", lambda: phase(night) == "loading" and len(night.victims("rank")) == 2, 60)
+        time.sleep(rng.uniform(0.0, start_s / 2))
+        assert phase(night) == "loading"
+    else:
+        until("answers", lambda: len(night.committed()) >= 20, 60)
+        time.sleep(rng.uniform(0.0, 0.5))
+    known = [p for what in ("keeper", "mpirun", "rank") for p in night.victims(what)]
+    seen = len(failures(night))
+    victim = rng.choice(sorted(night.victims("rank"), key=lambda p: p.pid))
+    rank = struck_rank(victim)
+    assert processes.kill(victim, signum)
+    began = time.monotonic()
+    bar_s = 15.0 if signum == signal.SIGSTOP else 2.0
+    until("not ready", lambda: phase(night) != "ready", bar_s, 0.01)
+    not_ready = time.monotonic() - began
+    until("the failure", lambda: len(failures(night)) > seen, max(bar_s - not_ready, 0.1), 0.01)
+    found = time.monotonic() - began
+    told = failures(night)[seen]
+    until("an empty launch", lambda: not any(processes.is_alive(p) for p in known), 15.0)
+    gone = time.monotonic() - began
+    night.ready()
+    again = time.monotonic() - began
+    assert (told["rank"], told["node"]) == (rank, os.uname().nodename), told
+    until("the batch's end", lambda: night.batch(batch)["status"] == "completed", 180, 0.1)
+    names = [row["custom_id"] for row in night.rows(night.batch(batch), "output")]
+    assert sorted(names) == sorted(f"line-{n}" for n in range(LINES))
+    print(
+        f"\nFAULT_SEED={SEED} {signum.name} of rank {rank}, {moment}: unready {not_ready:.2f} s, named {found:.2f} s, "
+        f"gone {gone:.2f} s, serving again {again:.1f} s, a start {start_s:.1f} s; {LINES} lines, {LINES} answers"
+    )
+    assert again - found <= 10.0 + start_s
+    assert night.stop() == 0
