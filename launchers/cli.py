@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import pwd
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import click
 
@@ -109,8 +111,21 @@ def group() -> None:
     whatever dies."""
 
 
+def give_home(environ: MutableMapping[str, str]) -> None:
+    """A bare service unit has no HOME, and Open MPI's mpirun does not start without one: the user's own, else where
+    temporary files go (a user without an entry, as in containers)."""
+    if not environ.get("HOME"):
+        try:
+            environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            import tempfile  # not for every --help
+
+            environ["HOME"] = tempfile.gettempdir()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code of the command: 2 for a faulty configuration or command line, faults on stderr, one a line."""
+    give_home(os.environ)
     try:
         result = group.main(args=argv, prog_name="laddertron", standalone_mode=False)
     except ConfigError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import resource
 import subprocess
 import sys
@@ -182,3 +184,21 @@ def test_check_is_quick_and_imports_no_torch(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
     # of processor time, which on an idle machine is the wall time; the bound leaves room for a slow one
     assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 2.0
+
+
+@pytest.mark.parametrize("said", [{}, {"HOME": ""}])
+def test_a_service_without_home_gets_the_users_own(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that is said stays."""
+    cli.give_home(said)
+    assert said == {"HOME": pwd.getpwuid(os.getuid()).pw_dir}
+    kept = {"HOME": "/elsewhere"}
+    cli.give_home(kept)
+    assert kept == {"HOME": "/elsewhere"}
+
+    def nobody(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    unknown: dict[str, str] = {}
+    cli.give_home(unknown)
+    assert os.path.isdir(unknown["HOME"])
