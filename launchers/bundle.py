@@ -149,6 +149,7 @@ class FailureBundles:
     def __init__(self, deployment: Deployment, folder: Path, logs: Path | None = None) -> None:
         self._deployment, self._folder, self._logs = deployment, folder, logs
         self._lock = threading.Lock()
+        self._written_ns = 0
 
     def failed(self, replica: int, failure: JobFailure) -> threading.Thread:
         """For JobHooks.failed: returns at once."""
@@ -160,8 +161,11 @@ class FailureBundles:
         """None if it could not be written; the log says why. Never raises."""
         kind = failure.kind if failure is not None else "asked"
         with self._lock:
-            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-            name = f"laddertron-{stamp}-{time.monotonic_ns() % 10**9:09d}-{kind}-replica{replica}.tar.gz"
+            # one clock, and never back: names sort as bundles were written, and the oldest go by their names
+            self._written_ns = max(time.time_ns(), self._written_ns + 1)
+            second, fraction = divmod(self._written_ns, 10**9)
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(second))
+            name = f"laddertron-{stamp}-{fraction:09d}-{kind}-replica{replica}.tar.gz"
             try:
                 parts = parts_of(self._deployment, job, failure, replica)
                 parts |= log_tails(self._logs) if self._logs is not None else {}

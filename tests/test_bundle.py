@@ -111,6 +111,18 @@ def test_failures_write_themselves_and_the_oldest_go(deployment: Deployment, tmp
     assert not list(folder.glob(".*"))
 
 
+def test_the_newest_is_known_by_its_name_whatever_the_clock_does(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second's end, a clock that stands and one that is set back."""
+    times = iter([1_999_999_999, 2_000_000_000, 2_000_000_000, 1_500_000_000])
+    with monkeypatch.context() as patched:
+        patched.setattr("laddertron.launchers.bundle.time.time_ns", lambda: next(times))
+        bundles = FailureBundles(deployment, tmp_path)
+        written = [bundles.write({}, JobFailure("stalled", f"failure {number}")) for number in range(4)]
+    assert newest(tmp_path) == written[::-1]
+
+
 def test_a_folder_that_cannot_be_written_harms_nobody(
     deployment: Deployment, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
