@@ -321,7 +321,7 @@ with the prices that `plan` uses, batch 16 without peer access.
 Against this engine on the emulated cluster: `python benchmarks/simulate_check.py` reads what `benchmarks/cross_node.py`
 measured, fits on every other delay and ends with 1 if a step of the rest is missed by more than 15 %. Of the 66
 steps of two models in docs/performance.md (0 to 2 ms, batch 1 and 8), 30 are fitted on; the other 36 are missed by
-3.9 % on average and by 11.1 % at most.
+4.0 % on average and by 14.0 % at most.
 
 """
 
