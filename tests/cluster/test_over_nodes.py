@@ -104,13 +104,23 @@ def laddertron(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str
     return cluster.run(0, command, QUIET, timeout=600.0)
 
 
+def quiet_preflight(cluster: Cluster, config: Path, tuning: Path) -> subprocess.CompletedProcess[str]:
+    """Again, a few times, while all it finds is a rank that computes slowly: other tests share the cores."""
+    for _ in range(5):
+        done = laddertron(cluster, "preflight", str(config), "--save", str(tuning))
+        errors = [row for row in (done.stdout + done.stderr).splitlines() if "error: " in row]
+        if not errors or not all("a matmul takes" in row for row in errors):
+            break
+    return done
+
+
 def test_preflight_tunes_a_run_over_nodes(link: Cluster, tmp_path: Path) -> None:
     """1. preflight over two nodes measures the link's delay and writes a tuning file.
     2. A run with that file answers every line, each rank on its node."""
     delay = 5e-3
     link.control.link(delay_s=delay)
     config, tuning, out = deployment(link, tmp_path), tmp_path / "tuning.json", tmp_path / "out.jsonl"
-    done = laddertron(link, "preflight", str(config), "--save", str(tuning))
+    done = quiet_preflight(link, config, tuning)
     assert done.returncode == 0, done.stdout + done.stderr
     saved = json.loads(tuning.read_text())
     assert saved["shape"]["nodes"] == 2
