@@ -121,6 +121,17 @@ def test_megatron_groups_follow_the_layout_and_parallel_state_stays_uninitialise
     assert {g["backend"] for g in got} == {"native"}
 
 
+def case_one_group(rank: Rank) -> list[str]:
+    with rank.connect(1) as comm:
+        return [name for name, group in comm.subgroups.items() if group is comm.process_groups.tp]
+
+
+def test_the_same_ranks_share_one_torch_group(ranks: Ranks) -> None:
+    """A rank on each of two nodes: the rail is the tensor-parallel group itself and a node's lone rank has no group,
+    for each group of gloo is a thread that wakes beside the computation."""
+    assert ranks(2, "test_collectives:case_one_group") == [["rail"], ["rail"]]
+
+
 def test_every_backend_over_the_mpi_bootstrap() -> None:
     """Under one real mpirun of two ranks: MPI gives addresses and secrets, each backend in turn reduces, gathers and
     broadcasts a plan; all ranks hold the same bits, whatever carried them, and every process ends by itself."""

@@ -75,7 +75,8 @@ class CommOptions:
 class Communicator:
     """One group on one rank. `rank` counts inside the group; one thread starts and waits for all of its collectives,
     in the same order on every rank. `process_groups`: Megatron-core's ProcessGroupCollection (tp; None where
-    CommOptions.process_groups is off); `intra`, `rail`: torch groups of this rank's node and rail."""
+    CommOptions.process_groups is off); `subgroups`: torch groups of this rank's node (intra) and rail, those with more
+    than one rank."""
 
     def __init__(
         self,
@@ -255,8 +256,13 @@ def _process_groups(
         try:
             shape = [layout.per_node, len(layout.nodes), world // layout.size]
             grid = HyperCommGrid(shape, ["intra", "rail", "replica"], backend=torch_backend)
-            tp = grid.create_pg(["intra", "rail"], timeout=wait)
-            subgroups = {"intra": grid.create_pg("intra", timeout=wait), "rail": grid.create_pg("rail", timeout=wait)}
+            # One group for the same ranks: each has connections and, of gloo, a thread that wakes 100 times a second.
+            tp = dist.group.WORLD if mine and layout.size == world else grid.create_pg(["intra", "rail"], timeout=wait)
+            subgroups = {
+                name: tp if count == layout.size else grid.create_pg(name, timeout=wait)
+                for name, count in zip(("intra", "rail"), shape, strict=False)
+                if count > 1
+            }
         except BaseException:
             if mine:
                 dist.destroy_process_group()
