@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,9 @@ from cluster.launching import Job, processes, ranks_on
 from cluster.nodes import Cluster, why_not
 from cluster.slurm import DAEMONS, Slurm, missing, until
 from cluster.test_over_nodes import library, mpich
+
+SALLOC = ("salloc", "-N2", "--ntasks-per-node=1", "--quiet")
+"""An allocation of two nodes with a rank each."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -45,7 +49,7 @@ def test_srun_over_both_nodes(slurm: tuple[Cluster, Slurm], tmp_path: Path, laun
     job = Job(tmp_path, "ranks_per_node: 1", tp=2)
     before = cluster.control.stats().bytes
     command = job.command(sys.executable, launch=launch)
-    done = running.run(["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *command], timeout=120)
+    done = running.run([*SALLOC, *command], timeout=120)
     assert done.returncode == 0, done.stderr + running.logs()
     assert job.answered() == job.names
     assert ("srun --mpi=pmix" in done.stderr) == launch
@@ -62,10 +66,18 @@ def test_srun_with_mpich(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
     keys = f"ranks_per_node: 1, slurm: {{mpi: pmi2}}, env: {{MPI4PY_LIBMPI: '{library(root)}'}}"
     job = Job(tmp_path, keys, tp=2, lines=4, tokens=4)
     command = job.command(sys.executable, launch=False)
-    done = running.run(["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *command], timeout=120)
+    done = running.run([*SALLOC, *command], timeout=120)
     assert done.returncode == 0, done.stderr + running.logs()
     assert job.answered() == job.names
     none_left(cluster)
+
+
+def in_allocation(cluster: Cluster, running: Slurm, job: Job, folder: Path) -> tuple[subprocess.Popen[str], Path]:
+    """`run` inside an allocation of two nodes with a rank each, started; and what it writes."""
+    command = [*SALLOC, *job.command(sys.executable, launch=False)]
+    log = folder / "run.log"
+    with log.open("w") as stream:
+        return cluster.start(0, command, running.env, stdout=stream, stderr=stream), log
 
 
 def test_two_replicas_share_an_allocation(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
@@ -73,10 +85,7 @@ def test_two_replicas_share_an_allocation(slurm: tuple[Cluster, Slurm], tmp_path
     same time, every line is answered once, nothing is left."""
     cluster, running = slurm
     job = Job(tmp_path, "ranks_per_node: 1", tp=1, lines=120, tokens=24, more=", replicas: 2")
-    command = ["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *job.command(sys.executable, launch=False)]
-    log = tmp_path / "run.log"
-    with log.open("w") as stream:
-        process = cluster.start(0, command, running.env, stdout=stream, stderr=stream)
+    process, log = in_allocation(cluster, running, job, tmp_path)
     worker = "laddertron.launchers.worker"
 
     def together() -> bool:
@@ -96,10 +105,7 @@ def test_a_lost_replica_of_an_allocation_ends_the_run_and_resume_finishes_it(
     the rest is answered, and nothing twice."""
     cluster, running = slurm
     job = Job(tmp_path, "ranks_per_node: 1", tp=1, lines=200, tokens=40, more=", replicas: 2")
-    command = ["salloc", "-N2", "--ntasks-per-node=1", "--quiet", *job.command(sys.executable, launch=False)]
-    log = tmp_path / "run.log"
-    with log.open("w") as stream:
-        process = cluster.start(0, command, running.env, stdout=stream, stderr=stream)
+    process, log = in_allocation(cluster, running, job, tmp_path)
     until("first answers", lambda: process.poll() is not None or len(job.answered()) > 4, 90)
     assert process.poll() is None, log.read_text() + running.logs()
     (second,) = ranks_on(cluster, 1, "laddertron.launchers.worker")
@@ -107,7 +113,7 @@ def test_a_lost_replica_of_an_allocation_ends_the_run_and_resume_finishes_it(
     assert process.wait(60) != 0
     none_left(cluster)
     assert 4 < len(set(job.answered())) == len(job.answered()) < len(job.names)
-    done = running.run([*command, "--resume"], timeout=120)
+    done = running.run([*SALLOC, *job.command(sys.executable, launch=False), "--resume"], timeout=120)
     assert done.returncode == 0, done.stderr + running.logs()
     assert job.answered() == job.names
     none_left(cluster)
