@@ -104,22 +104,29 @@ def look_up(table: Sequence[tuple[int, str]]) -> Callable[[int], str]:
 def tuned_choice(
     deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str], layout: GroupLayout
 ) -> Callable[[int], str] | None:
-    """The strategy by size where a tuning file is configured and the native backend is to choose; else None, and the
-    transport goes by size alone. A file that does not fit is warned of on rank 0, and untuned prices take its place.
-    Every rank calls it."""
+    """The strategy by size where the native backend is to choose, and a tuning file is configured or the group spans
+    nodes; else None, and the transport goes by size alone (inside a node there is little to choose). No file, or one
+    that does not fit, is warned of on rank 0, and untuned prices take its place. Every rank calls it."""
     parallel = deployment.parallel
-    if parallel.tuning_file is None or parallel.collective != "auto" or parallel.deterministic:
+    if parallel.collective != "auto" or parallel.deterministic or backend_here(deployment) != "native":
         return None
-    if backend_here(deployment) != "native":
+    if parallel.tuning_file is None and len(layout.nodes) == 1:
         return None
-    fabric = fabric_of_job(deployment, bootstrap, nodes)
+    gathered = fabric_of_job(deployment, bootstrap, nodes) if deployment.launch.fabric is None else None
     table: tuple[tuple[int, str], ...] = ()
     if bootstrap.rank == 0:
-        shape = group_shape(fabric, deployment, nodes, layout)
-        choose, warnings = chooser(Path(parallel.tuning_file), fabric, shape, "native", versions())
-        for warning in warnings:
-            log.warning("%s", warning.message)
-        log.info("collectives by %s prices", choose.source)
-        table = tabulate(choose)
+        path = None if parallel.tuning_file is None else Path(parallel.tuning_file)
+        try:
+            # a configured fabric is a file, which other nodes need not have
+            fabric = gathered or fabric_of_job(deployment, bootstrap, nodes)
+            shape = group_shape(fabric, deployment, nodes, layout)
+        except (OSError, ValueError) as error:
+            log.warning("collectives go by message size alone, the group's place on the fabric is not known: %s", error)
+        else:
+            choose, warnings = chooser(path, fabric, shape, "native", versions())
+            for warning in warnings:
+                log.warning("%s", warning.message)
+            log.info("collectives by %s prices", choose.source)
+            table = tabulate(choose)
     told = json.loads(bootstrap.all_gather(json.dumps(table).encode() if bootstrap.rank == 0 else b"")[0])
-    return look_up([(int(bound), str(strategy)) for bound, strategy in told])
+    return look_up([(int(bound), str(strategy)) for bound, strategy in told]) if told else None

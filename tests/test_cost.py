@@ -330,7 +330,7 @@ def test_the_same_machines_in_another_allocation_are_not_refused(tmp_path: Path)
 def test_fallbacks_warn(tmp_path: Path) -> None:
     """No file, a file that is gone, a broken one, other library versions, another layout: each says so."""
     path, _ = tuned(tmp_path)
-    assert "not tuned" in chooser(None, PAIR, TWO_BY_8, "nccl")[1][0].message
+    assert "untuned prices" in chooser(None, PAIR, TWO_BY_8, "nccl")[1][0].message
     assert "No such file" in chooser(tmp_path / "gone.json", PAIR, TWO_BY_8, "nccl")[1][0].message
     (tmp_path / "broken.json").write_text("{")
     assert "not JSON" in chooser(tmp_path / "broken.json", PAIR, TWO_BY_8, "nccl")[1][0].message

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from laddertron.engine.config_schema import Deployment, Engine, Model, Parallel
+from laddertron.engine.config_schema import Deployment, Engine, Launch, Model, Parallel
 from laddertron.launchers import tuned
 from laddertron.launchers.preflight import Outcome, message_bytes, transport_in
 from laddertron.launchers.preflight_view import show, size_name
@@ -152,6 +152,37 @@ def test_who_leaves_no_choice_gets_none(tmp_path: Path, given: dict[str, object]
     assert tuned.tuned_choice(deployment(tmp_path / "gone.json", **given), told, ("a", "a"), ONE_NODE) is None
     assert tuned.tuned_choice(deployment(None), told, ("a", "a"), ONE_NODE) is None
     assert told.said == []
+
+
+def test_an_untuned_group_over_nodes_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a file a group that spans nodes goes by the cost model's own prices, and rank 0 says how to better that;
+    inside a node nothing is asked and nothing said."""
+    here = fabric_here()
+    pair = Fabric(tuple(replace(here.nodes[0], hostname=name) for name in ("a", "b")))
+    pair.save(tmp_path / "fabric.json")
+    over = GroupLayout(((0, 1), (2, 3)))
+    given = replace(
+        deployment(None), launch=Launch(fabric=str(tmp_path / "fabric.json")), parallel=Parallel(tensor_parallel_size=4)
+    )
+    told = Alone()
+    with caplog.at_level(logging.WARNING):
+        choose = tuned.tuned_choice(given, told, ("a", "a", "b", "b"), over)
+    assert "untuned prices" in caplog.text
+    assert "laddertron preflight CONFIG --save" in caplog.text
+    assert choose is not None
+    assert [choose(n) for n in (4096, 64 << 10, 1 << 20)] == ["exchange", "two_level", "pipeline"]
+    follower = tuned.tuned_choice(given, _Second(told.said), ("a", "a", "b", "b"), over)
+    assert follower is not None
+    assert [follower(n) for n in tuned.SIZES] == [choose(n) for n in tuned.SIZES]
+
+
+def test_a_fabric_that_lacks_the_hosts_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The configured fabric is of other machines: the job starts, by message size alone, and says why."""
+    fabric_here().save(tmp_path / "fabric.json")
+    given = replace(deployment(None), launch=Launch(fabric=str(tmp_path / "fabric.json")))
+    with caplog.at_level(logging.WARNING):
+        assert tuned.tuned_choice(given, Alone(), ("a", "b"), GroupLayout(((0,), (1,)))) is None
+    assert "host 'a' is not in the fabric" in caplog.text
 
 
 def test_the_models_own_messages_are_measured() -> None:

@@ -19,6 +19,10 @@ from .reading import ReadError, build, header, layered, read_file, unbuild, writ
 
 KIND, VERSION = "laddertron.tuning", 1
 
+_UNTUNED = (
+    "collectives go by untuned prices: measure this fabric with `laddertron preflight CONFIG --save FILE` and name the "
+    "file as parallel.tuning_file"
+)
 _MARGIN = 0.03  # a strategy takes over from the one chosen for the next smaller size only if it is this much faster
 
 
@@ -167,7 +171,7 @@ def chooser(
     or is not. `versions` are those of the libraries here: differing ones are warned of, and the file used."""
     untuned = Chooser(shape, reference(backend, shape), (), "untuned")
     if path is None:
-        return untuned, (TuningWarning("collectives are not tuned for this fabric: run `laddertron preflight`"),)
+        return untuned, (TuningWarning(_UNTUNED),)
     try:
         tuning = load(path)
         refuse_other_fabric(tuning, fabric, shape, backend)
