@@ -1,12 +1,13 @@
 """The collectives that other libraries carry: gloo and NCCL through torch.distributed, MPI through mpi4py (mpi.py).
 
-Beside transport.py, behind the same interface. Knows no strategy: those libraries have their own.
+Beside transport.py, behind the same interface. Those libraries have algorithms of their own: `flat` leaves the choice
+to them. Over torch.distributed there is one strategy more, two_level.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from .bootstrap import Bootstrap, MpiBootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, PeerLost
 from .ordered import Ordered
+from .two_level import Aside, TwoLevel, two_level
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,14 +33,22 @@ Parts = tuple[Collective, Gather, Callable[[float], None], Callable[[], None]]
 
 
 def other_backend(
-    name: str, bootstrap: Bootstrap, layout: GroupLayout, groups: Any, options: CommOptions, ledger: Ledger
+    name: str,
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    groups: Any,
+    options: CommOptions,
+    ledger: Ledger,
+    subgroups: Mapping[str, Any],
+    choose: Callable[[int], str] | None = None,
 ) -> Parts:
-    """The parts of the backend `name` (mpi, gloo or nccl). Raises ValueError for one that cannot be had here, and for a
-    strategy that it does not have."""
-    if options.collective not in ("auto", "flat", "emulated") and not options.deterministic:
+    """The parts of the backend `name` (mpi, gloo or nccl); `subgroups` and `choose` as two_level.two_level takes them.
+    Raises ValueError for a backend that cannot be had here, and for a strategy that it does not have."""
+    has = ("auto", "flat") if name == "mpi" else ("auto", "flat", "two_level")
+    if options.collective not in (*has, "emulated") and not options.deterministic:
         raise ValueError(
             f"collective: {options.collective} is the native transport's, backend {name} has algorithms of its own: "
-            "use collective auto or flat, or backend native"
+            f"use collective {', '.join(has[:-1])} or {has[-1]}, or backend native"
         )
     link = "net" if len(layout.nodes) > 1 else "node"
     if name == "mpi":
@@ -48,6 +58,7 @@ def other_backend(
 
         backend = MpiBackend(bootstrap, layout, options, ledger, link)
         return backend, backend.gathers, backend.set_timeout, backend.close
+    levels = None if options.deterministic else two_level(options.collective, subgroups, choose)
     timeout = [options.timeout_s]
 
     def set_timeout(seconds: float) -> None:
@@ -58,64 +69,82 @@ def other_backend(
             raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
         from .nccl import NcclGather, nccl_collective
 
-        reduce = nccl_collective(groups.tp, ledger, link, options.deterministic)
+        reduce = nccl_collective(groups.tp, ledger, link, options.deterministic, levels)
         return reduce, NcclGather(groups.tp, ledger), set_timeout, lambda: None
-    return (
-        GlooCollective(groups.tp, ledger, link, timeout, options.deterministic),
-        GlooGather(groups.tp, ledger, timeout),
-        set_timeout,
-        lambda: None,
-    )
+    gloo = GlooCollective(groups.tp, ledger, link, timeout, options.deterministic, levels)
+    return gloo, GlooGather(groups.tp, ledger, timeout), set_timeout, gloo.close
 
 
 class GlooCollective:
     """gloo's all-reduce on a torch group; its own threads make progress, if they get processor time. `deterministic`:
-    gathered and added up in rank order, as the order of gloo's ring depends on the size."""
+    gathered and added up in rank order, as the order of gloo's ring depends on the size. `levels`: what carries some
+    messages instead, on a thread that goes from level to level."""
 
     def __init__(
-        self, group: Any, ledger: Ledger, link: str, timeout: list[float], deterministic: bool = False
+        self,
+        group: Any,
+        ledger: Ledger,
+        link: str,
+        timeout: list[float],
+        deterministic: bool = False,
+        levels: TwoLevel | None = None,
     ) -> None:
         self._group, self._ledger, self._link, self._timeout = group, ledger, link, timeout
         self._deterministic = deterministic
+        self._levels, self._aside = levels, Aside()
         self._seq = 0
+
+    def close(self) -> None:
+        self._aside.close()
 
     def start(self, x: Tensor) -> _GlooPending:
         if not x.is_contiguous():
             raise ValueError(f"cannot all-reduce {tuple(x.shape)} with strides {x.stride()}: contiguous is needed")
         began = time.monotonic()
         ordered: Any = None
+        work: Any
+        strategy, levels = "gloo", self._levels
         if self._deterministic:
             ordered = _guard(lambda: Ordered(x, self._group, async_op=True), self._seq)
             work = ordered.work
+        elif levels is not None and levels.carries(x):
+            work, strategy = self._aside.submit(lambda: levels(x)), "gloo two_level"
         else:
             work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
         self._seq += 1
         self._ledger.started += 1
-        return _GlooPending(self, work, x, began, self._seq - 1, ordered)
+        return _GlooPending(self, work, x, began, self._seq - 1, ordered, strategy)
 
-    def _finish(self, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None) -> None:
+    def _finish(self, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None, strategy: str) -> None:
         asked = time.monotonic()
         self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
         _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
         if ordered is not None:
             ordered.add_up()
         self._ledger.waiting = ""
-        self._ledger.add("all_reduce", "gloo", self._link, x.nbytes, began, time.monotonic(), asked)
+        self._ledger.add("all_reduce", strategy, self._link, x.nbytes, began, time.monotonic(), asked)
 
 
 class _GlooPending:
-    __slots__ = ("_began", "_ordered", "_owner", "_seq", "_work", "_x")
+    __slots__ = ("_began", "_ordered", "_owner", "_seq", "_strategy", "_work", "_x")
 
     def __init__(
-        self, owner: GlooCollective, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None
+        self,
+        owner: GlooCollective,
+        work: Any,
+        x: Tensor,
+        began: float,
+        seq: int,
+        ordered: Ordered | None,
+        strategy: str,
     ) -> None:
         self._owner, self._work, self._x, self._began, self._seq = owner, work, x, began, seq
-        self._ordered = ordered
+        self._ordered, self._strategy = ordered, strategy
 
     def wait(self) -> Tensor:
         work, self._work = self._work, None
         if work is not None:
-            self._owner._finish(work, self._x, self._began, self._seq, self._ordered)
+            self._owner._finish(work, self._x, self._began, self._seq, self._ordered, self._strategy)
         return self._x
 
 

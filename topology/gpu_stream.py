@@ -25,17 +25,18 @@ _EVENT: Any = torch.cuda.Event
 
 
 class StreamCollective:
-    """A Collective that `issue` puts on the side stream: called with x, that stream current. One after another, as
-    NCCL's collectives of one communicator are. x is not recorded as in use there: its Pending keeps it, and after
-    `wait` the computing stream, which alone may reuse its memory, comes after. In a capture, a recorded tensor's memory
-    would be lost until the end. Events time every collective outside of graphs: in flight from when x was ready, waited
-    for from when the computing stream asked; both are read when they are long past."""
+    """A Collective that `issue` puts on the side stream: called with x, that stream current, it gives back the name of
+    the strategy that it took, None for `strategy`. One after another, as NCCL's collectives of one communicator are. x
+    is not recorded as in use there: its Pending keeps it, and after `wait` the computing stream, which alone may reuse
+    its memory, comes after. In a capture, a recorded tensor's memory would be lost until the end. Events time every
+    collective outside of graphs: in flight from when x was ready, waited for from when the computing stream asked; both
+    are read when they are long past."""
 
-    def __init__(self, issue: Callable[[Tensor], None], ledger: Ledger, strategy: str, link: str) -> None:
+    def __init__(self, issue: Callable[[Tensor], str | None], ledger: Ledger, strategy: str, link: str) -> None:
         self._issue, self._ledger, self._strategy, self._link = issue, ledger, strategy, link
         self.stream = _STREAM(priority=-1)
-        self._timings: deque[tuple[int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
-        self._sums = [0, 0, 0.0, 0.0]
+        self._timings: deque[tuple[str, int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
+        self._sums: dict[str, list[float]] = {strategy: [0, 0, 0.0, 0.0]}
         self._settling = threading.Lock()  # the heartbeat's thread reads the accounts too
         ledger.add_source(self._entries, lambda: ())
 
@@ -45,43 +46,47 @@ class StreamCollective:
         ready.record()
         self.stream.wait_event(ready)
         with torch.cuda.stream(self.stream):
-            self._issue(x)
+            strategy = self._issue(x) or self._strategy
         self._ledger.started += 1
         done = _EVENT(enable_timing=timed)
         done.record(self.stream)
-        return _StreamPending(self, x, ready, done, timed)
+        return _StreamPending(self, x, ready, done, timed, strategy)
 
-    def _asked(self, size: int, ready: Any, asked: Any, done: Any) -> None:
+    def _asked(self, strategy: str, size: int, ready: Any, asked: Any, done: Any) -> None:
         if len(self._timings) == _OPEN_TIMINGS:
             self._settle()
-        self._timings.append((size, ready, asked, done))
+        self._timings.append((strategy, size, ready, asked, done))
 
     def _settle(self) -> None:
         with self._settling:
-            while self._timings and self._timings[0][2].query() and self._timings[0][3].query():
-                size, ready, asked, done = self._timings.popleft()
-                self._sums[0] += 1
-                self._sums[1] += size
-                self._sums[2] += ready.elapsed_time(done) * 1e-3
-                self._sums[3] += max(0.0, asked.elapsed_time(done) * 1e-3)
+            while self._timings and self._timings[0][3].query() and self._timings[0][4].query():
+                strategy, size, ready, asked, done = self._timings.popleft()
+                sums = self._sums.setdefault(strategy, [0, 0, 0.0, 0.0])
+                sums[0] += 1
+                sums[1] += size
+                sums[2] += ready.elapsed_time(done) * 1e-3
+                sums[3] += max(0.0, asked.elapsed_time(done) * 1e-3)
 
     def _entries(self) -> Iterable[Entry]:
         self._settle()
-        count, size, flight, waited = self._sums
-        return [Entry("all_reduce", self._strategy, self._link, int(count), int(size), flight, waited)]
+        return [
+            Entry("all_reduce", strategy, self._link, int(count), int(size), flight, waited)
+            for strategy, (count, size, flight, waited) in dict(self._sums).items()
+        ]
 
 
 class _StreamPending:
-    __slots__ = ("_done", "_owner", "_ready", "_timed", "_x")
+    __slots__ = ("_done", "_owner", "_ready", "_strategy", "_timed", "_x")
 
-    def __init__(self, owner: StreamCollective, x: Tensor, ready: Any, done: Any, timed: bool) -> None:
+    def __init__(self, owner: StreamCollective, x: Tensor, ready: Any, done: Any, timed: bool, strategy: str) -> None:
         self._owner, self._x, self._ready, self._done, self._timed = owner, x, ready, done, timed
+        self._strategy = strategy
 
     def wait(self) -> Tensor:
         if self._timed:
             asked = _EVENT(enable_timing=True)
             asked.record()
-            self._owner._asked(self._x.nbytes, self._ready, asked, self._done)
+            self._owner._asked(self._strategy, self._x.nbytes, self._ready, asked, self._done)
             self._timed = False
         torch.cuda.current_stream().wait_event(self._done)
         return self._x

@@ -41,11 +41,11 @@ CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "p
 @dataclass(frozen=True, slots=True)
 class CommOptions:
     """backend auto: native where it was built, else gloo. collective auto: `choose` of `connect` where given, else by
-    size. `deterministic`: one reduction tree for every size. `address`: what this rank binds to, reachable from the
-    group's other nodes. `timeout_s`: how long a collective may make its caller wait (Communicator.set_timeout changes
-    it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where ranks outnumber cores. `cpu`: the
-    communication thread's core. `chunk_bytes`: of a large message, what one node sends another at once. `secret`: the
-    launch's, mixed into the connections' key."""
+    size on native and flat on the others. `deterministic`: one reduction tree for every size. `address`: what this rank
+    binds to, reachable from the group's other nodes. `timeout_s`: how long a collective may make its caller wait
+    (Communicator.set_timeout changes it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where
+    ranks outnumber cores. `cpu`: the communication thread's core. `chunk_bytes`: of a large message, what one node
+    sends another at once. `secret`: the launch's, mixed into the connections' key."""
 
     backend: BackendName = "auto"
     collective: CollectiveName = "auto"
@@ -127,7 +127,8 @@ def connect(
 ) -> Communicator:
     """This rank's Communicator. All ranks of the job call it at once with their own group's layout, whose ranks must be
     contiguous (Megatron's grid knows no other). `choose`: message bytes -> flat, exchange, two_level, doubling or
-    pipeline, for collective auto. Raises MeshError, RuntimeError or ValueError naming what does not fit."""
+    pipeline, for collective auto (to gloo and nccl, all but two_level is flat). Raises MeshError, RuntimeError or
+    ValueError naming what does not fit."""
     options = options or CommOptions()
     ranks = layout.ranks
     if ranks != tuple(range(ranks[0], ranks[0] + layout.size)):
@@ -174,7 +175,9 @@ def connect(
             mesh.close_data()
             from .backends import other_backend
 
-            all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger)
+            all_reduce, gathers, set_timeout, end = other_backend(
+                backend, bootstrap, layout, groups, options, ledger, subgroups, choose
+            )
             closers.insert(0, end)
         if options.emulation is not None:
             all_reduce = emulate(all_reduce, options.emulation, ledger, on_gpu=backend == "nccl")

@@ -16,14 +16,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .ledger import Ledger
+    from .two_level import TwoLevel
 
 
-def nccl_collective(group: Any, ledger: Ledger, link: str, deterministic: bool = False) -> StreamCollective:
+def nccl_collective(
+    group: Any, ledger: Ledger, link: str, deterministic: bool = False, levels: TwoLevel | None = None
+) -> StreamCollective:
     """All-reduces over a torch group of NCCL; its own order of summation depends on the size, that of `deterministic`
-    does not."""
+    does not. `levels`: what carries some messages instead. Its communicators are made here, on every rank: what they
+    hold must be gone before free memory is counted, and nothing can connect within a capture."""
+    if levels is not None:
+        levels(torch.zeros(levels.ranks, device="cuda"))
 
-    def issue(x: Tensor) -> None:
+    def issue(x: Tensor) -> str | None:
+        if levels is not None and levels.carries(x):
+            levels(x)
+            return "nccl two_level"
         dist.all_reduce(x, group=group)
+        return None
 
     def issue_ordered(x: Tensor) -> None:
         Ordered(x, group, async_op=False).add_up()
