@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..models.config import ModelConfig
 from ..models.config_parts import Wiring
 from ..models.shard import Shard
-from ..topology.cost import Backend, Costs, Shape, candidates, choose, predict
+from ..topology.cost import Backend, Costs, Shape, choose, predict, untuned
 from ..topology.emulated import Emulation
 from ..topology.fabric import Device, LinkClass, Node
 from ..topology.prices import reference
@@ -144,7 +144,8 @@ def links(
     contention: Contention | None = None,
     source: str = "untuned prices",
 ) -> Links:
-    """Collectives of a group at `costs` (None: untuned prices), the cheapest strategy for each size."""
+    """Collectives of a group at `costs` (None: untuned prices), the cheapest strategy for each size; of a library its
+    own, whatever else a tuning file may put in its place."""
     known = costs or reference(backend, shape)
     slowest = shape.intra if shape.nodes == 1 else shape.inter
     slows = contention or (NCCL_CONTENTION[slowest] if backend == "nccl" else CPU_CONTENTION)
@@ -152,11 +153,11 @@ def links(
     def wire(nbytes: int) -> Wire:
         if shape.size == 1:
             return Wire(0.0)
-        strategy, seconds = choose(known, shape, nbytes, candidates(backend, shape, nbytes))
+        strategy, seconds = choose(known, shape, nbytes, untuned(backend, shape, nbytes))
         return Wire(seconds, slows=slows.of(predict(known, shape, strategy, 1), seconds))
 
     def strategy(nbytes: int) -> str:
-        return choose(known, shape, nbytes, candidates(backend, shape, nbytes))[0] if shape.size > 1 else "none"
+        return choose(known, shape, nbytes, untuned(backend, shape, nbytes))[0] if shape.size > 1 else "none"
 
     return Links(wire, strategy, source)
 

@@ -104,13 +104,18 @@ def look_up(table: Sequence[tuple[int, str]]) -> Callable[[int], str]:
 def tuned_choice(
     deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str], layout: GroupLayout
 ) -> Callable[[int], str] | None:
-    """The strategy by size where the native backend is to choose, and a tuning file is configured or the group spans
-    nodes; else None, and the transport goes by size alone (inside a node there is little to choose). No file, or one
-    that does not fit, is warned of on rank 0, and untuned prices take its place. Every rank calls it."""
-    parallel = deployment.parallel
-    if parallel.collective != "auto" or parallel.deterministic or backend_here(deployment) != "native":
+    """The strategy by size where the native backend is to choose, and a tuning file is configured or groups span nodes;
+    for NCCL and gloo, which need no advice unless it was measured, where both is so; else None, and the backend goes by
+    size alone. No file, or one that does not fit, is warned of on rank 0, and untuned prices take its place. Every rank
+    calls it."""
+    parallel, backend = deployment.parallel, backend_here(deployment)
+    if parallel.collective != "auto" or parallel.deterministic or backend == "mpi":
         return None
-    if parallel.tuning_file is None and len(layout.nodes) == 1:
+    # Of any group, not of this one: either all ranks go on to the gathering, or none.
+    size = parallel.tensor_parallel_size
+    spans = any(len(set(nodes[at : at + size])) > 1 for at in range(0, len(nodes), size))
+    reasons = (parallel.tuning_file is not None, spans)
+    if not (any(reasons) if backend == "native" else all(reasons)):
         return None
     gathered = fabric_of_job(deployment, bootstrap, nodes) if deployment.launch.fabric is None else None
     table: tuple[tuple[int, str], ...] = ()
@@ -123,7 +128,7 @@ def tuned_choice(
         except (OSError, ValueError) as error:
             log.warning("collectives go by message size alone, the group's place on the fabric is not known: %s", error)
         else:
-            choose, warnings = chooser(path, fabric, shape, "native", versions())
+            choose, warnings = chooser(path, fabric, shape, backend, versions())
             for warning in warnings:
                 log.warning("%s", warning.message)
             log.info("collectives by %s prices", choose.source)

@@ -26,6 +26,7 @@ from laddertron.topology.cost import (
     predict,
     shape_of,
     terms,
+    untuned,
 )
 from laddertron.topology.fabric import Fabric, load
 from laddertron.topology.fit import TOLERANCE, Point, fit
@@ -114,14 +115,19 @@ def test_what_is_possible() -> None:
 
 
 def test_only_what_the_backend_has_is_a_candidate() -> None:
-    assert candidates("nccl", TWO_BY_8) == ("flat",)
+    assert candidates("nccl", TWO_BY_8) == candidates("nccl", TWO_BY_8, 8 << 20) == ("flat", "two_level")
+    assert candidates("gloo", Shape(2, 2)) == ("flat", "two_level")
+    assert (
+        candidates("gloo", Shape(4, 1)) == candidates("nccl", Shape(1, 8)) == candidates("mpi", TWO_BY_8) == ("flat",)
+    )
     assert candidates("native", Shape(4, 1)) == ("exchange", "doubling", "pipeline")
     assert candidates("native", Shape(2, 2)) == ("exchange", "two_level", "pipeline")
     assert candidates("native", Shape(1, 4)) == ("exchange", "pipeline")
     assert candidates("native", Shape(3, 1)) == ("exchange", "pipeline")
     assert candidates("native", Shape(4, 1), WHOLE_BYTES) == ("exchange", "doubling", "pipeline")
     assert candidates("native", Shape(4, 1), WHOLE_BYTES + 1) == ("pipeline",)
-    assert candidates("nccl", TWO_BY_8, 8 << 20) == ("flat",)
+    assert untuned("nccl", TWO_BY_8, 8 << 20) == untuned("gloo", TWO_BY_8) == untuned("mpi", TWO_BY_8) == ("flat",)
+    assert untuned("native", Shape(2, 2), 4 * KIB) == candidates("native", Shape(2, 2), 4 * KIB)
 
 
 def test_the_choice_follows_the_size() -> None:
@@ -278,12 +284,16 @@ def test_large_messages_are_picked_from_what_was_measured() -> None:
     assert [found.strategy(n) for n in (32 * KIB, 128 * KIB, 1 << 20, 64 << 20)] == ["exchange"] + ["pipeline"] * 3
 
 
-def tuned(tmp_path: Path) -> tuple[Path, Tuning]:
+def _points() -> list[Point]:
+    """As published, and two levels that are worse for small messages and better for large ones."""
     points = [Point("flat", k * KIB, us * US, TWO_BY_8) for shape, k, us in PUBLISHED if shape == TWO_BY_8]
-    points += [
+    return points + [
         replace(p, strategy="two_level", seconds=p.seconds * (1.2 if p.nbytes < 100 * KIB else 0.7)) for p in points
     ]
-    tuning = make(PAIR, TWO_BY_8, fit(points, "nccl"), {"nccl": "2.27.3"})
+
+
+def tuned(tmp_path: Path) -> tuple[Path, Tuning]:
+    tuning = make(PAIR, TWO_BY_8, fit(_points(), "nccl"), {"nccl": "2.27.3"})
     tuning.save(tmp_path / "tuning.json")
     return tmp_path / "tuning.json", tuning
 
@@ -297,9 +307,8 @@ def test_the_engine_uses_its_tuning_file(tmp_path: Path) -> None:
     path, _ = tuned(tmp_path)
     found, warnings = chooser(path, PAIR, TWO_BY_8, "nccl", {"nccl": "2.27.3"})
     assert (found.source, warnings) == ("measured", ())
-    assert [found.strategy(n * KIB) for n in (1, 32, 128, 9999)] == ["flat"] * 4, "NCCL's own is all there is"
-    both: tuple[Strategy, ...] = ("flat", "two_level")
-    assert [found.strategy(n * KIB, both) for n in (1, 32, 128, 9999)] == ["flat", "flat", "two_level", "two_level"]
+    assert [found.strategy(n * KIB) for n in (1, 32, 128, 9999)] == ["flat", "flat", "two_level", "two_level"]
+    assert [found.strategy(n * KIB, ("flat",)) for n in (1, 32, 128, 9999)] == ["flat"] * 4
     assert found.seconds(32 * KIB) == pytest.approx(47.6e-6, rel=0.25)
 
 
@@ -341,6 +350,21 @@ def test_fallbacks_warn(tmp_path: Path) -> None:
     found, (warning,) = chooser(path, PAIR, narrow, "nccl")
     assert found.source == "fitted"
     assert "measured on 2 nodes x 8 ranks, prices carried over to 2 nodes x 4 ranks" in warning.message
+
+
+def test_a_librarys_own_is_replaced_only_by_what_was_measured(tmp_path: Path) -> None:
+    """NCCL by untuned prices is flat, though these say of 64 MiB that two levels were cheaper; so it is by a file in
+    which nothing else was measured, on this layout or another. Where two levels were, prices carry them over."""
+    big, narrow = 64 << 20, replace(TWO_BY_8, per_node=4)
+    slow = replace(TWO_BY_8, rails=1)  # one port a node: what crosses it counts
+    assert choose(reference("nccl", slow), slow, big, candidates("nccl", slow))[0] == "two_level"
+    assert chooser(None, PAIR, slow, "nccl")[0].strategy(big) == "flat"
+    path, tuning = tuned(tmp_path)
+    alone = make(PAIR, TWO_BY_8, fit([p for p in _points() if p.strategy == "flat"], "nccl"), tuning.versions)
+    alone.save(tmp_path / "alone.json")
+    for shape in (TWO_BY_8, narrow):
+        assert chooser(tmp_path / "alone.json", PAIR, shape, "nccl")[0].strategy(big) == "flat"
+        assert chooser(path, PAIR, shape, "nccl")[0].strategy(big) == "two_level"
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,14 @@ def test_the_plan_covers_every_link_and_size() -> None:
 
 
 def test_a_ring_of_nodes_closes() -> None:
-    """Over three nodes each rail is measured from the last node to the first as well; NCCL has one all-reduce."""
+    """Over three nodes each rail is measured from the last node to the first as well; of NCCL its own all-reduce and
+    that in two levels, at every size."""
     placement = place(preset("3x2xH100"), 6)
     found = plan(placement, Shape(3, 2, "nvlink", "ib", 2), "nccl")
     across = {(p.a, p.b) for r in found.rounds for p in r if p.rail is not None}
     assert across == {(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)}
-    assert {s for s, _ in found.sweep} == {"flat"}
+    by_size = {n: {s for s, m in found.sweep if m == n} for _, n in found.sweep}
+    assert all(strategies == {"flat", "two_level"} for strategies in by_size.values())
 
 
 def test_other_versions_are_named() -> None:

@@ -16,7 +16,8 @@ from .placement import Placement
 
 Strategy = Literal["flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline", "p2p"]
 """flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling; two_level:
-reduce-scatter inside the node, all-reduce across, all-gather inside; two_level_latency: all-reduce inside, all-reduce
+reduce-scatter inside the node, all-reduce across (over NCCL and gloo by calls of theirs), all-gather inside;
+two_level_latency: all-reduce inside, all-reduce
 across, all whole; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
 nodes alike; p2p: one message one way (measurements only)."""
 
@@ -126,14 +127,22 @@ def possible(strategy: Strategy, shape: Shape) -> bool:
 
 
 def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
-    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). There is
-    something to choose from on native alone, whose doubling knows one rank a node; libraries choose by themselves."""
+    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). Native's
+    doubling knows one rank a node. NCCL and gloo choose among algorithms of their own, NCCL's hierarchical already:
+    two_level stands beside them to be measured, and replaces them only for sizes where a tuning file says that it wins
+    (`untuned`). MPI is left alone."""
     if backend != "native":
-        return ("flat",)
+        both = backend in ("nccl", "gloo") and possible("two_level", shape)
+        return ("flat", "two_level") if both else ("flat",)
     if nbytes is not None and nbytes > WHOLE_BYTES:
         return ("pipeline",)
     ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling", "pipeline")
     return tuple(s for s in ours if possible(s, shape) and (s != "doubling" or shape.per_node == 1))
+
+
+def untuned(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
+    """Those of the candidates that `collective: auto` picks from where nothing was measured: a library's own alone."""
+    return candidates(backend, shape, nbytes) if backend == "native" else ("flat",)
 
 
 def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Terms:
@@ -168,6 +177,9 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
     if backend == "nccl":  # its reduce-scatter and all-gather are rings, its all-reduce across a tree
         hops, across = 2 * (inside - 1), 2 * ceil(log2(nodes))
         return Terms(3, hops, 2 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
+    if backend == "gloo":  # rings that wait for consent at every step (_ring); its reduce-scatter is a whole all-reduce
+        hops, across = 6 * (inside - 1), 4 * (nodes - 1)
+        return Terms(3, hops, 3 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
     return Terms(3, 2, 2 * (inside - 1) * part, 1, (nodes - 1) * part * share)
 
 

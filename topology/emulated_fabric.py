@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cost import Backend, LinkCost, candidates, price, shape_of, terms
+from .cost import Backend, LinkCost, price, shape_of, terms, untuned
 from .emulated import Emulation
 from .placement import place
 from .presets import preset
@@ -20,7 +20,7 @@ def emulation_of(spec: str, ranks: int, multiprocessors: int = 0) -> Emulation:
     backend: Backend = "nccl" if any(node.devices for node in fabric.nodes) else "native"
     costs = reference(backend, shape)
     lines = []
-    for strategy in candidates(backend, shape):
+    for strategy in untuned(backend, shape):
         for regime in costs.of(strategy):
             # Prices are linear in the size: two of them are all.
             first, last = (price(regime, terms(backend, shape, strategy, size)) for size in (0, _SLOPE_BYTES))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .ledger import Ledger
     from .two_level import TwoLevel
 
+_DEVICE = "cuda"
+
 
 def nccl_collective(
     group: Any, ledger: Ledger, link: str, deterministic: bool = False, levels: TwoLevel | None = None
@@ -26,7 +28,7 @@ def nccl_collective(
     does not. `levels`: what carries some messages instead. Its communicators are made here, on every rank: what they
     hold must be gone before free memory is counted, and nothing can connect within a capture."""
     if levels is not None:
-        levels(torch.zeros(levels.ranks, device="cuda"))
+        levels(torch.zeros(levels.ranks, device=_DEVICE))
 
     def issue(x: Tensor) -> str | None:
         if levels is not None and levels.carries(x):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .cost import Backend, Costs, Shape, Strategy, candidates, choose, possible, predict
+from .cost import Backend, Costs, Shape, Strategy, candidates, choose, possible, predict, untuned
 from .fabric import Fabric, differences
 from .fit import Fit, Point
 from .prices import reference
@@ -149,9 +149,10 @@ class Chooser:
     source: Literal["measured", "fitted", "untuned"]
 
     def strategy(self, nbytes: int, allowed: Sequence[Strategy] | None = None) -> Strategy:
-        """For messages of `nbytes`, of those allowed (None: cost.candidates). A measured choice that is not allowed
-        gives way to the prices."""
-        allowed = candidates(self.costs.backend, self.shape, nbytes) if allowed is None else allowed
+        """For messages of `nbytes`, of those allowed (None: cost.candidates, or cost.untuned by untuned prices). A
+        measured choice that is not allowed gives way to the prices."""
+        usual = untuned if self.source == "untuned" else candidates
+        allowed = usual(self.costs.backend, self.shape, nbytes) if allowed is None else allowed
         for choice in self.choices:
             if choice.up_to_bytes is None or nbytes <= choice.up_to_bytes:
                 if choice.strategy in allowed and possible(choice.strategy, self.shape):
@@ -169,16 +170,16 @@ def chooser(
 ) -> tuple[Chooser, tuple[TuningWarning, ...]]:
     """From the tuning file, or from untuned prices where there is none that fits; never raises for what the file is
     or is not. `versions` are those of the libraries here: differing ones are warned of, and the file used."""
-    untuned = Chooser(shape, reference(backend, shape), (), "untuned")
+    fallback = Chooser(shape, reference(backend, shape), (), "untuned")
     if path is None:
-        return untuned, (TuningWarning(_UNTUNED),)
+        return fallback, (TuningWarning(_UNTUNED),)
     try:
         tuning = load(path)
         refuse_other_fabric(tuning, fabric, shape, backend)
     except (ReadError, OSError) as error:
-        return untuned, (TuningWarning(f"tuning file not used: {error}"),)
+        return fallback, (TuningWarning(f"tuning file not used: {error}"),)
     except TuningError as error:
-        return untuned, (TuningWarning(f"tuning file {path} not used: {error}"),)
+        return fallback, (TuningWarning(f"tuning file {path} not used: {error}"),)
     warnings = []
     for name, version in (versions or {}).items():
         was = tuning.versions.get(name)
@@ -192,9 +193,11 @@ def chooser(
         choose(tuning.costs, shape, 1 << 15, candidates(backend, shape, 1 << 15))
     except ValueError:
         why = f"tuning file {path} not used: it has no prices for {_words(shape)}: run `laddertron preflight` here"
-        return untuned, (TuningWarning(why),)
+        return fallback, (TuningWarning(why),)
     why = f"tuning file {path}: measured on {_words(tuning.shape)}, prices carried over to {_words(shape)}"
-    return Chooser(shape, tuning.costs, (), "fitted"), (*warnings, TuningWarning(why))
+    # A library's own, where nothing beside it was measured, is replaced by nothing.
+    kept = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
+    return Chooser(shape, tuning.costs, kept, "fitted"), (*warnings, TuningWarning(why))
 
 
 def _words(shape: Shape) -> str:

@@ -17,7 +17,7 @@ import click
 from ...engine.config import ConfigError, Deployment, load
 from ...topology import fabric as fabrics
 from ...topology.bootstrap import bootstrap_of
-from ...topology.cost import Backend, Shape, candidates, choose, predict, shape_of
+from ...topology.cost import Backend, Shape, choose, predict, shape_of, untuned
 from ...topology.discover import DiscoveryError, discover, gather
 from ...topology.fabric import Fabric
 from ...topology.grid import Suits
@@ -109,7 +109,7 @@ def foretold(backend: Backend, shape: Shape) -> str:
         return ""
     costs = reference(backend, shape)
     flat = predict(costs, shape, "flat", MESSAGE_BYTES)
-    best, seconds = choose(costs, shape, MESSAGE_BYTES, candidates(backend, shape, MESSAGE_BYTES))
+    best, seconds = choose(costs, shape, MESSAGE_BYTES, untuned(backend, shape, MESSAGE_BYTES))
     cheaper = f", {best} {seconds * 1e6:.0f} us" if seconds < flat else ""
     return (
         f"  all-reduce of {MESSAGE_BYTES >> 10} KiB, predicted ({backend}, untuned): flat {flat * 1e6:.0f} us{cheaper}"
