@@ -189,6 +189,7 @@ class _Run:
             seconds=0.0 if self._began is None else max(0.0, self._landed - self._began),
             hidden_seconds=hidden,
             exposed_seconds=exposed,
+            layers=self._communication.layers(),
             reason=self._ended.result() if self._ended.done() else None,
             lost=self._lost,
             stopped=self._stopped,

@@ -49,6 +49,17 @@ FABRIC = Board(
                     "percentunit",
                     Query(f"sum({EXPOSED}) / {rate('step_duration_seconds_sum', K)}", "exposed"),
                 ),
+                lines(
+                    "Share of travel that waits, by layer",
+                    "percentunit",
+                    Query(
+                        f"{rate('layer_collective_seconds_total', WAITS, 'layer')} / "
+                        f"{rate('layer_collective_seconds_total', K, 'layer')}",
+                        "{{layer}}",
+                    ),
+                    top=1.0,
+                    help="Exposed over all travel time of the all-reduces that complete this sub-block.",
+                ),
                 lines("Bytes", "Bps", Query(rate("collective_bytes_total", K, "op, link"), "{{op}}, {{link}}")),
                 lines(
                     "Effective bandwidth a rank",

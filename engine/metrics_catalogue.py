@@ -141,6 +141,12 @@ def _ranks() -> Iterator[Series]:
         (*_COLLECTIVE, "exposure"),
         "Time collectives travelled: hidden behind compute, or exposed as waits.",
     )
+    yield Series(
+        "layer_collective_seconds_total",
+        "counter",
+        (*_RANK, "layer", "link", "exposure"),
+        "The same of all-reduces alone, by what they completed: wiring and sub-block.",
+    )
     yield Series("collective_bytes_total", "counter", _COLLECTIVE, "Message bytes of collectives.")
     yield Series("collectives_total", "counter", _COLLECTIVE, "Collectives completed.")
     yield Series(
@@ -208,6 +214,7 @@ LABELS: Mapping[str, str] = {
     "rank": "Rank inside its replica, from 0.",
     "node": "Host name of the rank.",
     "op": "all_reduce or gather.",
+    "layer": "What an all-reduce completes: wiring and sub-block (ladder attention, ladder mlp, parallel, …), or embedding.",
     "link": "Slowest link class crossed: node (shared memory), net, or the emulated link's name.",
     "exposure": "hidden or exposed.",
     "finished_reason": ", ".join(FINISH_REASONS) + ".",

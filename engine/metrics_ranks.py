@@ -37,6 +37,8 @@ _OF_RANK = {
 _COLLECTIVES = {
     "collective_hidden_seconds": ("collective_seconds_total", ("hidden",)),
     "collective_exposed_seconds": ("collective_seconds_total", ("exposed",)),
+    "layer_hidden_seconds": ("layer_collective_seconds_total", ("hidden",)),
+    "layer_exposed_seconds": ("layer_collective_seconds_total", ("exposed",)),
     "collective_bytes": ("collective_bytes_total", ()),
     "collectives": ("collectives_total", ()),
 }
@@ -116,8 +118,8 @@ def _place(name: str, value: float, me: Labels, values: Values) -> None:
         values[series][me[:1]] = value
     elif head in _COLLECTIVES and rest:
         series, exposure = _COLLECTIVES[head]
-        op, _, link = rest.partition("/")
-        values[series][(*me, op, link, *exposure)] = value
+        of, _, link = rest.partition("/")  # the operation, or the layer
+        values[series][(*me, of, link, *exposure)] = value
     elif (series := _OF_RANK.get(head)) is not None:
         wanted = CATALOGUE[series].labels
         full = (me[2], *labels) if wanted[0] == "node" else (*me, *labels)

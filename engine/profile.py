@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
+from ..models.residual import named
 from ..topology.ledger import Record
 
 Category = Literal["step", "compute", "wait", "all_reduce"]
@@ -91,6 +92,10 @@ class _Watched:
         if self.recorder.step is None:
             return pending
         return _WatchedPending(pending, self.recorder, x.nbytes, began)
+
+    def named(self, layer: str) -> _Watched:
+        inner: Collective = named(self.inner, layer)
+        return _Watched(inner, self.recorder)
 
 
 class _WatchedPending:

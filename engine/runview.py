@@ -8,6 +8,7 @@ from typing import Protocol
 from .daemon.job import RankReport
 
 HIDDEN, EXPOSED = "collective_hidden_seconds", "collective_exposed_seconds"
+LAYER_HIDDEN, LAYER_EXPOSED = "layer_hidden_seconds/", "layer_exposed_seconds/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,20 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerTime:
+    """All-reduces of one kind of layer ("ladder attention") over one link class, in seconds, means over the ranks."""
+
+    layer: str
+    link: str
+    hidden_seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What a run did. `requests` are the file's lines, `skipped` those finished earlier; `reason` says why it stopped
     before the end (`stopped`: it was told to), `lost` how many lines were under way then. Communication: seconds, mean
-    over the ranks, None where no rank reported it."""
+    over the ranks, None where no rank reported it; `layers` divides the all-reduces' share of it."""
 
     requests: int
     ok: int
@@ -50,6 +61,7 @@ class Summary:
     seconds: float
     hidden_seconds: float | None = None
     exposed_seconds: float | None = None
+    layers: tuple[LayerTime, ...] = ()
     reason: str | None = None
     lost: int = 0
     stopped: bool = False
@@ -83,6 +95,18 @@ class Communication:
     def seconds(self) -> tuple[float | None, float | None]:
         """(hidden, exposed), means over the ranks that count them."""
         return self._mean(HIDDEN), self._mean(EXPOSED)
+
+    def layers(self) -> tuple[LayerTime, ...]:
+        """By kind of layer and link class, what travelled longest first."""
+        counted = {name for report in self._last.values() for name in report.counters}
+        names = {name.removeprefix(LAYER_HIDDEN) for name in counted if name.startswith(LAYER_HIDDEN)}
+        found = []
+        for name in names:
+            layer, _, link = name.partition("/")
+            hidden, exposed = self._mean(LAYER_HIDDEN + name), self._mean(LAYER_EXPOSED + name)
+            if hidden is not None and exposed is not None:
+                found.append(LayerTime(layer, link, hidden, exposed))
+        return tuple(sorted(found, key=lambda t: (-t.hidden_seconds - t.exposed_seconds, t.layer, t.link)))
 
     def _mean(self, name: str) -> float | None:
         grown = [

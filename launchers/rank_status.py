@@ -44,8 +44,9 @@ class Latencies:
 
 
 def collective_counters(entries: Iterable[Entry]) -> dict[str, float]:
-    """`collective_{hidden,exposed}_seconds/OP/LINK`, `collective_bytes/…` and `collectives/…`, and the all-reduces' two
-    sums. Under an emulated link the collective that does its arithmetic is left out: its time is part of the link's."""
+    """`collective_{hidden,exposed}_seconds/OP/LINK`, `collective_bytes/…` and `collectives/…`, the all-reduces' two
+    sums, and `layer_{hidden,exposed}_seconds/LAYER/LINK` of those whose layer is known. Under an emulated link the
+    collective that does its arithmetic is left out: its time is part of the link's."""
     listed = list(entries)
     emulated = {entry.op for entry in listed if entry.link.startswith("emulated")}
     found: defaultdict[str, float] = defaultdict(float, collective_hidden_seconds=0.0, collective_exposed_seconds=0.0)
@@ -60,6 +61,9 @@ def collective_counters(entries: Iterable[Entry]) -> dict[str, float]:
         if entry.op == "all_reduce":
             found["collective_hidden_seconds"] += entry.hidden_s
             found["collective_exposed_seconds"] += entry.waited_s
+        if entry.layer:
+            found[f"layer_hidden_seconds/{entry.layer}/{entry.link}"] += entry.hidden_s
+            found[f"layer_exposed_seconds/{entry.layer}/{entry.link}"] += entry.waited_s
     return dict(found)
 
 
@@ -110,7 +114,7 @@ class Status:
         out: dict[str, Any] = {"step": p.step, "step_tokens": p.step_tokens, "collectives": []}
         if communicator is None:
             return out
-        names = ("seq", "op", "strategy", "bytes", "start_s", "in_flight_s", "waited_s")
+        names = ("seq", "op", "strategy", "layer", "bytes", "start_s", "in_flight_s", "waited_s")
         out["started"], out["waiting"] = communicator.ledger.place()
         out["collectives"] = [{name: getattr(r, name) for name in names} for r in communicator.ledger.history()]
         return out

@@ -116,13 +116,14 @@ def summary_table(summary: Summary) -> Table:
     table.add_row("requests", f"{summary.requests:,}: {answered}")
     table.add_row("tokens", f"{summary.prompt_tokens:,} prompt, {summary.tokens:,} generated")
     table.add_row("speed", f"{summary.tokens_per_second:,.1f} tokens/s over {summary.seconds:,.1f} s")
-    table.add_row("communication", _communication(summary))
+    table.add_row("communication", _communication(summary.hidden_seconds, summary.exposed_seconds))
+    for each in summary.layers:
+        table.add_row(f"  {each.layer}, {each.link}", _communication(each.hidden_seconds, each.exposed_seconds))
     return table
 
 
-def _communication(summary: Summary) -> str:
-    if summary.hidden_seconds is None or summary.exposed_seconds is None:
+def _communication(hidden: float | None, exposed: float | None) -> str:
+    if hidden is None or exposed is None:
         return "n/a"
-    whole = summary.hidden_seconds + summary.exposed_seconds
-    share = f" ({summary.hidden_seconds / whole:.0%} hidden)" if whole > 0 else ""
-    return f"{summary.hidden_seconds:.2f} s hidden, {summary.exposed_seconds:.2f} s exposed{share}"
+    share = f" ({hidden / (hidden + exposed):.0%} hidden)" if hidden + exposed > 0 else ""
+    return f"{hidden:.2f} s hidden, {exposed:.2f} s exposed{share}"

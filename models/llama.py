@@ -231,7 +231,7 @@ class LlamaModel(nn.Module):
         else:
             x = self.embedding(tokens)
             if self.config.wiring.kinds[0] != "none":
-                x = self.all_reduce.start(x).wait()
+                x = residual.named(self.all_reduce, "embedding").start(x).wait()
         return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
 
     # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].

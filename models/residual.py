@@ -15,7 +15,7 @@ on the simulator's virtual clock. Called by models/llama.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol, Self, TypeVar
 
 from .config import Wiring
@@ -56,6 +56,12 @@ class AllReduce(Protocol[R]):
     def start(self, x: R) -> Arriving[R]: ...
 
 
+def named(all_reduce: AllReduce[R], layer: str) -> AllReduce[R]:
+    """What accounts for `layer` (wiring and sub-block, as in "ladder attention"), where `all_reduce` keeps accounts."""
+    apart: Callable[[str], AllReduce[R]] | None = getattr(all_reduce, "named", None)  # isinstance of a Protocol is slow
+    return all_reduce if apart is None else apart(layer)
+
+
 def flow(
     embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int
 ) -> Generator[None, None, R]:
@@ -69,14 +75,15 @@ def flow(
         return (yield from _desync_flow(embedded, wiring.desync_every, len(wiring.kinds), blocks, all_reduce, size))
     residual = embedded
     travelling: deque[Arriving[R]] = deque()
+    reduces = {kind: [named(all_reduce, name) for name in _names(kind)] for kind in set(wiring.kinds)}
     for layer, kind in enumerate(wiring.kinds):
-        for sub_block in _sub_blocks(kind, blocks):
+        for sub_block, reduce in zip(_sub_blocks(kind, blocks), reduces[kind], strict=True):
             if kind == "none":
                 residual = residual + sub_block(layer, residual)
                 continue
             while len(travelling) > LAG[kind]:
                 residual = residual + travelling.popleft().wait()
-            travelling.append(all_reduce.start(sub_block(layer, residual)))
+            travelling.append(reduce.start(sub_block(layer, residual)))
             yield
     while travelling:
         residual = residual + travelling.popleft().wait()
@@ -88,18 +95,19 @@ def _desync_flow(
 ) -> Generator[None, None, R]:
     """Between reduces each rank's residual drifts; a reduce sums the drifted residuals' shares and the partial sums."""
     residual, in_step = embedded, True
+    reduces = [named(all_reduce, name) for name in _names(f"desync-{every}")]
     for index in range(2 * num_layers):
         sub_block = (blocks.attention, blocks.mlp)[index % 2]
         partial = sub_block(index // 2, residual)
         in_step = (index + 1) % every == 0
         if in_step:
-            travelling = all_reduce.start(partial + residual / size)
+            travelling = reduces[index % 2].start(partial + residual / size)
             yield
             residual = travelling.wait()
         else:
             residual = partial + residual
     if not in_step:
-        residual = all_reduce.start(residual / size).wait()
+        residual = reduces[1].start(residual / size).wait()
     return residual
 
 
@@ -113,6 +121,10 @@ def _sub_blocks(kind: str, blocks: SubBlocks[R]) -> Iterator[_SubBlock[R]]:
     else:
         yield blocks.attention
         yield blocks.mlp
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return (kind,) if kind == "parallel" else (f"{kind} attention", f"{kind} mlp")
 
 
 def run(embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int) -> R:

@@ -144,6 +144,9 @@ class FakeJob:
     def _report(self) -> None:
         assert self._listener is not None
         counters = {"collective_hidden_seconds": 0.5 * self.steps, "collective_exposed_seconds": 0.25 * self.steps}
+        for layer, share in (("ladder attention", 0.25), ("ladder mlp", 0.75)):
+            counters[f"layer_hidden_seconds/{layer}/net"] = 0.5 * share * self.steps
+            counters[f"layer_exposed_seconds/{layer}/net"] = 0.25 * share * self.steps
         self._listener.on_report(RankReport(0, "here", 1, self.steps, time.time(), counters))
 
     def _step(self) -> None:

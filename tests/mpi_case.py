@@ -12,6 +12,7 @@ import time
 import numpy as np
 import torch
 from laddertron.topology.bootstrap import MpiBootstrap
+from laddertron.topology.collectives import Accounting
 from laddertron.topology.groups import BackendName, CommOptions, connect
 from laddertron.topology.layout import GroupLayout
 
@@ -34,6 +35,12 @@ def main(backend: BackendName, per_node: int, bootstrap: MpiBootstrap) -> None:
                 error = (x.double() - torch.stack(parts).double().sum(0)).abs().max().item()
                 assert error < (1e-5 if dtype == torch.float32 else 0.1), error
                 digest.update(x.view(torch.uint8).numpy().tobytes())
+        for layer in ("ladder attention", "ladder mlp", "ladder mlp"):
+            assert isinstance(comm.all_reduce, Accounting)
+            comm.all_reduce.named(layer).start(torch.ones(8)).wait()
+        layers = {e.layer: (e.count, e.bytes) for e in comm.ledger.entries() if e.layer}
+        assert layers == {"ladder attention": (1, 32), "ladder mlp": (2, 64)}
+        assert [r.layer for r in comm.ledger.history()][-3:] == ["ladder attention", "ladder mlp", "ladder mlp"]
         got = comm.gather(np.full(1000, comm.rank, dtype=np.uint8))
         assert got.shape == (size, 1000)
         assert (got == np.arange(size)[:, None]).all()

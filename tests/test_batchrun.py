@@ -133,6 +133,9 @@ def test_every_line_is_answered_in_the_batch_apis_form(bench: Bench) -> None:
     assert bench.snapshots[-1].done == bench.snapshots[-1].total == 60
     assert summary.hidden_seconds is not None
     assert summary.hidden_seconds == 2 * (summary.exposed_seconds or 0) > 0
+    assert [(each.layer, each.link) for each in summary.layers] == [("ladder mlp", "net"), ("ladder attention", "net")]
+    assert sum(each.hidden_seconds for each in summary.layers) == pytest.approx(summary.hidden_seconds)
+    assert summary.layers[0].exposed_seconds == pytest.approx(0.75 * (summary.exposed_seconds or 0))
 
 
 def test_a_bad_line_is_an_error_line_with_its_number_and_the_rest_runs(bench: Bench) -> None:

@@ -32,7 +32,7 @@ def test_two_threads_may_settle_the_accounts_at_once(monkeypatch: pytest.MonkeyP
     over what the other took."""
     monkeypatch.setattr(gpu_stream, "_STREAM", lambda priority: None)
     collective = gpu_stream.StreamCollective(lambda x: None, Ledger(), "nccl", "node")
-    collective._timings.append(("nccl", 8, Event(), Event(), Event(threading.Barrier(2))))
+    collective._timings.append((("nccl", ""), 8, Event(), Event(), Event(threading.Barrier(2))))
     faults: list[BaseException] = []
 
     def settle() -> Any:

@@ -74,6 +74,8 @@ def report(
         "step_seconds_total": seconds,
         "collective_hidden_seconds/all_reduce/net": 3 * exposed,
         "collective_exposed_seconds/all_reduce/net": exposed,
+        "layer_hidden_seconds/ladder mlp/net": 2 * exposed,
+        "layer_exposed_seconds/ladder mlp/net": exposed / 2,
         "collective_bytes/all_reduce/net": 1000.0 * steps,
         "collectives/all_reduce/net": 4.0 * steps,
         **durations.to_counters("step_duration_seconds"),
@@ -95,6 +97,9 @@ def test_a_report_becomes_series(metrics: Metrics, clock: Clock) -> None:
     assert value(metrics, "collective_seconds_total", **where, exposure="exposed") == pytest.approx(0.1)
     assert value(metrics, "collective_bytes_total", **where) == 10_000.0
     me = {"replica": "1", "rank": "8", "node": "n1"}
+    layer = {**me, "layer": "ladder mlp", "link": "net"}
+    assert value(metrics, "layer_collective_seconds_total", **layer, exposure="hidden") == pytest.approx(0.2)
+    assert value(metrics, "layer_collective_seconds_total", **layer, exposure="exposed") == pytest.approx(0.05)
     assert value(metrics, "rank_up", **me) == 1.0
     assert value(metrics, "step_duration_seconds_count", **me) == 10.0
     assert value(metrics, "step_duration_seconds_sum", **me) == pytest.approx(1.0)

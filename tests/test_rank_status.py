@@ -79,12 +79,16 @@ def test_under_an_emulated_link_only_the_link_counts() -> None:
     """The native exchange that does the arithmetic is part of the emulated travel: counted once."""
     entries = [
         Entry("all_reduce", "exchange", "node", 4, 400, 0.5, 0.25),
-        Entry("all_reduce", "emulated", "emulated link 1 ms", 4, 400, 4.0, 1.0),
+        Entry("all_reduce", "emulated", "emulated link 1 ms", 3, 300, 2.5, 0.5, "ladder mlp"),
+        Entry("all_reduce", "emulated", "emulated link 1 ms", 1, 100, 1.5, 0.5),
         Entry("gather", "exchange", "node", 2, 20, 0.2, 0.2),
     ]
     found = collective_counters(entries)
     assert found["collective_hidden_seconds"] == found["collective_hidden_seconds/all_reduce/emulated link 1 ms"] == 3.0
     assert found["collective_exposed_seconds"] == 1.0
+    layers = {name: value for name, value in found.items() if name.startswith("layer")}
+    where = "ladder mlp/emulated link 1 ms"
+    assert layers == {f"layer_hidden_seconds/{where}": 2.0, f"layer_exposed_seconds/{where}": 0.5}
     assert found["collective_bytes/gather/node"] == 20
     assert not [name for name in found if "all_reduce/node" in name]
 
@@ -92,6 +96,7 @@ def test_under_an_emulated_link_only_the_link_counts() -> None:
 def case_beat(rank: Rank, folder: str) -> dict[str, Any]:
     built = build_on(rank, deployment(folder, rank.size))
     status = Status(communicator=rank.communicator)
+    before = collective_counters(rank.communicator.ledger.entries())  # of earlier cases on these ranks
     if rank.rank != 0:
         follow(built.runner, rank.communicator.plans, status.progress)
     else:
@@ -104,7 +109,13 @@ def case_beat(rank: Rank, folder: str) -> dict[str, Any]:
         engine.close()
     beat = status.beat()
     assert from_wire(to_wire(beat), "rank") == beat
-    return {"counters": beat.counters, "gauges": beat.gauges, "collective": beat.collective, "waiting": beat.waiting}
+    return {
+        "before": before,
+        "counters": beat.counters,
+        "gauges": beat.gauges,
+        "collective": beat.collective,
+        "waiting": beat.waiting,
+    }
 
 
 def test_a_heartbeat_adds_up(ranks: Ranks, tmp_path: Path) -> None:
@@ -122,6 +133,11 @@ def test_a_heartbeat_adds_up(ranks: Ranks, tmp_path: Path) -> None:
         assert steps == counters["steps_total"]
         assert counters["step_duration_seconds_sum"] == pytest.approx(counters["step_seconds_total"])
     counters = first["counters"]
+    grown = {name: value - first["before"].get(name, 0.0) for name, value in counters.items()}
+    layers = {name.split("/")[1]: s for name, s in grown.items() if name.startswith("layer_exposed_seconds/") and s > 0}
+    assert layers.keys() == {"standard attention", "standard mlp", "embedding"}
+    exposed = grown["collective_exposed_seconds"]
+    assert sum(layers.values()) == pytest.approx(exposed), "every all-reduce of the model is somebody's"
     assert counters["generation_tokens_total"] == 18
     assert sum(v for k, v in counters.items() if k.startswith("request_queue_time_seconds_bucket/")) == 3
     assert counters["iteration_tokens_sum"] >= 12 + 15

@@ -86,6 +86,38 @@ def play(*kinds: WiringKind, every: int = 0) -> tuple[Recorder, Stream]:
     return recorder, out
 
 
+class Accounts:
+    """An all-reduce that notes under whose name each sub-block's output set off."""
+
+    def __init__(self, recorder: Recorder, log: list[tuple[str, str]], layer: str = "") -> None:
+        self._recorder, self._log, self._layer = recorder, log, layer
+
+    def named(self, layer: str) -> Accounts:
+        return Accounts(self._recorder, self._log, layer)
+
+    def start(self, x: Stream) -> Arrival:
+        self._log.append((self._layer, "+".join(sorted(x.parts))))
+        return self._recorder.start(x)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "every", "want"),
+    [
+        (("standard", "ladder"), 0, ["standard attention", "standard mlp", "ladder attention", "ladder mlp"]),
+        (("parallel", "parallel"), 0, ["parallel", "parallel"]),
+        (("ladder", "ladder"), 2, ["desync-2 mlp", "desync-2 mlp"]),
+        (("ladder", "ladder"), 3, ["desync-3 attention", "desync-3 mlp"]),
+        (("none", "none"), 0, []),
+    ],
+)
+def test_each_all_reduce_is_accounted_to_its_layer(kinds: tuple[WiringKind, ...], every: int, want: list[str]) -> None:
+    recorder, log = Recorder(), list[tuple[str, str]]()
+    residual.run(Stream(frozenset("e")), Wiring(kinds, every), recorder, Accounts(recorder, log), 1)
+    assert [layer for layer, _ in log] == want
+    if not every and kinds[0] != "parallel":
+        assert [parts for _, parts in log] == ["A0", "M0", "A1", "M1"][: len(want)]
+
+
 def sees(*parts: str) -> frozenset[str]:
     return frozenset(("e", *parts))
 

@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from fake_job import FakeJob
 from laddertron.engine.config import read
 from laddertron.engine.request import ModelLimits
-from laddertron.engine.runview import Snapshot, Summary
+from laddertron.engine.runview import LayerTime, Snapshot, Summary
 from laddertron.launchers.bundle import newest
 from laddertron.launchers.cli import main
 from laddertron.launchers.commands.run import (
@@ -138,11 +139,14 @@ def test_progress_and_table_say_what_matters() -> None:
     with RunView(Console(file=text, force_terminal=True, width=100)) as view:
         view.update(snapshot)
     assert "400 tokens/s, 0:30 left" in text.getvalue()
-    summary = Summary(80, 78, 2, 20, 1000, 4000, 10.0, 3.0, 1.0)
+    layers = (LayerTime("ladder mlp", "net", 2.0, 0.5), LayerTime("ladder attention", "net", 0.0, 0.0))
+    summary = Summary(80, 78, 2, 20, 1000, 4000, 10.0, 3.0, 1.0, layers)
     console = Console(file=(text := io.StringIO()), width=100)
     console.print(summary_table(summary))
     for words in ("80: 78 answered, 2 failed, 20 done earlier", "400.0 tokens/s", "3.00 s hidden, 1.00 s exposed (75%"):
         assert words in text.getvalue()
+    assert re.search(r"ladder mlp, net +2.00 s hidden, 0.50 s exposed \(80% hidden\)", text.getvalue())
+    assert re.search(r"ladder attention, net +0.00 s hidden, 0.00 s exposed\n", text.getvalue())
     console = Console(file=(text := io.StringIO()), width=100)
     console.print(summary_table(Summary(0, 0, 0, 0, 0, 0, 0.0)))
     assert "n/a" in text.getvalue()

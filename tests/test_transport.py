@@ -21,14 +21,21 @@ import numpy as np
 import pytest
 import torch
 from laddertron.topology import transport as native
-from laddertron.topology.collectives import CollectiveTimeout, CommunicationError, PeerLost, RanksDisagree
-from laddertron.topology.emulated import Emulated, Emulation
+from laddertron.topology.collectives import (
+    Accounting,
+    Blocking,
+    CollectiveTimeout,
+    CommunicationError,
+    PeerLost,
+    RanksDisagree,
+)
+from laddertron.topology.emulated import Emulated, Emulation, emulate
 from laddertron.topology.groups import CommOptions
 from laddertron.topology.layout import GroupLayout
 from laddertron.topology.ledger import Ledger, overlap_ratio
 from laddertron.topology.mesh import Mesh, MeshError, connect_mesh
 from laddertron.topology.plans import FRAME_LIMIT, PlanChannel
-from laddertron.topology.transport import STRATEGIES, NativeGather, Transport
+from laddertron.topology.transport import STRATEGIES, NativeCollective, NativeGather, Transport
 from rank_pool import Rank, RankError
 from waiting import FOR_EVER_S, HANG_S, until
 
@@ -385,6 +392,28 @@ def _two_messages(clock: Any) -> tuple[float, float, Ledger]:
     one = clock.monotonic() - began
     second.wait()
     return one, clock.monotonic() - began, ledger
+
+
+def test_accounts_stand_under_the_layer_that_was_named() -> None:
+    """Of the transport, of a link emulated over it, and of both without overlap; a sixteenth name is nobody's."""
+    with _transports(1, 1) as (one,):
+        native, ledger = NativeCollective(one, lambda size: "exchange"), Ledger()
+        emulated = emulate(native, Emulation("two nodes", 0.0), ledger, on_gpu=False)
+        collectives: list[Accounting] = [native, Blocking(native), emulated]  # type: ignore[list-item]
+        for number, collective in enumerate(collectives):
+            for layer in ("ladder attention", "ladder mlp", "ladder attention"):
+                x = torch.ones(3 + number)
+                assert collective.named(layer).start(x).wait() is x
+        assert native.named("ladder mlp") is native.named("parallel").named("ladder mlp")
+        for number in range(20):
+            native.named(f"layer {number}").start(torch.ones(1)).wait()
+        counts = {entry.layer: entry.count for entry in one.entries(lambda name: "node")}
+        (first, second) = sorted(ledger.entries(), key=lambda entry: entry.layer)
+    assert (first.layer, first.count, second.layer, second.count) == ("ladder attention", 2, "ladder mlp", 1)
+    assert (counts["ladder attention"], counts["ladder mlp"]) == (4, 2)
+    known = [f"layer {number}" for number in range(20) if f"layer {number}" in counts]
+    assert counts[""] == 3 + 20 - len(known), "what the emulated link carried, and the names beyond the fifteenth"
+    assert len(counts) == 1 + 15 - 1, "parallel was named and never used"
 
 
 def test_an_emulated_fabric_takes_its_time_and_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from .bootstrap import Bootstrap, MpiBootstrap
-from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, PeerLost
+from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Named, PeerLost
 from .ordered import Ordered
 from .two_level import Aside, TwoLevel, two_level
 
@@ -97,7 +97,7 @@ class GlooCollective:
     def close(self) -> None:
         self._aside.close()
 
-    def start(self, x: Tensor) -> _GlooPending:
+    def start(self, x: Tensor, layer: str = "") -> _GlooPending:
         if not x.is_contiguous():
             raise ValueError(f"cannot all-reduce {tuple(x.shape)} with strides {x.stride()}: contiguous is needed")
         began = time.monotonic()
@@ -113,20 +113,26 @@ class GlooCollective:
             work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
         self._seq += 1
         self._ledger.started += 1
-        return _GlooPending(self, work, x, began, self._seq - 1, ordered, strategy)
+        return _GlooPending(self, work, x, began, self._seq - 1, ordered, (strategy, layer))
 
-    def _finish(self, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None, strategy: str) -> None:
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
+
+    def _finish(
+        self, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None, account: tuple[str, str]
+    ) -> None:
         asked = time.monotonic()
         self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
         _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
         if ordered is not None:
             ordered.add_up()
         self._ledger.waiting = ""
-        self._ledger.add("all_reduce", strategy, self._link, x.nbytes, began, time.monotonic(), asked)
+        strategy, layer = account
+        self._ledger.add("all_reduce", strategy, self._link, x.nbytes, began, time.monotonic(), asked, layer)
 
 
 class _GlooPending:
-    __slots__ = ("_began", "_ordered", "_owner", "_seq", "_strategy", "_work", "_x")
+    __slots__ = ("_account", "_began", "_ordered", "_owner", "_seq", "_work", "_x")
 
     def __init__(
         self,
@@ -136,15 +142,15 @@ class _GlooPending:
         began: float,
         seq: int,
         ordered: Ordered | None,
-        strategy: str,
+        account: tuple[str, str],
     ) -> None:
         self._owner, self._work, self._x, self._began, self._seq = owner, work, x, began, seq
-        self._ordered, self._strategy = ordered, strategy
+        self._ordered, self._account = ordered, account
 
     def wait(self) -> Tensor:
         work, self._work = self._work, None
         if work is not None:
-            self._owner._finish(work, self._x, self._began, self._seq, self._ordered, self._strategy)
+            self._owner._finish(work, self._x, self._began, self._seq, self._ordered, self._account)
         return self._x
 
 

@@ -34,6 +34,14 @@ class Collective(Protocol):
         meanwhile. At most four travel at once: a fifth `start` first waits for the oldest."""
 
 
+@runtime_checkable
+class Accounting(Collective, Protocol):
+    """A Collective that accounts for each kind of layer apart."""
+
+    def named(self, layer: str) -> Collective:
+        """The same collective, in the same program order, with its accounts under `layer` (see ledger.Entry)."""
+
+
 class Gathering(Protocol):
     """A gather under way."""
 
@@ -108,3 +116,27 @@ class Blocking:
 
     def start(self, x: Tensor) -> Pending:
         return Done(self._inner.start(x).wait())
+
+    def named(self, layer: str) -> Blocking:
+        return Blocking(self._inner.named(layer)) if isinstance(self._inner, Accounting) else self
+
+
+class Accounted(Protocol):
+    """A collective that is told at each start what it is for."""
+
+    def start(self, x: Tensor, layer: str = "") -> Pending: ...
+
+
+class Named:
+    """`inner` with one layer's name: what `named` of most collectives gives."""
+
+    __slots__ = ("_inner", "_layer")
+
+    def __init__(self, inner: Accounted, layer: str) -> None:
+        self._inner, self._layer = inner, layer
+
+    def start(self, x: Tensor) -> Pending:
+        return self._inner.start(x, self._layer)
+
+    def named(self, layer: str) -> Named:
+        return Named(self._inner, layer)

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from .collectives import Collective, Pending
+from .collectives import Collective, Named, Pending
 from .cost import LinkCost
 
 if TYPE_CHECKING:
@@ -101,30 +101,33 @@ class Emulated:
         self._inner, self._emulation, self._ledger = inner, emulation, ledger
         self._clock: Clock = clock or HostClock()
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, layer: str = "") -> Pending:
         began = time.monotonic()
         latency_s, wire_s = self._emulation.parts(x.nbytes)
         token = self._clock.start(wire_s, latency_s)
-        return _EmulatedPending(self, self._inner.start(x), token, began)
+        return _EmulatedPending(self, self._inner.start(x), token, began, layer)
 
-    def _finish(self, inner: Pending, token: float, began: float) -> Tensor:
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
+
+    def _finish(self, inner: Pending, token: float, began: float, layer: str) -> Tensor:
         asked = time.monotonic()
         x = inner.wait()
         self._clock.finish(token)
-        self._ledger.add("all_reduce", "emulated", self._emulation.label, x.nbytes, began, token, asked)
+        self._ledger.add("all_reduce", "emulated", self._emulation.label, x.nbytes, began, token, asked, layer)
         return x
 
 
 class _EmulatedPending:
-    __slots__ = ("_began", "_inner", "_owner", "_token", "_x")
+    __slots__ = ("_began", "_inner", "_layer", "_owner", "_token", "_x")
 
-    def __init__(self, owner: Emulated, inner: Pending, token: float, began: float) -> None:
-        self._owner, self._inner, self._token, self._began = owner, inner, token, began
+    def __init__(self, owner: Emulated, inner: Pending, token: float, began: float, layer: str) -> None:
+        self._owner, self._inner, self._token, self._began, self._layer = owner, inner, token, began, layer
         self._x: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self._x is None:
-            self._x = self._owner._finish(self._inner, self._token, self._began)
+            self._x = self._owner._finish(self._inner, self._token, self._began, self._layer)
         return self._x
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .collectives import Named
 from .gpu_stream import StreamCollective
 
 if TYPE_CHECKING:
@@ -81,12 +82,15 @@ class EmulatedOnGpu:
         self._scratches: list[Tensor] = []
         self._side = StreamCollective(self._issue, ledger, "emulated", emulation.label)
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, layer: str = "") -> Pending:
         if self._emulation.multiprocessors and (not self._scratches or self._scratches[-1].nbytes < x.nbytes):
             # The outgrown ones stay: a graph that was captured with one still writes to it.
             size = 1 << (x.nbytes - 1).bit_length()
             self._scratches.append(torch.empty(size, dtype=torch.uint8, device=x.device))
-        return _Both(self._inner.start(x), self._side.start(x))
+        return _Both(self._inner.start(x), self._side.start(x, layer))
+
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
 
     def _issue(self, x: Tensor) -> None:
         kernels = self._kernels

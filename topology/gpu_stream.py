@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .collectives import Named
 from .ledger import Entry
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ class StreamCollective:
     def __init__(self, issue: Callable[[Tensor], str | None], ledger: Ledger, strategy: str, link: str) -> None:
         self._issue, self._ledger, self._strategy, self._link = issue, ledger, strategy, link
         self.stream = _STREAM(priority=-1)
-        self._timings: deque[tuple[str, int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
-        self._sums: dict[str, list[float]] = {strategy: [0, 0, 0.0, 0.0]}
+        self._timings: deque[tuple[tuple[str, str], int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
+        self._sums: dict[tuple[str, str], list[float]] = {(strategy, ""): [0, 0, 0.0, 0.0]}
         self._settling = threading.Lock()  # the heartbeat's thread reads the accounts too
         ledger.add_source(self._entries, lambda: ())
 
-    def start(self, x: Tensor) -> _StreamPending:
+    def start(self, x: Tensor, layer: str = "") -> _StreamPending:
         timed = not torch.cuda.is_current_stream_capturing()
         ready = _EVENT(enable_timing=timed)
         ready.record()
@@ -50,18 +51,21 @@ class StreamCollective:
         self._ledger.started += 1
         done = _EVENT(enable_timing=timed)
         done.record(self.stream)
-        return _StreamPending(self, x, ready, done, timed, strategy)
+        return _StreamPending(self, x, ready, done, timed, (strategy, layer))
 
-    def _asked(self, strategy: str, size: int, ready: Any, asked: Any, done: Any) -> None:
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
+
+    def _asked(self, account: tuple[str, str], size: int, ready: Any, asked: Any, done: Any) -> None:
         if len(self._timings) == _OPEN_TIMINGS:
             self._settle()
-        self._timings.append((strategy, size, ready, asked, done))
+        self._timings.append((account, size, ready, asked, done))
 
     def _settle(self) -> None:
         with self._settling:
             while self._timings and self._timings[0][3].query() and self._timings[0][4].query():
-                strategy, size, ready, asked, done = self._timings.popleft()
-                sums = self._sums.setdefault(strategy, [0, 0, 0.0, 0.0])
+                account, size, ready, asked, done = self._timings.popleft()
+                sums = self._sums.setdefault(account, [0, 0, 0.0, 0.0])
                 sums[0] += 1
                 sums[1] += size
                 sums[2] += ready.elapsed_time(done) * 1e-3
@@ -70,23 +74,25 @@ class StreamCollective:
     def _entries(self) -> Iterable[Entry]:
         self._settle()
         return [
-            Entry("all_reduce", strategy, self._link, int(count), int(size), flight, waited)
-            for strategy, (count, size, flight, waited) in dict(self._sums).items()
+            Entry("all_reduce", strategy, self._link, int(count), int(size), flight, waited, layer)
+            for (strategy, layer), (count, size, flight, waited) in dict(self._sums).items()
         ]
 
 
 class _StreamPending:
-    __slots__ = ("_done", "_owner", "_ready", "_strategy", "_timed", "_x")
+    __slots__ = ("_account", "_done", "_owner", "_ready", "_timed", "_x")
 
-    def __init__(self, owner: StreamCollective, x: Tensor, ready: Any, done: Any, timed: bool, strategy: str) -> None:
+    def __init__(
+        self, owner: StreamCollective, x: Tensor, ready: Any, done: Any, timed: bool, account: tuple[str, str]
+    ) -> None:
         self._owner, self._x, self._ready, self._done, self._timed = owner, x, ready, done, timed
-        self._strategy = strategy
+        self._account = account
 
     def wait(self) -> Tensor:
         if self._timed:
             asked = _EVENT(enable_timing=True)
             asked.record()
-            self._owner._asked(self._strategy, self._x.nbytes, self._ready, asked, self._done)
+            self._owner._asked(self._account, self._x.nbytes, self._ready, asked, self._done)
             self._timed = False
         torch.cuda.current_stream().wait_event(self._done)
         return self._x

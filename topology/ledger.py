@@ -18,7 +18,8 @@ Place = Callable[[], tuple[int, str]]
 class Entry:
     """Sums over one kind of collective. `op`: all_reduce or gather. `link`: the slowest link it crossed: node (shared
     memory), net, or "emulated …". Seconds are as one rank saw them: in flight runs from start until the result was
-    there (where only the kernel knows when it came: until it was asked for), waited is the part inside `wait`."""
+    there (where only the kernel knows when it came: until it was asked for), waited is the part inside `wait`. `layer`:
+    what it completed, wiring and sub-block as in "ladder attention"; "" where nobody said."""
 
     op: str
     strategy: str
@@ -27,6 +28,7 @@ class Entry:
     bytes: int
     in_flight_s: float
     waited_s: float
+    layer: str = ""
 
     @property
     def hidden_s(self) -> float:
@@ -35,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One collective. `start_s` is on CLOCK_MONOTONIC."""
+    """One collective. `start_s` is on CLOCK_MONOTONIC, `layer` as in Entry."""
 
     seq: int
     op: str
@@ -44,6 +46,7 @@ class Record:
     start_s: float
     in_flight_s: float
     waited_s: float
+    layer: str = ""
 
 
 class Ledger:
@@ -51,7 +54,7 @@ class Ledger:
     collectives set off, and the name of the one that somebody waits in; left standing if that wait fails."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+        self._sums: dict[tuple[str, str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
         self._history: deque[Record] = deque(maxlen=HISTORY)
         self._sources: list[tuple[Callable[[], Iterable[Entry]], Callable[[], Iterable[Record]], Place]] = []
         self._seq = 0
@@ -76,18 +79,20 @@ class Ledger:
             started, waiting = started + count, waiting or name
         return started, waiting
 
-    def add(self, op: str, strategy: str, link: str, size: int, start: float, arrived: float, asked: float) -> None:
+    def add(
+        self, op: str, strategy: str, link: str, size: int, start: float, arrived: float, asked: float, layer: str = ""
+    ) -> None:
         """Enters one collective whose wait ends now. All times from `time.monotonic`; `arrived`: when the result was
         there (now or later than now if the caller cannot tell), `asked`: when `wait` was called. `size` in bytes."""
         now = time.monotonic()
         waited = now - asked
         in_flight = max(0.0, min(arrived, asked) - start) + waited
-        sums = self._sums[op, strategy, link]
+        sums = self._sums[op, strategy, link, layer]
         sums[0] += 1
         sums[1] += size
         sums[2] += in_flight
         sums[3] += waited
-        self._history.append(Record(self._seq, op, strategy, size, start, in_flight, waited))
+        self._history.append(Record(self._seq, op, strategy, size, start, in_flight, waited, layer))
         self._seq += 1
 
     def entries(self) -> list[Entry]:
@@ -95,7 +100,10 @@ class Ledger:
         # Copied in one go, without making tuples (that may let the collector, and with it another thread, run): the
         # heartbeat's thread asks while kinds are added.
         sums = dict(self._sums)
-        own = [Entry(*key, int(n), int(size), flight, wait) for key, (n, size, flight, wait) in sums.items()]
+        own = [
+            Entry(op, strategy, link, int(n), int(size), flight, wait, layer)
+            for (op, strategy, link, layer), (n, size, flight, wait) in sums.items()
+        ]
         return own + [e for source, _, _ in self._sources for e in source() if e.count]
 
     def history(self) -> list[Record]:

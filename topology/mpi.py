@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .collectives import CollectiveTimeout, CommunicationError
+from .collectives import CollectiveTimeout, CommunicationError, Named
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,14 +61,17 @@ class MpiBackend:
     def set_timeout(self, seconds: float) -> None:
         self._timeout_s = seconds
 
-    def start(self, x: Tensor) -> _Job:
+    def start(self, x: Tensor, layer: str = "") -> _Job:
         if not x.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not x.numel():
             raise ValueError(
                 f"cannot all-reduce {tuple(x.shape)} of {x.dtype}: contiguous float32, bfloat16 or float16"
             )
         whole = self.size <= _EXCHANGE_RANKS and x.nbytes <= _EXCHANGE_BYTES
         exchange = whole or self._deterministic or x.dtype != torch.float32
-        return self.submit(_Job(self, "all_reduce", "exchange" if exchange else "mpi", x, None))
+        return self.submit(_Job(self, "all_reduce", "exchange" if exchange else "mpi", x, None, layer))
+
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
 
     def submit(self, job: _Job) -> _Job:
         if self._closing or self._error is not None:
@@ -117,7 +120,7 @@ class MpiBackend:
                 job.fail(error)
 
     def enter(self, job: _Job, asked: float) -> None:
-        self.ledger.add(job.op, job.strategy, self._link, job.nbytes, job.began, job.arrived, asked)
+        self.ledger.add(job.op, job.strategy, self._link, job.nbytes, job.began, job.arrived, asked, job.layer)
 
     def patience(self) -> float:
         return self._timeout_s
@@ -127,9 +130,15 @@ class _Job:
     """One collective: a Pending, or the inside of a gather."""
 
     def __init__(
-        self, owner: MpiBackend, op: str, strategy: str, x: Tensor | None, payload: NDArray[np.uint8] | None
+        self,
+        owner: MpiBackend,
+        op: str,
+        strategy: str,
+        x: Tensor | None,
+        payload: NDArray[np.uint8] | None,
+        layer: str = "",
     ) -> None:
-        self._owner, self.op, self.strategy, self._x = owner, op, strategy, x
+        self._owner, self.op, self.strategy, self._x, self.layer = owner, op, strategy, x, layer
         self.began, self.arrived, self.seq = time.monotonic(), 0.0, -1
         self.requests: list[Any] = []
         self._done = threading.Event()

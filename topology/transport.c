@@ -330,13 +330,13 @@ static void lt_account(lt_comm *c, lt_op *op, int64_t arrival, int64_t entered) 
     int64_t now = lt_now();
     if (arrival == 0 || arrival > entered) arrival = entered;
     int64_t flight = (arrival > op->start_ns ? arrival - op->start_ns : 0) + (now - entered);
-    lt_total *t = &c->totals[op->kind][op->strategy];
+    lt_total *t = &c->totals[op->kind][op->strategy][op->layer];
     t->count++;
     t->bytes += op->bytes;
     t->flight_ns += flight;
     t->waited_ns += now - entered;
     c->history[c->recorded++ % LT_HISTORY] =
-        (lt_record){op->seq, op->bytes, op->start_ns, flight, now - entered, op->kind, op->strategy};
+        (lt_record){op->seq, op->bytes, op->start_ns, flight, now - entered, op->kind, op->strategy, op->layer, 0};
 }
 
 static int lt_finish(lt_comm *c, lt_op *op) {
@@ -384,7 +384,8 @@ static int lt_finish(lt_comm *c, lt_op *op) {
     return 0;
 }
 
-static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, uint64_t count, size_t bytes, int dtype) {
+static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, uint64_t count, size_t bytes, int dtype,
+                        int layer) {
     if (atomic_load(&c->error)) return -atomic_load(&c->error);
     if (atomic_load(&c->closing)) return lt_fail(c, LT_CLOSED, -1, c->next_seq);
     if (strategy == LT_TWO_LEVEL && (c->nodes == 1 || c->per_node == 1)) strategy = LT_EXCHANGE; /* the same sum */
@@ -401,7 +402,7 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
     int slot = (int)(seq % LT_SLOTS);
     lt_op *op = &c->ops[slot];
     op->seq = seq, op->x = x, op->out = out, op->count = count, op->bytes = bytes;
-    op->kind = kind, op->strategy = strategy, op->dtype = dtype, op->finished = 0;
+    op->kind = kind, op->strategy = strategy, op->dtype = dtype, op->layer = layer, op->finished = 0;
     op->step = op->sent_step = 0;
     atomic_store(&op->done, 0);
     op->start_ns = lt_now();
@@ -471,15 +472,16 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
         result_;                       \
     })
 
-/* Sum of x over the group, in place. Returns the collective's number, or minus an error; -LT_BUSY: nothing begun, wait
- * for the oldest of those in flight first. */
-LT_API int64_t lt_all_reduce(lt_comm *c, void *x, uint64_t count, int dtype, int strategy) {
-    return LT_USE(c, lt_begin(c, LT_REDUCE, strategy, x, NULL, count, count * lt_width(dtype), dtype));
+/* Sum of x over the group, in place; accounted under `layer`, less than LT_LAYERS. Returns the collective's number, or
+ * minus an error; -LT_BUSY: nothing begun, wait for the oldest of those in flight first. */
+LT_API int64_t lt_all_reduce(lt_comm *c, void *x, uint64_t count, int dtype, int strategy, int layer) {
+    layer &= LT_LAYERS - 1;
+    return LT_USE(c, lt_begin(c, LT_REDUCE, strategy, x, NULL, count, count * lt_width(dtype), dtype, layer));
 }
 
 /* `bytes` bytes of every rank, in rank order, into out [size, bytes]. */
 LT_API int64_t lt_gather(lt_comm *c, void *in, void *out, uint64_t bytes) {
-    return LT_USE(c, lt_begin(c, LT_GATHER, LT_EXCHANGE, in, out, bytes, bytes, 0));
+    return LT_USE(c, lt_begin(c, LT_GATHER, LT_EXCHANGE, in, out, bytes, bytes, 0, 0));
 }
 
 static int lt_wait_(lt_comm *c, uint64_t seq) {
@@ -500,7 +502,7 @@ static int lt_try_(lt_comm *c, uint64_t seq) {
 /* 1: the result was there and has been taken; 0: `lt_wait` would sleep. Never sleeps, so it may hold the GIL. */
 LT_API int lt_try(lt_comm *c, uint64_t seq) { return LT_USE(c, lt_try_(c, seq)); }
 
-LT_API const lt_total *lt_totals(lt_comm *c) { return &c->totals[0][0]; }
+LT_API const lt_total *lt_totals(lt_comm *c) { return &c->totals[0][0][0]; }
 LT_API const lt_record *lt_history(lt_comm *c, uint64_t *recorded) {
     *recorded = c->recorded;
     return c->history;

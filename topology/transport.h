@@ -16,6 +16,7 @@
 #define LT_WINDOW 8  /* chunks on their way between nodes: the bytes that a long or busy link holds */
 #define LT_MAX_RANKS 256
 #define LT_HISTORY 256
+#define LT_LAYERS 16 /* names that accounts stand under; 0: none */
 #define LT_SLICE_NS 50000000LL /* a sleeper looks up this often to see whether a peer is gone */
 #define LT_MAGIC 0x4c545452u
 
@@ -90,7 +91,7 @@ typedef struct {
     uint64_t seq;
     void *x, *out;
     size_t count, bytes;
-    int kind, strategy, dtype, finished;
+    int kind, strategy, dtype, layer, finished;
     int64_t start_ns;
     uint64_t first_chunk, chunks; /* PIPELINE */
     int step;                     /* DOUBLING */
@@ -102,7 +103,7 @@ typedef struct {
 typedef struct {
     uint64_t seq, bytes;
     int64_t start_ns, flight_ns, waited_ns;
-    int32_t kind, strategy;
+    int32_t kind, strategy, layer, spare;
 } lt_record;
 
 typedef struct {
@@ -156,7 +157,7 @@ typedef struct lt_comm {
     _Atomic int error, error_peer;
     _Atomic uint64_t error_seq;
     int error_errno;
-    lt_total totals[2][LT_STRATEGIES];
+    lt_total totals[2][LT_STRATEGIES][LT_LAYERS];
     lt_record history[LT_HISTORY];
     uint64_t recorded;
 } lt_comm;

@@ -5,6 +5,7 @@ Takes a Mesh's sockets, gives Collectives. One thread starts and waits; `close` 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
 import os
@@ -34,6 +35,7 @@ _NAMES = tuple(STRATEGIES)
 _OPS = ("all_reduce", "gather")
 _TIMEOUT, _LOST, _MISMATCH, _PROTOCOL, _CLOSED, _TOO_LARGE, _SYSTEM, _BUSY = range(1, 9)
 _DEPTH = 4  # collectives in flight
+_LAYERS = 16  # names that accounts stand under
 
 
 class _Total(Structure):
@@ -49,6 +51,8 @@ class _Record(Structure):
         ("waited_ns", c_int64),
         ("kind", c_int32),
         ("strategy", c_int32),
+        ("layer", c_int32),
+        ("spare", c_int32),
     ]
 
 
@@ -125,7 +129,7 @@ class Transport:
         self._error_of = quick.lt_error_of
         self._error_of.restype, self._error_of.argtypes = None, [c_void_p, POINTER(c_int64)]
         self._start = quick.lt_all_reduce
-        self._start.restype, self._start.argtypes = c_int64, [c_void_p, c_void_p, c_uint64, c_int, c_int]
+        self._start.restype, self._start.argtypes = c_int64, [c_void_p, c_void_p, c_uint64, c_int, c_int, c_int]
         self._gather = quick.lt_gather
         self._gather.restype, self._gather.argtypes = c_int64, [c_void_p, c_void_p, c_void_p, c_uint64]
         self._try = quick.lt_try
@@ -140,6 +144,7 @@ class Transport:
         # What C may still read or write, even if its caller has let go of it: at most four are in flight.
         self._held: list[object] = [None] * 8
         self._last = -1
+        self._layers = [""]
         self.waiting_for = -1
         """The collective whose `wait` sleeps, for whoever asks from another thread; it stays if the wait fails."""
 
@@ -156,12 +161,20 @@ class Transport:
         """How long `wait` may take from now on before it raises CollectiveTimeout."""
         self._set_timeout(self._handle, int(seconds * 1e9))
 
-    def start(self, x: Tensor, strategy: int) -> int:
+    def layer(self, name: str) -> int:
+        """The number under which `start` accounts for `name`. Beyond fifteen names it is that of none."""
+        if name not in self._layers:
+            if len(self._layers) == _LAYERS:
+                return 0
+            self._layers.append(name)
+        return self._layers.index(name)
+
+    def start(self, x: Tensor, strategy: int, layer: int = 0) -> int:
         """Sets off the sum of x, in place; returns the collective's number for `wait`."""
-        seq: int = self._start(self._handle, x.data_ptr(), x.numel(), DTYPES[x.dtype], strategy)
+        seq: int = self._start(self._handle, x.data_ptr(), x.numel(), DTYPES[x.dtype], strategy, layer)
         if seq == -_BUSY:
             self.wait(self._last + 1 - _DEPTH)
-            return self.start(x, strategy)
+            return self.start(x, strategy, layer)
         if seq < 0:
             self._raise(-seq)
         self._held[seq & 7] = x
@@ -221,10 +234,11 @@ class Transport:
         """The C side's accounts; `link` says which link class a strategy crossed."""
         totals = self._totals(self._handle)
         return [
-            Entry(op, name, link(name), int(t.count), int(t.bytes), t.flight_ns * 1e-9, t.waited_ns * 1e-9)
+            Entry(op, name, link(name), int(t.count), int(t.bytes), t.flight_ns * 1e-9, t.waited_ns * 1e-9, layer)
             for o, op in enumerate(_OPS)
             for s, name in enumerate(_NAMES)
-            if (t := totals[o * len(_NAMES) + s]).count
+            for i, layer in enumerate(tuple(self._layers))
+            if (t := totals[(o * len(_NAMES) + s) * _LAYERS + i]).count
         ]
 
     def records(self) -> Iterable[Record]:
@@ -240,6 +254,7 @@ class Transport:
                 r.start_ns * 1e-9,
                 r.flight_ns * 1e-9,
                 r.waited_ns * 1e-9,
+                self._layers[r.layer],
             )
             for i in range(max(0, count - HISTORY), count)
         ]
@@ -273,6 +288,14 @@ class NativeCollective:
     def __init__(self, transport: Transport, choose: Callable[[int], str]) -> None:
         self._transport, self._choose = transport, choose
         self._strategy: dict[int, int] = {}
+        self._layer = 0
+        self._named = {"": self}
+
+    def named(self, layer: str) -> NativeCollective:
+        if (found := self._named.get(layer)) is None:
+            found = self._named[layer] = copy.copy(self)  # what is chosen and who is named they share
+            found._layer = self._transport.layer(layer)
+        return found
 
     def start(self, x: Tensor) -> NativePending:
         strategy = self._strategy.get(x.nbytes)
@@ -285,7 +308,7 @@ class NativeCollective:
                 f"cannot all-reduce {tuple(x.shape)} of {x.dtype}, contiguous: {x.is_contiguous()}: contiguous, "
                 "non-empty float32, bfloat16 or float16 is needed"
             )
-        return NativePending(self._transport, x, self._transport.start(x, strategy))
+        return NativePending(self._transport, x, self._transport.start(x, strategy, self._layer))
 
 
 class NativeGather:
