@@ -29,6 +29,7 @@ from ..engine.request import Request, SamplingParams
 from ..engine.scheduler import Scheduler
 from ..topology.groups import Communicator
 from ..topology.identity import Identity, IdentityError, identify
+from .processes import die_with_parent
 from .rank import choose_device, join_group, set_threads
 
 WARM_UP = 8
@@ -169,6 +170,7 @@ class _Operators:
 
 def main() -> int:
     """argv: the deployment as JSON text in a file, the options as JSON text."""
+    die_with_parent()
     try:
         identity = identify()
         if identity is None:

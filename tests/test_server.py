@@ -197,6 +197,7 @@ def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkey
         ("no key", "tls_key", "no private key that can be used"),
         ("no certificate", "tls_cert", "no certificate in it"),
         ("encrypted", "tls_key", "without a passphrase"),
+        ("weak", "tls_cert", "too weak to be used here"),
     ],
 )
 def test_a_pair_that_cannot_be_used_is_named(
@@ -215,6 +216,8 @@ def test_a_pair_that_cannot_be_used_is_named(
             cert = private
         case "encrypted":
             cert, private = make_pair(tmp_path, "locked", "-passout", "pass:secret")
+        case "weak":
+            cert, private = make_pair(tmp_path, "weak", "-newkey", "rsa:512", "-nodes")
     with pytest.raises(TlsFault, match=words) as said:
         check_pair(cert, private)
     assert said.value.key == key
