@@ -214,7 +214,7 @@ LABELS: Mapping[str, str] = {
     "rank": "Rank inside its replica, from 0.",
     "node": "Host name of the rank.",
     "op": "all_reduce or gather.",
-    "layer": "What an all-reduce completes: wiring and sub-block (ladder attention, ladder mlp, parallel, …), or embedding.",
+    "layer": "What an all-reduce completes: wiring and sub-block (ladder mlp, parallel, …), or embedding.",
     "link": "Slowest link class crossed: node (shared memory), net, or the emulated link's name.",
     "exposure": "hidden or exposed.",
     "finished_reason": ", ".join(FINISH_REASONS) + ".",

@@ -43,7 +43,9 @@ def check_pair(cert: str, key: str) -> None:
     except ssl.SSLError as error:
         if error.reason in ("EE_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):  # what this machine's OpenSSL asks of certificates
             why = error.reason.lower().replace("_", " ")
-            message = f"{cert}: too weak to be used here ({why}): give one with RSA of 2048 bits or more, signed by SHA-256"
+            message = (
+                f"{cert}: too weak to be used here ({why}): give one with RSA of 2048 bits or more, signed by SHA-256"
+            )
             raise TlsFault("tls_cert", message) from None
         if error.reason == "KEY_VALUES_MISMATCH":
             message = f"{key}: it is not the key of the first certificate in {cert}: give its own"
