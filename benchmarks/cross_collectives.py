@@ -20,8 +20,8 @@ from rank_task import Spec, be_rank, of_all, say
 
 
 def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
-    """spec: delays_s, sizes (bytes), lanes (native strategies as native/NAME, gloo, openmpi), seconds (each lane, size
-    and delay). A strategy is left out for sizes that it does not take."""
+    """spec: delays_s, sizes (bytes), lanes (native, gloo, openmpi; strategies as native/NAME or gloo/NAME), seconds
+    (each lane, size and delay). A strategy is left out for sizes that it does not take."""
     opened: list[Communicator] = []
 
     def joined(backend: Any, strategy: Any = "auto") -> Communicator:
@@ -61,9 +61,10 @@ def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, addres
 
 
 def takes(lane: str, nbytes: int) -> bool:
-    """Whether the lane's strategy is what carries a message of that size: above WHOLE_BYTES that is the pipeline."""
-    strategy = lane.partition("/")[2]
-    return strategy in ("", "pipeline") or nbytes <= WHOLE_BYTES
+    """Whether the lane's strategy is what carries a message of that size: of native that is the pipeline above
+    WHOLE_BYTES."""
+    backend, _, strategy = lane.partition("/")
+    return backend != "native" or strategy in ("", "pipeline") or nbytes <= WHOLE_BYTES
 
 
 def _waiting(communicator: Communicator) -> Callable[[torch.Tensor], object]:
