@@ -27,7 +27,13 @@ from laddertron.topology.collectives import Collective
 from laddertron.topology.groups import Communicator
 
 BLOCK = 16
-NAMES = {"standard": "standard", "parallel": "parallel", "ladder": "ladder", "no-communication": "none"}
+NAMES = {
+    "standard": "standard",
+    "parallel": "parallel",
+    "ladder": "ladder",
+    "no-communication": "none",
+    "carried": "standard",  # behind Unawaited (lanes.py)
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from cluster.nodes import CONTROL, Control
 from laddertron.topology.bootstrap import MpiBootstrap
 from laddertron.topology.groups import CommOptions, Communicator, connect
 from laddertron.topology.layout import GroupLayout
-from lanes import END, Driver, Lane, Steps, follow, probe
+from lanes import END, Driver, Lane, Steps, Unawaited, follow, probe
 from rank_task import Spec, be_rank, say
 
 
@@ -28,7 +28,8 @@ def decoding(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: 
         lanes = []
         for index, wiring in enumerate(spec["wirings"]):
             tokens = max(batches) * spec["prompt"]
-            runner, limits = make_runner(rewired(model, wiring), communicator, max(batches), tokens)
+            carrier = Unawaited(communicator.all_reduce) if wiring == "carried" else None
+            runner, limits = make_runner(rewired(model, wiring, carrier), communicator, max(batches), tokens)
             lanes.append(Lane(index, wiring, runner, limits))
         if communicator.rank != 0:
             follow(lanes, communicator)

@@ -122,7 +122,7 @@ def wiring_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
     spec = {
         "task": "decode",
         "size": WIDE,
-        "wirings": WIRINGS,
+        "wirings": [*WIRINGS, "carried"],
         "batches": [1, 8],
         "delays_s": [0.0, 0.1 * MS, 0.5 * MS, 1 * MS, 2 * MS],
         "ratios": [0.5, 0.66, 1.0],

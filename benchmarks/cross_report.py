@@ -19,6 +19,7 @@ SMALL = 16384
 """Bytes of a decode step's message; larger ones beside it are a prompt's."""
 REDUCE_BARS = {(2, 1): 1.5e-3, (4, 1): 2.6e-3}
 TWO_LEVEL_BAR = 1.3
+WIRINGS = ("standard", "parallel", "ladder", "carried", "no-communication")
 HIDDEN_BAR, SPEED_BAR, REST_BAR, MODEL_BAR = 0.85, 1.5, 0.98, 0.25
 PUBLISHED = {
     (1e-4, 1): (15.6, 13.6, 13.5),
@@ -43,9 +44,15 @@ def ladder_layer_s(c: float, all_reduce: float, larger: float) -> float:
     return max(2 * c, 2 * c * larger + all_reduce)
 
 
-def most_hidden(c: float, all_reduce: float, larger: float) -> float:
-    """The share that hiding alone can reach: what `hidden_share` would be if nothing else cost anything."""
-    return (2 * (c + all_reduce) - ladder_layer_s(c, all_reduce, larger)) / (2 * all_reduce)
+def can_be_hidden(case: Mapping[str, Line]) -> float:
+    """What `hidden_share` would be with a ladder step of the least that these cores allow: the messages carried and
+    nobody waiting for them, but for what attention is too short to hide and the last all-reduce of a step."""
+    t = {name: float(case[name]["step_s"]) for name in ("standard", "no-communication", "carried")}
+    sub_blocks, all_reduce = case["standard"]["sub_blocks"], float(case["ladder"]["all_reduce_s"])
+    c, larger = t["carried"] / sub_blocks, float(case["standard"]["larger_share"])
+    layer = ladder_layer_s(c, all_reduce, larger)
+    least = sub_blocks / 2 * layer + max(0.0, all_reduce - (layer - 2 * c))
+    return float((t["standard"] - least) / (t["standard"] - t["no-communication"]))
 
 
 def cases(lines: list[Line]) -> dict[tuple[float, int], dict[str, Line]]:
@@ -165,19 +172,23 @@ def wiring_tables(results: Results) -> list[str]:
         "",
         "Decode tokens/s; c is a sub-block's computation (the no-communication step over its sub-blocks), L one "
         "all-reduce of the step's size, measured by itself; speed-up is ladder over standard. Attention and MLP take "
-        "unlike times: the law is given for them as they are, and beside what was hidden, what could be.",
+        "unlike times: the law is given for them as they are. Carried: every message sent, delivered and taken, and "
+        "nobody waits for any: what it is slower than no communication is what communicating costs the cores, "
+        "which nothing hides. In brackets what could be hidden beside that: but for the last all-reduce of a step, and "
+        "what attention is too short for.",
         "",
-        "| one way, batch | c | L | L/c | standard | parallel | ladder | no-comm. | speed-up | the law | hidden (of) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| one way, batch | c | L | L/c | standard | parallel | ladder | carried | no-comm. | speed-up | the law | "
+        "hidden (of) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (delay, batch), case in cases(lines).items():
         c, all_reduce, larger = compute_s(case), case["ladder"]["all_reduce_s"], case["standard"]["larger_share"]
         most = 2 * (c + all_reduce) / ladder_layer_s(c, all_reduce, larger)
-        speeds = [f"{batch / case[w]['step_s']:.1f}" for w in ("standard", "parallel", "ladder", "no-communication")]
+        speeds = [f"{batch / case[w]['step_s']:.1f}" for w in WIRINGS]
         rows.append(
             f"| {delay * 1e3:.3g} ms, {batch} | {c * 1e3:.2f} ms | {all_reduce * 1e3:.2f} ms | {all_reduce / c:.2f} | "
             f"{' | '.join(speeds)} | {speed_up(case):.2f} | {most:.2f} | "
-            f"{hidden_share(case):.0%} ({most_hidden(c, all_reduce, larger):.0%}) |"
+            f"{hidden_share(case):.0%} ({can_be_hidden(case):.0%}) |"
         )
     larger = sorted(case["standard"]["larger_share"] for case in cases(lines).values())
     shares = [line["switch_share"] for line in lines]
@@ -261,16 +272,8 @@ def bars(results: Results) -> list[str]:
         for (delay, batch), case in cases(results["wirings"]["lines"]).items():
             where = f"at {delay * 1e3:.3g} ms, batch {batch}"
             if delay and compute_s(case) >= case["ladder"]["all_reduce_s"]:
-                share = hidden_share(case)
-                c, all_reduce, larger = (
-                    compute_s(case),
-                    case["ladder"]["all_reduce_s"],
-                    case["standard"]["larger_share"],
-                )
-                most = most_hidden(c, all_reduce, larger)
-                held(
-                    share >= HIDDEN_BAR, f"hidden {where}: {share:.0%} of at most {most:.0%}, at least {HIDDEN_BAR:.0%}"
-                )
+                share, most = hidden_share(case), can_be_hidden(case)
+                held(share >= HIDDEN_BAR, f"hidden {where}: {share:.0%} of {most:.0%}, at least {HIDDEN_BAR:.0%}")
             if delay == 1e-3:
                 held(speed_up(case) >= SPEED_BAR, f"ladder {where}: {speed_up(case):.2f}x, at least {SPEED_BAR}x")
             if delay == 0.0:
