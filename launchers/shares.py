@@ -36,9 +36,7 @@ def divide(allotment: Allotment, tp: int, replicas: int, fabric: Fabric | None) 
         try:
             known = fabric.only(slots)
         except ValueError as error:
-            raise LaunchError(
-                f"{error}: leave launch.fabric out, or save it anew (laddertron launch CONFIG topo --save)"
-            ) from None
+            raise LaunchError(f"{error}; or leave launch.fabric out") from None
         placement = place(known, tp, replicas, slots=slots)
         shares = tuple(_placed(placement.replica(index), known) for index in range(replicas))
     else:

@@ -147,6 +147,19 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
         load(target)
 
 
+def test_what_cannot_be_written_is_called_by_its_own_name(tmp_path: Path) -> None:
+    """No folder, and a folder in the file's place: the error names the file that was asked for, not a temporary one."""
+    absent, folder = tmp_path / "absent/f.json", tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(FileNotFoundError, match="absent does not exist, make it first") as nowhere:
+        write_file(absent, "x")
+    assert nowhere.value.filename == str(absent)
+    with pytest.raises(IsADirectoryError) as taken:
+        write_file(folder, "x")
+    assert taken.value.filename == str(folder)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
 def test_digest_knows_machines_not_names() -> None:
     """Another pair of the same machines, in any order, is the same fabric; one slower port is another one."""
     pair = load(PAIR)
@@ -180,7 +193,9 @@ def test_paths_fall_back_to_numa() -> None:
 def test_only_takes_hosts_in_the_order_asked() -> None:
     fabric = preset("4x8xH100")
     assert [n.hostname for n in fabric.only(["node2", "node0"]).nodes] == ["node2", "node0"]
-    with pytest.raises(ValueError, match="host 'node9' is not in the fabric, which has node0, node1, node2, node3"):
+    with pytest.raises(
+        ValueError, match="host 'node9' is not in the fabric, which has node0, node1, node2, node3: `laddertron launch"
+    ):
         fabric.only(["node9"])
 
 

@@ -95,6 +95,8 @@ def test_hosts_and_slots_of_the_deployment_count(capsys: pytest.CaptureFixture[s
             "launch:\n  hosts: [a, b]\n",
             "host 'a' is not in the fabric, which has",
         ),
+        ([], "launch:\n  hosts: [a, b]\n", "`laddertron launch CONFIG topo` looks at all of CONFIG's hosts"),
+        (["--save", "/nonexistent/f.json"], "", "the folder /nonexistent does not exist, make it first"),
         (["--fabric", "nowhere.json"], "", "nowhere.json: no such file: `laddertron launch CONFIG topo --save`"),
         (["--fabric", "2x8xH1000"], "", "MODEL is one of"),
     ],

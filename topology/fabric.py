@@ -222,7 +222,10 @@ class Fabric:
         chosen = []
         for host in hostnames:
             if host not in by_name:
-                raise ValueError(f"host {host!r} is not in the fabric, which has {', '.join(by_name)}")
+                raise ValueError(
+                    f"host {host!r} is not in the fabric, which has {', '.join(by_name)}: `laddertron launch CONFIG "
+                    "topo` looks at all of CONFIG's hosts, and with --save FILE keeps them for launch.fabric"
+                )
             chosen.append(by_name[host])
         return replace(self, nodes=tuple(chosen))
 

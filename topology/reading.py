@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import json
 import math
 import os
@@ -41,7 +42,17 @@ def read_file(path: Path) -> Any:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes `text` whole or not at all: a reader sees the old file or the new one. Raises OSError."""
+    """Writes `text` whole or not at all: a reader sees the old file or the new one. Raises OSError naming `path`."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"the folder {path.parent} does not exist, make it first", str(path))
+    try:
+        _replace(path, text)
+    except OSError as error:
+        # the temporary file's name means nothing to whoever named this one
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=f".{path.name}.", encoding="utf-8", delete=False
     ) as f:
