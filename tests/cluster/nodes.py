@@ -144,6 +144,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # it outlives what kills this process's group, for as long as it takes to clear up
         )
         assert self._switch.stdout is not None
         assert self._switch.stderr is not None

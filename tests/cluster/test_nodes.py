@@ -157,8 +157,10 @@ def test_nothing_is_left_when_the_cluster_ends(possible: None) -> None:
     assert not scratch.exists()
 
 
-def test_nothing_is_left_when_its_owner_is_killed() -> None:
-    """SIGKILL of the process that holds the cluster: no `finally` runs, and still nodes, processes and folder go."""
+@pytest.mark.parametrize("group", [False, True], ids=["alone", "with its group"])
+def test_nothing_is_left_when_its_owner_is_killed(group: bool) -> None:
+    """SIGKILL of the process that holds the cluster, or of its whole process group, as a shell's or a batch system's
+    is: no `finally` runs, and still nodes, processes and folder go."""
     owner = textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
@@ -169,13 +171,17 @@ def test_nothing_is_left_when_its_owner_is_killed() -> None:
             sys.stdin.read()
     """)
     with subprocess.Popen(
-        [sys.executable, "-c", owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", owner],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         init, switch, scratch = process.stdout.readline().split()
         within = processes_of(int(init))
         watched = [os.pidfd_open(int(pid)) for pid in (init, switch)]
-        process.send_signal(signal.SIGKILL)
+        (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
     for descriptor in watched:
         assert select.select([descriptor], [], [], HANG_S)[0], "still alive long after its owner"
         os.close(descriptor)
