@@ -224,7 +224,7 @@ class Fabric:
             if host not in by_name:
                 raise ValueError(
                     f"host {host!r} is not in the fabric, which has {', '.join(by_name)}: `laddertron launch CONFIG "
-                    "topo` looks at all of CONFIG's hosts, and with --save FILE keeps them for launch.fabric"
+                    "topo` looks at all of CONFIG's hosts, `laddertron launch CONFIG topo --save FILE` keeps them"
                 )
             chosen.append(by_name[host])
         return replace(self, nodes=tuple(chosen))
