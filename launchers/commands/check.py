@@ -12,6 +12,7 @@ import click
 
 from ...engine.config import ConfigError, Deployment, Loaded, by_line, draft
 from ...engine.daemon.tls import TlsFault, check_pair
+from ..fabric_option import fabric_option
 
 FILES = (
     "model.tokenizer",
@@ -111,6 +112,7 @@ def summary(loaded: Loaded) -> str:
 
 @click.command(short_help="Validate a deployment file without running anything.")
 @click.argument("config", type=click.Path())
+@fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 @click.option("--no-model", is_flag=True, help="The weights and other files are elsewhere: check the file alone.")
 def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:

@@ -17,6 +17,7 @@ import click
 
 from ...engine.config import ConfigError, Deployment, read
 from ...topology import fabric as fabrics
+from ..fabric_option import fabric_option
 from ..find import assume, survey
 from ..hosts import LaunchError, read_hosts
 from ..kubernetes import leader_worker_set, mpijob
@@ -100,6 +101,7 @@ def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program
 )
 @click.argument("config", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|profile|topo [ARGS]…")
+@fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 @click.option("--dry-run", is_flag=True, help="Print the command, quoted, with a reason for each choice.")
 @click.option(

@@ -31,6 +31,7 @@ from ...engine.text_pool import PoolLimits, TextPool
 from ...topology.identity import Identity, IdentityError, identify, require_world
 from ..bundle import FailureBundles
 from ..detect import JobFailure
+from ..fabric_option import fabric_option
 from ..run_view import RunView, summary_table
 from .check import missing_files, model_faults
 
@@ -261,6 +262,7 @@ def run_among_ranks(arguments: Arguments, loaded: Loaded, identity: Identity, co
 @click.option("--errors", type=click.Path(path_type=Path), help="Where failed lines go.  [default: OUT.errors.jsonl]")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped; finished lines are not redone.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+@fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 def command(
     config: str,

@@ -6,11 +6,13 @@ import click
 
 from ...engine.config import read
 from ...topology.identity import IdentityError, identify
+from ..fabric_option import fabric_option
 from .run import UsageError, read_text
 
 
 @click.command(short_help="The batch daemon: HTTP, store, and ranks that are relaunched when lost.")
 @click.argument("config", type=click.Path())
+@fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Serve the model that CONFIG describes over the OpenAI API: files, batches, chats, completions.
