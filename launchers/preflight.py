@@ -29,10 +29,10 @@ from ..topology.cost import Backend, Shape, shape_of
 from ..topology.fabric import Fabric
 from ..topology.fit import Fit, Point, fit
 from ..topology.groups import CommOptions, Communicator, connect
-from ..topology.identity import Identity
+from ..topology.identity import Identity, require_world
 from ..topology.layout import GroupLayout, observed_layout
 from ..topology.links import Line, line_of, measure, needs_torch_groups
-from ..topology.preflight import Finding, LinkTime, Pair, Plan, RankReport, Transport, judge, plan
+from ..topology.preflight import Finding, LinkTime, Pair, Plan, RankReport, Setup, Transport, judge, plan, unlike
 from ..topology.tuning import Tuning, make
 from . import tuned
 from .rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
@@ -63,6 +63,14 @@ class Outcome:
         return any(f.severity == "error" for f in self.findings)
 
 
+class UnlikeRanks(RuntimeError):
+    """Ranks that cannot measure together, found before any of them connects; `findings` are the same on every rank."""
+
+    def __init__(self, findings: tuple[Finding, ...]) -> None:
+        super().__init__("\n".join(map(str, findings)))
+        self.findings = findings
+
+
 def message_bytes(deployment: Deployment) -> tuple[int, ...]:
     """The model's own all-reduces in decode, () where its folder is not here."""
     folder = Path(deployment.model.path)
@@ -74,11 +82,14 @@ def message_bytes(deployment: Deployment) -> tuple[int, ...]:
 
 
 def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outcome | None]:
-    """(exit status, the same on every rank; on rank 0 what it found). Raises what stops it, naming the rank."""
+    """(exit status, the same on every rank; on rank 0 what it found). Raises UnlikeRanks, IdentityError where the ranks
+    are alike and not as many as the deployment's, and what else stops it, naming the rank."""
+    bootstrap = bootstrap_for(identity)
+    setups = meet(deployment, identity, bootstrap)
+    require_world(identity, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
+    nodes = tuple(s.hostname for s in setups)
     set_threads(deployment, identity)
     device = choose_device(deployment, identity)
-    bootstrap = bootstrap_for(identity)
-    nodes = tuple(name.decode() for name in bootstrap.all_gather(identity.node.encode()))
     size = deployment.parallel.tensor_parallel_size
     layout = observed_layout(nodes, bootstrap.rank // size * size, size)
     fabric = tuned.fabric_of_job(deployment, bootstrap, nodes)
@@ -107,6 +118,18 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
             status = int(outcome.broken)
         status = bootstrap.all_gather(bytes([status]))[0][0]
     return status, outcome
+
+
+def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tuple[Setup, ...]:
+    """Every rank's, in rank order. Raises UnlikeRanks, on all of them, where they differ."""
+    versions = tuned.versions()
+    if (driver := Path("/sys/module/nvidia/version")).is_file():
+        versions["driver"] = driver.read_text().strip()
+    mine = Setup(bootstrap.rank, identity.node, deploy.digest(deployment), versions)
+    setups = tuple(Setup(**json.loads(data)) for data in bootstrap.all_gather(json.dumps(asdict(mine)).encode()))
+    if findings := unlike(setups):
+        raise UnlikeRanks(findings)
+    return setups
 
 
 def _judge(
@@ -210,9 +233,6 @@ def _report(
     spans: bool,
     log: Path | None,
 ) -> RankReport:
-    versions = tuned.versions()
-    if (driver := Path("/sys/module/nvidia/version")).is_file():
-        versions["driver"] = driver.read_text().strip()
     used = ""
     if spans:
         used = transport_in(log.read_text(errors="replace")) if log is not None and log.is_file() else "NET/Socket"
@@ -224,8 +244,6 @@ def _report(
     return RankReport(
         rank=bootstrap.rank,
         hostname=identity.node,
-        versions=versions,
-        config_digest=deploy.digest(deployment),
         transport=Transport(
             used=used,
             devices=tuple(sorted(map(str, infiniband.glob("uverbs*")))) if infiniband.is_dir() else (),

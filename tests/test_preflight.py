@@ -8,23 +8,29 @@ import pytest
 from laddertron.topology.cost import Costs, LinkCost, Regime, Shape, shape_of
 from laddertron.topology.fit import Fit, Point, Residual
 from laddertron.topology.placement import place
-from laddertron.topology.preflight import LinkTime, Pair, RankReport, Transport, judge, plan
+from laddertron.topology.preflight import LinkTime, Pair, RankReport, Setup, Transport, judge, plan, unlike
 from laddertron.topology.presets import preset
 
 IB = Transport("NET/IB", ("/dev/infiniband/uverbs0",), None, "libibverbs.so.1", 8 << 30)
 
 
-def report(rank: int) -> RankReport:
+def setup(rank: int) -> Setup:
     versions = {"nccl": "2.27.3", "cuda": "12.8", "driver": "570.1", "laddertron": "0.1.0"}
-    return RankReport(rank, f"node{rank // 8}", versions, "c0ffee", IB, 1000.0 + rank * 1e-4, 0.010 + rank * 1e-5)
+    return Setup(rank, f"node{rank // 8}", "c0ffee", versions)
 
 
+def report(rank: int) -> RankReport:
+    return RankReport(rank, f"node{rank // 8}", IB, 1000.0 + rank * 1e-4, 0.010 + rank * 1e-5)
+
+
+ALIKE = [setup(rank) for rank in range(16)]
 HEALTHY = [report(rank) for rank in range(16)]
 
 
 def test_health_has_no_findings() -> None:
     assert judge(HEALTHY, require_transport="ib") == ()
     assert judge([], (), None) == ()
+    assert unlike(ALIKE) == unlike([]) == ()
 
 
 def test_the_plan_covers_every_link_and_size() -> None:
@@ -63,16 +69,16 @@ def test_a_ring_of_nodes_closes() -> None:
 
 
 def test_other_versions_are_named() -> None:
-    odd = replace(HEALTHY[9], versions={**HEALTHY[9].versions, "nccl": "2.26.2"})
-    (finding,) = judge([*HEALTHY[:9], odd, *HEALTHY[10:]])
+    odd = replace(ALIKE[9], versions={**ALIKE[9].versions, "nccl": "2.26.2"})
+    (finding,) = unlike([*ALIKE[:9], odd, *ALIKE[10:]])
     assert str(finding) == (
         "error: rank 9 on node1: nccl is 2.26.2, on the others 2.27.3: install one nccl on every node"
     )
 
 
 def test_another_config_is_named() -> None:
-    odd = [replace(r, config_digest="bad") if r.hostname == "node1" and r.rank < 11 else r for r in HEALTHY]
-    (finding,) = judge(odd)
+    odd = [replace(s, config="bad") if s.hostname == "node1" and s.rank < 11 else s for s in ALIKE]
+    (finding,) = unlike(odd)
     assert finding.culprit == "rank 8 on node1, rank 9 on node1, rank 10 on node1"
     assert "config is bad, on the others c0ffee: start all ranks with one file" in finding.message
 

@@ -206,7 +206,7 @@ def outcome(*findings: Finding) -> Outcome:
     fabric = fabric_here()
     points = [Point("exchange", n, 1e-5 + n * 1e-9, SHAPE) for n in (1 << 10, 1 << 15, 1 << 20)]
     fitted: Fit = fit(points, "native")
-    reports = tuple(RankReport(r, f"node{r}", {}, "c", Transport(), 0.0, 1e-3 * (r + 1)) for r in (0, 1))
+    reports = tuple(RankReport(r, f"node{r}", Transport(), 0.0, 1e-3 * (r + 1)) for r in (0, 1))
     links = (LinkTime(Pair(0, 1, 0), 12e-6, 10e9),)
     return Outcome(fabric, SHAPE, "native", reports, links, fitted, findings, None, "gloo")
 

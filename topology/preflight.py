@@ -1,7 +1,7 @@
 """What preflight measures and how it judges, without doing either: data in, findings out. Pure.
 
-`launchers/commands/preflight.py` has the effects: it runs the `Plan`, gathers a `RankReport` from every rank and hands
-both here. A finding names the culprit, what is wrong and the mend.
+`launchers/preflight.py` has the effects: it gathers a `Setup` from every rank, runs the `Plan` where all are alike, and
+hands what was measured here. A finding names the culprit, what is wrong and the mend.
 """
 
 from __future__ import annotations
@@ -86,14 +86,23 @@ class Transport:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
-    """What one rank says of itself. `versions`: nccl, cuda, driver, laddertron, torch, …; `clock_s` is unix time at a
-    barrier, `matmul_s` the best of a few short matmuls."""
+class Setup:
+    """What must be the same on every rank before any of them connects. `config`: the configuration's digest;
+    `versions`: nccl, cuda, driver, laddertron, torch, …"""
 
     rank: int
     hostname: str
+    config: str
     versions: dict[str, str]
-    config_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank measured of itself. `clock_s` is unix time at a barrier, `matmul_s` the best of a few short
+    matmuls."""
+
+    rank: int
+    hostname: str
     transport: Transport
     clock_s: float
     matmul_s: float
@@ -124,9 +133,9 @@ def judge(
     fitted: Fit | None = None,
     require_transport: str = "any",
 ) -> tuple[Finding, ...]:
-    """Everything that is wrong, errors first. Preflight's exit code is non-zero if any finding is an error."""
+    """Everything that is wrong with what was measured, errors first. Preflight's exit code is non-zero if any finding
+    is an error."""
     found = [
-        *_versions(reports),
         *_transports(reports, require_transport),
         *_clocks(reports),
         *_shared_memory(reports),
@@ -137,20 +146,22 @@ def judge(
     return tuple(sorted(found, key=lambda f: f.severity != "error"))
 
 
-def _versions(reports: Sequence[RankReport]) -> list[Finding]:
-    names = sorted({name for r in reports for name in r.versions})
-    facts = {"config": [r.config_digest for r in reports]}
-    facts |= {name: [r.versions.get(name, "none") for r in reports] for name in names}
+def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
+    """Ranks with another configuration or library than most: judged before anything is measured, as such ranks cannot
+    be told to do the same."""
+    names = sorted({name for s in setups for name in s.versions})
+    facts = {"config": [s.config for s in setups]}
+    facts |= {name: [s.versions.get(name, "none") for s in setups] for name in names}
     found = []
     for name, values in facts.items():
         usual = Counter(values).most_common(1)[0][0] if values else ""
-        odd = [(r, value) for r, value in zip(reports, values, strict=True) if value != usual]
+        odd = [(s, value) for s, value in zip(setups, values, strict=True) if value != usual]
         if odd:
             mend = "start all ranks with one file" if name == "config" else f"install one {name} on every node"
             theirs = ", ".join(sorted({value for _, value in odd}))
             text = f"{name} is {theirs}, on the others {usual}: {mend}"
-            found.append(Finding("error", _who([r for r, _ in odd]), text))
-    return found
+            found.append(Finding("error", _who([s for s, _ in odd]), text))
+    return tuple(found)
 
 
 def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
@@ -254,6 +265,6 @@ def _unexplained(fitted: Fit | None) -> list[Finding]:
     return [Finding("warning", "cost model", text)]
 
 
-def _who(reports: Sequence[RankReport]) -> str:
+def _who(reports: Sequence[RankReport | Setup]) -> str:
     named = ", ".join(f"rank {r.rank} on {r.hostname}" for r in reports[:4])
     return f"{named} and {len(reports) - 4} more" if len(reports) > 4 else named

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from ...engine.config import Deployment, Loaded, read
-from ...topology.identity import Identity, IdentityError, identify, require_world
+from ...engine.config_reader import ConfigError
+from ...topology.identity import Identity, IdentityError, identify
 from ..fabric_option import fabric_option
 from ..find import survey
 from ..hosts import read_hosts
@@ -56,14 +58,8 @@ def launch(loaded: Loaded, words: list[str]) -> int:
 
 def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> int:
     """Measures as one rank; rank 0 prints and writes. Ends the process at once on an error, as others wait for it."""
-    from ..preflight import run_preflight
+    from ..preflight import UnlikeRanks, run_preflight
 
-    try:
-        require_world(identity, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
-    except IdentityError as error:
-        if identity.rank == 0:
-            raise UsageError(str(error)) from error
-        return 2
     try:
         status, outcome = run_preflight(deployment, identity)
         if outcome is not None:
@@ -73,12 +69,23 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> in
                 outcome.tuning.save(save)
             show(outcome, save if outcome.tuning is not None else None)
         return status
+    except UnlikeRanks as error:
+        if identity.rank == 0:
+            click.echo(str(error), err=True)
+        return 1
+    except IdentityError as error:
+        end(identity, str(error), 2)
     except BaseException as error:
         expected = isinstance(error, ValueError | RuntimeError | OSError)
         text = f"{type(error).__name__}: {error}" if expected else traceback.format_exc()
-        click.echo(f"error: rank {identity.rank} on {identity.node}: {text}", err=True)
-        sys.stderr.flush()
-        os._exit(1)
+        end(identity, text, 1)
+
+
+def end(identity: Identity, text: str, code: int) -> NoReturn:
+    """Ends this process at once: MPI's own end waits for the other ranks."""
+    click.echo(f"error: rank {identity.rank} on {identity.node}: {text}", err=True)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @click.command(short_help="Measure the fabric and refuse a broken one.")
@@ -105,11 +112,16 @@ def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
     Exit codes: 0 all is well; 1 something is broken, and the culprit is named; 2 the command line or CONFIG is wrong.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    loaded = read(config, overrides)
     try:
         identity = identify()
     except IdentityError as error:
         raise UsageError(str(error)) from error
+    try:
+        loaded = read(config, overrides)
+    except ConfigError as error:
+        if identity is None:
+            raise
+        end(identity, str(error), 2)  # this rank's file: the others' may be right
     if identity is None:
         words = [os.path.abspath(config)]
         words += ["--save", os.path.abspath(save)] if save is not None else []
