@@ -128,6 +128,14 @@ def test_clocks_and_slow_gpus_are_named() -> None:
     assert "+2.0 s off" in skew.message
 
 
+@pytest.mark.parametrize(("off", "severity"), [(0.4, None), (0.6, "warning"), (-4.9, "warning"), (3600.0, "error")])
+def test_a_clock_far_off_is_broken(off: float, severity: str | None) -> None:
+    """Half a second is nothing, above it a warning, above five an error; the rank and by how much are named."""
+    found = judge([*HEALTHY[:3], replace(HEALTHY[3], clock_s=HEALTHY[2].clock_s + off)])
+    assert [(f.severity, f.culprit) for f in found] == ([(severity, "rank 3 on node0")] if severity else [])
+    assert all(f"its clock is {off:+.1f} s off" in f.message for f in found)
+
+
 def test_the_slower_of_two_is_found() -> None:
     two = [HEALTHY[0], replace(HEALTHY[8], matmul_s=0.02)]
     assert [f.culprit for f in judge(two)] == ["rank 8 on node1"]

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""
 
-MAX_SKEW_S = 0.5
+MAX_SKEW_S, BROKEN_SKEW_S = 0.5, 5.0
+"""A clock so far off is warned of; one so far off is broken: logs and traces of its node cannot be read beside others',
+certificates are not yet or no longer valid there."""
 SLOW_RANK = 1.15
 """A rank whose matmul takes this many times the median is a culprit."""
 SLOW_LINK = 1.5
@@ -196,9 +198,13 @@ def _clocks(reports: Sequence[RankReport]) -> list[Finding]:
         return []
     middle = sorted(r.clock_s for r in reports)[len(reports) // 2]
     return [
-        Finding("warning", _who([r]), f"its clock is {r.clock_s - middle:+.1f} s off the others': run chrony or ntpd")
+        Finding(
+            "error" if abs(off) > BROKEN_SKEW_S else "warning",
+            _who([r]),
+            f"its clock is {off:+.1f} s off the others': run chrony or ntpd",
+        )
         for r in reports
-        if abs(r.clock_s - middle) > MAX_SKEW_S
+        if abs(off := r.clock_s - middle) > MAX_SKEW_S
     ]
 
 
