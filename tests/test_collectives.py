@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from laddertron.topology.groups import CommOptions
 from rank_pool import Rank, RankError
+from waiting import until
 
 Ranks = Callable[..., list[Any]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -161,6 +163,27 @@ def case_gloo_agrees(rank: Rank) -> float:
         assert (entry.count, entry.bytes) == (1, x.nbytes)
     rank.communicator.all_reduce.start(y).wait()
     return float((x - y).abs().max())
+
+
+def case_gloo_flight(rank: Rank) -> list[float]:
+    """Seconds in flight, and from before the start until this rank had waited, of an all-reduce that had been over for
+    50 ms when it was asked for."""
+    with rank.connect(options=CommOptions(backend="gloo")) as gloo:
+        gloo.all_reduce.start(torch.ones(8)).wait()
+        (before,) = gloo.ledger.entries()
+        began = time.monotonic()
+        pending = gloo.all_reduce.start(torch.ones(8))
+        until(lambda: pending._ending._at > 0)  # type: ignore[attr-defined]
+        time.sleep(0.05)  # computes
+        pending.wait()
+        took = time.monotonic() - began
+        (after,) = gloo.ledger.entries()
+    return [after.in_flight_s - before.in_flight_s, took]
+
+
+def test_gloo_accounts_for_the_flight_not_for_what_is_computed_beside_it(ranks: Ranks) -> None:
+    for in_flight, took in ranks(2, "test_collectives:case_gloo_flight"):
+        assert in_flight <= took - 0.05
 
 
 def test_gloo_agrees_within_rounding(ranks: Ranks) -> None:

@@ -47,10 +47,22 @@ def _layout(size: int, per_node: int) -> GroupLayout:
     return GroupLayout(tuple(tuple(range(at, at + per_node)) for at in range(0, size, per_node)))
 
 
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        one = socket.create_connection(door.getsockname())
+        return one, door.accept()[0]
+
+
 @contextmanager
-def _transports(size: int, per_node: int, timeout_s: float = HANG_S, spin_us: float = 0.0) -> Iterator[list[Transport]]:
+def _transports(
+    size: int,
+    per_node: int,
+    timeout_s: float = HANG_S,
+    spin_us: float = 0.0,
+    connect: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+) -> Iterator[list[Transport]]:
     layout = _layout(size, per_node)
-    pairs = {(i, j): socket.socketpair() for i in range(size) for j in range(i + 1, size)}
+    pairs = {(i, j): connect() for i in range(size) for j in range(i + 1, size)}
     memory = [os.memfd_create("test") for _ in layout.nodes]
     for fd in memory:
         os.ftruncate(fd, native.segment_bytes(size, per_node, SMALL, CHUNK))
@@ -129,16 +141,48 @@ def test_a_rank_that_dies_is_noticed_at_once(size: int, per_node: int, strategy:
         assert any(e.peer == size - 1 for e in errors), errors
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(2, 2), (2, 1)])
-def test_ranks_in_different_collectives_are_told_so(size: int, per_node: int) -> None:
-    """Rank 0 reduces 100 elements, rank 1 only 99: both raise RanksDisagree instead of adding up nonsense."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "per_node", "strategy"),
+    [(2, 2, "exchange"), (2, 1, "exchange"), (4, 2, "exchange"), (4, 2, "two_level"), (2, 1, "doubling")],
+)
+def test_ranks_in_different_collectives_are_told_so(
+    size: int, per_node: int, strategy: str, dtype: torch.dtype
+) -> None:
+    """The ranks of the last node (alone on one: the last rank) reduce fewer elements, or as many bytes of another type:
+    all ranks raise RanksDisagree instead of adding up nonsense."""
+    odd = range(size - per_node if size > per_node else size - 1, size)
+    other = torch.ones(99) if dtype == torch.float32 else torch.ones(200, dtype=dtype)
     with _transports(size, per_node) as made:
 
         def differ(rank: int) -> None:
             with pytest.raises(RanksDisagree, match="size, dtype or kind differ"):
-                _sum(made[rank], torch.ones(100 - rank), "exchange")
+                _sum(made[rank], other.clone() if rank in odd else torch.ones(100), strategy)
 
         _together([lambda r=r: differ(r) for r in range(size)])  # type: ignore[misc]
+
+
+def test_over_four_nodes_nobody_adds_up_what_differs() -> None:
+    """Recursive doubling: the odd rank's partner sees it at once; those who would have had the sum from the two of them
+    are told that these are gone."""
+    with _transports(4, 1) as made:
+
+        def differ(rank: int) -> BaseException:
+            with pytest.raises(CommunicationError) as caught:
+                _sum(made[rank], torch.ones(64 if rank == 3 else 128), "doubling")
+            made[rank].close()
+            return caught.value
+
+        errors = _together([lambda r=r: differ(r) for r in range(4)])  # type: ignore[misc]
+        assert all(isinstance(errors[rank], RanksDisagree) for rank in (2, 3)), errors
+        assert all(isinstance(errors[rank], PeerLost) for rank in (0, 1)), errors
+
+
+def test_another_build_of_the_extension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources that moved on without it: what it would read and write is not what is meant."""
+    monkeypatch.setattr(native, "_ABI", native._ABI + 1)
+    with pytest.raises(RuntimeError, match="another version of its source: build anew"):
+        native.segment_bytes(2, 1, SMALL, CHUNK)
 
 
 def test_bytes_that_are_no_frame_are_refused() -> None:
@@ -436,6 +480,23 @@ def test_no_emulated_message_comes_early() -> None:
     one, two, _ = _two_messages(time)
     assert one >= 0.015
     assert two >= 0.025
+
+
+def test_what_came_long_ago_was_not_in_flight_since() -> None:
+    """Over a wire the kernel has a peer's part long before it is asked for: the time between is nobody's flight."""
+    with _transports(2, 1, connect=_tcp_pair) as (one, other):
+        seq = one.start(torch.ones(100), STRATEGIES["exchange"])
+        began = time.monotonic()
+        _sum(other, torch.ones(100), "exchange")
+        sent = time.monotonic()
+        time.sleep(0.2)  # computes
+        asked = time.monotonic()
+        one.wait(seq)
+        ended = time.monotonic()
+        (entry,) = one.entries(lambda name: "net")
+    assert asked - sent >= 0.2
+    # loopback hands over while it sends; 10 ms for what lies between the start and `began`
+    assert entry.in_flight_s < sent - began + ended - asked + 0.01, "what was computed after it had come is not counted"
 
 
 @pytest.mark.parametrize("hidden", [True, False])

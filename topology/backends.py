@@ -18,7 +18,7 @@ import torch.distributed as dist
 from .bootstrap import Bootstrap, MpiBootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Named, PeerLost
 from .ordered import Ordered
-from .two_level import Aside, TwoLevel, two_level
+from .two_level import Call, Relay, TwoLevel, two_level
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,9 +40,9 @@ def other_backend(
     options: CommOptions,
     ledger: Ledger,
     subgroups: Mapping[str, Any],
-    choose: Callable[[int], str] | None = None,
+    takes: Callable[[int], bool] | None = None,
 ) -> Parts:
-    """The parts of the backend `name` (mpi, gloo or nccl); `subgroups` and `choose` as two_level.two_level takes them.
+    """The parts of the backend `name` (mpi, gloo or nccl); `subgroups` and `takes` as two_level.two_level wants them.
     Raises ValueError for a backend that cannot be had here, and for a strategy that it does not have."""
     has = ("auto", "flat") if name == "mpi" else ("auto", "flat", "two_level")
     if options.collective not in (*has, "emulated") and not options.deterministic:
@@ -58,7 +58,7 @@ def other_backend(
 
         backend = MpiBackend(bootstrap, layout, options, ledger, link)
         return backend, backend.gathers, backend.set_timeout, backend.close
-    levels = None if options.deterministic else two_level(options.collective, subgroups, choose)
+    levels = two_level(subgroups, takes)
     timeout = [options.timeout_s]
 
     def set_timeout(seconds: float) -> None:
@@ -78,7 +78,7 @@ def other_backend(
 class GlooCollective:
     """gloo's all-reduce on a torch group; its own threads make progress, if they get processor time. `deterministic`:
     gathered and added up in rank order, as the order of gloo's ring depends on the size. `levels`: what carries some
-    messages instead, on a thread that goes from level to level."""
+    messages instead."""
 
     def __init__(
         self,
@@ -91,11 +91,12 @@ class GlooCollective:
     ) -> None:
         self._group, self._ledger, self._link, self._timeout = group, ledger, link, timeout
         self._deterministic = deterministic
-        self._levels, self._aside = levels, Aside()
+        self._levels, self._relay = levels, None if levels is None else Relay(levels)
         self._seq = 0
 
     def close(self) -> None:
-        self._aside.close()
+        if self._relay is not None:
+            self._relay.close()
 
     def start(self, x: Tensor, layer: str = "") -> _GlooPending:
         if not x.is_contiguous():
@@ -103,23 +104,30 @@ class GlooCollective:
         began = time.monotonic()
         ordered: Any = None
         work: Any
-        strategy, levels = "gloo", self._levels
+        strategy, levels, relay = "gloo", self._levels, self._relay
         if self._deterministic:
             ordered = _guard(lambda: Ordered(x, self._group, async_op=True), self._seq)
             work = ordered.work
-        elif levels is not None and levels.carries(x):
-            work, strategy = self._aside.submit(lambda: levels(x)), "gloo two_level"
+        elif levels is not None and relay is not None and levels.carries(x):
+            work, strategy = _guard(lambda: relay.start(x), self._seq), "gloo two_level"
         else:
             work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
         self._seq += 1
         self._ledger.started += 1
-        return _GlooPending(self, work, x, began, self._seq - 1, ordered, (strategy, layer))
+        return _GlooPending(self, work, x, began, self._seq - 1, ordered, (strategy, layer), _Ending(work))
 
     def named(self, layer: str) -> Named:
         return Named(self, layer)
 
     def _finish(
-        self, work: Any, x: Tensor, began: float, seq: int, ordered: Ordered | None, account: tuple[str, str]
+        self,
+        work: Any,
+        x: Tensor,
+        began: float,
+        seq: int,
+        ordered: Ordered | None,
+        account: tuple[str, str],
+        ending: _Ending,
     ) -> None:
         asked = time.monotonic()
         self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
@@ -128,11 +136,28 @@ class GlooCollective:
             ordered.add_up()
         self._ledger.waiting = ""
         strategy, layer = account
-        self._ledger.add("all_reduce", strategy, self._link, x.nbytes, began, time.monotonic(), asked, layer)
+        self._ledger.add("all_reduce", strategy, self._link, x.nbytes, began, ending.seconds, asked, layer)
+
+
+class _Ending:
+    """When a work was over: noted by the thread that ended it, not by whoever asks later."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._at = work, 0.0
+        if not isinstance(work, Call):
+            work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: Any) -> None:
+        self._at = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """On `time.monotonic`; now, if nobody has noted it yet."""
+        return (self._work.ended_at if isinstance(self._work, Call) else self._at) or time.monotonic()
 
 
 class _GlooPending:
-    __slots__ = ("_account", "_began", "_ordered", "_owner", "_seq", "_work", "_x")
+    __slots__ = ("_account", "_began", "_ending", "_ordered", "_owner", "_seq", "_work", "_x")
 
     def __init__(
         self,
@@ -143,14 +168,15 @@ class _GlooPending:
         seq: int,
         ordered: Ordered | None,
         account: tuple[str, str],
+        ending: _Ending,
     ) -> None:
         self._owner, self._work, self._x, self._began, self._seq = owner, work, x, began, seq
-        self._ordered, self._account = ordered, account
+        self._ordered, self._account, self._ending = ordered, account, ending
 
     def wait(self) -> Tensor:
         work, self._work = self._work, None
         if work is not None:
-            self._owner._finish(work, self._x, self._began, self._seq, self._ordered, self._account)
+            self._owner._finish(work, self._x, self._began, self._seq, self._ordered, self._account, self._ending)
         return self._x
 
 

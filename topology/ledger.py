@@ -18,7 +18,7 @@ Place = Callable[[], tuple[int, str]]
 class Entry:
     """Sums over one kind of collective. `op`: all_reduce or gather. `link`: the slowest link it crossed: node (shared
     memory), net, or "emulated …". Seconds are as one rank saw them: in flight runs from start until the result was
-    there (where only the kernel knows when it came: until it was asked for), waited is the part inside `wait`. `layer`:
+    there, waited is the part inside `wait`. `layer`:
     what it completed, wiring and sub-block as in "ladder attention"; "" where nobody said."""
 
     op: str

@@ -28,6 +28,7 @@ static size_t lt_layout(lt_comm *c, char *base) {
     PLACE(stages, n * sizeof(lt_stage));
     PLACE(own, n * LT_SLOTS * c->small);
     PLACE(sums, (size_t)c->nodes * LT_SLOTS * c->small);
+    PLACE(parts, (size_t)c->nodes * LT_SLOTS * sizeof(lt_part));
     PLACE(ring_in, n * LT_RING * c->chunk);
     PLACE(ring_out, (size_t)LT_RING * c->chunk);
 #undef PLACE
@@ -77,6 +78,7 @@ LT_API void lt_free(lt_comm *c) {
     free((void *)c->total_sent);
     free(c->rail_heads);
     free((void *)c->step_got);
+    free(c->step_heads);
     free(c->peers);
     free(c);
 }
@@ -122,13 +124,14 @@ LT_API lt_comm *lt_open(int rank, int size, int per_node, const int *fds, int se
     }
     ok = ok && (c->rail_got = calloc((size_t)c->nodes, 8)) && (c->rail_sent = calloc((size_t)c->nodes, 8)) &&
          (c->total_got = calloc((size_t)c->nodes, 8)) && (c->total_sent = calloc((size_t)c->nodes, 8)) &&
-         (c->step_got = calloc(LT_SLOTS * 8, 8));
+         (c->step_got = calloc(LT_SLOTS * 8, 8)) && (c->step_heads = calloc(LT_SLOTS * 8, sizeof(lt_frame)));
     struct epoll_event e = {.events = EPOLLIN, .data.u32 = UINT32_MAX};
     ok = ok && epoll_ctl(c->epoll, EPOLL_CTL_ADD, c->bell, &e) == 0;
     for (int r = 0; ok && r < size; r++) {
         lt_peer *p = &c->peers[r];
         if (r == rank) continue;
         if (!p->local) ok = (p->rx = lt_lazy(LT_SLOTS * (small + sizeof(lt_frame)))) != NULL;
+        if (!p->local) lt_ask_for_times(p->fd);
         e = (struct epoll_event){.events = 0, .data.u32 = (uint32_t)r};
         ok = ok && epoll_ctl(c->epoll, EPOLL_CTL_ADD, p->fd, &e) == 0;
     }
@@ -169,6 +172,8 @@ LT_API void lt_close(lt_comm *c) {
     lt_tell_verdict(c);
     lt_hang_up(c);
 }
+
+LT_API int lt_abi(void) { return LT_ABI; }
 
 LT_API void lt_set_timeout(lt_comm *c, int64_t ns) { atomic_store(&c->timeout_ns, ns); }
 
@@ -316,6 +321,11 @@ static int lt_check(lt_comm *c, lt_op *op) { /* all ranks mean the same collecti
         if (h->bytes != (uint32_t)op->bytes || h->tag != lt_tag(op))
             return lt_fail(c, LT_MISMATCH, c->node * c->per_node + l, op->seq);
     }
+    for (int n = 0; op->strategy == LT_TWO_LEVEL && n < c->nodes; n++) {
+        lt_part *part = &c->parts[n * LT_SLOTS + slot];
+        if (part->bytes != (uint32_t)op->bytes || part->tag != lt_part_tag(op->kind, op->dtype))
+            return lt_fail(c, LT_MISMATCH, n * c->per_node + c->local, op->seq);
+    }
     for (int r = 0; op->strategy == LT_EXCHANGE && r < c->size; r++) {
         if (c->peers[r].local) continue;
         lt_frame h;
@@ -324,6 +334,17 @@ static int lt_check(lt_comm *c, lt_op *op) { /* all ranks mean the same collecti
             return lt_fail(c, LT_MISMATCH, r, op->seq);
     }
     return 0;
+}
+
+/* When the last part of an exchange was there: the node's at `inside`, the others' as the kernel says; 0 if it does not. */
+static int64_t lt_last_arrival(lt_comm *c, int slot, int64_t inside) {
+    for (int r = 0; r < c->size; r++) {
+        if (c->peers[r].local) continue;
+        int64_t at = c->peers[r].arrived_ns[slot];
+        if (at == 0) return 0;
+        if (at > inside) inside = at;
+    }
+    return inside;
 }
 
 static void lt_account(lt_comm *c, lt_op *op, int64_t arrival, int64_t entered) {
@@ -363,7 +384,7 @@ static int lt_finish(lt_comm *c, lt_op *op) {
         }
         if (op->strategy == LT_EXCHANGE && c->nodes > 1) {
             if ((code = lt_await_wires(c, op->seq, &patience))) return code;
-            arrival = 0; /* when the kernel had it is not known: taken as now */
+            arrival = lt_last_arrival(c, slot, arrival);
         }
         if ((code = lt_check(c, op))) return code;
         const void *in[LT_MAX_RANKS];
@@ -450,6 +471,7 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
         for (int l = 0; l < c->per_node; l++) in[l] = lt_own(c, l, slot);
         char *sum = lt_node_sum(c, c->node, slot);
         lt_sum(in, c->per_node, 0, count, sum, dtype);
+        c->parts[c->node * LT_SLOTS + slot] = (lt_part){(uint32_t)bytes, lt_part_tag(kind, dtype)};
         lt_frame head = lt_head_of(op, LT_F_NODE);
         for (int k = 1; k < c->nodes; k++) {
             int code = lt_send(c, (c->node + k) % c->nodes * c->per_node + c->local, &head, sum, NULL);

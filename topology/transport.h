@@ -19,6 +19,7 @@
 #define LT_LAYERS 16 /* names that accounts stand under; 0: none */
 #define LT_SLICE_NS 50000000LL /* a sleeper looks up this often to see whether a peer is gone */
 #define LT_MAGIC 0x4c545452u
+#define LT_ABI 2 /* of what transport.py calls and reads: counted up with each change of it */
 
 enum lt_kind { LT_REDUCE = 0, LT_GATHER = 1 };
 enum lt_strategy { LT_EXCHANGE = 0, LT_TWO_LEVEL = 1, LT_PIPELINE = 2, LT_DOUBLING = 3, LT_STRATEGIES = 4 };
@@ -41,6 +42,10 @@ typedef struct { /* what a rank has published in one slot */
     uint32_t bytes, tag;
     char pad[48];
 } lt_head;
+
+typedef struct { /* what a node's sum is of, beside it: the node may be in another collective */
+    uint32_t bytes, tag;
+} lt_part;
 
 typedef struct { /* one slot, for the whole node */
     _Atomic uint32_t arrived; /* counts on over the slot's lives: a multiple of per_node is everybody */
@@ -84,6 +89,8 @@ typedef struct {
     size_t head_got, body_got;
     char *into;
     uint64_t whole; /* whole vectors received: collective + 1 */
+    int64_t heard_ns;               /* when the kernel had what was read last; 0: it does not say */
+    int64_t arrived_ns[LT_SLOTS];   /* and the last byte of a slot's whole vector */
     char *rx;       /* [SLOTS][small] */
 } lt_peer;
 
@@ -123,6 +130,7 @@ typedef struct lt_comm {
     lt_stage *stages; /* [per_node] */
     char *own;       /* [per_node][SLOTS][small] */
     char *sums;      /* [nodes][SLOTS][small] */
+    lt_part *parts;  /* [nodes][SLOTS] */
     char *ring_in;   /* [per_node][RING][chunk] */
     char *ring_out;  /* [RING][chunk] */
 
@@ -151,6 +159,7 @@ typedef struct lt_comm {
     _Atomic uint64_t *rail_got, *rail_sent, *total_got, *total_sent; /* [nodes]: chunks */
 
     char *steps;        /* DOUBLING: [SLOTS][8][small] received */
+    lt_frame *step_heads; /* [SLOTS][8]: and what was said of it */
     char *partial;      /* [SLOTS][2][small]: the sum so far and what is being sent */
     _Atomic uint64_t *step_got; /* [SLOTS][8]: collective + 1 */
 

@@ -34,6 +34,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = tuple(STRATEGIES)
 _OPS = ("all_reduce", "gather")
 _TIMEOUT, _LOST, _MISMATCH, _PROTOCOL, _CLOSED, _TOO_LARGE, _SYSTEM, _BUSY = range(1, 9)
+_ABI = 2  # LT_ABI of transport.h
 _DEPTH = 4  # collectives in flight
 _LAYERS = 16  # names that accounts stand under
 
@@ -75,7 +76,12 @@ def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
         raise RuntimeError(
             f"{EXTENSION} is not built: install with a C compiler at hand (pip install -e .), or use backend: gloo"
         )
-    return kind(str(path))
+    library = kind(str(path))
+    if not hasattr(library, "lt_abi") or library.lt_abi() != _ABI:
+        raise RuntimeError(
+            f"{path} was built from another version of its source: build anew (make env, or pip install -e .)"
+        )
+    return library
 
 
 class Transport:

@@ -11,7 +11,9 @@
 #include <time.h>
 #include <unistd.h>
 #include <limits.h>
+#include <linux/errqueue.h>
 #include <linux/futex.h>
+#include <linux/net_tstamp.h>
 #include <sys/syscall.h>
 
 #include "transport_chunks.h"
@@ -44,6 +46,36 @@ static int lt_fail(lt_comm *c, int code, int peer, uint64_t seq) {
         }
     }
     return -atomic_load(&c->error);
+}
+
+static void lt_ask_for_times(int fd) {
+    int what = SOF_TIMESTAMPING_RX_SOFTWARE | SOF_TIMESTAMPING_SOFTWARE;
+    if (setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPING, &what, sizeof what) < 0) return; /* then nobody says when */
+}
+
+/* As recv; *heard_ns becomes the time, on CLOCK_MONOTONIC, at which the kernel had the last of these bytes, or 0. */
+static ssize_t lt_recv(int fd, void *into, size_t bytes, int64_t *heard_ns) {
+    union {
+        struct cmsghdr head;
+        char bytes[CMSG_SPACE(sizeof(struct scm_timestamping)) + 64];
+    } space;
+    struct iovec v = {into, bytes};
+    struct msghdr m = {.msg_iov = &v, .msg_iovlen = 1, .msg_control = &space, .msg_controllen = sizeof space};
+    ssize_t n = recvmsg(fd, &m, MSG_DONTWAIT);
+    if (n <= 0) return n;
+    *heard_ns = 0;
+    for (struct cmsghdr *h = CMSG_FIRSTHDR(&m); h; h = CMSG_NXTHDR(&m, h)) {
+        if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SO_TIMESTAMPING) continue;
+        struct scm_timestamping times;
+        struct timespec now;
+        memcpy(&times, CMSG_DATA(h), sizeof times);
+        if (!times.ts[0].tv_sec) continue;
+        int64_t here = lt_now();
+        clock_gettime(CLOCK_REALTIME, &now); /* the kernel stamps by the clock that others set: only its age is taken */
+        int64_t age = (int64_t)(now.tv_sec - times.ts[0].tv_sec) * 1000000000LL + now.tv_nsec - times.ts[0].tv_nsec;
+        *heard_ns = here - (age > 0 ? age : 0);
+    }
+    return n;
 }
 
 static void lt_ring(int fd) {
@@ -161,6 +193,8 @@ static int lt_send(lt_comm *c, int rank, const lt_frame *head, const void *data,
 
 /* ---- receiving; the caller holds c->net ---- */
 
+static uint32_t lt_part_tag(int kind, int dtype) { return (uint32_t)(kind << 16 | dtype); }
+
 static void lt_part_arrived(lt_comm *c, int slot, uint64_t seq) {
     lt_sync *s = &c->syncs[slot];
     if ((atomic_fetch_add(&s->parts, 1) + 1) % (uint32_t)c->nodes) return;
@@ -210,16 +244,23 @@ static void lt_arrived(lt_comm *c, int rank) {
     int slot = (int)(p->head.seq % LT_SLOTS);
     switch (p->head.kind) {
     case LT_F_WHOLE:
+        p->arrived_ns[slot] = p->heard_ns;
         memcpy(p->rx + (size_t)LT_SLOTS * c->small + (size_t)slot * sizeof(lt_frame), &p->head, sizeof(lt_frame));
         __atomic_store_n(&p->whole, p->head.seq + 1, __ATOMIC_RELEASE);
         break;
-    case LT_F_NODE: lt_part_arrived(c, slot, p->head.seq); break;
+    case LT_F_NODE:
+        c->parts[rank / c->per_node * LT_SLOTS + slot] = (lt_part){p->head.bytes, lt_part_tag(p->head.op, p->head.dtype)};
+        lt_part_arrived(c, slot, p->head.seq);
+        break;
     case LT_F_CHUNK:
         c->rail_heads[lt_rail_slot(rank / c->per_node, p->head.seq)] = p->head;
         c->rail_got[rank / c->per_node]++;
         break;
     case LT_F_TOTAL: c->total_got[rank / c->per_node]++; break;
-    case LT_F_STEP: c->step_got[slot * 8 + p->head.step] = p->head.seq + 1; break;
+    case LT_F_STEP:
+        c->step_heads[slot * 8 + p->head.step] = p->head;
+        c->step_got[slot * 8 + p->head.step] = p->head.seq + 1;
+        break;
     default: break;
     }
 }
@@ -231,12 +272,12 @@ static int lt_pump(lt_comm *c, int rank) {
     while (!p->eof && atomic_load(&c->error) == 0) {
         ssize_t n;
         if (p->head_got < sizeof p->head) {
-            n = recv(p->fd, (char *)&p->head + p->head_got, sizeof p->head - p->head_got, MSG_DONTWAIT);
+            n = lt_recv(p->fd, (char *)&p->head + p->head_got, sizeof p->head - p->head_got, &p->heard_ns);
         } else {
             if (!p->into && !(p->into = lt_route(c, rank))) return arrived;
             p->paused = 0;
             size_t left = p->head.bytes - p->body_got;
-            n = left ? recv(p->fd, p->into + p->body_got, left, MSG_DONTWAIT) : 0;
+            n = left ? lt_recv(p->fd, p->into + p->body_got, left, &p->heard_ns) : 0;
             if (n >= 0 && (n > 0 || !left)) {
                 p->body_got += (size_t)n;
                 if (p->body_got < p->head.bytes) continue;

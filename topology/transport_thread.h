@@ -174,6 +174,11 @@ static int lt_doubling(lt_comm *c, lt_op *op) {
             moved = 1;
         }
         if (c->step_got[slot * 8 + op->step] != op->seq + 1) break;
+        lt_frame *said = &c->step_heads[slot * 8 + op->step];
+        if (said->bytes != (uint32_t)op->bytes || said->dtype != op->dtype) {
+            lt_fail(c, LT_MISMATCH, partner, op->seq);
+            return 1;
+        }
         char *theirs = c->steps + ((size_t)slot * 8 + op->step) * c->small;
         const void *in[2] = {partner < c->rank ? theirs : partial, partner < c->rank ? partial : theirs};
         lt_sum(in, 2, 0, op->count, partial, op->dtype);

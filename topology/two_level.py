@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,9 +32,10 @@ class TwoLevel:
     to the current stream, one after another, and the host waits for none: NCCL takes a part that lies in the whole at
     rank x part for both ends of a scatter or gather, so nothing is allocated and the whole may be captured."""
 
-    def __init__(self, intra: Any, rail: Any, takes: Callable[[int], bool]) -> None:
-        """Torch groups of this rank's node and rail; `takes`: message bytes -> whether to go in two levels."""
-        self._intra, self._rail, self._takes = intra, rail, takes
+    def __init__(self, intra: Any, rail: Any, takes: Callable[[int], bool], gather: Any = None) -> None:
+        """Torch groups of this rank's node and rail; `takes`: message bytes -> whether to go in two levels; `gather`:
+        another group of the node, which Relay needs."""
+        self._intra, self._rail, self._takes, self._gather = intra, rail, takes, gather or intra
         self.ranks, self._index = dist.get_world_size(intra), dist.get_rank(intra)
 
     def carries(self, x: Tensor) -> bool:
@@ -43,44 +45,80 @@ class TwoLevel:
         return x.numel() % self.ranks == 0 and self._takes(x.nbytes)
 
     def __call__(self, x: Tensor) -> None:
+        whole, part = self.parts(x)
+        self.scatter(whole, part, False)
+        self.cross(part, False)
+        self.collect(whole, part)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x in one dimension, and this rank's part of it."""
         whole = x.view(-1)
         each = whole.numel() // self.ranks
-        part = whole[self._index * each : (self._index + 1) * each]
-        _reduce_scatter(part, whole, group=self._intra)
-        dist.all_reduce(part, group=self._rail)
-        _all_gather(whole, part, group=self._intra)
+        return whole, whole[self._index * each : (self._index + 1) * each]
+
+    def scatter(self, whole: Tensor, part: Tensor, async_op: bool) -> Any:
+        return _reduce_scatter(part, whole, group=self._intra, async_op=async_op)
+
+    def cross(self, part: Tensor, async_op: bool) -> Any:
+        return dist.all_reduce(part, group=self._rail, async_op=async_op)
+
+    def collect(self, whole: Tensor, part: Tensor) -> None:
+        _all_gather(whole, part, group=self._gather)
 
 
-def two_level(
-    collective: str, subgroups: Mapping[str, Any], choose: Callable[[int], str] | None = None
-) -> TwoLevel | None:
-    """What carries messages in two levels where `collective` (of CommOptions) says so, or says auto and `choose`
-    (message bytes -> strategy) does for some sizes; None where all go flat, as they do in a group on one node or with
-    one rank a node: such a one has not both `subgroups`, intra and rail."""
-    intra, rail = subgroups.get("intra"), subgroups.get("rail")
-    if intra is None or rail is None:
+def two_level(subgroups: Mapping[str, Any], takes: Callable[[int], bool] | None) -> TwoLevel | None:
+    """What carries messages in two levels that `takes` (message bytes -> whether; None: none). None where all go flat,
+    as they do in a group on one node or with one rank a node: such a one has not both `subgroups`, intra and rail."""
+    if takes is None or not {"intra", "rail"} <= subgroups.keys():
         return None
-    if collective == "two_level":
-        return TwoLevel(intra, rail, lambda nbytes: True)
-    if collective == "auto" and choose is not None:
-        return TwoLevel(intra, rail, lambda nbytes: choose(nbytes) == "two_level")
-    return None
+    return TwoLevel(subgroups["intra"], subgroups["rail"], takes, subgroups.get("gather"))
+
+
+class Relay:
+    """TwoLevel over a library that works on the host, where somebody must wait for a level before the next can be set
+    off: two threads do. Several messages travel at once, as the wirings want it; and since torch matches calls of a
+    group by their order, each group is called from one thread alone, in program order: the node's from the caller's,
+    the rail from the one that waits for the scatter, a second one of the node (`gather` of TwoLevel) from the other."""
+
+    def __init__(self, levels: TwoLevel) -> None:
+        self._levels, self._across, self._back = levels, Aside(), Aside()
+
+    def start(self, x: Tensor) -> Call:
+        levels, crossing = self._levels, list[Any]()
+        whole, part = levels.parts(x)
+        scattering = levels.scatter(whole, part, True)
+
+        def cross() -> None:
+            scattering.wait()
+            crossing.append(levels.cross(part, True))
+
+        def come_back() -> None:
+            crossed.wait()
+            crossing[0].wait()
+            levels.collect(whole, part)
+
+        crossed = self._across.submit(cross)
+        return self._back.submit(come_back)
+
+    def close(self) -> None:
+        """Ends the threads, unless a call hangs in them; always returns. Idempotent."""
+        self._across.close()
+        self._back.close()
 
 
 class Aside:
-    """A thread that makes calls one after another, in the order in which they were given, and sleeps between: for a
-    library that works on the host, where the second level can only be set off when somebody has waited for the first.
-    In order, since all ranks must call the groups of both levels alike. A call that fails fails all after it."""
+    """A thread that makes calls one after another, in the order in which they were given, and sleeps between. A call
+    that fails fails all after it."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, call: Callable[[], None]) -> _Call:
+    def submit(self, call: Callable[[], None]) -> Call:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="laddertron-two-level", daemon=True)
             self._thread.start()
-        made = _Call(call)
+        made = Call(call)
         self._calls.put(made)
         return made
 
@@ -98,15 +136,16 @@ class Aside:
                 failed = made.make(failed)
 
 
-class _Call:
-    """A call under way; waited for as torch's Work is."""
+class Call:
+    """A call under way; waited for as torch's Work is. `ended_at`: on `time.monotonic`, once it is over."""
 
-    __slots__ = ("_call", "_error", "_over")
+    __slots__ = ("_call", "_error", "_over", "ended_at")
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
         self._error: BaseException | None = None
         self._over = threading.Event()
+        self.ended_at = 0.0
 
     def make(self, failed: BaseException | None) -> BaseException | None:
         """Makes it, unless one before has `failed`; why it failed itself."""
@@ -116,12 +155,14 @@ class _Call:
                 self._call()
             except BaseException as error:
                 self._error = error
+        self.ended_at = time.monotonic()
         self._over.set()
         return self._error
 
-    def wait(self, timeout: timedelta) -> None:
-        """Raises RuntimeError if it is not over in time, or what the call raised."""
-        if not self._over.wait(timeout.total_seconds()):
-            raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raises RuntimeError if it is not over in time (None: there is no hurry), or what the call raised."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        if not self._over.wait(seconds):
+            raise RuntimeError(f"timed out after {seconds:g} s")
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
