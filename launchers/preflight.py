@@ -113,7 +113,7 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
         status, outcome = 0, None
         everyone = bootstrap.all_gather(json.dumps({"report": asdict(report), "links": links}).encode())
         if bootstrap.rank == 0:
-            outcome = _judge(deployment, fabric, shape, backend, everyone, points)
+            outcome = _judge(deployment, fabric, layout, shape, backend, everyone, points)
             outcome = replace(outcome, carrier=line.carrier if line is not None else "")
             status = int(outcome.broken)
         status = bootstrap.all_gather(bytes([status]))[0][0]
@@ -135,6 +135,7 @@ def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tu
 def _judge(
     deployment: Deployment,
     fabric: Fabric,
+    layout: GroupLayout,
     shape: Shape,
     backend: Backend,
     everyone: Sequence[bytes],
@@ -146,7 +147,10 @@ def _judge(
     fitted = fit(points, backend) if points else None
     findings = judge(reports, links, fitted, deployment.parallel.require_transport)
     broken = any(f.severity == "error" for f in findings)
-    tuning = None if broken or fitted is None else make(fabric, shape, fitted, tuned.versions())
+    tuning = None
+    if fitted is not None and not broken:
+        own = tuned.group_hosts(fabric, [r.hostname for r in reports], layout)
+        tuning = make(own, shape, fitted, tuned.versions())
     return Outcome(fabric, shape, backend, reports, links, fitted, findings, tuning)
 
 

@@ -69,6 +69,12 @@ def group_shape(fabric: Fabric, deployment: Deployment, nodes: Sequence[str], la
     return shape_of(fabric, placement, layout.ranks[0] // layout.size)
 
 
+def group_hosts(fabric: Fabric, nodes: Sequence[str], layout: GroupLayout) -> Fabric:
+    """This group's hosts alone: what a tuning file is made for and compared with, as a replica that is a job of its own
+    sees no others."""
+    return fabric.only(dict.fromkeys(nodes[rank] for rank in layout.ranks))
+
+
 def versions() -> dict[str, str]:
     """Of the libraries that a measurement depends on."""
     import torch
@@ -125,6 +131,7 @@ def tuned_choice(
             # a configured fabric is a file, which other nodes need not have
             fabric = gathered or fabric_of_job(deployment, bootstrap, nodes)
             shape = group_shape(fabric, deployment, nodes, layout)
+            fabric = group_hosts(fabric, nodes, layout)
         except (OSError, ValueError) as error:
             log.warning("collectives go by message size alone, the group's place on the fabric is not known: %s", error)
         else:

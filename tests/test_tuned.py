@@ -185,6 +185,23 @@ def test_a_fabric_that_lacks_the_hosts_is_warned_of(tmp_path: Path, caplog: pyte
     assert "host 'a' is not in the fabric" in caplog.text
 
 
+def test_a_file_fits_a_replica_that_is_a_job_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two replicas, each inside one of two nodes. What preflight measured over both hosts is one group's: the replica
+    that is launched alone, and sees its own host only, takes it, and so does each group of one job."""
+    here = fabric_here().nodes[0]
+    both = Fabric(tuple(replace(here, hostname=name) for name in ("a", "b")))
+    nodes, given = ("a", "a", "b", "b"), deployment(tmp_path / "tuning.json", replicas=2)
+    own, shape = tuned.group_hosts(both, nodes, ONE_NODE), tuned.group_shape(both, given, nodes, ONE_NODE)
+    assert [n.hostname for n in own.nodes] == ["a"]
+    measured(shape, own, 1 << 14).save(tmp_path / "tuning.json")
+    both.save(tmp_path / "fabric.json")
+    given = replace(given, launch=Launch(fabric=str(tmp_path / "fabric.json")))
+    with caplog.at_level(logging.WARNING):
+        for place in (("b", "b"), nodes):
+            assert tuned.tuned_choice(given, Alone(size=len(place)), place, ONE_NODE) is not None
+    assert caplog.text == ""
+
+
 def test_the_models_own_messages_are_measured() -> None:
     """A width of 192 in fp32 at the batches of decode; nothing where the model is elsewhere."""
     demo = Path(__file__).parents[1] / "configs" / "demo-ladder"
