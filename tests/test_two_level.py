@@ -11,17 +11,18 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from laddertron.engine.config_schema import Deployment, Launch, Model, Parallel
 from laddertron.launchers import preflight, tuned
-from laddertron.topology import gpu_stream, nccl, two_level
+from laddertron.topology import gpu_stream, groups, nccl, two_level
 from laddertron.topology.backends import other_backend
 from laddertron.topology.collectives import CollectiveTimeout, CommunicationError
 from laddertron.topology.cost import Shape, Strategy
 from laddertron.topology.discover import discover
+from laddertron.topology.emulated import Emulation
 from laddertron.topology.fabric import Fabric
 from laddertron.topology.fit import Point, fit
 from laddertron.topology.groups import CommOptions, Communicator, connect
@@ -200,12 +201,17 @@ def test_who_goes_in_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both groups must be there, and the strategy asked for or chosen; then the size and its divisibility decide."""
     _fake_dist(monkeypatch, 8, 0)
     both, choose = {"intra": "i", "rail": "r"}, tuned.look_up(TABLE)
-    assert two_level.two_level("two_level", {"intra": "i"}) is None
-    assert two_level.two_level("two_level", {"rail": "r"}) is None
-    assert two_level.two_level("auto", both) is None
-    assert two_level.two_level("flat", both, choose) is None
-    assert two_level.two_level("emulated", both, choose) is None
-    always, chosen = two_level.two_level("two_level", both), two_level.two_level("auto", both, choose)
+
+    def levels(collective: Any, given: Any = None, **more: Any) -> two_level.TwoLevel | None:
+        emulation = Emulation("x", 0.0) if collective == "emulated" else None
+        options = CommOptions(collective=collective, emulation=emulation, **more)
+        return two_level.two_level(both, groups._takes(options, given))
+
+    assert two_level.two_level({"intra": "i"}, lambda nbytes: True) is None
+    assert two_level.two_level({"rail": "r"}, lambda nbytes: True) is None
+    assert [levels("auto"), levels("flat", choose), levels("emulated", choose)] == [None] * 3
+    assert [levels("auto", choose, deterministic=True), levels("two_level", deterministic=True)] == [None] * 2
+    always, chosen = levels("two_level"), levels("auto", choose)
     assert always is not None
     assert chosen is not None
     sizes = [(8, True, False), (1024, True, False), (4096, True, True), (4097, False, False), (65_536, True, False)]
@@ -311,6 +317,50 @@ def test_calls_are_made_in_their_order_and_one_that_fails_fails_the_rest() -> No
     aside.close()
 
 
+def test_a_message_goes_on_while_another_is_under_way() -> None:
+    """Two messages, and nobody waits: the second crosses while the first does. What came back first is not gathered
+    before it: the node's ranks must agree on the order."""
+    crossing, arrived, made = threading.Semaphore(0), [threading.Event(), threading.Event()], list[str]()
+
+    class Held:
+        """A work that is over when it is told so."""
+
+        def __init__(self, over: threading.Event | None = None) -> None:
+            self._over = over
+
+        def wait(self) -> None:
+            assert self._over is None or self._over.wait(60)
+
+    class Levels:
+        def parts(self, x: int) -> tuple[int, int]:
+            return x, x
+
+        def scatter(self, whole: int, part: int, async_op: bool) -> Held:
+            made.append(f"scatter {whole}")
+            return Held()
+
+        def cross(self, part: int, async_op: bool) -> Held:
+            crossing.release()
+            return Held(arrived[part])
+
+        def collect(self, whole: int, part: int) -> None:
+            made.append(f"collect {whole}")
+
+    levels: Any = Levels()
+    relay = two_level.Relay(levels)
+    calls = [relay.start(x) for x in cast("list[torch.Tensor]", [0, 1])]
+    assert crossing.acquire(timeout=60)
+    assert crossing.acquire(timeout=60), "the second waits for the first"
+    arrived[1].set()
+    with pytest.raises(RuntimeError, match="timed out"):
+        calls[1].wait(timedelta(seconds=0.05))
+    assert made == ["scatter 0", "scatter 1"]
+    arrived[0].set()
+    calls[1].wait(timedelta(seconds=60))
+    assert made[2:] == ["collect 0", "collect 1"]
+    relay.close()
+
+
 def test_closing_ends_the_thread_and_a_hanging_call_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_level, "_JOIN_S", 0.05)
     over = threading.Event()
@@ -389,7 +439,8 @@ def test_nccl_is_called_in_place_on_the_side_stream(monkeypatch: pytest.MonkeyPa
     streams = _Streams(monkeypatch, capturing)
 
     def called(name: str) -> Callable[..., None]:
-        def call(*tensors: torch.Tensor, group: str) -> None:
+        def call(*tensors: torch.Tensor, group: str, async_op: bool = False) -> None:
+            assert not async_op, "that would go to a stream of the library's own"
             places = [(t.data_ptr(), t.numel()) for t in tensors]
             calls.append((name, group, streams.current, *places))
 
@@ -399,7 +450,7 @@ def test_nccl_is_called_in_place_on_the_side_stream(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(two_level, "_all_gather", called("all_gather"))
     monkeypatch.setattr("laddertron.topology.two_level.dist.all_reduce", called("all_reduce"))
     monkeypatch.setattr("laddertron.topology.nccl.dist.all_reduce", called("all_reduce"))
-    levels = two_level.two_level("two_level", {"intra": "intra", "rail": "rail"})
+    levels = two_level.two_level({"intra": "intra", "rail": "rail"}, lambda nbytes: True)
     ledger = Ledger()
     collective = nccl.nccl_collective("tp", ledger, "net", levels=levels)
     assert [call[:3] for call in calls] == [
@@ -430,7 +481,8 @@ def case_nccl_over_gloo(rank: Rank) -> list[str]:
     with rank.connect(2, CommOptions(backend="gloo")) as comm, pytest.MonkeyPatch.context() as patch:
         _Streams(patch)
         ledger = Ledger()
-        levels = two_level.two_level("auto", comm.subgroups, tuned.look_up(TABLE))
+        choose = tuned.look_up(TABLE)
+        levels = two_level.two_level(comm.subgroups, lambda nbytes: choose(nbytes) == "two_level")
         collective = nccl.nccl_collective(comm.process_groups.tp, ledger, "net", levels=levels)
         for count in (1000, 2000, 2001, 16_000, 16_001, 20_000):
             parts = _parts(rank.size, count, "float32", count)

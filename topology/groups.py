@@ -76,7 +76,7 @@ class Communicator:
     """One group on one rank. `rank` counts inside the group; one thread starts and waits for all of its collectives,
     in the same order on every rank. `process_groups`: Megatron-core's ProcessGroupCollection (tp; None where
     CommOptions.process_groups is off); `subgroups`: torch groups of this rank's node (intra) and rail, those with more
-    than one rank."""
+    than one rank; for gloo in two levels a second one of the node (gather)."""
 
     def __init__(
         self,
@@ -147,9 +147,10 @@ def connect(
     plans = PlanChannel(rank, mesh.plan)
     closers: list[Callable[[], None]] = [plans.close]
     groups, subgroups = None, dict[str, Any]()
+    takes = _takes(options, choose)
     try:
         if options.process_groups or backend in ("gloo", "nccl"):
-            groups, subgroups, end = _process_groups(bootstrap, layout, options, backend)
+            groups, subgroups, end = _process_groups(bootstrap, layout, options, backend, takes is not None)
             closers.append(end)
         all_reduce: Collective
         gathers: Gather
@@ -176,7 +177,7 @@ def connect(
             from .backends import other_backend
 
             all_reduce, gathers, set_timeout, end = other_backend(
-                backend, bootstrap, layout, groups, options, ledger, subgroups, choose
+                backend, bootstrap, layout, groups, options, ledger, subgroups, takes
             )
             closers.insert(0, end)
         if options.emulation is not None:
@@ -223,11 +224,23 @@ def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int],
     return strategy
 
 
+def _takes(options: CommOptions, choose: Callable[[int], str] | None) -> Callable[[int], bool] | None:
+    """Message bytes -> whether gloo or NCCL is to go in two levels; None where it never is."""
+    if options.deterministic:
+        return None
+    if options.collective == "two_level":
+        return lambda nbytes: True
+    if options.collective == "auto" and choose is not None:
+        return lambda nbytes: choose(nbytes) == "two_level"
+    return None
+
+
 def _process_groups(
-    bootstrap: Bootstrap, layout: GroupLayout, options: CommOptions, backend: str
+    bootstrap: Bootstrap, layout: GroupLayout, options: CommOptions, backend: str, two_levels: bool
 ) -> tuple[Any, dict[str, Any], Callable[[], None]]:
     """Megatron-core's view of the job: a HyperCommGrid over (intra, rail, replica) and the collection that its layers
-    take. torch.distributed is initialised if nobody did, and then ended with the Communicator."""
+    take. torch.distributed is initialised if nobody did, and then ended with the Communicator. `two_levels`: some
+    messages go so, for which gloo needs a second group of the node."""
     import torch.distributed as dist
 
     with warnings.catch_warnings():
@@ -266,6 +279,9 @@ def _process_groups(
                 for name, count in zip(("intra", "rail"), shape, strict=False)
                 if count > 1
             }
+            if backend == "gloo" and two_levels and len(subgroups) == 2:
+                again = HyperCommGrid(shape, ["intra", "rail", "replica"], backend=torch_backend)
+                subgroups["gather"] = again.create_pg("intra", timeout=wait)
         except BaseException:
             if mine:
                 dist.destroy_process_group()
