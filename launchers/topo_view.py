@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -27,9 +28,9 @@ SYS   between NUMA nodes"""
 
 def fabric_view(fabric: Fabric) -> RenderableType:
     """One tree and matrix for each kind of host, hosts that are alike named together."""
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[Node, list[int]] = {}
     for i, node in enumerate(fabric.nodes):
-        kinds.setdefault(repr(sorted(node.traits().items())), []).append(i)
+        kinds.setdefault(_kind(node), []).append(i)
     parts: list[RenderableType] = []
     for members in kinds.values():
         nodes = [fabric.nodes[i] for i in members]
@@ -39,6 +40,31 @@ def fabric_view(fabric: Fabric) -> RenderableType:
     if any(n.devices for n in fabric.nodes):
         parts.append(Text(LEGEND, style="dim"))
     return Group(*parts)
+
+
+def _kind(node: Node) -> Node:
+    """The node without what tells two machines of one kind apart: names, addresses, PCI and serial numbers, and of the
+    memory what the kernel kept for itself. Of its interfaces those of hardware."""
+    return replace(
+        node,
+        hostname="any",
+        memory_bytes=_rounded(node.memory_bytes),
+        numa=tuple(replace(n, memory_bytes=_rounded(n.memory_bytes)) for n in node.numa),
+        devices=tuple(replace(d, pci="", uuid="") for d in node.devices),
+        hcas=tuple(replace(h, pci="", interface="") for h in node.hcas),
+        nics=tuple(replace(n, name=str(i), addresses=(), pci="") for i, n in enumerate(_hardware(node))),
+        links=tuple(sorted(node.links, key=lambda k: (k.a, k.b))),
+    )
+
+
+def _hardware(node: Node) -> list[Nic]:
+    return sorted((n for n in node.nics if n.physical), key=lambda n: n.name)
+
+
+def _rounded(count: int) -> int:
+    """To 1/32 of its size."""
+    step = 1 << max(count.bit_length() - 5, 0)
+    return (count + step // 2) // step * step
 
 
 def _tree(nodes: Sequence[Node]) -> Tree:

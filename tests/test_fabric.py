@@ -177,6 +177,22 @@ def test_digest_knows_machines_not_names() -> None:
     assert "7 x InfiniBand 400 Gb/s" in said
 
 
+def test_digest_knows_how_far_gpus_are_from_hcas() -> None:
+    """Each GPU across the sockets from its nearest port, on one host: another fabric, in words. A port that is down is
+    near to nobody, and without any, the paths there are do not count."""
+    pair = load(PAIR)
+    first, second = pair.nodes
+    ports = {h.key for h in first.hcas}
+    far = replace(first, links=tuple(replace(k, path="SYS") if {k.a, k.b} & ports else k for k in first.links))
+    other = Fabric((far, second))
+    assert other.digest != pair.digest
+    (said,) = differences(tuple(n.traits() for n in pair.nodes), other)
+    assert said == "paths to hcas: 8 x PXB there, 8 x SYS here"
+    down = replace(first, hcas=tuple(replace(h, state="DOWN") for h in first.hcas))
+    assert down.traits()["paths to hcas"] == "none"
+    assert replace(down, links=far.links).traits() == down.traits()
+
+
 def test_differences_count_nodes() -> None:
     made_for = tuple(n.traits() for n in preset("4x8xH100").nodes)
     assert differences(made_for, preset("2x8xH100")) == ["nodes: 4 there, 2 here"]

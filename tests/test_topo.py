@@ -6,11 +6,12 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from laddertron.launchers.cli import main
-from laddertron.topology.fabric import load
+from laddertron.topology.fabric import Fabric, Hca, Nic, load
 from laddertron.topology.presets import preset
 
 FIXTURES = Path(__file__).parent / "fixtures/fabrics"
@@ -49,6 +50,40 @@ def test_a_saved_pair_as_tree_and_matrix(capsys: pytest.CaptureFixture[str]) -> 
     assert gpu1[:12] == ["GPU1", "NV18", "X", *["NV18"] * 6, "NODE", "NODE", "NODE"]
     assert gpu1[12] == "PXB"
     assert gpu1[-2:] == ["0-55", "0"]
+
+
+@pytest.mark.parametrize("what", ["a port more, down", "other paths", "less memory"])
+def test_hosts_that_differ_are_shown_apart(what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A port that is down is no trait of speed, yet who looks for it must see it; so with all that a tree shows."""
+    pair = load(FIXTURES / "dgx-h100-pair.json")
+    first, second = pair.nodes
+    down = Hca("mlx5_99", "Ethernet", 100.0, "DOWN", numa=0)
+    changed = {
+        "a port more, down": replace(second, hcas=(*second.hcas, down)),
+        "other paths": replace(second, links=tuple(replace(k, path="SYS") for k in second.links)),
+        "less memory": replace(second, memory_bytes=second.memory_bytes // 2),
+    }[what]
+    Fabric((first, changed)).save(tmp_path / "f.json")
+    assert main(["topo", "--fabric", str(tmp_path / "f.json")]) == 0
+    out = capsys.readouterr().out
+    assert "alike" not in out
+    assert sum(line.startswith("dgx-0") for line in out.splitlines()) == 2
+    assert ("mlx5_99  Ethernet 100 Gb/s DOWN" in out) == (what == "a port more, down")
+
+
+def test_machines_of_one_kind_are_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Though addresses, serial numbers, PCI places, containers' interfaces, and memory that a kernel kept, differ."""
+    pair = load(FIXTURES / "dgx-h100-pair.json")
+    first, second = pair.nodes
+    other = replace(
+        second,
+        memory_bytes=second.memory_bytes - (300 << 20),
+        devices=tuple(replace(d, pci=f"0000:{i:02x}:00.0", uuid=f"GPU-{i}") for i, d in enumerate(second.devices)),
+        nics=(*second.nics, Nic("veth1a2b", ("169.254.0.1/16",), physical=False)),
+    )
+    Fabric((first, other)).save(tmp_path / "f.json")
+    assert main(["topo", "--fabric", str(tmp_path / "f.json")]) == 0
+    assert "dgx-01, dgx-02  (2 hosts alike)" in capsys.readouterr().out
 
 
 def test_a_plan_explains_every_rank(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

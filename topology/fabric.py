@@ -186,11 +186,14 @@ class Node:
         """What of this node decides how fast collectives are, in words: compared and hashed, never host names,
         addresses or serial numbers, so that another pair of the same machines is the same fabric."""
         paths = sorted(Counter(k.path for k in self.links if k.a.startswith("GPU") and k.b.startswith("GPU")).items())
+        ports = [h.key for h in self.hcas if h.active]
+        to_hcas = Counter(min((self.path(d.key, p) for p in ports), key=_distance) for d in self.devices if ports)
         rates = Counter(f"{h.link_layer} {h.gbit_per_s:g} Gb/s" for h in self.hcas if h.active)
         speeds = Counter(f"{n.gbit_per_s:g} Gb/s" for n in self.nics if n.up and n.physical and n.gbit_per_s)
         return {
             "gpus": _tally(Counter(d.name for d in self.devices)),
             "gpu paths": ", ".join(f"{count} x {path}" for path, count in paths) or "none",
+            "paths to hcas": _tally(to_hcas),
             "hcas": _tally(rates),
             "nics": _tally(speeds),
             "cpu": self.cpu or "unknown",
@@ -290,6 +293,11 @@ def differences(made_for: tuple[dict[str, str], ...], fabric: Fabric) -> list[st
             if there.get(key) != now.get(key):
                 found.append(f"{key}: {there.get(key, 'not recorded')} there, {now.get(key, 'not recorded')} here")
     return list(dict.fromkeys(found))
+
+
+def _distance(path: str) -> int:
+    """Of two paths the nearer has less; NVLinks are nearest."""
+    return PATHS.index(path) if path in PATHS else -1
 
 
 def _tally(counts: Counter[str]) -> str:
