@@ -25,14 +25,26 @@ from ..engine import config as deploy
 from ..engine.config_schema import Deployment
 from ..models.config import from_folder
 from ..topology.bootstrap import Bootstrap
-from ..topology.cost import Backend, Shape, shape_of
+from ..topology.cost import Backend, Shape, Strategy, shape_of
 from ..topology.fabric import Fabric
 from ..topology.fit import Fit, Point, fit
 from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity, require_world
 from ..topology.layout import GroupLayout, observed_layout
 from ..topology.links import Line, line_of, measure, needs_torch_groups
-from ..topology.preflight import Finding, LinkTime, Pair, Plan, RankReport, Setup, Transport, judge, plan, unlike
+from ..topology.preflight import (
+    Finding,
+    LinkTime,
+    Pair,
+    Plan,
+    RankReport,
+    Setup,
+    Transport,
+    judge,
+    plan,
+    slowest,
+    unlike,
+)
 from ..topology.tuning import Tuning, make
 from . import tuned
 from .rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
@@ -57,6 +69,8 @@ class Outcome:
     findings: tuple[Finding, ...]
     tuning: Tuning | None
     carrier: str = ""
+    group: int = 0
+    """Whose all-reduces `fitted` and `shape` are: the slowest of the groups."""
 
     @property
     def broken(self) -> bool:
@@ -91,14 +105,21 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
     set_threads(deployment, identity)
     device = choose_device(deployment, identity)
     size = deployment.parallel.tensor_parallel_size
-    layout = observed_layout(nodes, bootstrap.rank // size * size, size)
+    group, groups = bootstrap.rank // size, bootstrap.size // size
+    layout = observed_layout(nodes, group * size, size)
     fabric = tuned.fabric_of_job(deployment, bootstrap, nodes)
     placement = tuned.placed(fabric, deployment, nodes)
-    shape = shape_of(fabric, placement)
+    shapes = [shape_of(fabric, placement, index) for index in range(groups)]
     backend: Backend = "nccl" if device.type == "cuda" else tuned.backend_here(deployment)
     # every rank must measure the same: rank 0's model folder says which sizes
     sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
-    wanted = plan(placement, shape, backend, sizes) if size > 1 else Plan((), ())
+    if size > 1:
+        plans = [plan(placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)]
+    else:
+        plans = [Plan((), ())] * groups
+    wanted = plans[group]
+    # groups connect all at once: one whose shape lacks a strategy of another's still takes its turn
+    strategies = tuple(dict.fromkeys(s for p in plans for s, _ in p.sweep))
     address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
     options = replace(
         comm_options(deployment, address, b""), backend=backend, collective="auto", emulation=None, deterministic=False
@@ -106,14 +127,17 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
     log = _listen_to_nccl(backend, identity)
     grouped = size > 1 and needs_torch_groups(bootstrap, backend)
     with connect(bootstrap, layout, replace(options, process_groups=grouped)) as communicator:
-        points = _sweep(wanted, communicator, bootstrap, layout, options, shape, device)
+        points = _sweep(wanted, communicator, bootstrap, layout, options, shapes[group], device, strategies)
         line = line_of(bootstrap, backend, device) if wanted.rounds else None
         links = measure_links(wanted, bootstrap, line)
         report = _report(deployment, identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
         status, outcome = 0, None
-        everyone = bootstrap.all_gather(json.dumps({"report": asdict(report), "links": links}).encode())
+        said = {"report": asdict(report), "links": links}
+        if bootstrap.rank % size == 0:
+            said["sweep"] = [(p.strategy, p.nbytes, p.seconds) for p in points]  # the same on all of its group
+        everyone = bootstrap.all_gather(json.dumps(said).encode())
         if bootstrap.rank == 0:
-            outcome = _judge(deployment, fabric, layout, shape, backend, everyone, points)
+            outcome = _judge(deployment, fabric, shapes, backend, everyone)
             outcome = replace(outcome, carrier=line.carrier if line is not None else "")
             status = int(outcome.broken)
         status = bootstrap.all_gather(bytes([status]))[0][0]
@@ -135,23 +159,28 @@ def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tu
 def _judge(
     deployment: Deployment,
     fabric: Fabric,
-    layout: GroupLayout,
-    shape: Shape,
+    shapes: Sequence[Shape],
     backend: Backend,
     everyone: Sequence[bytes],
-    points: Sequence[Point],
 ) -> Outcome:
+    size = deployment.parallel.tensor_parallel_size
     told = [json.loads(data) for data in everyone]
     reports = tuple(_read_report(t["report"]) for t in told)
     links = tuple(LinkTime(Pair(a, b, rail), latency, rate) for t in told for a, b, rail, latency, rate in t["links"])
+    sweeps = [
+        [Point(s, n, took, shape) for s, n, took in t["sweep"]] for t, shape in zip(told[::size], shapes, strict=True)
+    ]
+    group = slowest(sweeps)
+    shape, points = shapes[group], sweeps[group]
     fitted = fit(points, backend) if points else None
     findings = judge(reports, links, fitted, deployment.parallel.require_transport)
     broken = any(f.severity == "error" for f in findings)
     tuning = None
     if fitted is not None and not broken:
-        own = tuned.group_hosts(fabric, [r.hostname for r in reports], layout)
+        nodes = tuple(r.hostname for r in reports)
+        own = tuned.group_hosts(fabric, nodes, observed_layout(nodes, group * size, size))
         tuning = make(own, shape, fitted, tuned.versions())
-    return Outcome(fabric, shape, backend, reports, links, fitted, findings, tuning)
+    return Outcome(fabric, shape, backend, reports, links, fitted, findings, tuning, group=group)
 
 
 def _read_report(data: dict[str, Any]) -> RankReport:
@@ -187,13 +216,17 @@ def _sweep(
     options: CommOptions,
     shape: Shape,
     device: torch.device,
+    strategies: Sequence[Strategy] = (),
 ) -> list[Point]:
-    """Every strategy and size of the plan; a strategy has connections of its own."""
+    """Every strategy and size of the plan; a strategy has connections of its own. `strategies`: those of all groups,
+    the plan's among them (none: the plan's), in whose order every rank connects."""
     points = []
-    for strategy in dict.fromkeys(s for s, _ in wanted.sweep):
+    mine = {s for s, _ in wanted.sweep}
+    for strategy in strategies or dict.fromkeys(s for s, _ in wanted.sweep):
         own = control
         if strategy in ("exchange", "two_level", "doubling", "pipeline"):
-            own = connect(bootstrap, layout, replace(options, collective=strategy, process_groups=False))
+            collective = strategy if strategy in mine else "auto"
+            own = connect(bootstrap, layout, replace(options, collective=collective, process_groups=False))
         try:
             for nbytes in (n for s, n in wanted.sweep if s == strategy):
                 points.append(Point(strategy, nbytes, _all_reduce_s(own, control, nbytes, device), shape))

@@ -69,6 +69,9 @@ def show(outcome: Outcome, saved: Path | None, console: Console | None = None) -
         console.print(links_table(outcome))
     if outcome.fitted is not None:
         console.print(sweep_table(outcome.fitted, outcome.backend))
+        if ranks > (size := outcome.shape.size):
+            first = outcome.group * size
+            console.print(f"of {ranks // size} groups the slowest: ranks {first} to {first + size - 1}")
         console.print(f"cost model: {outcome.fitted.report()}", markup=False)
     else:
         console.print("tensor_parallel_size is 1: no all-reduce to measure, no tuning file to write")

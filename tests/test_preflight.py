@@ -8,7 +8,7 @@ import pytest
 from laddertron.topology.cost import Costs, LinkCost, Regime, Shape, shape_of
 from laddertron.topology.fit import Fit, Point, Residual
 from laddertron.topology.placement import place
-from laddertron.topology.preflight import LinkTime, Pair, RankReport, Setup, Transport, judge, plan, unlike
+from laddertron.topology.preflight import LinkTime, Pair, RankReport, Setup, Transport, judge, plan, slowest, unlike
 from laddertron.topology.presets import preset
 
 IB = Transport("NET/IB", ("/dev/infiniband/uverbs0",), None, "libibverbs.so.1", 8 << 30)
@@ -55,6 +55,31 @@ def test_the_plan_covers_every_link_and_size() -> None:
     by_size = {n: {s for s, m in found.sweep if m == n} for n in sizes}
     assert by_size[128 << 10] == {"exchange", "two_level", "pipeline"}
     assert by_size[256 << 10] == by_size[8 << 20] == {"pipeline"}
+
+
+def test_every_group_is_measured() -> None:
+    """Four nodes of two, groups of four: both groups' pairs, in as few rounds as one group takes alone, nobody twice in
+    a round."""
+    fabric = preset("4x2xH100")
+    placement = place(fabric, 4, 2)
+    alone = place(preset("2x2xH100"), 4)
+    found = plan(placement, shape_of(fabric, placement), "native")
+    pairs = {(p.a, p.b, p.rail) for r in found.rounds for p in r}
+    first = {(0, 1, None), (2, 3, None), (0, 2, 0), (1, 3, 1)}
+    assert pairs == first | {(a + 4, b + 4, rail) for a, b, rail in first}
+    assert len(found.rounds) == len(plan(alone, Shape(2, 2), "native").rounds)
+    for rounds in found.rounds:
+        ends = [rank for p in rounds for rank in (p.a, p.b)]
+        assert len(ends) == len(set(ends))
+
+
+def test_the_slowest_group_is_kept() -> None:
+    """By what all groups measured; a size that one of them lacks says nothing."""
+    quick, slow = ([Point("exchange", n, n * each, Shape(2, 2)) for n in (1 << 15, 1 << 16)] for each in (1e-9, 2e-9))
+    odd = [*quick, Point("two_level", 1 << 15, 9.0, Shape(2, 2))]
+    assert slowest([quick, slow, odd]) == 1
+    assert slowest([odd, quick]) == 0
+    assert slowest([[], []]) == 0
 
 
 def test_a_ring_of_nodes_closes() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ import pytest
 from laddertron.engine.config_schema import Deployment, Engine, Model, Parallel
 from laddertron.launchers import preflight
 from laddertron.launchers.commands import preflight as door
+from laddertron.launchers.preflight_view import show
+from laddertron.topology.cost import Shape
+from laddertron.topology.discover import discover
+from laddertron.topology.fabric import Fabric
 from laddertron.topology.identity import Identity, IdentityError
+from laddertron.topology.preflight import RankReport, Transport
+from rich.console import Console
 
 SECOND = Identity(2, 1, 0, 1, "n1", "openmpi")
 
@@ -91,3 +99,26 @@ def test_a_file_that_one_rank_cannot_read_is_named_with_the_rank(
         click.Context(door.command).invoke(door.command, config=str(tmp_path / "gone.yaml"), save=None, overrides=())
     assert "error: rank 1 on n1: " in (said := capsys.readouterr().err)
     assert "gone.yaml" in said
+
+
+def test_the_tuning_is_the_slowest_groups() -> None:
+    """Two groups of two, each on its node: the second's all-reduces take twice as long, on another kind of host. Its
+    points and its host are in the file."""
+    here = discover(None).node
+    fabric = Fabric((replace(here, hostname="a"), replace(here, hostname="b", cpu="slow")))
+    shapes = [Shape(1, 2)] * 2
+    sizes = (1 << 10, 1 << 15, 1 << 20)
+
+    def said(rank: int) -> bytes:
+        report = RankReport(rank, "ab"[rank // 2], Transport(), 0.0, 1e-3)
+        sweep = [("exchange", n, (1 + rank // 2) * (1e-5 + n * 1e-9)) for n in sizes]
+        return json.dumps({"report": asdict(report), "links": [], **({} if rank % 2 else {"sweep": sweep})}).encode()
+
+    found = preflight._judge(deployment(), fabric, shapes, "native", [said(rank) for rank in range(4)])
+    assert found.tuning is not None
+    assert found.group == 1
+    assert [t["cpu"] for t in found.tuning.traits] == ["slow"]
+    assert [p.seconds for p in found.tuning.points] == [2 * (1e-5 + n * 1e-9) for n in sizes]
+    stream = io.StringIO()
+    show(found, None, Console(file=stream, width=120))
+    assert "of 2 groups the slowest: ranks 2 to 3" in stream.getvalue()

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 from typing import TYPE_CHECKING, Literal
 
 from .cost import Backend, Shape, Strategy, candidates
 from .placement import Placement
 
 if TYPE_CHECKING:
-    from .fit import Fit
+    from .fit import Fit, Point
 
 SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""
@@ -44,7 +45,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """In `rounds`, pairs measured at once: no rank stands twice in one. `sweep` is every (strategy, bytes)."""
+    """In `rounds`, pairs of any group measured at once: no rank stands twice in one. `sweep` is every (strategy,
+    bytes) of one group."""
 
     rounds: tuple[tuple[Pair, ...], ...]
     sweep: tuple[tuple[Strategy, int], ...]
@@ -53,14 +55,15 @@ class Plan:
 def plan(
     placement: Placement, shape: Shape, backend: Backend, message_bytes: Sequence[int] = (), group: int = 0
 ) -> Plan:
-    """Neighbours inside every node, then each rail from every node to the next; every strategy that the backend has
-    for a size, over the model's own message sizes and 32 KiB to 8 MiB."""
-    layout = placement.groups[group]
-    pairs = [Pair(node[i], node[i + 1]) for node in layout.nodes for i in range(len(node) - 1)]
-    if len(layout.nodes) > 1:
-        for rail, ranks in enumerate(layout.rails):
-            around = zip(ranks, ranks[1:] + ranks[:1] if len(ranks) > 2 else ranks[1:], strict=False)
-            pairs += [Pair(a, b, rail) for a, b in around]
+    """Of every group: neighbours inside every node, then each rail from every node to the next. Of `group`, whose shape
+    is given: every strategy that the backend has for a size, over the model's own message sizes and 32 KiB to 8 MiB."""
+    pairs = []
+    for layout in placement.groups:
+        pairs += [Pair(node[i], node[i + 1]) for node in layout.nodes for i in range(len(node) - 1)]
+        if len(layout.nodes) > 1:
+            for rail, ranks in enumerate(layout.rails):
+                around = zip(ranks, ranks[1:] + ranks[:1] if len(ranks) > 2 else ranks[1:], strict=False)
+                pairs += [Pair(a, b, rail) for a, b in around]
     rounds: list[list[Pair]] = []
     for pair in pairs:
         for others in rounds:
@@ -127,6 +130,14 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.culprit}: {self.message}"
+
+
+def slowest(sweeps: Sequence[Sequence[Point]]) -> int:
+    """The group whose all-reduces take longest, over what all groups measured; the first of those alike. A tuning file
+    serves every group, so it is made of what the slowest has. Raises ValueError without a group."""
+    times = [{(p.strategy, p.nbytes): p.seconds for p in points} for points in sweeps]
+    common = set.intersection(*map(set, times)) if times else set()
+    return max(range(len(times)), key=lambda group: sum(log(times[group][key]) for key in common))
 
 
 def judge(
