@@ -20,6 +20,7 @@ from .job_launch import JobOptions
 from .mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from .network import choose_wires
 from .rank_board import Patience
+from .rank_words import RankWords
 from .shares import Share, divide
 
 
@@ -67,6 +68,7 @@ class Fleet:
         self.shares = divide(self.allotment, parallel.tensor_parallel_size, parallel.replicas, self.site.fabric)
         self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
         self._places: dict[str, str] = {}
+        self._words = RankWords()
         self.deployment = self._resolved(deployment)
 
     def _resolved(self, deployment: Deployment) -> Deployment:
@@ -124,6 +126,7 @@ class Fleet:
             restart=restart,
             max_failures=daemon.max_restarts,
             patience=patience,
+            words=self._words,
         )
 
 

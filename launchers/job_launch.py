@@ -27,9 +27,9 @@ from .control import ENV_ADDRESS, ENV_SECRET, ControlServer, new_secret
 from .detect import Evidence, JobFailure
 from .messages import Beat, Dump, DumpReply, Hello, RankMessage, Running, ServerMessage, Shutdown, Tokens, Welcome
 from .rank_board import News, Patience, RankBoard
+from .rank_words import RankWords
 
 log = logging.getLogger(__name__)
-rank_log = logging.getLogger("laddertron.ranks")
 
 TICK_S = 0.25
 LAST_WORDS_S = 2.0
@@ -69,6 +69,8 @@ class JobOptions:
     healthy_s: float = 60.0
     """Being ready for so long counts as progress."""
     longest_backoff_s: float = 30.0
+    words: RankWords = field(default_factory=RankWords)
+    """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
 
 
 class LaunchOwner(Protocol):
@@ -281,7 +283,7 @@ class Launch:
         text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
         if text.strip("-= "):  # mpirun frames its words with rules
             self._output.append((time.monotonic(), text))
-            rank_log.info("%s", text)
+            self._options.words.take(text, self._options.replica)
 
     async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
         status = await keeper.wait()

@@ -22,13 +22,13 @@ from .control_client import ControlClient, address_and_secret
 from .processes import die_with_parent
 from .rank import run_rank
 from .rank_status import Status
+from .rank_words import set_up_logs
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
     """Exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel), 2 if this is no rank."""
-    set_up_logs()
     die_with_parent()  # whatever happens to mpirun happens to its ranks, even to one that is stopped
     # ^C goes to the whole foreground group: the launcher ends its ranks in order, they do not race it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -40,6 +40,7 @@ def main() -> int:
     except ValueError as fault:
         print(f"laddertron worker: {fault}", file=sys.stderr)
         return 2
+    set_up_logs(identity.rank, identity.node)
     status = Status()
     client = ControlClient(address, secret, identity.rank, identity.local_rank, status.beat, status.dump)
     try:
@@ -58,12 +59,6 @@ def main() -> int:
         os._exit(1)
     client.close()
     return 0
-
-
-def set_up_logs() -> None:
-    """A rank's own words in full, its libraries' from warnings on: every rank would tell what each of them found."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("laddertron").setLevel(logging.INFO)
 
 
 def _run(client: ControlClient, identity: Identity, status: Status, secret: bytes) -> None:

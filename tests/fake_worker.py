@@ -5,6 +5,7 @@ Started like the worker (`python tests/fake_worker.py`), also by mpirun. The wel
   refuse: rank,
   refuse_after: a file whose presence makes that refusal hold, digests: {rank: text}, version: {rank: text},
   vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
+  warns: {rank: text} that it logs as a warning while it loads,
   poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
 Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of choice c is
 `fake_token(seed, c, i)`, whatever else runs; a request ends by "length".
@@ -13,6 +14,7 @@ Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,6 +28,7 @@ from laddertron.engine.request import FinishReason, ModelLimits, Request, Tokens
 from laddertron.launchers.control_client import ControlClient, address_and_secret
 from laddertron.launchers.messages import Announce, Beat, Cancel, Command, Loading, Ready, Running, StopChoice, Submit
 from laddertron.launchers.processes import die_with_parent
+from laddertron.launchers.rank_words import set_up_logs
 
 VOCAB = 50000
 
@@ -176,6 +179,9 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
     digests = config.get("digests", {})
     client.send_state(Announce({"config": "c0ffee", "weights": digests.get(str(rank), "feed")}))
     client.send_state(Loading(0.5, "weights"))
+    if text := config.get("warns", {}).get(str(rank)):
+        set_up_logs(rank, "n0")
+        logging.getLogger("laddertron.fake").warning("%s", text)
     if config.get("load_s"):
         threading.Event().wait(config["load_s"])
     while config.get("load_until") and not os.path.exists(config["load_until"]):

@@ -207,16 +207,16 @@ def test_serve_says_what_is_wrong_before_anything_is_launched(tmp_path: Path) ->
 def test_ranks_log_their_own_words_and_their_libraries_warnings() -> None:
     code = """
 import logging
-from laddertron.launchers.worker import set_up_logs
-set_up_logs()
+from laddertron.launchers.rank_words import set_up_logs
+set_up_logs(1, "n0")
 for name in ("laddertron.engine.build", "megatron.core.hyper_comm_grid"):
     logging.getLogger(name).info("told by %s", name)
 logging.getLogger("megatron.core").warning("trouble")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert [line.split(" ", 2)[2] for line in done.stderr.splitlines()] == [
-        "INFO laddertron.engine.build: told by laddertron.engine.build",
-        "WARNING megatron.core: trouble",
+        "INFO rank 1 on n0 laddertron.engine.build: told by laddertron.engine.build",
+        "WARNING rank 1 on n0 megatron.core: trouble",
     ]
 
 

@@ -116,24 +116,35 @@ def quiet_preflight(cluster: Cluster, config: Path, tuning: Path) -> subprocess.
 
 def test_preflight_tunes_a_run_over_nodes(link: Cluster, tmp_path: Path) -> None:
     """1. preflight over two nodes measures the link's delay and writes a tuning file.
-    2. A run with that file answers every line, each rank on its node."""
+    2. A run with that file answers every line, each rank on its node, and warns of nothing."""
     delay = 5e-3
     link.control.link(delay_s=delay)
-    config, tuning, out = deployment(link, tmp_path), tmp_path / "tuning.json", tmp_path / "out.jsonl"
+    config, tuning = deployment(link, tmp_path), tmp_path / "tuning.json"
     done = quiet_preflight(link, config, tuning)
     assert done.returncode == 0, done.stdout + done.stderr
     saved = json.loads(tuning.read_text())
     assert saved["shape"]["nodes"] == 2
     small = min((p for p in saved["points"] if p["strategy"] == "exchange"), key=lambda p: p["nbytes"])
     assert delay <= small["seconds"] < 2 * delay
-    lines = (ROOT / "configs/demo-prompts.jsonl").read_text().splitlines()[:4]
-    prompts = tmp_path / "in.jsonl"
-    prompts.write_text("\n".join(lines) + "\n")
-    run = ["run", str(config), "-i", str(prompts), "-o", str(out), "--set", f"parallel.tuning_file={tuning}"]
-    done = laddertron(link, *run)
+    said = run_of_four(link, config, tmp_path, "--set", f"parallel.tuning_file={tuning}")
+    assert "WARNING" not in said, said
+
+
+def test_a_run_without_a_tuning_file_says_so(link: Cluster, tmp_path: Path) -> None:
+    """Rank 0's warning is on the terminal of whoever runs it, once, with its rank and host, and the mend in it."""
+    said = run_of_four(link, deployment(link, tmp_path), tmp_path)
+    assert said.count("WARNING") == said.count("WARNING rank 0 on n0: collectives go by untuned prices") == 1, said
+    assert "`laddertron preflight CONFIG --save FILE`" in said
+
+
+def run_of_four(cluster: Cluster, config: Path, folder: Path, *words: str) -> str:
+    """A run of four lines, all of them answered; what it said, a terminal's folded lines as one."""
+    prompts, out = folder / "in.jsonl", folder / "out.jsonl"
+    prompts.write_text("".join((ROOT / "configs/demo-prompts.jsonl").read_text().splitlines(True)[:4]))
+    done = laddertron(cluster, "run", str(config), "-i", str(prompts), "-o", str(out), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(out.read_text().splitlines()) == 4
-    assert "tuning file" not in done.stderr
+    return " ".join(done.stderr.split())
 
 
 def test_preflight_names_what_rdma_lacks(link: Cluster, tmp_path: Path) -> None:
