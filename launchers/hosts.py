@@ -24,11 +24,13 @@ class LaunchError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Host:
     """`slots` ranks on `name`. `devices` are those of its GPUs that the ranks use, in the order of ranks; None: the
-    first `slots` ones."""
+    first `slots` ones. `interface` is the one that the placement chose to meet the other hosts on, "" where it did
+    not."""
 
     name: str
     slots: int
     devices: tuple[int, ...] | None = None
+    interface: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ..engine.config import Deployment
 from ..topology.fabric import Fabric
 from .hosts import LaunchError
 from .network import Variable, Wires, choose_wires, told, variables
-from .seats import ENV_SEATS, seats_text
+from .seats import ENV_INTERFACES, ENV_SEATS, interfaces_text, seats_text
 from .shares import Share
 
 Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
@@ -87,9 +87,7 @@ def compose(
             f"a job needs equally many ranks on each host, got {[(h.name, h.slots) for h in share.hosts]}"
         )
     wires = choose_wires(deployment, share)
-    env = told(deployment, variables(deployment, wires, share))
-    if site.fabric is not None:
-        env[ENV_SEATS] = Variable(seats_text(share.hosts), "each rank looks whether it is where the fabric has it")
+    env = _environment(deployment, site, share, wires)
     asked = dict.fromkeys((*INHERITED, *deployment.launch.forward_env))
     inherited = tuple(name for name in asked if name in site.shell and name not in env)
     parts = _COMPOSERS[site.kind](deployment, site, share, wires, (*env, *inherited, *forward))
@@ -97,6 +95,17 @@ def compose(
         parts.append(Part(deployment.launch.extra_args, "launch.extra_args"))
     parts.append(Part(tuple(program), "what each rank runs"))
     return LaunchCommand(tuple(parts), env, inherited, tuple(forward))
+
+
+def _environment(deployment: Deployment, site: Site, share: Share, wires: Wires) -> dict[str, Variable]:
+    env = told(deployment, variables(deployment, wires, share))
+    if site.fabric is None:
+        return env
+    env[ENV_SEATS] = Variable(seats_text(share.hosts), "each rank looks whether it is where the fabric has it")
+    interfaces = interfaces_text(share.hosts)
+    if interfaces and deployment.launch.interface is None:
+        env[ENV_INTERFACES] = Variable(interfaces, "the fabric: what ranks bind their sockets to, host by host")
+    return env
 
 
 def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
@@ -221,7 +230,7 @@ def torchrun_hosts(
 ) -> tuple[LaunchCommand, ...]:
     """One command a host, each to be started there; host 0 is the meeting place. For `launch --dry-run`."""
     found = []
-    env = told(deployment, variables(deployment, choose_wires(deployment, share), share))
+    env = _environment(deployment, site, share, choose_wires(deployment, share))
     for index, host in enumerate(share.hosts):
         parts = (
             Part((site.python, "-m", "torch.distributed.run"), f"on {host.name}"),

@@ -30,7 +30,7 @@ from ..topology.sysfs import Sysfs
 from .messages import Announce, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status
-from .seats import ENV_SEATS, verify_seats
+from .seats import ENV_INTERFACES, ENV_SEATS, interface_here, verify_seats
 from .tuned import backend_here, tuned_choice
 from .weights_view import loading_words
 
@@ -61,16 +61,27 @@ def bootstrap_for(identity: Identity) -> Bootstrap:
 
 
 def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
-    """What this rank binds to for its group: loopback on one node, else the deployment's interface or the address that
-    this host's own name has. Raises ValueError where neither leads anywhere but to loopback."""
+    """What this rank binds to for its group: loopback on one node, else the deployment's interface, the placement's for
+    this host as the launcher said it, or the address that this host's own name has. Raises ValueError where none leads
+    anywhere but to loopback."""
     if len(set(nodes)) == 1:
         return "127.0.0.1"
     if deployment.launch.interface is not None:
         return address_of(deployment.launch.interface)
-    address = socket.gethostbyname(socket.gethostname())
+    hostname = socket.gethostname()
+    placed = interface_here(os.environ.get(ENV_INTERFACES), hostname)
+    if placed is not None:
+        try:
+            return address_of(placed)
+        except ValueError as error:
+            raise ValueError(
+                f"{hostname}: {error}: the fabric file has it otherwise: save it anew (`laddertron launch CONFIG topo "
+                "--save FILE`) or set launch.interface"
+            ) from None
+    address = socket.gethostbyname(hostname)
     if address.startswith("127."):
         raise ValueError(
-            f"{socket.gethostname()} resolves to {address}: set launch.interface to the interface that reaches the "
+            f"{hostname} resolves to {address}: set launch.interface to the interface that reaches the "
             f"other nodes ({', '.join(sorted(set(nodes)))})"
         )
     return address

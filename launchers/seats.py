@@ -8,12 +8,16 @@ from collections.abc import Sequence
 
 from ..topology.identity import Launcher
 from ..topology.layout import GroupLayout
-from ..topology.mapping import MappingError, Observed, verify
+from ..topology.mapping import MappingError, Observed, same_host, verify
 from ..topology.placement import Placement, Seat
 from .hosts import Host
 
 ENV_SEATS = "LADDERTRON_SEATS"
 """`node1:8,node2:8`: the hosts in the order of ranks."""
+ENV_INTERFACES = "LADDERTRON_INTERFACES"
+"""`node1=ib0,node2=bond0`: where the placement has each host's ranks meet those of others."""
+
+_FORMS = {ENV_INTERFACES: "node1=ib0,node2=ib0"}
 
 
 def seats_text(hosts: Sequence[Host]) -> str:
@@ -44,3 +48,29 @@ def verify_seats(text: str | None, observed: Sequence[Observed], launcher: Launc
     nobody has said where."""
     if text is not None:
         verify(expected(text), observed, launcher)
+
+
+def interfaces_text(hosts: Sequence[Host]) -> str:
+    """The value of ENV_INTERFACES; "" where the placement names none for some host, or there is one host alone."""
+    if len(hosts) < 2 or not all(host.interface for host in hosts):
+        return ""
+    return ",".join(f"{host.name}={host.interface}" for host in hosts)
+
+
+def interface_here(text: str | None, hostname: str) -> str | None:
+    """What ENV_INTERFACES says of this host; None: nobody has said. Raises MappingError on a value that is none of
+    ours."""
+    return _of_host(ENV_INTERFACES, text, hostname)
+
+
+def _of_host(name: str, text: str | None, hostname: str) -> str | None:
+    if text is None:
+        return None
+    found = None
+    for part in text.split(","):
+        host, sign, said = part.partition("=")
+        if not host or not sign or not said:
+            raise MappingError(f"{name}={text[:200]!r}: expected {_FORMS[name]}; it is laddertron's to set, unset it")
+        if same_host(host, hostname):
+            found = said
+    return found

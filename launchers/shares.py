@@ -57,9 +57,10 @@ def _placed(placement: Placement, fabric: Fabric) -> Share:
     hosts = []
     all_devices = {n.hostname: tuple(d.index for d in n.devices) for n in fabric.nodes}
     for name, count in placement.hosts:
-        devices = tuple(seat.device for seat in placement.seats if seat.hostname == name and seat.device is not None)
+        seats = [seat for seat in placement.seats if seat.hostname == name]
+        devices = tuple(seat.device for seat in seats if seat.device is not None)
         usual = not devices or devices == all_devices[name]
-        hosts.append(Host(name, count, None if usual else devices))
+        hosts.append(Host(name, count, None if usual else devices, seats[0].interface))
     interfaces = dict.fromkeys(seat.interface for seat in placement.seats if seat.interface)
     hcas = dict.fromkeys(seat.hca for seat in placement.seats if seat.hca)
     if len(hosts) == 1:

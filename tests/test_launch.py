@@ -104,6 +104,23 @@ def test_everything_overridden() -> None:
     golden("override-mpich.txt", render(mpich, "all overridden"))
 
 
+def test_hosts_that_call_their_interfaces_differently() -> None:
+    """Ranks are told the placement's, host by host, also where all replicas are one job of single hosts; who sets
+    launch.interface is obeyed by all, and one host alone needs none."""
+    pair = preset("2x8xH100")
+    other = replace(pair.nodes[1], nics=tuple(replace(n, name="bond0") for n in pair.nodes[1].nics))
+    fabric = replace(pair, nodes=(pair.nodes[0], other))
+    allotment = Allotment(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
+    here = site("openmpi", fabric)
+    for tp, replicas in ((16, 1), (8, 2)):
+        share = together(divide(allotment, tp, replicas, fabric))
+        assert compose(deployment(), here, share, ["p"]).env["LADDERTRON_INTERFACES"] == "node0=eth0,node1=bond0"
+        said = deployment("llama-3.1-405b-tp16.yaml", "launch.interface=ib0")
+        assert "LADDERTRON_INTERFACES" not in compose(said, here, share, ["p"]).env
+    for share in divide(allotment, 8, 2, fabric):
+        assert "LADDERTRON_INTERFACES" not in compose(deployment(), here, share, ["p"]).env
+
+
 def test_slurm_containers() -> None:
     """Pyxis: image, mounts, and the variables that must win over the image's."""
     d = deployment(

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from laddertron.engine.config_schema import Deployment, Launch, Model
 from laddertron.launchers.hosts import Host
-from laddertron.launchers.seats import expected, seats_text, verify_seats
+from laddertron.launchers.rank import local_address
+from laddertron.launchers.seats import (
+    ENV_INTERFACES,
+    expected,
+    interface_here,
+    interfaces_text,
+    seats_text,
+    verify_seats,
+)
 from laddertron.topology.mapping import MappingError
 
 
@@ -28,3 +39,43 @@ def test_who_was_told_nothing_expects_nothing() -> None:
 def test_what_is_not_ours_is_refused(text: str) -> None:
     with pytest.raises(MappingError, match="LADDERTRON_SEATS"):
         expected(text)
+
+
+def test_each_host_is_told_the_interface_of_its_own() -> None:
+    """Hosts that call theirs differently, with domains or not; one host alone, or one without, is told nothing."""
+    text = interfaces_text((Host("a", 2, interface="ib0"), Host("b", 2, interface="bond0")))
+    assert [interface_here(text, name) for name in ("a", "a.example.org", "b", "c")] == ["ib0", "ib0", "bond0", None]
+    assert interface_here(None, "a") is None
+    assert interfaces_text((Host("a", 2, interface="lo"),)) == ""
+    assert interfaces_text((Host("a", 2, interface="ib0"), Host("b", 2))) == ""
+
+
+@pytest.mark.parametrize("text", ["", "a", "a=", "=ib0", "a=ib0,b"])
+def test_interfaces_that_are_not_ours_are_refused(text: str) -> None:
+    with pytest.raises(MappingError, match=r"LADDERTRON_INTERFACES.*expected node1=ib0,node2=ib0"):
+        interface_here(text, "a")
+
+
+def test_a_rank_binds_to_the_placements_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over nodes, whatever the host's own name resolves to; launch.interface is the operator's and wins; an interface
+    that is not here is named with the mend; on one node it is loopback."""
+    here, nodes = socket.gethostname(), [socket.gethostname(), "elsewhere"]
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "192.0.2.1")
+    addresses = {"lo": "127.0.0.1", "ib0": "10.1.0.1", "eth7": "10.7.0.1"}
+
+    def address(interface: str) -> str:
+        if interface not in addresses:
+            raise ValueError(f"interface {interface} has no address on this host")
+        return addresses[interface]
+
+    monkeypatch.setattr("laddertron.launchers.rank.address_of", address)
+    plain = Deployment(model=Model(path="m"))
+    monkeypatch.delenv(ENV_INTERFACES, raising=False)
+    assert local_address(plain, nodes) == "192.0.2.1"
+    monkeypatch.setenv(ENV_INTERFACES, f"elsewhere=ib9,{here}=ib0")
+    assert local_address(plain, nodes) == "10.1.0.1"
+    assert local_address(Deployment(model=Model(path="m"), launch=Launch(interface="eth7")), nodes) == "10.7.0.1"
+    assert local_address(plain, [here, here]) == "127.0.0.1"
+    monkeypatch.setenv(ENV_INTERFACES, f"{here}=ib9")
+    with pytest.raises(ValueError, match=r"ib9 has no address.*save it anew.*or set launch.interface"):
+        local_address(plain, nodes)
