@@ -114,6 +114,30 @@ def test_bars_are_met_and_missed(report: Any) -> None:
     assert any(row.startswith("MISSED cost model") for row in report.bars(bent))
 
 
+def test_what_was_not_fitted_is_told_apart_from_what_was(report: Any) -> None:
+    """Sizes on a line: each inner one is foretold by the rest. One bent upwards: the fit takes it in with regimes of
+    its own, left out it is missed by far, and its column says so; the bar stays on the measured points."""
+    from cross_cost import cost_table, fits, left_out
+
+    sizes = [4096 << n for n in range(9)]
+    straight = [all_reduce(2, 1, "native/pipeline", 1.0 + n * 2e-6, n) for n in sizes]
+    (fitted,) = fits([*straight, all_reduce(2, 1, "native", 5.0)]).values()
+    assert left_out(fitted) == pytest.approx([0.0] * 7, abs=1e-6)
+    assert cost_table({(2, 1, 1e-3): fitted})[-2] == "| 2 x 1, 1 ms | 9 | 0% | 0% | 0% | 0 of 7 |"
+    bent = [dict(line) for line in straight]
+    bent[4]["median_s"] *= 2.0
+    (fitted,) = fits(bent).values()
+    errors = left_out(fitted)
+    assert errors[3] == pytest.approx(0.5, abs=0.01), "half of what was measured is foretold"
+    assert max(errors) > fitted.worst
+    row = cost_table({(2, 1, 1e-3): fitted})[-2]
+    assert row.endswith(f"| {max(errors):.0%} | {sum(e > 0.25 for e in errors)} of 7 |")
+    good = results()
+    good["reduce"]["lines"] = [*good["reduce"]["lines"][:9], *bent]
+    (bar,) = [row for row in report.bars(good) if "cost model" in row]
+    assert f"worst fitted point: {fitted.worst:.0%}, at most 25%" in bar
+
+
 def test_the_page_is_renewed_in_its_place(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice over, the words around the measured part stay as they were, and the picture is an SVG of every point."""
     monkeypatch.setattr(report, "DOCS", tmp_path)
