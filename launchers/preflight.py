@@ -114,7 +114,7 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
     # every rank must measure the same: rank 0's model folder says which sizes
     sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
     if size > 1:
-        plans = [plan(placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)]
+        plans = [plan(fabric, placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)]
     else:
         plans = [Plan((), ())] * groups
     wanted = plans[group]
@@ -166,14 +166,14 @@ def _judge(
     size = deployment.parallel.tensor_parallel_size
     told = [json.loads(data) for data in everyone]
     reports = tuple(_read_report(t["report"]) for t in told)
-    links = tuple(LinkTime(Pair(a, b, rail), latency, rate) for t in told for a, b, rail, latency, rate in t["links"])
+    links = tuple(LinkTime(Pair(*pair), latency, rate) for t in told for *pair, latency, rate in t["links"])
     sweeps = [
         [Point(s, n, took, shape) for s, n, took in t["sweep"]] for t, shape in zip(told[::size], shapes, strict=True)
     ]
     group = slowest(sweeps)
     shape, points = shapes[group], sweeps[group]
     fitted = fit(points, backend) if points else None
-    findings = judge(reports, links, fitted, deployment.parallel.require_transport)
+    findings = judge(reports, links, fitted, deployment.parallel.require_transport, shape.inter_bytes_per_s)
     broken = any(f.severity == "error" for f in findings)
     tuning = None
     if fitted is not None and not broken:
@@ -193,17 +193,17 @@ def _read_report(data: dict[str, Any]) -> RankReport:
 
 def measure_links(
     wanted: Plan, bootstrap: Bootstrap, line: Line | None
-) -> list[tuple[int, int, int | None, float, float]]:
-    """Of this rank's pairs those that it is the first of: both ranks, the rail, seconds one way, bytes/s. Every rank
-    calls it; all end a round before any begins the next."""
-    found: list[tuple[int, int, int | None, float, float]] = []
+) -> list[tuple[int, int, int | None, str, float, float]]:
+    """Of this rank's pairs those that it is the first of: both ranks, the rail, the path, seconds one way, bytes/s.
+    Every rank calls it; all end a round before any begins the next."""
+    found: list[tuple[int, int, int | None, str, float, float]] = []
     for pairs in wanted.rounds:
         for pair in pairs:
             if line is not None and bootstrap.rank in (pair.a, pair.b):
                 first = bootstrap.rank == pair.a
                 latency, rate = measure(line, pair.b if first else pair.a, first)
                 if first:
-                    found.append((pair.a, pair.b, pair.rail, latency, rate))
+                    found.append((pair.a, pair.b, pair.rail, pair.path, latency, rate))
         bootstrap.all_gather(b"")
     return found
 

@@ -31,7 +31,7 @@ def case_links(rank: Rank, per_node: int) -> dict[str, Any]:
     nodes = rank.size // per_node
     fabric = preset(f"{nodes}x{per_node}xcpu")
     placement = place(fabric, rank.size)
-    wanted = plan(placement, shape_of(fabric, placement), "native")
+    wanted = plan(fabric, placement, shape_of(fabric, placement), "native")
     assert needs_torch_groups(rank.bootstrap, "native")
     with rank.connect(per_node, CommOptions()):
         line = line_of(rank.bootstrap, "native", torch.device("cpu"))
@@ -56,9 +56,9 @@ def test_every_link_and_rail_is_measured_without_mpi(
     answers = ranks(size, "test_links:case_links", {"per_node": per_node})
     assert {a["carrier"] for a in answers} == {"gloo"}
     told = [(rank, *link) for rank, a in enumerate(answers) for link in a["links"]]
-    assert {(a, b, rail) for _, a, b, rail, _, _ in told} == expected
+    assert {(a, b, rail) for _, a, b, rail, _, _, _ in told} == expected
     assert len(told) == len(expected)
-    for rank, a, _, _, latency_s, bytes_per_s in told:
+    for rank, a, _, _, _, latency_s, bytes_per_s in told:
         assert rank == a
         assert 1e-7 < latency_s < 0.05
         assert 1e6 < bytes_per_s < 1e12

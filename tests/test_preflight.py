@@ -38,7 +38,7 @@ def test_the_plan_covers_every_link_and_size() -> None:
     links apart; every strategy that there is at every size from 32 KiB to 8 MiB and the model's own."""
     fabric = preset("2x8xH100")
     placement = place(fabric, 16)
-    found = plan(placement, shape_of(fabric, placement), "native", message_bytes=(48 << 10,))
+    found = plan(fabric, placement, shape_of(fabric, placement), "native", message_bytes=(48 << 10,))
     pairs = [p for r in found.rounds for p in r]
     inner = [p for p in pairs if p.rail is None]
     assert sorted((p.a, p.b) for p in inner) == [(i, i + 1) for i in range(15) if i != 7]
@@ -62,12 +62,12 @@ def test_every_group_is_measured() -> None:
     a round."""
     fabric = preset("4x2xH100")
     placement = place(fabric, 4, 2)
-    alone = place(preset("2x2xH100"), 4)
-    found = plan(placement, shape_of(fabric, placement), "native")
+    pair = preset("2x2xH100")
+    found = plan(fabric, placement, shape_of(fabric, placement), "native")
     pairs = {(p.a, p.b, p.rail) for r in found.rounds for p in r}
     first = {(0, 1, None), (2, 3, None), (0, 2, 0), (1, 3, 1)}
     assert pairs == first | {(a + 4, b + 4, rail) for a, b, rail in first}
-    assert len(found.rounds) == len(plan(alone, Shape(2, 2), "native").rounds)
+    assert len(found.rounds) == len(plan(pair, place(pair, 4), Shape(2, 2), "native").rounds)
     for rounds in found.rounds:
         ends = [rank for p in rounds for rank in (p.a, p.b)]
         assert len(ends) == len(set(ends))
@@ -85,8 +85,9 @@ def test_the_slowest_group_is_kept() -> None:
 def test_a_ring_of_nodes_closes() -> None:
     """Over three nodes each rail is measured from the last node to the first as well; of NCCL its own all-reduce and
     that in two levels, at every size."""
-    placement = place(preset("3x2xH100"), 6)
-    found = plan(placement, Shape(3, 2, "nvlink", "ib", 2), "nccl")
+    fabric = preset("3x2xH100")
+    placement = place(fabric, 6)
+    found = plan(fabric, placement, Shape(3, 2, "nvlink", "ib", 2), "nccl")
     across = {(p.a, p.b) for r in found.rounds for p in r if p.rail is not None}
     assert across == {(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)}
     by_size = {n: {s for s, m in found.sweep if m == n} for _, n in found.sweep}
@@ -169,7 +170,9 @@ def test_the_slower_of_two_is_found() -> None:
 def test_slow_links_are_named() -> None:
     """One rail at half its rate and one with ten times the latency, each with its ends; NVLink is not compared with
     InfiniBand."""
-    links = [LinkTime(Pair(i, i + 8, i), 5e-6, 45e9) for i in range(8)] + [LinkTime(Pair(0, 1), 1e-6, 300e9)] * 3
+    links = [LinkTime(Pair(i, i + 8, i), 5e-6, 45e9) for i in range(8)] + [
+        LinkTime(Pair(0, 1, path="NV18"), 1e-6, 300e9)
+    ] * 3
     links[2] = replace(links[2], bytes_per_s=22e9)
     links[5] = replace(links[5], latency_s=50e-6)
     rate, latency = judge(HEALTHY, links)
@@ -177,6 +180,48 @@ def test_slow_links_are_named() -> None:
     assert "22.0 GB/s, others 45.0 GB/s" in rate.message
     assert latency.culprit == "link node0 rank 5 to node1 rank 13 on rail 5"
     assert "latency 50.0 us, others 5.0 us" in latency.message
+
+
+def test_links_inside_are_compared_along_one_path() -> None:
+    """A two-socket machine without NVLink: 24 GB/s between neighbours and 11 GB/s between sockets is health; a
+    neighbour with 11 GB/s is not, nor NVLink at half its rate beside others."""
+    fabric = preset("1x8xH100-PCIe")
+    placement = place(fabric, 8)
+    pairs = [p for r in plan(fabric, placement, shape_of(fabric, placement), "nccl").rounds for p in r]
+    assert {p.path for p in pairs} == {fabric.nodes[0].path(f"GPU{i}", f"GPU{i + 1}") for i in range(7)}
+    assert "SYS" in {p.path for p in pairs}
+    links = [LinkTime(p, 5e-6, 11e9 if p.path == "SYS" else 24e9) for p in pairs]
+    assert judge(HEALTHY[:8], links) == ()
+    slow = next(i for i, k in enumerate(links) if k.pair.path != "SYS")
+    links[slow] = replace(links[slow], bytes_per_s=11e9)
+    (finding,) = judge(HEALTHY[:8], links)
+    assert (finding.severity, "11.0 GB/s, others 24.0 GB/s" in finding.message) == ("error", True)
+    assert finding.culprit == f"link node0 rank {links[slow].pair.a} to node0 rank {links[slow].pair.b}"
+
+
+def test_ranks_on_cores_have_the_path_of_their_numa_nodes() -> None:
+    fabric = preset("1x4xcpu")
+    placement = place(fabric, 4)
+    seats = placement.seats
+    pairs = [p for r in plan(fabric, placement, shape_of(fabric, placement), "native").rounds for p in r]
+    assert [p.path for p in pairs] == ["NODE" if seats[p.a].numa == seats[p.b].numa else "SYS" for p in pairs]
+
+
+def test_a_link_alone_is_compared_with_its_port() -> None:
+    """5 ms and 1 MB/s is warned of though there is no other link; so are ports that all have a tenth of what is printed
+    on them. Healthy ones are not, nor what is inside a node."""
+    two = [HEALTHY[0], HEALTHY[8]]
+    rate, far = judge(two, [LinkTime(Pair(0, 8, 0), 5e-3, 1e6)])
+    assert {rate.culprit, far.culprit} == {"link node0 rank 0 to node1 rank 8 on rail 0"}
+    assert {rate.severity, far.severity} == {"warning"}
+    assert "0.001 GB/s, even 1 Gb/s are 0.125 GB/s" in rate.message
+    assert "latency 5000.0 us" in far.message
+    alike = [LinkTime(Pair(i, i + 8, i), 5e-6, 5e9 - i) for i in range(8)]
+    (all_poor,) = judge(HEALTHY, alike, port_bytes_per_s=50e9)
+    assert all_poor.culprit == "link node0 rank 7 to node1 rank 15 on rail 7 and 7 more"
+    assert "5 GB/s, a port has 50 GB/s" in all_poor.message
+    assert judge(HEALTHY, alike, port_bytes_per_s=12.5e9) == judge(HEALTHY, alike) == ()
+    assert judge(HEALTHY, [LinkTime(Pair(0, 1, path="NODE"), 5e-3, 1e6)], port_bytes_per_s=50e9) == ()
 
 
 def test_what_the_model_does_not_explain_is_a_warning() -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log
 from typing import TYPE_CHECKING, Literal
 
 from .cost import Backend, Shape, Strategy, candidates
+from .fabric import Fabric
 from .placement import Placement
 
 if TYPE_CHECKING:
@@ -29,6 +31,12 @@ SLOW_RANK = 1.15
 SLOW_LINK = 1.5
 """A link whose round trip or transfer takes this many times the median of its class is one."""
 
+NOMINAL_SHARE = 1 / 3
+"""Of its port's nominal rate a link between nodes has at least this much, where nothing is wrong with it."""
+FAR_S, SLOW_BYTES_PER_S = 1e-3, 125e6
+"""What a link between nodes of one site stays below (one way), and the port that is taken where no rate is known: of
+1 Gb/s."""
+
 MIN_SHM_BYTES = 256 << 20
 
 Severity = Literal["error", "warning"]
@@ -36,11 +44,13 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two ranks to send between. `rail` is the HCA's place on its nodes for pairs of different nodes, else None."""
+    """Two ranks to send between. `rail` is the HCA's place on its nodes for pairs of different nodes, else None; `path`
+    (pairs of one node) is that between their devices, or NUMA nodes: links of one path are alike."""
 
     a: int
     b: int
     rail: int | None = None
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +63,19 @@ class Plan:
 
 
 def plan(
-    placement: Placement, shape: Shape, backend: Backend, message_bytes: Sequence[int] = (), group: int = 0
+    fabric: Fabric,
+    placement: Placement,
+    shape: Shape,
+    backend: Backend,
+    message_bytes: Sequence[int] = (),
+    group: int = 0,
 ) -> Plan:
     """Of every group: neighbours inside every node, then each rail from every node to the next. Of `group`, whose shape
     is given: every strategy that the backend has for a size, over the model's own message sizes and 32 KiB to 8 MiB."""
     pairs = []
     for layout in placement.groups:
-        pairs += [Pair(node[i], node[i + 1]) for node in layout.nodes for i in range(len(node) - 1)]
+        for node in layout.nodes:
+            pairs += [Pair(a, b, path=_path(fabric, placement, a, b)) for a, b in pairwise(node)]
         if len(layout.nodes) > 1:
             for rail, ranks in enumerate(layout.rails):
                 around = zip(ranks, ranks[1:] + ranks[:1] if len(ranks) > 2 else ranks[1:], strict=False)
@@ -76,6 +92,15 @@ def plan(
     sizes = sorted({*message_bytes, *SWEEP_BYTES})
     sweep = tuple((s, n) for n in sizes for s in candidates(backend, shape, n))
     return Plan(tuple(tuple(r) for r in rounds), sweep)
+
+
+def _path(fabric: Fabric, placement: Placement, a: int, b: int) -> str:
+    """Between two ranks of one node: their devices', else NODE or SYS."""
+    one, other = placement.seats[a], placement.seats[b]
+    if one.device is None or other.device is None:
+        return "NODE" if one.numa == other.numa else "SYS"
+    (node,) = (n for n in fabric.nodes if n.hostname == one.hostname)
+    return node.path(f"GPU{one.device}", f"GPU{other.device}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +170,17 @@ def judge(
     links: Sequence[LinkTime] = (),
     fitted: Fit | None = None,
     require_transport: str = "any",
+    port_bytes_per_s: float | None = None,
 ) -> tuple[Finding, ...]:
     """Everything that is wrong with what was measured, errors first. Preflight's exit code is non-zero if any finding
-    is an error."""
+    is an error. `port_bytes_per_s`: the nominal rate of a port between nodes (None: not known)."""
     found = [
         *_transports(reports, require_transport),
         *_clocks(reports),
         *_shared_memory(reports),
         *_slow_ranks(reports),
         *_slow_links(reports, links),
+        *_poor_links(reports, links, port_bytes_per_s),
         *_unexplained(fitted),
     ]
     return tuple(sorted(found, key=lambda f: f.severity != "error"))
@@ -248,10 +275,10 @@ def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
 
 
 def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> list[Finding]:
-    host = {r.rank: r.hostname for r in reports}
+    """Against others of the same path inside nodes, and between nodes."""
     found = []
-    for across in (False, True):
-        alike = [k for k in links if (k.pair.rail is not None) == across]
+    for path in sorted({k.pair.path for k in links}):
+        alike = [k for k in links if k.pair.path == path]
         if len(alike) < 2:
             continue
         latency = sorted(k.latency_s for k in alike)[(len(alike) - 1) // 2]
@@ -263,12 +290,34 @@ def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> lis
             if k.bytes_per_s * SLOW_LINK < rate:
                 what.append(f"{k.bytes_per_s / 1e9:.1f} GB/s, others {rate / 1e9:.1f} GB/s")
             if what:
-                rail = f" on rail {k.pair.rail}" if across else ""
-                ends = f"link {host.get(k.pair.a, '?')} rank {k.pair.a} to {host.get(k.pair.b, '?')} rank {k.pair.b}"
-                found.append(
-                    Finding("error", ends + rail, f"{'; '.join(what)}: look at cable, port errors and PCIe width")
-                )
+                text = f"{'; '.join(what)}: look at cable, port errors and PCIe width"
+                found.append(Finding("error", _ends(reports, k), text))
     return found
+
+
+def _poor_links(
+    reports: Sequence[RankReport], links: Sequence[LinkTime], port_bytes_per_s: float | None
+) -> list[Finding]:
+    """Between nodes, against what such a link should have: all may be slow alike, and one alone has no others."""
+    across = [k for k in links if k.pair.rail is not None]
+    least = (port_bytes_per_s or SLOW_BYTES_PER_S) * NOMINAL_SHARE
+    slow = sorted((k for k in across if k.bytes_per_s < least), key=lambda k: k.bytes_per_s)
+    far = sorted((k for k in across if k.latency_s > FAR_S), key=lambda k: -k.latency_s)
+    found = []
+    if slow:
+        known = f"a port has {port_bytes_per_s / 1e9:.3g} GB/s" if port_bytes_per_s else "even 1 Gb/s are 0.125 GB/s"
+        mend = "does the traffic take this port (launch.interface), and is nobody else on it?"
+        found.append((slow, f"{slow[0].bytes_per_s / 1e9:.3g} GB/s, {known}: {mend}"))
+    if far:
+        found.append((far, f"latency {far[0].latency_s * 1e6:.1f} us: are these nodes of one site?"))
+    return [Finding("warning", _ends(reports, *poor), text) for poor, text in found]
+
+
+def _ends(reports: Sequence[RankReport], link: LinkTime, *others: LinkTime) -> str:
+    host, pair = {r.rank: r.hostname for r in reports}, link.pair
+    rail = "" if pair.rail is None else f" on rail {pair.rail}"
+    more = f" and {len(others)} more" if others else ""
+    return f"link {host.get(pair.a, '?')} rank {pair.a} to {host.get(pair.b, '?')} rank {pair.b}{rail}{more}"
 
 
 def _unexplained(fitted: Fit | None) -> list[Finding]:
