@@ -270,9 +270,9 @@ def _report(
     spans: bool,
     log: Path | None,
 ) -> RankReport:
-    used = ""
-    if spans:
-        used = transport_in(log.read_text(errors="replace")) if log is not None and log.is_file() else "NET/Socket"
+    used = backend if spans else ""
+    if spans and backend == "nccl":
+        used = transport_in(log.read_text(errors="replace") if log is not None and log.is_file() else "")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     infiniband = Path("/dev/infiniband")
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from laddertron.engine.config_schema import Deployment, Model, Parallel
+from laddertron.launchers.rank import insist_on_transport
 from laddertron.topology.cost import Costs, LinkCost, Regime, Shape, shape_of
 from laddertron.topology.fit import Fit, Point, Residual
 from laddertron.topology.placement import place
@@ -125,6 +127,29 @@ def test_sockets_where_ib_is_required(transport: Transport, words: str) -> None:
     assert (finding.severity, finding.culprit) == ("error", "rank 15 on node1")
     assert "traffic goes by NET/Socket, parallel.require_transport is ib" in finding.message
     assert words in finding.message
+    assert judge(ranks) == ()
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_a_backend_of_sockets_where_ib_is_required(backend: str) -> None:
+    """Whatever the nodes have: the words are those with which a rank of `run` refuses, and sockets are sockets."""
+    ranks = [replace(r, transport=replace(IB, used=backend)) for r in HEALTHY[:2]]
+    (finding,) = judge(ranks, require_transport="ib")
+    assert (finding.severity, finding.culprit) == ("error", "rank 0 on node0, rank 1 on node0")
+    asks = Deployment(model=Model(path="nowhere"), parallel=Parallel(require_transport="ib"))
+    with pytest.raises(ValueError, match="sends over sockets") as refused:
+        insist_on_transport(asks, backend, True)
+    assert finding.message == str(refused.value)
+    assert judge(ranks, require_transport="socket") == judge(ranks) == ()
+
+
+@pytest.mark.parametrize("required", ["ib", "socket"])
+def test_what_mpi_takes_is_not_known(required: str) -> None:
+    """The backend that is recommended for it is not refused, and not confirmed."""
+    ranks = [replace(r, transport=replace(IB, used="mpi")) for r in HEALTHY[:2]]
+    (finding,) = judge(ranks, require_transport=required)
+    assert finding.severity == "warning"
+    assert f"parallel.require_transport is {required}; which network MPI takes is not known here" in finding.message
     assert judge(ranks) == ()
 
 

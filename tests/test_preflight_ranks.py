@@ -7,10 +7,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
+import torch
 from laddertron.engine.config_schema import Deployment, Engine, Model, Parallel
 from laddertron.launchers import preflight
 from laddertron.launchers.commands import preflight as door
@@ -122,3 +124,19 @@ def test_the_tuning_is_the_slowest_groups() -> None:
     stream = io.StringIO()
     show(found, None, Console(file=stream, width=120))
     assert "of 2 groups the slowest: ranks 2 to 3" in stream.getvalue()
+
+
+def test_each_backend_says_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Between nodes; NCCL alone has a log to read, and counts as sockets until that says otherwise."""
+    monkeypatch.setattr(preflight, "matmul_s", lambda device: 1e-3)
+    silent = SimpleNamespace(rank=1, size=2, all_gather=lambda payload: [payload] * 2)
+    (tmp_path / "log").write_text("x NCCL INFO Using network IB\n")
+
+    def used(backend: Any, spans: bool = True, log: Path | None = None) -> str:
+        bootstrap: Any = silent
+        report = preflight._report(deployment(), SECOND, bootstrap, backend, torch.device("cpu"), spans, log)
+        return report.transport.used
+
+    assert [used(backend) for backend in ("native", "gloo", "mpi")] == ["native", "gloo", "mpi"]
+    assert [used("nccl"), used("nccl", log=tmp_path / "log")] == ["NET/Socket", "NET/IB"]
+    assert used("mpi", spans=False) == ""

@@ -105,8 +105,9 @@ def _path(fabric: Fabric, placement: Placement, a: int, b: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How a rank's traffic to other nodes goes, and what it would need to go by RDMA. `used`: NET/IB, NET/Socket, or
-    what the backend calls itself; empty where there is one node. `memlock_bytes` None: unlimited."""
+    """How a rank's traffic to other nodes goes, and what it would need to go by RDMA. `used`: NET/IB, NET/Socket or a
+    plugin's name from NCCL, else the backend's own name; empty where there is one node. `memlock_bytes` None:
+    unlimited."""
 
     used: str = ""
     devices: tuple[str, ...] = ()
@@ -205,8 +206,20 @@ def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
 
 
 def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
-    if require != "ib":
-        wrong = [r for r in reports if require == "socket" and "IB" in r.transport.used]
+    if require == "any":
+        return []
+    if unknown := [r for r in reports if r.transport.used == "mpi"]:
+        text = f"parallel.require_transport is {require}; which network MPI takes is not known here: ask UCX_TLS or btl"
+        return [Finding("warning", _who(unknown), text)]
+    if by_sockets := [r for r in reports if r.transport.used in ("native", "gloo")]:
+        used = by_sockets[0].transport.used
+        text = (
+            f"parallel.require_transport is ib, backend {used} sends over sockets between nodes: use backend nccl "
+            "(or mpi), or require_transport: any"
+        )
+        return [Finding("error", _who(by_sockets), text)] if require == "ib" else []
+    if require == "socket":
+        wrong = [r for r in reports if "IB" in r.transport.used]
         if not wrong:
             return []
         return [Finding("error", _who(wrong), "traffic goes by NET/IB, parallel.require_transport is socket")]
