@@ -19,7 +19,7 @@ from rank_task import Spec, be_rank, say
 
 def decoding(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
     """spec: size (of bench_model.Size), wirings, batches, delays_s, ratios (L/c of batch 1 to aim at), prompt, steps
-    (decode steps a case)."""
+    (decode steps a case), turn (steps a lane takes in a row), prefills (a case)."""
     torch.set_grad_enabled(False)
     batches = spec["batches"]
     size = Size(**spec["size"])
@@ -69,6 +69,8 @@ def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator,
                     larger_share=steps.larger_share,
                     steps=len(steps.decode_s),
                     prefill_s=steps.prefill_s,
+                    prefill_range_s=[min(steps.prefills_s), max(steps.prefills_s)],
+                    prefills=len(steps.prefills_s),
                     hidden_s=steps.hidden_s / len(steps.decode_s),
                     exposed_s=steps.exposed_s / len(steps.decode_s),
                     all_reduce_s=statistics.median(alone),
@@ -80,18 +82,26 @@ def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator,
 
 
 def _case(spec: Spec, drivers: list[Driver], batch: int, nbytes: int, alone: list[float]) -> dict[str, Steps]:
-    """Every lane's steps, in turns of a few; between the turns, all-reduces of nbytes by themselves (seconds into
-    `alone`): the machine that they are compared with is that of the same minute."""
+    """Every lane's prefills, in turns, then its steps, in turns of a few; between these, all-reduces of nbytes by
+    themselves (seconds into `alone`): the machine that they are compared with is that of the same minute."""
     turns = max(1, spec["steps"] // spec["turn"])
-    for driver in drivers:
-        # two more than are timed: the last step of a request has its successor planned, and nothing to do in it
-        driver.begin(batch, spec["prompt"], turns * spec["turn"] + 4)
+    for again in reversed(range(spec["prefills"])):
+        for driver in _by_turn(drivers, again):
+            # two more than are timed: the last step of a request has its successor planned, and nothing to do in it
+            driver.begin(batch, spec["prompt"], 4 if again else turns * spec["turn"] + 4)
+            if again:
+                driver.finish()
     for turn in range(turns):
-        for driver in drivers if turn % 2 == 0 else reversed(drivers):
+        for driver in _by_turn(drivers, turn):
             driver.turn(spec["turn"])
         if nbytes:
             alone += drivers[0].probe(nbytes, 8)
     return {driver.lane.name: driver.end() for driver in drivers}
+
+
+def _by_turn(drivers: list[Driver], turn: int) -> list[Driver]:
+    """To and fro: who comes first is last in the next turn."""
+    return drivers if turn % 2 == 0 else drivers[::-1]
 
 
 if __name__ == "__main__":

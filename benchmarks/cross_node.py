@@ -129,6 +129,7 @@ def wiring_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
         "prompt": 32,
         "steps": 12 if quick else 40,
         "turn": 4,
+        "prefills": 1,  # nobody asks: short prompts of a wide model
     }
     return on_cluster(2, 1, spec, nice)
 
@@ -144,6 +145,7 @@ def llama_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
         "prompt": 128,
         "steps": 12 if quick else 48,
         "turn": 4,
+        "prefills": 2 if quick else 5,
     }
     return on_cluster(2, 1, spec, nice)
 

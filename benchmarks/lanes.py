@@ -39,17 +39,22 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a lane did: seconds of each decode step and of the prefill, seconds of communication hidden and exposed,
+    """What a lane did: seconds of each decode step and of each prefill, seconds of communication hidden and exposed,
     processor seconds of the main thread and of all others; the larger sub-block's share of a layer's computation (of
     standard wiring: elsewhere communication is not what stands between two sub-blocks)."""
 
     decode_s: tuple[float, ...]
-    prefill_s: float
+    prefills_s: tuple[float, ...]
     hidden_s: float
     exposed_s: float
     main_cpu_s: float
     other_cpu_s: float
     larger_share: float
+
+    @property
+    def prefill_s(self) -> float:
+        """The median."""
+        return statistics.median(self.prefills_s)
 
 
 class Unawaited:
@@ -122,12 +127,11 @@ class Driver:
     def _new(self) -> None:
         self._decode: list[float] = []
         self._shares: list[float] = []
-        self._prefill = 0.0
+        self._prefills: list[float] = []
         self._sums = [0.0] * 4
 
     def begin(self, batch: int, prompt: int, gen: int) -> None:
-        """Takes `batch` requests in and computes their prompts, of `prompt` tokens each."""
-        self._new()
+        """Takes `batch` requests in and computes their prompts, of `prompt` tokens each: one more prefill."""
         self._runs += 1
         vocab = self.lane.runner.model.config.vocab_size
         for number in range(batch):
@@ -138,7 +142,7 @@ class Driver:
         while tokens < batch * prompt:
             self._engine.step()
             tokens += self._engine.progress.last_tokens
-        self._prefill = time.perf_counter() - started
+        self._prefills.append(time.perf_counter() - started)
 
     def turn(self, steps: int) -> None:
         """Decodes for `steps` steps."""
@@ -159,13 +163,19 @@ class Driver:
         """See `probe`; between two turns."""
         return probe(self._communicator, nbytes, count)
 
-    def end(self) -> Steps:
-        """Lets the requests come to their end, untimed; what was measured."""
+    def finish(self) -> None:
+        """Lets the requests come to their end, untimed; others may begin."""
         while self._engine.has_work:
             self._engine.step()
+
+    def end(self) -> Steps:
+        """As finish; what was measured since the last end."""
+        self.finish()
         hidden, exposed, main, other = self._sums
         share = statistics.median(self._shares or [0.5])
-        return Steps(tuple(self._decode), self._prefill, hidden, exposed, main, other, share)
+        steps = Steps(tuple(self._decode), tuple(self._prefills), hidden, exposed, main, other, share)
+        self._new()
+        return steps
 
 
 def probe(communicator: Communicator, nbytes: int, count: int) -> list[float]:

@@ -138,6 +138,82 @@ def test_what_was_not_fitted_is_told_apart_from_what_was(report: Any) -> None:
     assert f"worst fitted point: {fitted.worst:.0%}, at most 25%" in bar
 
 
+def test_a_lane_that_was_not_measured_leaves_its_cells_empty(report: Any) -> None:
+    """Results of before a lane was there, or without it: tables and bars of the rest."""
+    lanes = {"parallel", "carried"}
+    found = results()
+    for part in ("wirings", "llama150m"):
+        found[part]["lines"] = [one for one in found[part]["lines"] if one["wiring"] not in lanes]
+    rows = report.tables(found)
+    assert any(row.startswith("| 1 ms, 1 |") and row.endswith("| 1.82 | 2.00 | 90% |") for row in rows)
+    assert "| 1 ms, 1 | 20.8 (50%) |  | 40.0 (96%) | 41.7 | 7.2 | 6.8 | 11.5 |" in rows
+    assert "met    hidden at 1 ms, batch 1: 90%, at least 85%" in report.bars(found)
+
+
+def test_prefill_says_how_often_it_was_measured(report: Any) -> None:
+    """Five samples: the median with the slowest and the fastest; one: that it is one. vLLM's are of elsewhere."""
+    found = results()
+    rows = report.tables(found)
+    assert any("one sample a cell" in row for row in rows)
+    assert "| 1 ms, 1 | 1280 | 1280 | 1280 | 1280 | 709 |" in rows
+    for one in found["llama150m"]["lines"]:
+        one.update(prefills=5, prefill_range_s=[0.08, 0.16])
+    found["llama150m"]["lines"] += steps(48.0, 25.0, 24.0, delay_s=0.0, prefills=5, prefill_range_s=[0.1, 0.1])
+    rows = report.tables(found)
+    assert any("median of 5, in turns" in row and "another machine, with AMX" in row for row in rows)
+    cell = "1280 (800 to 1600)"
+    assert f"| 1 ms, 1 | {cell} | {cell} | {cell} | {cell} | 709 |" in rows
+    assert any(
+        row.startswith("| 0 ms, 1 | 1280 (1280 to 1280)") and "3,350 (inside one machine)" in row for row in rows
+    )
+
+
+def test_prefills_take_turns_before_any_lane_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of each lane, to and fro, the last of them being what decoding goes on from; `end` has all five and their
+    median, and the next case starts anew."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "tests"))
+    import cross_decode
+    import cross_node
+    import lanes
+
+    log: list[str] = []
+
+    class Logged:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.lane = type("Lane", (), {"name": name})
+
+        def begin(self, batch: int, prompt: int, gen: int) -> None:
+            log.append(f"{self.name} begins {gen}")
+
+        def finish(self) -> None:
+            log.append(f"{self.name} ends")
+
+        def turn(self, steps: int) -> None:
+            log.append(f"{self.name} decodes {steps}")
+
+        def end(self) -> str:
+            return self.name
+
+    spec = {"steps": 8, "turn": 4, "prompt": 16, "prefills": 5}
+    cross_decode._case(spec, [Logged("a"), Logged("b")], 1, 0, [])  # type: ignore[list-item]
+    to, fro = ["a begins 4", "a ends", "b begins 4", "b ends"], ["b begins 4", "b ends", "a begins 4", "a ends"]
+    assert log[:16] == to + fro + to + fro
+    assert log[16:] == ["a begins 12", "b begins 12", "a decodes 4", "b decodes 4", "b decodes 4", "a decodes 4"]
+    measured = lanes.Steps((), (0.5, 0.1, 0.2, 0.9, 0.3), 0.0, 0.0, 0.0, 0.0, 0.5)
+    assert measured.prefill_s == 0.3
+    asked: list[dict[str, Any]] = []
+
+    def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> list[dict[str, Any]]:
+        asked.append(spec)
+        return []
+
+    monkeypatch.setattr(cross_node, "on_cluster", on_cluster)
+    cross_node.llama_runs(False, 0)
+    assert asked[0]["prefills"] >= 5
+
+
 def test_the_page_is_renewed_in_its_place(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice over, the words around the measured part stay as they were, and the picture is an SVG of every point."""
     monkeypatch.setattr(report, "DOCS", tmp_path)
