@@ -19,6 +19,7 @@ from .config_bind import Binder, did_you_mean, fault, hints
 from .config_reader import ConfigError, Table, from_values, graft, read_file
 from .config_schema import (
     CPU_KV_CACHE_MEMORY,
+    PLACEMENT,
     Daemon,
     Deployment,
     Engine,
@@ -252,6 +253,11 @@ def _launch_rules(tp: int, replicas: int, launch: Launch) -> Iterator[tuple[tupl
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         yield ("launch.hosts", "launch.spare_hosts"), f"{', '.join(twice)} stands twice: name each host once"
+    if launch.bind_to == PLACEMENT and launch.fabric is None:
+        yield (
+            ("launch.bind_to", "launch.fabric"),
+            "placement needs launch.fabric, which says the cores: set it (or --fabric FILE), or bind_to: none",
+        )
     per_node = launch.ranks_per_node
     if per_node is not None and tp > per_node and tp % per_node:
         yield (

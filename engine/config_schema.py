@@ -45,6 +45,8 @@ KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 DAY = 86400.0
 CPU_KV_CACHE_MEMORY = 512 * MIB
 """The KV cache of a rank on a CPU where `engine.kv_cache_memory` is null, in bytes."""
+PLACEMENT = "placement"
+"""`launch.bind_to`: ranks bind themselves to the cores of their seats; any other value is the launcher's own word."""
 
 PathStr = Annotated[str, PathKind("path")]
 Program = Annotated[str, PathKind("program")]
@@ -143,7 +145,7 @@ class Launch:
     hcas: tuple[Device, ...] = ()
     rsh_agent: Program | None = None
     map_by: str | None = None
-    bind_to: str = "none"
+    bind_to: str = "none"  # PLACEMENT, or what mpirun --bind-to takes
     oversubscribe: bool | None = None
     extra_args: tuple[str, ...] = ()
     env: Mapping[EnvName, str] = field(default_factory=dict)

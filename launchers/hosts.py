@@ -25,12 +25,13 @@ class LaunchError(ValueError):
 class Host:
     """`slots` ranks on `name`. `devices` are those of its GPUs that the ranks use, in the order of ranks; None: the
     first `slots` ones. `interface` is the one that the placement chose to meet the other hosts on, "" where it did
-    not."""
+    not; `cores` those of its seats, by local rank, () where no fabric says."""
 
     name: str
     slots: int
     devices: tuple[int, ...] | None = None
     interface: str = ""
+    cores: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ..engine.config import Deployment
+from ..engine.config_schema import PLACEMENT
 from ..topology.fabric import Fabric
 from .hosts import LaunchError
 from .network import Variable, Wires, choose_wires, told, variables
-from .seats import ENV_INTERFACES, ENV_SEATS, interfaces_text, seats_text
+from .seats import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_text, interfaces_text, seats_text
 from .shares import Share
 
 Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
@@ -105,7 +106,17 @@ def _environment(deployment: Deployment, site: Site, share: Share, wires: Wires)
     interfaces = interfaces_text(share.hosts)
     if interfaces and deployment.launch.interface is None:
         env[ENV_INTERFACES] = Variable(interfaces, "the fabric: what ranks bind their sockets to, host by host")
+    cores = cores_text(share.hosts)
+    if cores and deployment.launch.bind_to == PLACEMENT:
+        env[ENV_CORES] = Variable(cores, "launch.bind_to: each rank binds itself to its seat's")
     return env
+
+
+def _binding(deployment: Deployment) -> tuple[str, str]:
+    """The word for the launcher's own binding, and why."""
+    if deployment.launch.bind_to == PLACEMENT:
+        return "none", "launch.bind_to: placement: each rank binds itself"
+    return deployment.launch.bind_to, "launch.bind_to: unless told, threads run on any core"
 
 
 def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
@@ -127,6 +138,7 @@ def _version(site: Site) -> str:
 
 def _openmpi(deployment: Deployment, site: Site, share: Share, wires: Wires, names: Sequence[str]) -> list[Part]:
     launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
+    word, why = _binding(deployment)
     parts = [
         Part((site.program,), f"Open MPI {_version(site)}"),
         Part(("-np", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
@@ -135,7 +147,7 @@ def _openmpi(deployment: Deployment, site: Site, share: Share, wires: Wires, nam
             ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
             "launch.map_by" if launch.map_by else "neighbouring ranks share a node: a group spans nodes last",
         ),
-        Part(("--bind-to", launch.bind_to), "launch.bind_to: unless told, threads run on any core"),
+        Part(("--bind-to", word), why),
     ]
     if site.as_root:
         parts.append(Part(("--allow-run-as-root",), "this user is root, which Open MPI refuses unasked"))
@@ -160,12 +172,13 @@ def _openmpi(deployment: Deployment, site: Site, share: Share, wires: Wires, nam
 
 def _mpich(deployment: Deployment, site: Site, share: Share, wires: Wires, names: Sequence[str]) -> list[Part]:
     launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
+    word, why = _binding(deployment)
     parts = [
         Part((site.program,), f"MPICH {_version(site)} (Hydra)"),
         Part(("-n", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
         Part(("-hosts", seats_text(share.hosts)), "hosts and the ranks that each takes"),
         Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
-        Part(("-bind-to", launch.bind_to), "launch.bind_to: unless told, threads run on any core"),
+        Part(("-bind-to", word), why),
     ]
     if launch.map_by:
         parts.append(Part(("-map-by", launch.map_by), "launch.map_by"))
@@ -196,7 +209,9 @@ def _slurm(deployment: Deployment, site: Site, share: Share, wires: Wires, names
             )
         # a step that sees only its own GPU cannot use peer-to-peer copies
         parts.append(Part((f"--gpus-per-node={per_node}",), "one task a GPU, all of a node's visible to each"))
-    parts.append(Part(("--cpu-bind=none",), "threads run on any core that the step has"))
+    bound = deployment.launch.bind_to == PLACEMENT
+    why = _binding(deployment)[1] if bound else "threads run on any core that the step has"
+    parts.append(Part(("--cpu-bind=none",), why))
     parts.append(Part(("--kill-on-bad-exit=1",), "a group that lost a rank cannot go on"))
     parts.append(Part(("--overlap",), "replicas share an allocation, and a relaunch does not wait for what is dying"))
     parts.append(Part(("--export=ALL",), "the environment as it is: no value stands on the command line"))

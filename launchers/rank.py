@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..engine import config as deploy
-from ..engine.config_schema import Deployment
+from ..engine.config_schema import PLACEMENT, Deployment
 from ..engine.emulation import emulated_link
 from ..engine.engine import Engine, follow
 from ..engine.request import ModelLimits, TokensEvent
@@ -26,11 +26,13 @@ from ..topology.groups import CommOptions, Communicator, connect
 from ..topology.identity import Identity
 from ..topology.interfaces import address_of
 from ..topology.layout import observed_layout
+from ..topology.mapping import MappingError
 from ..topology.sysfs import Sysfs
+from .binding import bind
 from .messages import Announce, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status
-from .seats import ENV_INTERFACES, ENV_SEATS, interface_here, verify_seats
+from .seats import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_here, interface_here, verify_seats
 from .tuned import backend_here, tuned_choice
 from .weights_view import loading_words
 
@@ -90,6 +92,9 @@ def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
 def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOptions:
     keys = deployment.parallel
     options: dict[str, Any] = {} if keys.collective_timeout is None else {"timeout_s": keys.collective_timeout}
+    if deployment.launch.bind_to == PLACEMENT:
+        # the cores seen are this rank's own: with a second one its transport may look while it computes
+        options["spin_us"] = 20.0 if len(os.sched_getaffinity(0)) > 1 else 0.0
     return CommOptions(
         backend=backend_here(deployment),
         collective=keys.collective,
@@ -137,14 +142,30 @@ def join_group(
     return connect(bootstrap, layout, comm_options(deployment, address, secret), choose)
 
 
+def seat_cores(identity: Identity) -> tuple[int, ...]:
+    """The cores that the launcher told this rank. Raises MappingError if it told none."""
+    cores = cores_here(os.environ.get(ENV_CORES), identity.node, identity.local_rank)
+    if cores is None:
+        raise MappingError(
+            f"launch.bind_to is placement, and nobody told rank {identity.rank} on {identity.node} its cores "
+            f"({ENV_CORES}): start it with `laddertron launch`, `run` or `serve`, or set launch.bind_to: none"
+        )
+    return cores
+
+
 def set_threads(deployment: Deployment, identity: Identity) -> None:
-    """Compute threads of this rank: its share of the node's cores. And devices in the order in which NVML, the fabric
-    and the placement count them: unless told, CUDA puts the fastest first."""
+    """Compute threads of this rank: its seat's cores, bound to them, if `launch.bind_to` is placement, else its share
+    of the node's. And devices in the order in which NVML, the fabric and the placement count them: unless told, CUDA
+    puts the fastest first. Raises MappingError where the rank cannot be bound."""
+    sharers = identity.local_size
+    if deployment.launch.bind_to == PLACEMENT:
+        bind(seat_cores(identity))
+        sharers = 1
     import torch
 
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(deployment.engine.threads or max(1, cores // identity.local_size))
+    torch.set_num_threads(deployment.engine.threads or max(1, cores // sharers))
     torch.set_grad_enabled(False)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..topology.fabric import format_cpus, parse_cpus
 from ..topology.identity import Launcher
 from ..topology.layout import GroupLayout
 from ..topology.mapping import MappingError, Observed, same_host, verify
@@ -17,7 +18,10 @@ ENV_SEATS = "LADDERTRON_SEATS"
 ENV_INTERFACES = "LADDERTRON_INTERFACES"
 """`node1=ib0,node2=bond0`: where the placement has each host's ranks meet those of others."""
 
-_FORMS = {ENV_INTERFACES: "node1=ib0,node2=ib0"}
+ENV_CORES = "LADDERTRON_CORES"
+"""`node1=0-13/14-27,node2=0-3+8/4-7`: the cores of each host's seats by local rank, where launch.bind_to asks."""
+
+_FORMS = {ENV_INTERFACES: "node1=ib0,node2=ib0", ENV_CORES: "node1=0-13/14-27,node2=0-3+8/4-7"}
 
 
 def seats_text(hosts: Sequence[Host]) -> str:
@@ -61,6 +65,34 @@ def interface_here(text: str | None, hostname: str) -> str | None:
     """What ENV_INTERFACES says of this host; None: nobody has said. Raises MappingError on a value that is none of
     ours."""
     return _of_host(ENV_INTERFACES, text, hostname)
+
+
+def cores_text(hosts: Sequence[Host]) -> str:
+    """The value of ENV_CORES; "" where the placement does not say some seat's."""
+    if not all(len(host.cores) == host.slots for host in hosts):
+        return ""
+    return ",".join(f"{host.name}={'/'.join(_listed(cores) for cores in host.cores)}" for host in hosts)
+
+
+def _listed(cores: Sequence[int]) -> str:
+    return format_cpus(cores).replace(",", "+")
+
+
+def cores_here(text: str | None, hostname: str, local_rank: int) -> tuple[int, ...] | None:
+    """What ENV_CORES says of this rank; None: nobody has said. Raises MappingError on a value that is none of ours."""
+    said = _of_host(ENV_CORES, text, hostname)
+    if said is None:
+        return None
+    try:
+        cores = parse_cpus(said.split("/")[local_rank].replace("+", ","))
+    except (ValueError, IndexError):
+        cores = ()
+    if not cores:
+        raise MappingError(
+            f"{ENV_CORES}={said[:200]!r} for {hostname}: no cores of local rank {local_rank}; it is laddertron's to "
+            "set, unset it"
+        )
+    return cores
 
 
 def _of_host(name: str, text: str | None, hostname: str) -> str | None:

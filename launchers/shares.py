@@ -60,7 +60,8 @@ def _placed(placement: Placement, fabric: Fabric) -> Share:
         seats = [seat for seat in placement.seats if seat.hostname == name]
         devices = tuple(seat.device for seat in seats if seat.device is not None)
         usual = not devices or devices == all_devices[name]
-        hosts.append(Host(name, count, None if usual else devices, seats[0].interface))
+        cores = tuple(seat.cores for seat in seats)
+        hosts.append(Host(name, count, None if usual else devices, seats[0].interface, cores))
     interfaces = dict.fromkeys(seat.interface for seat in placement.seats if seat.interface)
     hcas = dict.fromkeys(seat.hca for seat in placement.seats if seat.hca)
     if len(hosts) == 1:
@@ -115,7 +116,8 @@ def together(shares: Sequence[Share]) -> Share:
         else:
             both = before.devices is not None and host.devices is not None
             devices = (*(before.devices or ()), *(host.devices or ())) if both else None
-            found[host.name] = replace(before, slots=before.slots + host.slots, devices=devices)
+            cores = (*before.cores, *host.cores)
+            found[host.name] = replace(before, slots=before.slots + host.slots, devices=devices, cores=cores)
     if len({h.slots for h in found.values()}) > 1:
         counts = ", ".join(f"{h.name} {h.slots}" for h in found.values())
         raise LaunchError(f"one job needs equally many ranks on each host, got {counts}: choose hosts or replicas so")

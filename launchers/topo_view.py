@@ -139,18 +139,21 @@ def _path_style(cell: str) -> str:
     return {"PIX": "green", "PXB": "green", "PHB": "yellow", "NODE": "yellow", "SYS": "red", "X": "dim"}.get(cell, "")
 
 
-def placement_view(placement: Placement, shapes: Sequence[Shape], predicted: Sequence[str]) -> RenderableType:
-    """The explain table, one for each group; `predicted` is a line about each group's all-reduce."""
+def placement_view(
+    placement: Placement, shapes: Sequence[Shape], predicted: Sequence[str], bound: bool = False
+) -> RenderableType:
+    """The explain table, one for each group; `predicted` is a line about each group's all-reduce. `bound`: ranks keep
+    to the cores; else these are only near their devices."""
     rows = explain(placement)
     parts: list[RenderableType] = []
     for g, (shape, line) in enumerate(zip(shapes, predicted, strict=True)):
-        parts.append(_group_table(g, shape, [row for row in rows if row.group == g]))
+        parts.append(_group_table(g, shape, [row for row in rows if row.group == g], bound))
         parts += [Text(line, style="dim"), ""] if line else [""]
     parts += [Text(f"note: {note}", style="yellow") for note in placement.notes]
     return Group(*parts)
 
 
-def _group_table(group: int, shape: Shape, rows: Sequence[Row]) -> Table:
+def _group_table(group: int, shape: Shape, rows: Sequence[Row], bound: bool) -> Table:
     title = f"group {group}: {shape.size} rank{'s' if shape.size > 1 else ''}"
     title += f" = {shape.nodes} node{'s' if shape.nodes > 1 else ''} x {shape.per_node}"
     if shape.per_node > 1:
@@ -167,7 +170,7 @@ def _group_table(group: int, shape: Shape, rows: Sequence[Row]) -> Table:
         "HCA": [r.hca for r in rows],
         "path": [r.path for r in rows],
         "NUMA": [r.numa for r in rows],
-        "cores": [r.cores for r in rows],
+        "cores" if bound else "near cores": [r.cores for r in rows],
         "interface": [r.interface for r in rows],
     }
     shown = {name: cells for name, cells in columns.items() if any(cells)}

@@ -243,6 +243,7 @@ def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str)
         ("daemon: {limits: {max_line_bytes: 300MB}}", "daemon.limits.max_line_bytes", "a line is part of a file"),
         ("metrics: {port: 8000}", "metrics.port", "the daemon's"),
         ("launch: {hosts: [a], hostfile: f}", "launch.hostfile", "keep one of them"),
+        ("launch: {bind_to: placement}", "launch.bind_to", "needs launch.fabric"),
         ("launch: {hosts: [a, b], spare_hosts: [b]}", "launch.hosts", "b stands twice"),
         ("launch: {ranks_per_node: 8}\nparallel: {tensor_parallel_size: 12}", "launch.ranks_per_node", "divisor of 12"),
         (

@@ -121,6 +121,25 @@ def test_hosts_that_call_their_interfaces_differently() -> None:
         assert "LADDERTRON_INTERFACES" not in compose(deployment(), here, share, ["p"]).env
 
 
+@pytest.mark.parametrize("kind", ["openmpi", "mpich", "slurm", "torchrun"])
+def test_ranks_that_bind_themselves_are_bound_by_nobody_else(kind: Kind, tmp_path: Path) -> None:
+    """bind_to: placement is not a word of mpirun's; the cores travel beside the seats, those of all replicas where
+    these are one job. Any other word: no cores."""
+    fabric = preset("1x8xH100")
+    fabric.save(tmp_path / "f.json")
+    said = ("launch.bind_to=placement", f"launch.fabric={tmp_path}/f.json")
+    tp = 8 if kind == "slurm" else 4  # srun cannot divide a host's GPUs
+    share = together(divide(Allotment((Host("node0", 8),), "launch.hosts"), tp, 8 // tp, fabric))
+    here = site(kind, fabric)
+    command = compose(deployment("llama-3.1-405b-tp16.yaml", *said), here, share, ["p"])
+    assert "placement" not in command.argv
+    assert command.env["LADDERTRON_CORES"] == "node0=" + "/".join(f"{14 * i}-{14 * i + 13}" for i in range(8))
+    if kind in ("openmpi", "mpich"):
+        at = next(i for i, word in enumerate(command.argv) if word.lstrip("-") == "bind-to")
+        assert command.argv[at + 1] == "none"
+    assert "LADDERTRON_CORES" not in compose(deployment(), here, share, ["p"]).env
+
+
 def test_slurm_containers() -> None:
     """Pyxis: image, mounts, and the variables that must win over the image's."""
     d = deployment(

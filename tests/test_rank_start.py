@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
-from laddertron.engine.config_schema import Deployment, Model, Parallel
-from laddertron.launchers.rank import insist_on_transport, set_threads
+import torch
+from laddertron.engine.config_schema import Deployment, Engine, Launch, Model, Parallel
+from laddertron.launchers.rank import comm_options, insist_on_transport, set_threads
+from laddertron.launchers.seats import ENV_CORES
 from laddertron.topology.bootstrap import StoreBootstrap, bootstrap_of, open_store
 from laddertron.topology.groups import CommOptions
 from laddertron.topology.identity import Identity
+from laddertron.topology.mapping import MappingError
 from rank_pool import Rank
 
 Ranks = Callable[..., list[Any]]
@@ -108,6 +112,58 @@ def test_who_keeps_the_store_stays_until_all_have_read() -> None:
             round_of_0.result(0.3)
         assert slow.all_gather(b"1") == [b"0", b"1"]
         assert round_of_0.result(20.0) == [b"0", b"1"]
+
+
+def case_bound(rank: Rank, fits: bool) -> dict[str, Any]:
+    """This rank bound as set_threads binds it, while another thread of it runs; then, after an all-reduce that wakes
+    the transport's thread, the cores of every thread. All is put back: the next case is in the same process."""
+    mine = sorted(os.sched_getaffinity(0))
+    # one core each where there are two, or else the same: told of as two ranks of this host
+    told = "/".join(str(mine[i % len(mine)]) for i in range(2)) if fits else "60001/60002"
+    me = Identity(2, rank.rank, rank.rank, 2, socket.gethostname(), "openmpi")
+    launch = Launch(bind_to="placement", fabric="f.json")
+    bound = Deployment(model=Model(path="nowhere"), engine=Engine(device="cpu"), launch=launch)
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait)
+    beside.start()
+    os.environ[ENV_CORES] = f"{me.node}={told}"
+    try:
+        set_threads(bound, me)
+        compute = torch.get_num_threads()
+        with rank.connect(None, comm_options(bound, "127.0.0.1", b"")) as communicator:
+            communicator.all_reduce.start(torch.ones(8)).wait()
+            found = {tuple(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
+        return {"told": int(told.split("/")[rank.rank]), "found": sorted(found), "threads": compute}
+    except MappingError as error:
+        return {"refused": str(error)}
+    finally:
+        over.set()
+        beside.join()
+        del os.environ[ENV_CORES]
+        for task in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(task), mine)
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(grad)
+
+
+def test_two_ranks_keep_to_the_cores_of_their_seats(ranks: Ranks) -> None:
+    """launch.bind_to: placement, two real ranks: every thread of each, those that ran before and the transport's, is on
+    its seat's core and computes with as many threads; cores that this machine lacks are refused with the mend."""
+    for found in ranks(2, "test_rank_start:case_bound", {"fits": True}):
+        assert found["found"] == [[found["told"]]]
+        assert found["threads"] == 1
+    for found in ranks(2, "test_rank_start:case_bound", {"fits": False}):
+        assert "which has cores 6000" in found["refused"]
+        assert "or set launch.bind_to: none" in found["refused"]
+
+
+def test_a_rank_that_was_told_no_cores_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An mpirun of one's own knows nothing of seats; running anywhere while the table names cores would be a lie."""
+    monkeypatch.delenv(ENV_CORES, raising=False)
+    bound = replace(deployment("any"), launch=Launch(bind_to="placement", fabric="f.json"))
+    with pytest.raises(MappingError, match="nobody told rank 0 on here its cores"):
+        set_threads(bound, ME)
 
 
 def case_collective(rank: Rank, collective: str, deterministic: bool) -> str:

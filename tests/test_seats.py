@@ -10,6 +10,8 @@ from laddertron.launchers.hosts import Host
 from laddertron.launchers.rank import local_address
 from laddertron.launchers.seats import (
     ENV_INTERFACES,
+    cores_here,
+    cores_text,
     expected,
     interface_here,
     interfaces_text,
@@ -79,3 +81,21 @@ def test_a_rank_binds_to_the_placements_interface(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(ENV_INTERFACES, f"{here}=ib9")
     with pytest.raises(ValueError, match=r"ib9 has no address.*save it anew.*or set launch.interface"):
         local_address(plain, nodes)
+
+
+def test_each_rank_is_told_the_cores_of_its_seat() -> None:
+    """By host and local rank, with gaps; a host whose seats nobody placed leaves the whole job untold."""
+    hosts = (Host("a", 2, cores=((0, 1, 8), (2, 3))), Host("b", 2, cores=((0,), (1,))))
+    text = cores_text(hosts)
+    assert text == "a=0-1+8/2-3,b=0/1"
+    assert [cores_here(text, host, local) for host in ("a.example.org", "b") for local in (0, 1)] == [
+        (0, 1, 8), (2, 3), (0,), (1,),
+    ]  # fmt: skip
+    assert cores_here(None, "a", 0) is None
+    assert cores_text((*hosts, Host("c", 2))) == ""
+
+
+@pytest.mark.parametrize("text", ["", "a", "a=", "a=1/x", "a=1", "a=0//1"])
+def test_cores_that_are_not_ours_are_refused(text: str) -> None:
+    with pytest.raises(MappingError, match="LADDERTRON_CORES"):
+        cores_here(text, "a", 1)

@@ -98,6 +98,17 @@ def test_a_plan_explains_every_rank(capsys: pytest.CaptureFixture[str], tmp_path
     assert "all-reduce of 32 KiB, predicted (nccl, untuned): flat 49 us" in out
 
 
+def test_cores_are_called_what_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Ranks keep to the cores only where launch.bind_to says so; else these are near their GPUs and no more."""
+    preset("1x8xH100").save(tmp_path / "f.json")
+    text = "parallel: {tensor_parallel_size: 8}\nlaunch: {fabric: ./f.json, bind_to: WORD}\n"
+    for word, title in (("none", "near cores"), ("placement", "cores")):
+        config = deployment(tmp_path, text.replace("WORD", word))
+        assert main(["topo", config, "--fabric", str(tmp_path / "f.json")]) == 0
+        (head,) = [line for line in capsys.readouterr().out.splitlines() if "NUMA" in line]
+        assert ("near cores" in head, "cores" in head) == (title == "near cores", True)
+
+
 def test_json_has_it_all(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = deployment(tmp_path, "parallel:\n  tensor_parallel_size: 8\n  replicas: 2\n")
     assert main(["topo", config, "--fabric", "2x8xH100", "--json"]) == 0

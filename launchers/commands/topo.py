@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from ...engine.config import ConfigError, Deployment, load
+from ...engine.config_schema import PLACEMENT
 from ...topology import fabric as fabrics
 from ...topology.bootstrap import bootstrap_of
 from ...topology.cost import Backend, Shape, choose, predict, shape_of, untuned
@@ -196,7 +197,8 @@ def command(
     if json_out:
         click.echo(json.dumps(as_json(fabric, placed, shapes), indent=1))
         return
-    show(fabric, placed, shapes, lines, notes, save)
+    bound = deployment is not None and deployment.launch.bind_to == PLACEMENT
+    show(fabric, placed, shapes, lines, notes, save, bound)
 
 
 def show(
@@ -206,8 +208,9 @@ def show(
     lines: list[str],
     notes: tuple[str, ...],
     saved: str | None,
+    bound: bool,
 ) -> None:
-    """Prints tables; the fabric only if there is no placement to explain."""
+    """Prints tables; the fabric only if there is no placement to explain. `bound`: ranks keep to their seats' cores."""
     from rich.console import Console
 
     from ..topo_view import fabric_view, placement_view
@@ -215,7 +218,7 @@ def show(
     # A matrix row that is cut or folded cannot be read: rather let the terminal break lines, as nvidia-smi does.
     console = Console(highlight=False)
     console = Console(highlight=False, width=max(console.width, 240))
-    console.print(fabric_view(fabric) if placement is None else placement_view(placement, shapes, lines))
+    console.print(fabric_view(fabric) if placement is None else placement_view(placement, shapes, lines, bound))
     for note in notes:
         console.print(f"note: {note}", style="yellow")
     if saved is not None:
