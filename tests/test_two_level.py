@@ -147,6 +147,27 @@ def test_it_travels_by_itself_and_a_late_rank_is_not_waited_for_longer_than_allo
     assert ranks(4, "test_two_level:case_ahead") == [True] * 4
 
 
+def case_uneven(rank: Rank) -> bool:
+    """One rank of each node starts four messages at once, the other each when the one before is there."""
+    with rank.connect(2, CommOptions(backend="gloo", collective="two_level", timeout_s=20)) as comm:
+        xs = [torch.full((1000 * n,), float(n + rank.rank)) for n in (4, 1, 3, 2)]
+        for at_once in (1, 0):
+            flying = []
+            for x in xs:
+                flying.append(comm.all_reduce.start(x))
+                if rank.rank % 2 != at_once:
+                    flying.pop().wait()
+            for pending in flying:
+                pending.wait()
+        return [float(x.min()) for x in xs] == [float(x.max()) for x in xs] == [4.0 * (4 * n + 6) for n in (4, 1, 3, 2)]
+
+
+def test_ranks_of_a_node_need_not_go_in_step(ranks: Ranks) -> None:
+    """A second message is scattered before or after the first is gathered, as the rank's own time has it: either way
+    the calls of every group come in one order on all of its ranks."""
+    assert ranks(4, "test_two_level:case_uneven") == [True] * 4
+
+
 def case_sweep(rank: Rank) -> list[Any]:
     """Preflight's sweep over gloo; every communicator's strategies as they are when it ends."""
     seen: list[dict[str, int]] = []
