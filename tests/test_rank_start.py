@@ -158,6 +158,15 @@ def test_two_ranks_keep_to_the_cores_of_their_seats(ranks: Ranks) -> None:
         assert "or set launch.bind_to: none" in found["refused"]
 
 
+@pytest.mark.parametrize(("cores", "spin"), [({3}, 0.0), ({3, 4}, 20.0)])
+def test_a_bound_rank_spins_on_a_core_of_its_own(monkeypatch: pytest.MonkeyPatch, cores: set[int], spin: float) -> None:
+    """The cores that it sees are not the node's, to be shared with other ranks: unbound, the group divides them."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
+    bound = replace(deployment("any"), launch=Launch(bind_to="placement", fabric="f.json"))
+    assert comm_options(bound, "127.0.0.1", b"").spin_us == spin
+    assert comm_options(deployment("any"), "127.0.0.1", b"").spin_us is None
+
+
 def test_a_rank_that_was_told_no_cores_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """An mpirun of one's own knows nothing of seats; running anywhere while the table names cores would be a lie."""
     monkeypatch.delenv(ENV_CORES, raising=False)

@@ -221,6 +221,7 @@ def test_with_a_fabric_ranks_look_where_they_are(
     said = ("--set", f"launch.fabric={fabric}")
     shown = cluster.run(0, [*job.command(sys.executable, launch=True), *said, "--dry-run"], QUIET)
     assert "LADDERTRON_SEATS=n0:2,n1:2" in shown.stdout
+    assert "LADDERTRON_INTERFACES=n0=eth0,n1=eth0" in shown.stdout
     assert "eth0" in shown.stdout
     done = cluster.run(0, job.command(sys.executable, launch=False, arguments=said), QUIET, timeout=180.0)
     assert done.returncode == 0, done.stdout + done.stderr
