@@ -10,10 +10,12 @@ import ctypes.util
 import json
 import os
 import resource
+import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 from ..engine import config as deploy
 from ..engine.config_schema import Deployment
 from ..models.config import from_folder
-from ..topology.bootstrap import Bootstrap
+from ..topology.bootstrap import Bootstrap, StarBootstrap
 from ..topology.cost import Backend, Shape, Strategy, shape_of
 from ..topology.fabric import Fabric
 from ..topology.fit import Fit, Point, fit
@@ -47,11 +49,13 @@ from ..topology.preflight import (
 )
 from ..topology.tuning import Tuning, make
 from . import tuned
+from .preflight_job import MEET_S, Watch, sign
 from .rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
 
 BATCHES = (1, 4, 16, 64, 256)
 """Decode batches whose all-reduces are measured beside the usual sizes."""
 _SECONDS = 0.25  # for each strategy and size
+_SLACK_S = 10.0  # beside the limit, for what others may be busy with
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -95,13 +99,52 @@ def message_bytes(deployment: Deployment) -> tuple[int, ...]:
     return tuple(model.hidden_size * width * batch for batch in BATCHES if model.hidden_size * width * batch <= 8 << 20)
 
 
-def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outcome | None]:
+class _Star(StarBootstrap):
+    """Its rounds are watched: who does not answer is named."""
+
+    watch: Watch
+    hosts: tuple[str, ...] = ()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        def words() -> str:
+            on = f" on {self.hosts[self.waits_for]}" if self.waits_for is not None and self.hosts else ""
+            return f"rank {self.waits_for}{on} did not answer"
+
+        # others may be busy with what they are allowed to take
+        with self.watch.over(words, self.watch.limit_s + _SLACK_S):
+            return super().all_gather(payload)
+
+
+def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
+    if identity.launcher == "torchrun":
+        return bootstrap_for(identity)  # its store's waits end by themselves
+    signal.alarm(int(MEET_S))  # MPI's start can only be ended from outside Python
+    star = _Star()
+    signal.alarm(0)
+    star.watch = watch
+    return star
+
+
+def run_preflight(
+    deployment: Deployment, identity: Identity, give_up: Callable[[str], object] = print
+) -> tuple[int, Outcome | None]:
     """(exit status, the same on every rank; on rank 0 what it found). Raises UnlikeRanks, IdentityError where the ranks
-    are alike and not as many as the deployment's, and what else stops it, naming the rank."""
-    bootstrap = bootstrap_for(identity)
+    are alike and not as many as the deployment's, and what else stops it, naming the rank. `give_up` is called, in a
+    thread, with words on what this rank waited for in vain, and must end the process: MPI's calls have no limit."""
+    limit_s = deployment.parallel.collective_timeout or CommOptions().timeout_s
+    with Watch(limit_s, give_up) as watch:
+        return _measure(deployment, identity, _bootstrap(identity, watch), watch)
+
+
+def _measure(
+    deployment: Deployment, identity: Identity, bootstrap: Bootstrap, watch: Watch
+) -> tuple[int, Outcome | None]:
     setups = meet(deployment, identity, bootstrap)
+    sign(bootstrap.rank, "met")
     require_world(identity, deployment.parallel.tensor_parallel_size, deployment.parallel.replicas)
     nodes = tuple(s.hostname for s in setups)
+    if isinstance(bootstrap, _Star):
+        bootstrap.hosts = nodes
     set_threads(deployment, identity)
     device = choose_device(deployment, identity)
     size = deployment.parallel.tensor_parallel_size
@@ -119,17 +162,24 @@ def run_preflight(deployment: Deployment, identity: Identity) -> tuple[int, Outc
         plans = [Plan((), ())] * groups
     wanted = plans[group]
     # groups connect all at once: one whose shape lacks a strategy of another's still takes its turn
-    strategies = tuple(dict.fromkeys(s for p in plans for s, _ in p.sweep))
+    together = tuple(dict.fromkeys(row for p in plans for row in p.sweep)) if groups > 1 else ()
     address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
     options = replace(
-        comm_options(deployment, address, b""), backend=backend, collective="auto", emulation=None, deterministic=False
+        comm_options(deployment, address, b""),
+        backend=backend,
+        collective="auto",
+        emulation=None,
+        deterministic=False,
+        connect_timeout_s=watch.limit_s,
     )
     log = _listen_to_nccl(backend, identity)
     grouped = size > 1 and needs_torch_groups(bootstrap, backend)
-    with connect(bootstrap, layout, replace(options, process_groups=grouped)) as communicator:
-        points = _sweep(wanted, communicator, bootstrap, layout, options, shapes[group], device, strategies)
+    with watch.over(_unconnected, watch.limit_s + _SLACK_S):
+        communicator = connect(bootstrap, layout, replace(options, process_groups=grouped))
+    with communicator:
+        points = _sweep(wanted, communicator, bootstrap, layout, options, shapes[group], device, together, watch)
         line = line_of(bootstrap, backend, device) if wanted.rounds else None
-        links = measure_links(wanted, bootstrap, line)
+        links = measure_links(wanted, bootstrap, line, nodes, watch)
         report = _report(deployment, identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
         status, outcome = 0, None
         said = {"report": asdict(report), "links": links}
@@ -192,16 +242,20 @@ def _read_report(data: dict[str, Any]) -> RankReport:
 
 
 def measure_links(
-    wanted: Plan, bootstrap: Bootstrap, line: Line | None
+    wanted: Plan, bootstrap: Bootstrap, line: Line | None, nodes: Sequence[str] = (), watch: Watch | None = None
 ) -> list[tuple[int, int, int | None, str, float, float]]:
     """Of this rank's pairs those that it is the first of: both ranks, the rail, the path, seconds one way, bytes/s.
-    Every rank calls it; all end a round before any begins the next."""
+    Every rank calls it; all end a round before any begins the next. `nodes`: each rank's host, for the words of the
+    watch."""
+    watch = watch or Watch(inf, print)
     found: list[tuple[int, int, int | None, str, float, float]] = []
     for pairs in wanted.rounds:
         for pair in pairs:
             if line is not None and bootstrap.rank in (pair.a, pair.b):
                 first = bootstrap.rank == pair.a
-                latency, rate = measure(line, pair.b if first else pair.a, first)
+                ends = " to ".join(f"rank {end}" + (f" on {nodes[end]}" if nodes else "") for end in (pair.a, pair.b))
+                with watch.over(f"nothing came over the link from {ends}".__str__):
+                    latency, rate = measure(line, pair.b if first else pair.a, first)
                 if first:
                     found.append((pair.a, pair.b, pair.rail, pair.path, latency, rate))
         bootstrap.all_gather(b"")
@@ -216,37 +270,50 @@ def _sweep(
     options: CommOptions,
     shape: Shape,
     device: torch.device,
-    strategies: Sequence[Strategy] = (),
+    together: Sequence[tuple[Strategy, int]] = (),
+    watch: Watch | None = None,
 ) -> list[Point]:
-    """Every strategy and size of the plan; a strategy has connections of its own. `strategies`: those of all groups,
-    the plan's among them (none: the plan's), in whose order every rank connects."""
+    """Every strategy and size of the plan; a strategy has connections of its own. `together`: where there are several
+    groups, those of all of them, in whose order every rank connects and measures; nobody runs ahead."""
+    watch = watch or Watch(inf, print)
     points = []
-    mine = {s for s, _ in wanted.sweep}
-    for strategy in strategies or dict.fromkeys(s for s, _ in wanted.sweep):
+    mine = set(wanted.sweep)
+    for strategy in dict.fromkeys(s for s, _ in together or wanted.sweep):
         own = control
         if strategy in ("exchange", "two_level", "doubling", "pipeline"):
-            collective = strategy if strategy in mine else "auto"
-            own = connect(bootstrap, layout, replace(options, collective=collective, process_groups=False))
+            collective = strategy if strategy in {s for s, _ in mine} else "auto"
+            with watch.over(_unconnected, watch.limit_s + _SLACK_S):
+                own = connect(bootstrap, layout, replace(options, collective=collective, process_groups=False))
         try:
-            for nbytes in (n for s, n in wanted.sweep if s == strategy):
-                points.append(Point(strategy, nbytes, _all_reduce_s(own, control, nbytes, device), shape))
+            for nbytes in (n for s, n in together or wanted.sweep if s == strategy):
+                if (strategy, nbytes) in mine:
+                    took = _all_reduce_s(own, control, nbytes, device, watch)
+                    points.append(Point(strategy, nbytes, took, shape))
+                if together:
+                    bootstrap.all_gather(b"")
         finally:
             if own is not control:
                 own.close()
     return points
 
 
-def _all_reduce_s(own: Communicator, control: Communicator, nbytes: int, device: torch.device) -> float:
+def _unconnected() -> str:
+    return "the ranks of its group did not connect"
+
+
+def _all_reduce_s(own: Communicator, control: Communicator, nbytes: int, device: torch.device, watch: Watch) -> float:
     """Seconds an all-reduce, calls back to back: the median of a few batches of them, the slowest rank's."""
     x = torch.zeros(nbytes // 4, device=device)
 
     def calls(count: int) -> float:
-        began = time.perf_counter()
-        for _ in range(count):
-            own.all_reduce.start(x).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / count
+        # the backends' own waits end earlier and name the peer; NCCL's do not
+        with watch.over(f"all-reduces of {nbytes} bytes did not end".__str__, watch.limit_s + _SLACK_S):
+            began = time.perf_counter()
+            for _ in range(count):
+                own.all_reduce.start(x).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return (time.perf_counter() - began) / count
 
     calls(2)
     count = int(min(200, max(2, _SECONDS / 5 / _slowest(control, calls(3)))))
@@ -270,7 +337,7 @@ def _report(
     spans: bool,
     log: Path | None,
 ) -> RankReport:
-    used = backend if spans else ""
+    used: str = backend if spans else ""
     if spans and backend == "nccl":
         used = transport_in(log.read_text(errors="replace") if log is not None and log.is_file() else "")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -74,7 +74,7 @@ def test_other_ranks_are_judged_before_anything_else(
 ) -> None:
     """Even where the file also has another size of the job in it: what differs is named with rank and host, and nothing
     was connected."""
-    monkeypatch.setattr(preflight, "bootstrap_for", lambda _: Gathered(change))
+    monkeypatch.setattr(preflight, "_bootstrap", lambda *_: Gathered(change))
     monkeypatch.setattr(preflight, "connect", None)
     with pytest.raises(preflight.UnlikeRanks, match=r"^error: rank 1 on n1: ") as caught:
         preflight.run_preflight(deployment(4), SECOND)
@@ -85,7 +85,7 @@ def test_ranks_alike_and_too_few_each_say_so(
     monkeypatch: pytest.MonkeyPatch, exits: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One file on all, and it wants four: every rank says that with its host, and ends with 2."""
-    monkeypatch.setattr(preflight, "bootstrap_for", lambda _: Gathered(lambda said: {}))
+    monkeypatch.setattr(preflight, "_bootstrap", lambda *_: Gathered(lambda said: {}))
     with pytest.raises(IdentityError):
         preflight.run_preflight(deployment(4), SECOND)
     with pytest.raises(Exited, match="2"):

@@ -74,6 +74,50 @@ class MpiBootstrap:
         """Nothing: MPI is finalised at exit, once, when everything that used it is gone."""
 
 
+class StarBootstrap(MpiBootstrap):
+    """MPI whose rounds go through rank 0 alone, so that a broken link between two others does not stop them (an MPI
+    collective takes any links, and cannot say which one it waits for). `waits_for`: the rank that is waited for, None
+    outside a round."""
+
+    waits_for: int | None = None
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        _check(payload)
+        try:
+            if self.rank != 0:
+                self.waits_for = 0
+                self._send(payload, 0)
+                every = self._receive(0)
+            else:
+                found = [payload]
+                for peer in range(1, self.size):
+                    self.waits_for = peer
+                    found.append(self._receive(peer))
+                every = b"".join(struct.pack("<q", len(part)) + part for part in found)
+                for peer in range(1, self.size):
+                    self.waits_for = peer
+                    self._send(every, peer)
+        finally:
+            self.waits_for = None
+        out, at = [], 0
+        while at < len(every):
+            (count,) = struct.unpack_from("<q", every, at)
+            out.append(every[at + 8 : at + 8 + count])
+            at += 8 + count
+        return out
+
+    def _send(self, data: bytes, peer: int) -> None:
+        self.comm.Send(struct.pack("<q", len(data)), peer)
+        self.comm.Send([data, self._mpi.BYTE], peer)
+
+    def _receive(self, peer: int) -> bytes:
+        length = bytearray(8)
+        self.comm.Recv(length, peer)
+        data = bytearray(struct.unpack("<q", length)[0])
+        self.comm.Recv([data, self._mpi.BYTE], peer)
+        return bytes(data)
+
+
 def _finalize(mpi: Any) -> None:
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -23,6 +23,8 @@ from ..fabric_option import fabric_option
 from ..find import survey
 from ..hosts import read_hosts
 from ..mpi import compose
+from ..preflight_job import DONE_S, SIGNS, hold, sign
+from ..processes import die_with_parent
 from ..shares import divide, together
 
 
@@ -45,12 +47,14 @@ def launch(loaded: Loaded, words: list[str]) -> int:
             site.fabric,
         )
         program = (site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
-        job = compose(deployment, site, together(shares), program)
+        whole = together(shares)
+        job = compose(deployment, site, whole, program, (SIGNS,))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     try:
-        # mpirun ends its ranks on the signal that the terminal sends to it as well: wait for that
-        code = subprocess.run(job.argv, env={**os.environ, **job.env}, check=False).returncode
+        hosts = [host.name for host in whole.hosts for _ in range(host.slots)]
+        env = {**os.environ, **job.env, SIGNS: "1"}
+        code = hold(job.argv, env, hosts, lambda line: click.echo(line, nl=False, err=True))
         return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
     except KeyboardInterrupt:
         return 130
@@ -61,13 +65,15 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> in
     from ..preflight import UnlikeRanks, run_preflight
 
     try:
-        status, outcome = run_preflight(deployment, identity)
+        status, outcome = run_preflight(deployment, identity, lambda text: end(identity, text, 1))
+        signal.alarm(int(DONE_S))  # MPI's own end waits for all ranks, and cannot be ended from Python
         if outcome is not None:
             from ..preflight_view import show
 
             if outcome.tuning is not None and save is not None:
                 outcome.tuning.save(save)
             show(outcome, save if outcome.tuning is not None else None)
+            sign(identity.rank, "done")
         return status
     except UnlikeRanks as error:
         if identity.rank == 0:
@@ -126,5 +132,7 @@ def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
         words = [os.path.abspath(config)]
         words += ["--save", os.path.abspath(save)] if save is not None else []
         return launch(loaded, words + [word for override in overrides for word in ("--set", override)])
+    die_with_parent()
+    sign(identity.rank, "started")
     configured = loaded.deployment.parallel.tuning_file
     return be_rank(loaded.deployment, identity, save or (Path(configured) if configured else None))

@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.launching import processes
 from cluster.nodes import Cluster, kill
 
 pytestmark = pytest.mark.cluster
@@ -153,9 +155,33 @@ def test_preflight_names_who_cannot_have_rdma(link: Cluster, tmp_path: Path) -> 
     words = ["preflight", str(deployment(link, tmp_path)), "--save", str(tuning)]
     done = laddertron(link, *words, "--set", "parallel.require_transport=ib")
     assert done.returncode == 1, done.stdout + done.stderr
-    words = "parallel.require_transport is ib, backend native sends over sockets between nodes"
-    assert f"error: rank 0 on n0, rank 1 on n1: {words}" in done.stdout
+    why = "parallel.require_transport is ib, backend native sends over sockets between nodes"
+    assert f"error: rank 0 on n0, rank 1 on n1: {why}" in done.stdout
     assert not tuning.exists()
+
+
+def test_preflight_ends_on_a_cut_link(link: Cluster, tmp_path: Path) -> None:
+    """Pulled while ranks measure: an error that names the other end, exit 1, soon after what a collective may take, and
+    nothing is left on any node."""
+    config, before = deployment(link, tmp_path), link.control.stats().bytes
+    words = ["preflight", str(config), "--set", "parallel.collective_timeout=4"]
+    command = [sys.executable, "-m", "laddertron.launchers.cli", *words]
+    process = link.start(0, command, QUIET, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        while link.control.stats().bytes < before + 2_000_000:
+            assert process.poll() is None, "it ended before it measured"
+            time.sleep(0.05)  # the switch has no event for it
+        link.control.cut(0, 1)
+        cut = time.monotonic()
+        said, _ = process.communicate(timeout=90.0)
+        took = time.monotonic() - cut
+    finally:
+        kill(process)
+    assert process.returncode == 1, said
+    assert "error: rank 0 on n0: " in said
+    assert "rank 1" in said.partition("error: rank 0 on n0: ")[2].partition("\n")[0]
+    assert took < 4 + 10 + 10 + 15, said
+    assert not [line for line in processes(link) if "preflight" in line]
 
 
 def test_a_run_under_mpich(link: Cluster, tmp_path: Path) -> None:
