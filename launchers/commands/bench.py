@@ -23,6 +23,7 @@ from ...engine.config import ConfigError, Deployment, read
 from ..bench_job import BenchError, BenchJob
 from ..bench_measure import Say, Variant, measure, measure_mix, roomy
 from ..bench_view import Row, case_table, mix_table, plot
+from ..fabric_option import fabric_option
 from ..hosts import LaunchError
 from ..processes import ended_by_term
 
@@ -125,6 +126,7 @@ def _write(rows: Sequence[Row], as_json: str | None) -> None:
 
 def _common(function: Any) -> Any:
     for option in (
+        fabric_option,
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the file."),
         click.option(
             "--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of each case."

@@ -13,6 +13,7 @@ import click
 
 from ...engine.config import Deployment, load, to_json
 from .. import kept
+from ..fabric_option import fabric_option
 from ..fleet import Fleet
 from ..mpi import compose
 from ..processes import ended_by_term
@@ -50,6 +51,7 @@ def run_profile(deployment: Deployment, options: dict[str, object], timeout_s: f
 @click.option("--rank", "ranks", multiple=True, type=int, help="Record this rank; repeatable.  [default: all]")
 @click.option("--ops", is_flag=True, help="Each rank's operators and kernels too (torch.profiler), in files beside.")
 @click.option("-o", "--output", default="trace.json", show_default=True, type=click.Path(path_type=Path))
+@fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 def command(
     config: str,
