@@ -13,7 +13,8 @@ import resource
 import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -172,11 +173,11 @@ def _measure(
         deterministic=False,
         connect_timeout_s=watch.limit_s,
     )
-    log = _listen_to_nccl(backend, identity)
     grouped = size > 1 and needs_torch_groups(bootstrap, backend)
-    with watch.over(_unconnected, watch.limit_s + _SLACK_S):
-        communicator = connect(bootstrap, layout, replace(options, process_groups=grouped))
-    with communicator:
+    with ExitStack() as stack:
+        log = stack.enter_context(_nccl_log(backend, identity))
+        with watch.over(_unconnected, watch.limit_s + _SLACK_S):
+            communicator = stack.enter_context(connect(bootstrap, layout, replace(options, process_groups=grouped)))
         points = _sweep(wanted, communicator, bootstrap, layout, options, shapes[group], device, together, watch)
         line = line_of(bootstrap, backend, device) if wanted.rounds else None
         links = measure_links(wanted, bootstrap, line, nodes, watch)
@@ -375,13 +376,19 @@ def matmul_s(device: torch.device, rounds: int = 100) -> float:
     return best
 
 
-def _listen_to_nccl(backend: Backend, identity: Identity) -> Path | None:
-    """NCCL says how it goes between nodes in its log alone, and reads where to before its first communicator."""
+@contextmanager
+def _nccl_log(backend: Backend, identity: Identity) -> Iterator[Path | None]:
+    """NCCL says how it goes between nodes in its log alone, and reads where to before its first communicator. The file
+    goes with the context."""
     if backend != "nccl":
-        return None
+        yield None
+        return
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"laddertron-preflight-nccl-{identity.rank}-{os.getpid()}.log"
     os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
-    return path
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def transport_in(log: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -140,3 +142,21 @@ def test_each_backend_says_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert [used(backend) for backend in ("native", "gloo", "mpi")] == ["native", "gloo", "mpi"]
     assert [used("nccl"), used("nccl", log=tmp_path / "log")] == ["NET/Socket", "NET/IB"]
     assert used("mpi", spans=False) == ""
+
+
+def test_nccls_log_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also where measuring fails; other backends have none."""
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    failed = False
+    with contextlib.suppress(RuntimeError), preflight._nccl_log("nccl", SECOND) as log:
+        assert log is not None
+        assert os.environ["NCCL_DEBUG_FILE"] == str(log)
+        log.write_text("x")
+        failed = True
+        raise RuntimeError("no communicator")
+    assert failed
+    assert list(tmp_path.iterdir()) == []
+    with preflight._nccl_log("gloo", SECOND) as log:
+        assert log is None
