@@ -113,7 +113,7 @@ class _Side:
     def __init__(self, issue: Any, ledger: Ledger, strategy: str, link: str) -> None:
         self.issue, self.strategy, self.link = issue, strategy, link
 
-    def start(self, x: torch.Tensor) -> Any:
+    def start(self, x: torch.Tensor, layer: str = "") -> Any:
         self.issue(x)
 
         class Arriving:
