@@ -151,8 +151,8 @@ def test_nodes_load_in_shares(nodes: Callable[[int], Cluster], tmp_path: Path, c
     trials = count * slots * (1 + TURNS) * trial_bytes(source)
     print(f"columns: {columns} bytes, trials: {trials}; carried: {carried}")
     assert carried["true"] - carried["false"] > 0.9 * columns * (count - 1) / count + trials
-    # less is no fault: heartbeats are as many as the seconds that a start took
-    assert carried["auto"] - carried["false"] < 0.3 * columns
+    # heartbeats, as many as the seconds that a start took, are some hundred kilobytes more or less
+    assert carried["auto"] < (carried["false"] + carried["true"]) / 2
     none_left(cluster)
 
 
