@@ -173,7 +173,7 @@ def case_gloo_flight(rank: Rank) -> list[float]:
         (before,) = gloo.ledger.entries()
         began = time.monotonic()
         pending = gloo.all_reduce.start(torch.ones(8))
-        until(lambda: pending._ending._at > 0)  # type: ignore[attr-defined]
+        until(lambda: pending.ended > 0)  # type: ignore[attr-defined]
         time.sleep(0.05)  # computes
         pending.wait()
         took = time.monotonic() - began

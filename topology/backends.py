@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from .bootstrap import Bootstrap, MpiBootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Named, PeerLost
 from .ordered import Ordered
-from .two_level import Call, Relay, TwoLevel, two_level
+from .two_level import Relay, TwoLevel, two_level
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -114,70 +115,49 @@ class GlooCollective:
             work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
         self._seq += 1
         self._ledger.started += 1
-        return _GlooPending(self, work, x, began, self._seq - 1, ordered, (strategy, layer), _Ending(work))
+        return _GlooPending(self, work, x, began, self._seq - 1, ordered, strategy, layer)
 
     def named(self, layer: str) -> Named:
         return Named(self, layer)
 
-    def _finish(
-        self,
-        work: Any,
-        x: Tensor,
-        began: float,
-        seq: int,
-        ordered: Ordered | None,
-        account: tuple[str, str],
-        ending: _Ending,
-    ) -> None:
-        asked = time.monotonic()
+    def _finish(self, pending: _GlooPending, work: Any) -> None:
+        asked, x, seq = time.monotonic(), pending.x, pending.seq
         self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
         _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
-        if ordered is not None:
-            ordered.add_up()
+        if pending.ordered is not None:
+            pending.ordered.add_up()
         self._ledger.waiting = ""
-        strategy, layer = account
-        self._ledger.add("all_reduce", strategy, self._link, x.nbytes, began, ending.seconds, asked, layer)
+        ended = pending.ended or time.monotonic()
+        self._ledger.add(
+            "all_reduce", pending.strategy, self._link, x.nbytes, pending.began, ended, asked, pending.layer
+        )
 
 
-class _Ending:
-    """When a work was over: noted by the thread that ended it, not by whoever asks later."""
+@dataclass(slots=True)
+class _GlooPending:
+    """`ended`: when the work was over, noted by the thread that ended it, not by whoever asks later; 0.0 before."""
 
-    def __init__(self, work: Any) -> None:
-        self._work, self._at = work, 0.0
-        if not isinstance(work, Call):
-            work.get_future().add_done_callback(self._note)
+    owner: GlooCollective
+    work: Any
+    x: Tensor
+    began: float
+    seq: int
+    ordered: Ordered | None
+    strategy: str
+    layer: str
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.work.get_future().add_done_callback(self._note)
 
     def _note(self, _: Any) -> None:
-        self._at = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """On `time.monotonic`; now, if nobody has noted it yet."""
-        return (self._work.ended_at if isinstance(self._work, Call) else self._at) or time.monotonic()
-
-
-class _GlooPending:
-    __slots__ = ("_account", "_began", "_ending", "_ordered", "_owner", "_seq", "_work", "_x")
-
-    def __init__(
-        self,
-        owner: GlooCollective,
-        work: Any,
-        x: Tensor,
-        began: float,
-        seq: int,
-        ordered: Ordered | None,
-        account: tuple[str, str],
-        ending: _Ending,
-    ) -> None:
-        self._owner, self._work, self._x, self._began, self._seq = owner, work, x, began, seq
-        self._ordered, self._account, self._ending = ordered, account, ending
+        self.ended = time.monotonic()
 
     def wait(self) -> Tensor:
-        work, self._work = self._work, None
+        work, self.work = self.work, None
         if work is not None:
-            self._owner._finish(work, self._x, self._began, self._seq, self._ordered, self._account, self._ending)
-        return self._x
+            self.owner._finish(self, work)
+        return self.x
 
 
 class GlooGather:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -136,33 +136,35 @@ class Aside:
                 failed = made.make(failed)
 
 
-class Call:
-    """A call under way; waited for as torch's Work is. `ended_at`: on `time.monotonic`, once it is over."""
-
-    __slots__ = ("_call", "_error", "_over", "ended_at")
+class Call(Future[None]):
+    """A call under way; waited for as torch's Work is."""
 
     def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
         self._call = call
-        self._error: BaseException | None = None
-        self._over = threading.Event()
-        self.ended_at = 0.0
 
     def make(self, failed: BaseException | None) -> BaseException | None:
         """Makes it, unless one before has `failed`; why it failed itself."""
-        self._error = failed
         if failed is None:
             try:
                 self._call()
             except BaseException as error:
-                self._error = error
-        self.ended_at = time.monotonic()
-        self._over.set()
-        return self._error
+                failed = error
+        if failed is None:
+            self.set_result(None)
+        else:
+            self.set_exception(failed)
+        return failed
+
+    def get_future(self) -> Future[None]:
+        return self
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Raises RuntimeError if it is not over in time (None: there is no hurry), or what the call raised."""
         seconds = None if timeout is None else timeout.total_seconds()
-        if not self._over.wait(seconds):
-            raise RuntimeError(f"timed out after {seconds:g} s")
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
+        try:
+            error = self.exception(seconds)
+        except TimeoutError:
+            raise RuntimeError(f"timed out after {seconds:g} s") from None
+        if error is not None:
+            raise RuntimeError(str(error)) from error
