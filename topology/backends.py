@@ -120,10 +120,10 @@ class GlooCollective:
     def named(self, layer: str) -> Named:
         return Named(self, layer)
 
-    def _finish(self, pending: _GlooPending, work: Any) -> None:
+    def _finish(self, pending: _GlooPending) -> None:
         asked, x, seq = time.monotonic(), pending.x, pending.seq
         self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
-        _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
+        _guard(lambda: pending.work.wait(timedelta(seconds=self._timeout[0])), seq)
         if pending.ordered is not None:
             pending.ordered.add_up()
         self._ledger.waiting = ""
@@ -154,9 +154,9 @@ class _GlooPending:
         self.ended = time.monotonic()
 
     def wait(self) -> Tensor:
-        work, self.work = self.work, None
-        if work is not None:
-            self.owner._finish(self, work)
+        if self.work is not None:
+            self.owner._finish(self)
+            self.work = None  # not before: a wait that failed fails again, it never gives x without its sum
         return self.x
 
 
