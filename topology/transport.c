@@ -301,8 +301,6 @@ static lt_frame lt_head_of(lt_op *op, int kind) {
                       (uint32_t)op->bytes};
 }
 
-static uint32_t lt_tag(lt_op *op) { return (uint32_t)(op->kind << 16 | op->strategy << 8 | op->dtype); }
-
 static int lt_is_here(lt_comm *c, lt_op *op) {
     int slot = (int)(op->seq % LT_SLOTS);
     if (op->strategy >= LT_PIPELINE) return (int)atomic_load(&op->done);
@@ -316,14 +314,15 @@ static int lt_is_here(lt_comm *c, lt_op *op) {
 
 static int lt_check(lt_comm *c, lt_op *op) { /* all ranks mean the same collective */
     int slot = (int)(op->seq % LT_SLOTS);
+    uint32_t tag = lt_tag(op->kind, op->strategy, op->dtype);
     for (int l = 0; c->per_node > 1 && l < c->per_node; l++) {
         lt_head *h = &c->heads[l * LT_SLOTS + slot];
-        if (h->bytes != (uint32_t)op->bytes || h->tag != lt_tag(op))
+        if (h->bytes != (uint32_t)op->bytes || h->tag != tag)
             return lt_fail(c, LT_MISMATCH, c->node * c->per_node + l, op->seq);
     }
     for (int n = 0; op->strategy == LT_TWO_LEVEL && n < c->nodes; n++) {
         lt_part *part = &c->parts[n * LT_SLOTS + slot];
-        if (part->bytes != (uint32_t)op->bytes || part->tag != lt_part_tag(op->kind, op->dtype))
+        if (part->bytes != (uint32_t)op->bytes || part->tag != tag)
             return lt_fail(c, LT_MISMATCH, n * c->per_node + c->local, op->seq);
     }
     for (int r = 0; op->strategy == LT_EXCHANGE && r < c->size; r++) {
@@ -450,7 +449,7 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
         lt_head *h = &c->heads[c->local * LT_SLOTS + slot];
         memcpy(lt_own(c, c->local, slot), x, bytes);
         h->bytes = (uint32_t)bytes;
-        h->tag = lt_tag(op);
+        h->tag = lt_tag(kind, strategy, dtype);
         atomic_store(&h->published, seq + 1);
     }
     if (strategy == LT_EXCHANGE && c->nodes > 1) {
@@ -471,7 +470,7 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
         for (int l = 0; l < c->per_node; l++) in[l] = lt_own(c, l, slot);
         char *sum = lt_node_sum(c, c->node, slot);
         lt_sum(in, c->per_node, 0, count, sum, dtype);
-        c->parts[c->node * LT_SLOTS + slot] = (lt_part){(uint32_t)bytes, lt_part_tag(kind, dtype)};
+        c->parts[c->node * LT_SLOTS + slot] = (lt_part){(uint32_t)bytes, lt_tag(kind, strategy, dtype)};
         lt_frame head = lt_head_of(op, LT_F_NODE);
         for (int k = 1; k < c->nodes; k++) {
             int code = lt_send(c, (c->node + k) % c->nodes * c->per_node + c->local, &head, sum, NULL);

@@ -51,6 +51,7 @@ static int lt_fail(lt_comm *c, int code, int peer, uint64_t seq) {
 static void lt_ask_for_times(int fd) {
     int what = SOF_TIMESTAMPING_RX_SOFTWARE | SOF_TIMESTAMPING_SOFTWARE;
     if (setsockopt(fd, SOL_SOCKET, SO_TIMESTAMPING, &what, sizeof what) < 0) return; /* then nobody says when */
+    /* Nor of what comes before the kernel begins to stamp, soon after the machine's first socket asked. */
 }
 
 /* As recv; *heard_ns becomes the time, on CLOCK_MONOTONIC, at which the kernel had the last of these bytes, or 0. */
@@ -193,7 +194,7 @@ static int lt_send(lt_comm *c, int rank, const lt_frame *head, const void *data,
 
 /* ---- receiving; the caller holds c->net ---- */
 
-static uint32_t lt_part_tag(int kind, int dtype) { return (uint32_t)(kind << 16 | dtype); }
+static uint32_t lt_tag(int kind, int strategy, int dtype) { return (uint32_t)(kind << 16 | strategy << 8 | dtype); }
 
 static void lt_part_arrived(lt_comm *c, int slot, uint64_t seq) {
     lt_sync *s = &c->syncs[slot];
@@ -249,7 +250,8 @@ static void lt_arrived(lt_comm *c, int rank) {
         __atomic_store_n(&p->whole, p->head.seq + 1, __ATOMIC_RELEASE);
         break;
     case LT_F_NODE:
-        c->parts[rank / c->per_node * LT_SLOTS + slot] = (lt_part){p->head.bytes, lt_part_tag(p->head.op, p->head.dtype)};
+        c->parts[rank / c->per_node * LT_SLOTS + slot] =
+            (lt_part){p->head.bytes, lt_tag(p->head.op, LT_TWO_LEVEL, p->head.dtype)};
         lt_part_arrived(c, slot, p->head.seq);
         break;
     case LT_F_CHUNK:
