@@ -15,7 +15,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
 from typing import IO
 
 SIGNS = "LADDERTRON_PREFLIGHT_SIGNS"
@@ -115,14 +117,11 @@ def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:
         try:
             line = lines.get(timeout=wait)
         except queue.Empty:
-            line = None
-            late = True
-        else:
-            late = False
-        if line is None:
-            if late and (words := signs.missing()):
+            if words := signs.missing():
                 show(words + "\n")
-            return late
+            return True
+        if line is None:
+            return False
         if not signs.take(line, time.monotonic()):
             show(line)
 
@@ -135,11 +134,9 @@ class Watch:
         self.limit_s = limit_s
         self._end = end
         self._changed = threading.Condition()
-        self._deadline: float | None = None
-        self._limit = limit_s
-        self._words: Callable[[], str] = str
         self._closed = False
         self._thread = threading.Thread(target=self._look, daemon=True, name="preflight-watch")
+        self._begin(str, inf)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -151,34 +148,27 @@ class Watch:
             self._changed.notify()
         self._thread.join()
 
-    def over(self, words: Callable[[], str], limit_s: float | None = None) -> Watch.Over:
-        """A context that may last limit_s; `words` say, then, what is waited for."""
-        return Watch.Over(self, words, self.limit_s if limit_s is None else limit_s)
+    @contextmanager
+    def over(self, words: Callable[[], str], limit_s: float | None = None) -> Iterator[None]:
+        """What may last limit_s; `words` say, then, what is waited for. The one around it has its whole time again
+        after it."""
+        around = self._words, self._limit
+        self._begin(words, self.limit_s if limit_s is None else limit_s)
+        try:
+            yield
+        finally:
+            self._begin(*around)
 
-    class Over:
-        def __init__(self, watch: Watch, words: Callable[[], str], limit_s: float) -> None:
-            self._watch, self._now = watch, (words, limit_s)
-
-        def __enter__(self) -> None:
-            watch = self._watch
-            self._before = (watch._words, watch._limit, watch._deadline)
-            self._set(*self._now, time.monotonic() + self._now[1])
-
-        def __exit__(self, *_: object) -> None:
-            words, limit, deadline = self._before
-            self._set(words, limit, None if deadline is None else time.monotonic() + limit)
-
-        def _set(self, words: Callable[[], str], limit: float, deadline: float | None) -> None:
-            watch = self._watch
-            with watch._changed:
-                watch._words, watch._limit, watch._deadline = words, limit, deadline
-                watch._changed.notify()
+    def _begin(self, words: Callable[[], str], limit: float) -> None:
+        with self._changed:
+            self._words, self._limit, self._deadline = words, limit, time.monotonic() + limit
+            self._changed.notify()
 
     def _look(self) -> None:
         with self._changed:
             while not self._closed:
-                now, deadline = time.monotonic(), self._deadline
-                if deadline is not None and now >= deadline:
+                left = self._deadline - time.monotonic()
+                if left <= 0:
                     self._end(f"{self._words()} (allowed: {self._limit:.0f} s)")
                     return
-                self._changed.wait(None if deadline is None else deadline - now)
+                self._changed.wait(None if left == inf else left)

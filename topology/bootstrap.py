@@ -8,8 +8,9 @@ from __future__ import annotations
 import atexit
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -64,11 +65,7 @@ class MpiBootstrap:
         counts = struct.unpack(f"<{self.size}q", lengths)
         received = bytearray(sum(counts))
         self.comm.Allgatherv([payload, self._mpi.BYTE], [received, (counts, None), self._mpi.BYTE])
-        out, at = [], 0
-        for count in counts:
-            out.append(bytes(received[at : at + count]))
-            at += count
-        return out
+        return _split(received, counts)
 
     def close(self) -> None:
         """Nothing: MPI is finalised at exit, once, when everything that used it is gone."""
@@ -85,37 +82,35 @@ class StarBootstrap(MpiBootstrap):
         _check(payload)
         try:
             if self.rank != 0:
-                self.waits_for = 0
                 self._send(payload, 0)
                 every = self._receive(0)
             else:
                 found = [payload]
                 for peer in range(1, self.size):
-                    self.waits_for = peer
                     found.append(self._receive(peer))
-                every = b"".join(struct.pack("<q", len(part)) + part for part in found)
+                every = struct.pack(f"<{self.size}q", *map(len, found)) + b"".join(found)
                 for peer in range(1, self.size):
-                    self.waits_for = peer
                     self._send(every, peer)
         finally:
             self.waits_for = None
-        out, at = [], 0
-        while at < len(every):
-            (count,) = struct.unpack_from("<q", every, at)
-            out.append(every[at + 8 : at + 8 + count])
-            at += 8 + count
-        return out
+        return _split(every[8 * self.size :], struct.unpack_from(f"<{self.size}q", every))
 
     def _send(self, data: bytes, peer: int) -> None:
-        self.comm.Send(struct.pack("<q", len(data)), peer)
+        self.waits_for = peer
         self.comm.Send([data, self._mpi.BYTE], peer)
 
     def _receive(self, peer: int) -> bytes:
-        length = bytearray(8)
-        self.comm.Recv(length, peer)
-        data = bytearray(struct.unpack("<q", length)[0])
+        self.waits_for = peer
+        status = self._mpi.Status()
+        self.comm.Probe(peer, status=status)
+        data = bytearray(status.Get_count(self._mpi.BYTE))
         self.comm.Recv([data, self._mpi.BYTE], peer)
         return bytes(data)
+
+
+def _split(data: bytes | bytearray, counts: Sequence[int]) -> list[bytes]:
+    ends = list(accumulate(counts))
+    return [bytes(data[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
 
 def _finalize(mpi: Any) -> None:

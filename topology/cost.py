@@ -17,9 +17,9 @@ from .placement import Placement
 Strategy = Literal["flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline", "p2p"]
 """flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling; two_level:
 reduce-scatter inside the node, all-reduce across (over NCCL and gloo by calls of theirs), all-gather inside;
-two_level_latency: all-reduce inside, all-reduce
-across, all whole; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
-nodes alike; p2p: one message one way (measurements only)."""
+two_level_latency: all-reduce inside, all-reduce across, all whole; pipeline: the fewest bytes, in chunks:
+reduce-scatter, then all-gather, inside the node and between nodes alike; p2p: one message one way (measurements
+only)."""
 
 Backend = Literal["nccl", "mpi", "gloo", "native"]
 

@@ -18,8 +18,8 @@ Place = Callable[[], tuple[int, str]]
 class Entry:
     """Sums over one kind of collective. `op`: all_reduce or gather. `link`: the slowest link it crossed: node (shared
     memory), net, or "emulated …". Seconds are as one rank saw them: in flight runs from start until the result was
-    there, waited is the part inside `wait`. `layer`:
-    what it completed, wiring and sub-block as in "ladder attention"; "" where nobody said."""
+    there, waited is the part inside `wait`. `layer`: what it completed, wiring and sub-block as in "ladder attention";
+    "" where nobody said."""
 
     op: str
     strategy: str
