@@ -50,7 +50,7 @@ from ..topology.preflight import (
 )
 from ..topology.tuning import Tuning, make
 from . import tuned
-from .preflight_job import MEET_S, Watch, sign
+from .preflight_job import MEET_S, START_S, Watch, sign
 from .rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
 
 BATCHES = (1, 4, 16, 64, 256)
@@ -111,15 +111,16 @@ class _Star(StarBootstrap):
             on = f" on {self.hosts[self.waits_for]}" if self.waits_for is not None and self.hosts else ""
             return f"rank {self.waits_for}{on} did not answer"
 
-        # others may be busy with what they are allowed to take
-        with self.watch.over(words, self.watch.limit_s + _SLACK_S):
+        # others may be busy with what they are allowed to take; rank 0, who alone knows whom it lacks, speaks first
+        with self.watch.over(words, self.watch.limit_s + _SLACK_S * (1 if self.rank == 0 else 2)):
             return super().all_gather(payload)
 
 
 def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
     if identity.launcher == "torchrun":
         return bootstrap_for(identity)  # its store's waits end by themselves
-    signal.alarm(int(MEET_S))  # MPI's start can only be ended from outside Python
+    # MPI's start can only be ended from outside Python. Whoever holds the job does, earlier, and names who is missing.
+    signal.alarm(int(START_S + MEET_S + _SLACK_S))
     star = _Star()
     signal.alarm(0)
     star.watch = watch
@@ -133,7 +134,12 @@ def run_preflight(
     are alike and not as many as the deployment's, and what else stops it, naming the rank. `give_up` is called, in a
     thread, with words on what this rank waited for in vain, and must end the process: MPI's calls have no limit."""
     limit_s = deployment.parallel.collective_timeout or CommOptions().timeout_s
-    with Watch(limit_s, give_up) as watch:
+
+    def end(words: str) -> None:
+        _nccl_log_of(identity).unlink(missing_ok=True)
+        give_up(words)
+
+    with Watch(limit_s, end) as watch:
         return _measure(deployment, identity, _bootstrap(identity, watch), watch)
 
 
@@ -376,14 +382,18 @@ def matmul_s(device: torch.device, rounds: int = 100) -> float:
     return best
 
 
+def _nccl_log_of(identity: Identity) -> Path:
+    return Path(os.environ.get("TMPDIR", "/tmp")) / f"laddertron-preflight-nccl-{identity.rank}-{os.getpid()}.log"
+
+
 @contextmanager
 def _nccl_log(backend: Backend, identity: Identity) -> Iterator[Path | None]:
     """NCCL says how it goes between nodes in its log alone, and reads where to before its first communicator. The file
-    goes with the context."""
+    goes with the context, or when this rank ends itself; where the launcher kills it, it stays."""
     if backend != "nccl":
         yield None
         return
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"laddertron-preflight-nccl-{identity.rank}-{os.getpid()}.log"
+    path = _nccl_log_of(identity)
     os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
     try:
         yield path

@@ -22,15 +22,16 @@ from typing import IO
 
 SIGNS = "LADDERTRON_PREFLIGHT_SIGNS"
 """Set for ranks whose launcher listens."""
-START_S, MEET_S = 60.0, 45.0
-"""For every rank to start, and then to meet all others."""
+START_S, MEET_S = 120.0, 45.0
+"""For every rank to start, torch loaded, and then to meet all others."""
 END_S = 10.0
 """For the launcher to end once a rank said that it ends."""
 DONE_S = 30.0
 """For ranks and launcher to end once all is measured."""
 KILL_GRACE_S = 3.0
 
-_SIGN = re.compile(r"laddertron preflight: rank ([0-9]+) (started|met|done)\s*")
+# Launchers may put a tag before each line, and who writes no whole line too.
+_SIGN = re.compile(r"laddertron preflight: rank ([0-9]+) (started|met|done)\s*$")
 _ERROR = re.compile(r"error: rank [0-9]+ on ")
 
 
@@ -52,9 +53,9 @@ class Signs:
 
     def take(self, line: str, now: float) -> bool:
         """Whether the line is a sign, not to be shown."""
-        found = _SIGN.fullmatch(line)
+        found = _SIGN.search(line)
         if found is None:
-            if _ERROR.match(line) and not self._failed:
+            if _ERROR.search(line) and not self._failed:
                 self._failed, self.deadline = True, now + END_S
             return False
         if found[2] == "done":

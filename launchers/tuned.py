@@ -48,11 +48,15 @@ def backend_here(deployment: Deployment) -> Backend:
 
 def fabric_of_job(deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str]) -> Fabric:
     """The configured fabric, else what the ranks see, host by host; every rank calls it. Raises ReadError, OSError,
-    DiscoveryError, ValueError."""
+    DiscoveryError, ValueError; where one rank cannot see its host, on all."""
     if deployment.launch.fabric is not None:
         return fabrics.load(Path(deployment.launch.fabric)).only(dict.fromkeys(nodes))
-    found = discover(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return gather(found.node, bootstrap.all_gather)
+    try:
+        node = discover(os.environ.get("CUDA_VISIBLE_DEVICES")).node
+    except (OSError, ValueError):
+        bootstrap.all_gather(b"")  # for which the others wait
+        raise
+    return gather(node, bootstrap.all_gather)
 
 
 def placed(fabric: Fabric, deployment: Deployment, nodes: Sequence[str]) -> Placement:
@@ -123,22 +127,21 @@ def tuned_choice(
     reasons = (parallel.tuning_file is not None, spans)
     if not (any(reasons) if backend == "native" else all(reasons)):
         return None
-    gathered = fabric_of_job(deployment, bootstrap, nodes) if deployment.launch.fabric is None else None
     table: tuple[tuple[int, str], ...] = ()
-    if bootstrap.rank == 0:
-        path = None if parallel.tuning_file is None else Path(parallel.tuning_file)
-        try:
-            # a configured fabric is a file, which other nodes need not have
-            fabric = gathered or fabric_of_job(deployment, bootstrap, nodes)
+    try:
+        # a configured fabric is a file, which other nodes need not have
+        if deployment.launch.fabric is None or bootstrap.rank == 0:
+            fabric = fabric_of_job(deployment, bootstrap, nodes)
+        if bootstrap.rank == 0:
             shape = group_shape(fabric, deployment, nodes, layout)
-            fabric = group_hosts(fabric, nodes, layout)
-        except (OSError, ValueError) as error:
-            log.warning("collectives go by message size alone, the group's place on the fabric is not known: %s", error)
-        else:
-            choose, warnings = chooser(path, fabric, shape, backend, versions())
+            path = None if parallel.tuning_file is None else Path(parallel.tuning_file)
+            choose, warnings = chooser(path, group_hosts(fabric, nodes, layout), shape, backend, versions())
             for warning in warnings:
                 log.warning("%s", warning.message)
             log.info("collectives by %s prices", choose.source)
             table = tabulate(choose)
+    except (OSError, ValueError) as error:
+        if bootstrap.rank == 0:
+            log.warning("collectives go by message size alone, the group's place on the fabric is not known: %s", error)
     told = json.loads(bootstrap.all_gather(json.dumps(table).encode() if bootstrap.rank == 0 else b"")[0])
     return look_up([(int(bound), str(strategy)) for bound, strategy in told]) if told else None

@@ -172,6 +172,18 @@ def test_dry_run_of_two_replicas() -> None:
     )
 
 
+def test_dry_run_of_preflight() -> None:
+    """Its own command, which holds the ranks, and the ranks' below it: all replicas in one job."""
+    d = deployment("llama-3.1-405b-tp16-x2.yaml", "launch.hosts=[n1, n2, n3, n4]", "launch.interface=ib0")
+    here = site("openmpi")
+    program = (here.python, "-m", "laddertron.launchers.cli", "preflight", "d.yaml")
+    own, ranks = printed(d, here, program, True, {}, True).split("\n\n")
+    assert "starts its ranks and holds them" in own
+    assert "mpirun" not in own
+    assert "-np 32" in ranks
+    assert "laddertron.launchers.cli preflight d.yaml" in ranks.replace(" \\\n    ", " ")
+
+
 def test_no_value_stands_on_a_command_line() -> None:
     """Secrets and settings travel by name only, with every launcher; render shows no forwarded value either."""
     d = deployment("llama-3.1-405b-tp16.yaml", "launch.env.VISIBLE=value-of-a-variable", "launch.forward_env=[SECRET]")
@@ -287,7 +299,7 @@ def test_run_over_replicas_starts_its_own_jobs() -> None:
 
     one, two = deployment("llama-3.1-405b-tp16.yaml"), deployment("llama-3.1-405b-tp16-x2.yaml")
     assert [starts_its_own([name], d) for name in ("serve", "run", "preflight") for d in (one, two)] == [
-        True, True, False, True, False, False,
+        True, True, False, True, True, True,
     ]  # fmt: skip
 
 

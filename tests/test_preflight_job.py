@@ -19,7 +19,7 @@ def test_signs_say_how_long_to_wait() -> None:
     leaves a little. Signs are not shown, other lines are."""
     signs = Signs(("n0", "n1"), 100.0)
     assert signs.deadline == 100.0 + START_S
-    assert signs.missing().startswith("error: rank 0 on n0, rank 1 on n1 did not start in 60 s")
+    assert signs.missing().startswith("error: rank 0 on n0, rank 1 on n1 did not start in 120 s")
     assert signs.take(WORDS.format(0, "started"), 101.0)
     assert not signs.take("WARNING: something\n", 101.0)
     assert signs.missing().startswith("error: rank 1 on n1 did not start")
@@ -60,6 +60,17 @@ def held(program: str) -> tuple[int, str]:
 def test_a_launcher_that_ends_is_left_alone() -> None:
     said = "import sys; sys.stderr.write('hello\\nladdertron preflight: rank 0 started\\n'); sys.exit(2)"
     assert held(said) == (2, "hello\n")
+
+
+@pytest.mark.parametrize("tag", ["[1,0]<stderr>: ", "0: ", "half a line of a library's"])
+def test_signs_are_known_behind_a_launchers_tag(tag: str) -> None:
+    """mpirun --tag-output and srun --label write before every line; else ranks would seem never to have started."""
+    signs = Signs(("n0",), 100.0)
+    assert signs.take(tag + WORDS.format(0, "started"), 101.0)
+    assert signs.take(tag + WORDS.format(0, "met"), 102.0)
+    assert signs.missing() == ""
+    assert not signs.take(f"{tag}error: rank 0 on n0: gone\n", 103.0)
+    assert signs.deadline == 103.0 + END_S
 
 
 def test_a_launcher_whose_hosts_are_silent_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

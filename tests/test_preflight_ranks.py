@@ -6,7 +6,9 @@ import contextlib
 import io
 import json
 import os
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +20,16 @@ import torch
 from laddertron.engine.config_schema import Deployment, Engine, Model, Parallel
 from laddertron.launchers import preflight
 from laddertron.launchers.commands import preflight as door
+from laddertron.launchers.preflight_job import MEET_S, START_S, Watch
 from laddertron.launchers.preflight_view import show
+from laddertron.topology.bootstrap import StarBootstrap
 from laddertron.topology.cost import Shape
 from laddertron.topology.discover import discover
 from laddertron.topology.fabric import Fabric
 from laddertron.topology.identity import Identity, IdentityError
 from laddertron.topology.preflight import RankReport, Transport
 from rich.console import Console
+from waiting import HANG_S
 
 SECOND = Identity(2, 1, 0, 1, "n1", "openmpi")
 
@@ -160,3 +165,46 @@ def test_nccls_log_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
     with preflight._nccl_log("gloo", SECOND) as log:
         assert log is None
+
+
+def test_nccls_log_goes_with_a_rank_that_ends_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ended = threading.Event()
+    said: list[str] = []
+
+    def give_up(words: str) -> None:
+        said.append(words)
+        ended.set()
+
+    def hangs(_: Deployment, __: Identity, ___: object, watch: Watch) -> tuple[int, None]:
+        preflight._nccl_log_of(SECOND).write_text("x")
+        with watch.over(lambda: "nothing came", 0.01):
+            assert ended.wait(HANG_S)
+        return 1, None
+
+    monkeypatch.setattr(preflight, "_bootstrap", lambda identity, watch: None)
+    monkeypatch.setattr(preflight, "_measure", hangs)
+    assert preflight.run_preflight(deployment(), SECOND, give_up) == (1, None)
+    assert said == ["nothing came (allowed: 0 s)"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rank_0_speaks_before_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It alone knows who is missing: the others give it longer than it may enter later than they did. MPI's start is
+    left to whoever holds the job, who can tell a host that starts late from one that is cut off."""
+    limits = dict[int, float]()
+    monkeypatch.setattr(StarBootstrap, "__init__", lambda self: None)
+    monkeypatch.setattr(StarBootstrap, "all_gather", lambda self, payload: [payload])
+    alarms: list[int] = []
+    monkeypatch.setattr("signal.alarm", alarms.append)
+    for rank in range(3):
+        watch = Watch(30.0, print)
+        monkeypatch.setattr(
+            watch, "over", lambda words, limit, rank=rank: limits.update({rank: limit}) or nullcontext()
+        )
+        star: Any = preflight._bootstrap(SECOND, watch)
+        star.rank = rank
+        assert star.all_gather(b"x") == [b"x"]
+    assert limits[1] == limits[2] == limits[0] + 10.0
+    assert alarms[1] == 0
+    assert alarms[0] > START_S + MEET_S

@@ -581,3 +581,12 @@ def test_gathers_of_any_length() -> None:
         payload = np.random.default_rng(5).integers(0, 256, (3, 3 * SMALL + 17), dtype=np.uint8)
         for got in _together([lambda r=r: NativeGather(made[r], 3).start(payload[r]).wait() for r in range(3)]):  # type: ignore[misc]
             assert (got == payload).all()
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 2), (4, 2), (3, 1)])
+def test_doubling_gives_way_where_it_cannot_be(size: int, per_node: int) -> None:
+    """It knows 2, 4, 8, … nodes of one rank each; a table that says it elsewhere gets the same sum another way."""
+    with _transports(size, per_node) as made:
+        xs = _together([lambda r=r: _sum(made[r], torch.full((100,), float(r + 1)), "doubling") for r in range(size)])  # type: ignore[misc]
+        assert all(bool(x.eq(sum(range(size + 1))).all()) for x in xs)
+        assert [e.strategy for one in made for e in one.entries(lambda name: "net")] == ["exchange"] * size

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +16,14 @@ from laddertron.launchers import tuned
 from laddertron.launchers.preflight import Outcome, message_bytes, transport_in
 from laddertron.launchers.preflight_view import show, size_name
 from laddertron.topology.cost import WHOLE_BYTES, Shape
-from laddertron.topology.discover import discover
+from laddertron.topology.discover import Discovery, DiscoveryError, discover
 from laddertron.topology.fabric import Fabric
 from laddertron.topology.fit import Fit, Point, fit
 from laddertron.topology.layout import GroupLayout
 from laddertron.topology.preflight import Finding, LinkTime, Pair, RankReport, Transport
 from laddertron.topology.tuning import Choice, Chooser, Tuning, make
 from rich.console import Console
+from waiting import HANG_S
 
 ONE_NODE = GroupLayout(((0, 1),))
 SHAPE = Shape(1, 2)
@@ -183,6 +186,49 @@ def test_a_fabric_that_lacks_the_hosts_is_warned_of(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING):
         assert tuned.tuned_choice(given, Alone(), ("a", "b"), GroupLayout(((0,), (1,)))) is None
     assert "host 'a' is not in the fabric" in caplog.text
+
+
+class _Met(Alone):
+    """Two ranks in threads of one process, really waiting for one another."""
+
+    def __init__(self, rank: int, door: threading.Barrier, board: list[bytes]) -> None:
+        super().__init__(rank=rank)
+        self._door, self._board = door, board
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        self._board[self.rank] = payload
+        self._door.wait(HANG_S)
+        every = list(self._board)
+        self._door.wait(HANG_S)
+        return every
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_rank_that_cannot_see_its_host_takes_no_other_down(
+    blind: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a leftover CUDA_VISIBLE_DEVICES names is not there. The advice is gone, the start is not: every rank gathers
+    as often as the others, and rank 0 says why."""
+    nodes, layout = ("a", "b"), GroupLayout(((0,), (1,)))
+    door, board, me = threading.Barrier(2), [b"", b""], threading.local()
+    here = discover(None)
+
+    def seen(_: str | None) -> Discovery:
+        if me.rank == blind:
+            raise DiscoveryError("CUDA_VISIBLE_DEVICES='0': '0' is not one of this host's 0 GPUs")
+        return here
+
+    def start(rank: int) -> Callable[[int], str] | None:
+        me.rank = rank
+        return tuned.tuned_choice(deployment(None), _Met(rank, door, board), nodes, layout)
+
+    monkeypatch.setattr(tuned, "discover", seen)
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(start, range(2), timeout=2 * HANG_S)) == [None, None]
+    assert len(caplog.records) == 1
+    assert "is not known" in caplog.text
+    assert ("is not one of this host's" in caplog.text) == (blind == 0)
+    assert ("rank 1 sent no host" in caplog.text) == (blind == 1)
 
 
 def test_a_file_fits_a_replica_that_is_a_job_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

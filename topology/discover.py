@@ -118,6 +118,7 @@ def gather(node: Node, all_gather: AllGather) -> Fabric:
     where ranks of one host see different GPUs, or one sent what no Node can be."""
     mine = layered(unbuild(node)).encode()
     if len(mine) > MAX_NODE_BYTES:
+        all_gather(b"")  # for which the others wait
         raise DiscoveryError(f"host {node.hostname} is {len(mine)} bytes of JSON, at most {MAX_NODE_BYTES} are sent")
     merged: dict[str, Node] = {}
     first: dict[str, int] = {}

@@ -409,6 +409,7 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
     if (atomic_load(&c->error)) return -atomic_load(&c->error);
     if (atomic_load(&c->closing)) return lt_fail(c, LT_CLOSED, -1, c->next_seq);
     if (strategy == LT_TWO_LEVEL && (c->nodes == 1 || c->per_node == 1)) strategy = LT_EXCHANGE; /* the same sum */
+    if (strategy == LT_DOUBLING && (c->per_node > 1 || c->size & (c->size - 1))) strategy = LT_EXCHANGE; /* likewise */
     if (strategy != LT_PIPELINE && bytes > c->small) return -LT_TOO_LARGE; /* nothing begun: nothing broken */
     uint64_t seq = c->next_seq;
     if (seq >= LT_DEPTH) {

@@ -30,8 +30,10 @@ SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
 
 
 def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
-    """Whether the command launches its ranks itself, so that a lost replica does not end the others."""
-    return arguments[0] in SERVICES or (arguments[0] == "run" and deployment.parallel.replicas > 1)
+    """Whether the command launches its ranks itself: so that a lost replica does not end the others, and `preflight`,
+    which ends them where hosts fall silent, as no launcher does."""
+    several = arguments[0] == "run" and deployment.parallel.replicas > 1
+    return arguments[0] in (*SERVICES, "preflight") or several
 
 
 def sizes(deployment: Deployment) -> tuple[int, int]:
@@ -70,17 +72,31 @@ def replica_commands(deployment: Deployment, site: Site, shares: Sequence[Share]
     return [compose(deployment, site, share, worker_program(site), CONTROL) for share in shares]
 
 
-def printed(deployment: Deployment, site: Site, program: Sequence[str], alone: bool, environ: Mapping[str, str]) -> str:
-    """The dry run: every command that would be started, with its reasons."""
+def printed(
+    deployment: Deployment,
+    site: Site,
+    program: Sequence[str],
+    alone: bool,
+    environ: Mapping[str, str],
+    again: bool = False,
+) -> str:
+    """The dry run: every command that would be started, with its reasons. `alone`: the program starts its ranks itself,
+    a job for each replica, or, `again`, one in which each rank is the same program."""
     allotment = read_hosts(deployment, environ, site.fabric)
     shares = divide(allotment, *sizes(deployment), site.fabric)
-    if not alone:
+    if not alone or again:
         if site.kind == "torchrun" and len(together(shares).hosts) > 1:
             commands = torchrun_hosts(deployment, site, together(shares), program)
             return "\n\n".join(
                 render(c, f"start this on {h.name}") for c, h in zip(commands, together(shares).hosts, strict=True)
             )
-        return render(job_command(deployment, site, shares, program), f"hosts: {allotment.source}")
+        job = job_command(deployment, site, shares, program)
+        if not again:
+            return render(job, f"hosts: {allotment.source}")
+        command = LaunchCommand((Part(tuple(program), "on this host; it starts its ranks and holds them:"),))
+        return "\n\n".join(
+            (render(command, f"hosts: {allotment.source}"), render(job, "the ranks (started by the command above)"))
+        )
     command = LaunchCommand((Part(tuple(program), "on this host; it starts a job for each replica:"),))
     texts = [render(command, f"hosts: {allotment.source}")]
     for number, job in enumerate(replica_commands(deployment, site, shares)):
@@ -140,7 +156,7 @@ def command(
         program = _laddertron(site.python, arguments, os.path.abspath(config), tail)
         alone = starts_its_own(arguments, deployment)
         if dry_run:
-            click.echo(printed(deployment, site, program, alone, environ))
+            click.echo(printed(deployment, site, program, alone, environ, arguments[0] == "preflight"))
             return
         allotment = read_hosts(deployment, environ, site.fabric)
         shares = divide(allotment, *sizes(deployment), site.fabric)

@@ -62,8 +62,9 @@ def launch(loaded: Loaded, words: list[str]) -> int:
 
 def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> int:
     """Measures as one rank; rank 0 prints and writes. Ends the process at once on an error, as others wait for it."""
-    from ..preflight import UnlikeRanks, run_preflight
+    from ..preflight import UnlikeRanks, run_preflight  # with torch, which may take long from a cold disk
 
+    sign(identity.rank, "started")
     try:
         status, outcome = run_preflight(deployment, identity, lambda text: end(identity, text, 1))
         signal.alarm(int(DONE_S))  # MPI's own end waits for all ranks, and cannot be ended from Python
@@ -133,6 +134,5 @@ def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
         words += ["--save", os.path.abspath(save)] if save is not None else []
         return launch(loaded, words + [word for override in overrides for word in ("--set", override)])
     die_with_parent()
-    sign(identity.rank, "started")
     configured = loaded.deployment.parallel.tuning_file
     return be_rank(loaded.deployment, identity, save or (Path(configured) if configured else None))
