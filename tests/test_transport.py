@@ -179,6 +179,23 @@ def test_ranks_in_different_collectives_are_told_so(
         _together([lambda r=r: differ(r) for r in range(size)])  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("last", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_apart_from_its_own_node_is_seen_on_every_node(last: int, dtype: torch.dtype) -> None:
+    """Rank 3 is in another collective than its neighbour and the other node, whoever of its node comes last and would
+    add up: all four are told, before anyone has a sum of it."""
+    xs = [torch.ones(100)] * 3 + [torch.ones(99) if dtype == torch.float32 else torch.ones(200, dtype=dtype)]
+    with _transports(4, 2) as made:
+        first = 5 - last
+        seqs = {rank: made[rank].start(xs[rank].clone(), STRATEGIES["two_level"]) for rank in (first, last, 0, 1)}
+
+        def differ(rank: int) -> None:
+            with pytest.raises(RanksDisagree, match="size, dtype or kind differ"):
+                made[rank].wait(seqs[rank])
+
+        _together([lambda r=r: differ(r) for r in range(4)])  # type: ignore[misc]
+
+
 def test_over_four_nodes_nobody_adds_up_what_differs() -> None:
     """Recursive doubling: the odd rank's partner sees it at once; those who would have had the sum from the two of them
     are told that these are gone."""

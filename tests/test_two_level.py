@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from laddertron.engine.config_schema import Deployment, Launch, Model, Parallel
 from laddertron.launchers import preflight, tuned
 from laddertron.topology import gpu_stream, groups, nccl, two_level
@@ -31,6 +33,7 @@ from laddertron.topology.ledger import Ledger
 from laddertron.topology.preflight import Plan
 from laddertron.topology.tuning import make
 from rank_pool import Rank
+from waiting import FOR_EVER_S, HANG_S, until
 
 Ranks = Callable[..., list[Any]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -319,6 +322,52 @@ def test_ranks_of_a_group_inside_a_node_gather_with_those_of_one_that_spans(tmp_
             assert len(told.said) == 1, (layout, backend)
 
 
+def case_unlike(rank: Rank) -> list[float]:
+    """Two groups of one job, connected again and again: the first over two nodes, the second inside one."""
+    mine = TWO_BY_TWO if rank.rank < 4 else GroupLayout(((4, 5, 6, 7),))
+    sums = []
+    with contextlib.ExitStack() as stack:
+        for again in range(4):
+            options = CommOptions(backend="gloo", collective="two_level", timeout_s=60)
+            comm = stack.enter_context(connect(rank.bootstrap, mine, options))
+            x = comm.all_reduce.start(torch.full((8,), float(rank.rank + again))).wait()
+            assert bool(x.eq(x[0]).all())
+            sums.append(float(x[0]))
+            names = ["gloo two_level" if rank.rank < 4 else "gloo"]
+            assert [entry.strategy for entry in comm.ledger.entries()] == names
+            mine_named = [(g.group_name, dist.get_process_group_ranks(g)) for g in comm.subgroups.values()]
+            told = rank.bootstrap.all_gather(json.dumps(mine_named).encode())
+            named = {(name, *members) for data in told for name, members in json.loads(data)}
+            assert len({name for name, *_ in named}) == len(named), "one name, under which two groups would meet"
+    return sums
+
+
+def test_groups_that_lie_otherwise_share_no_connections(ranks: Ranks) -> None:
+    """Only those that span nodes have groups of a node and of a rail: nobody takes them for somebody else's."""
+    answers = ranks(8, "test_two_level:case_unlike")
+    assert answers == [[6.0 + 4 * again for again in range(4)]] * 4 + [[22.0 + 4 * again for again in range(4)]] * 4
+
+
+def case_limits(rank: Rank) -> list[list[float]]:
+    """What torch itself allows each group: as made, with a long limit, with a short one."""
+    options = CommOptions(backend="gloo", collective="two_level", timeout_s=90, connect_timeout_s=70)
+    limits = []
+    with rank.connect(2, options) as comm:
+        groups = (comm.process_groups.tp, *(comm.subgroups[name] for name in ("intra", "rail", "gather")))
+        for seconds in (None, 600.0, 0.2):
+            if seconds is not None:
+                comm.set_timeout(seconds)
+            backends = [group._get_backend(torch.device("cpu")) for group in groups]
+            limits.append(sorted({backend.options._timeout.total_seconds() for backend in backends}))
+    return limits
+
+
+def test_torch_allows_what_is_allowed(ranks: Ranks) -> None:
+    """Else it ends a collective after the time to connect, whatever a slow node was given to load its weights. Never
+    less than that: who waits says by itself when it was too long."""
+    assert ranks(4, "test_two_level:case_limits") == [[[90.0], [600.0], [70.0]]] * 4
+
+
 # ---- the thread ----
 
 
@@ -399,6 +448,28 @@ def test_closing_ends_the_thread_and_a_hanging_call_does_not_keep_it(monkeypatch
     hanging.close()
     over.set()
     two_level.Aside().close()
+
+
+def test_a_relay_closes_both_its_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hang: whoever gave up has an error to report, and waits for them together, not one after the other."""
+    monkeypatch.setattr(two_level, "_JOIN_S", FOR_EVER_S)
+    over, ended = threading.Event(), threading.Event()
+    levels: Any = SimpleNamespace()
+    relay = two_level.Relay(levels)
+    for aside in (relay._across, relay._back):
+        aside.submit(lambda: (over.wait(HANG_S), None)[1])
+
+    def close() -> None:
+        relay.close()
+        ended.set()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    until(lambda: relay._back._thread is None, "the second is not told to end while the first hangs")
+    assert not ended.is_set()
+    over.set()
+    assert ended.wait(HANG_S)
+    closing.join()
 
 
 # ---- NCCL: what its stream is given to do. No GPU: streams and events are stand-ins, and gloo adds up ----

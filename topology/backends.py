@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from .bootstrap import Bootstrap, MpiBootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Named, PeerLost
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from .groups import CommOptions
     from .layout import GroupLayout
     from .ledger import Ledger
+
+_limit: Any = distributed_c10d._set_pg_timeout  # torch has no other name for it
 
 Parts = tuple[Collective, Gather, Callable[[float], None], Callable[[], None]]
 """All-reduces, gathers, how to set the timeout, how to end."""
@@ -64,7 +67,11 @@ def other_backend(
 
     def set_timeout(seconds: float) -> None:
         timeout[0] = seconds
+        # torch ends by itself what takes longer than its group allows
+        for group in {groups.tp, *subgroups.values()}:
+            _limit(timedelta(seconds=max(seconds, options.connect_timeout_s)), group)
 
+    set_timeout(options.timeout_s)
     if name == "nccl":
         if not torch.cuda.is_available():
             raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")

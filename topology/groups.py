@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -274,14 +274,21 @@ def _process_groups(
             grid = HyperCommGrid(shape, ["intra", "rail", "replica"], backend=torch_backend)
             # One group for the same ranks: each has connections and, of gloo, a thread that wakes 100 times a second.
             tp = dist.group.WORLD if mine and layout.size == world else grid.create_pg(["intra", "rail"], timeout=wait)
-            subgroups = {
-                name: tp if count == layout.size else grid.create_pg(name, timeout=wait)
-                for name, count in zip(("intra", "rail"), shape, strict=False)
-                if count > 1
+
+            def of(ranks: Sequence[int]) -> Any:
+                # Made and named by its members alone: the job's other groups may lie otherwise, and have no such one.
+                known: Any = dist.new_group(ranks, wait, torch_backend, use_local_synchronization=True)
+                return known
+
+            own = {
+                name: ranks
+                for name, every in (("intra", layout.nodes), ("rail", layout.rails))
+                for ranks in every
+                if bootstrap.rank in ranks and len(ranks) > 1
             }
-            if backend == "gloo" and two_levels and len(subgroups) == 2:
-                again = HyperCommGrid(shape, ["intra", "rail", "replica"], backend=torch_backend)
-                subgroups["gather"] = again.create_pg("intra", timeout=wait)
+            subgroups = {name: tp if len(ranks) == layout.size else of(ranks) for name, ranks in own.items()}
+            if backend == "gloo" and two_levels and len(own) == 2:
+                subgroups["gather"] = of(own["intra"])
         except BaseException:
             if mine:
                 dist.destroy_process_group()

@@ -470,9 +470,14 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
         const void *in[LT_MAX_RANKS];
         for (int l = 0; l < c->per_node; l++) in[l] = lt_own(c, l, slot);
         char *sum = lt_node_sum(c, c->node, slot);
-        lt_sum(in, c->per_node, 0, count, sum, dtype);
-        c->parts[c->node * LT_SLOTS + slot] = (lt_part){(uint32_t)bytes, lt_tag(kind, strategy, dtype)};
         lt_frame head = lt_head_of(op, LT_F_NODE);
+        uint32_t tag = lt_tag(kind, strategy, dtype);
+        for (int l = 0; l < c->per_node; l++) {
+            lt_head *h = &c->heads[l * LT_SLOTS + slot];
+            if (h->bytes != bytes || h->tag != tag) head.dtype = LT_NO_DTYPE; /* no sum of anything: all shall see it */
+        }
+        if (head.dtype != LT_NO_DTYPE) lt_sum(in, c->per_node, 0, count, sum, dtype);
+        c->parts[c->node * LT_SLOTS + slot] = (lt_part){(uint32_t)bytes, lt_tag(kind, strategy, head.dtype)};
         for (int k = 1; k < c->nodes; k++) {
             int code = lt_send(c, (c->node + k) % c->nodes * c->per_node + c->local, &head, sum, NULL);
             if (code) return code;

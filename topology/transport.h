@@ -19,6 +19,7 @@
 #define LT_LAYERS 16 /* names that accounts stand under; 0: none */
 #define LT_SLICE_NS 50000000LL /* a sleeper looks up this often to see whether a peer is gone */
 #define LT_MAGIC 0x4c545452u
+#define LT_NO_DTYPE 0xff
 #define LT_ABI 2 /* of what transport.py calls and reads: counted up with each change of it */
 
 enum lt_kind { LT_REDUCE = 0, LT_GATHER = 1 };

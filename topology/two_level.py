@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch import Tensor
 
-_JOIN_S = 5.0
+_JOIN_S = 1.0
 
 # Of torch 2.13 on; the names before it warn since then.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -101,9 +102,8 @@ class Relay:
         return self._back.submit(come_back)
 
     def close(self) -> None:
-        """Ends the threads, unless a call hangs in them; always returns. Idempotent."""
-        self._across.close()
-        self._back.close()
+        """As Aside.close, both at once."""
+        end_all(self._across, self._back)
 
 
 class Aside:
@@ -123,17 +123,29 @@ class Aside:
         return made
 
     def close(self) -> None:
-        """Ends the thread, unless a call hangs in it; always returns. Idempotent."""
+        """Ends the thread, unless a call hangs in it; always returns, soon. Idempotent."""
+        end_all(self)
+
+    def end(self) -> threading.Thread | None:
+        """The thread, which ends after the calls that it was given."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._calls.put(None)
-            thread.join(_JOIN_S)
+        return thread
 
     def _run(self) -> None:
         failed: BaseException | None = None
         with torch.inference_mode():
             while (made := self._calls.get()) is not None:
                 failed = made.make(failed)
+
+
+def end_all(*asides: Aside) -> None:
+    """Who waited in vain closes next, and has an error to report: a hanging thread is not waited for long."""
+    threads, until = [aside.end() for aside in asides], time.monotonic() + _JOIN_S
+    for thread in threads:
+        if thread is not None:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 class Call(Future[None]):
