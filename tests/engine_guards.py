@@ -132,7 +132,6 @@ def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int
         built = build_on(rank, deployment(folder, rank.size), communicator)
         patience = built.runner._patience
         assert patience is not None
-        patience.times.least = least
         if rank.rank != 0:
             for _ in range(steps):
                 built.runner.run(decode(communicator.plans.receive()))
@@ -143,6 +142,9 @@ def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int
         engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, Progress())
         for r in _requests(asked):
             engine.add(r)
+        for _ in range(steps - 1):
+            engine.step()
+        patience.times.least = least
         try:
             while engine.has_work:
                 engine.step()

@@ -29,6 +29,7 @@ from laddertron.topology.filesystem import Seen
 from laddertron.topology.groups import CommOptions, Communicator
 from laddertron.topology.point_to_point import across_nodes
 from rank_pool import Rank
+from waiting import FOR_EVER_S
 from weights_cases import shapes
 
 FAULTS = ("cut", "flip", "module", "end")
@@ -52,7 +53,7 @@ def parameters_of(
 
 def exchange_over(communicator: Communicator) -> Exchange:
     """Everything that can be is read in shares."""
-    link = across_nodes(communicator, 20.0)
+    link = across_nodes(communicator, FOR_EVER_S)
     assert link is not None
     layout = communicator.layout
     return Exchange(link, Spread(len(layout.nodes), layout.per_node), lambda sharing: True)
@@ -144,7 +145,7 @@ def with_fault(rank: Rank, folders: list[str], per_node: int, fault: str) -> dic
             stream.truncate(stored.begin + 100)
     began, error = time.monotonic(), None
     try:
-        with rank.connect(per_node, CommOptions(timeout_s=20)) as communicator, rounds_of(600):
+        with rank.connect(per_node, CommOptions(timeout_s=FOR_EVER_S)) as communicator, rounds_of(600):
             load(source, shard, parameters, exchange=exchange_over(communicator), on_module=on_module)
             communicator.gather(torch.zeros(1, dtype=torch.uint8).numpy())
     except Exception as fault_:

@@ -20,6 +20,7 @@ from laddertron.topology.groups import CommOptions
 from laddertron.topology.identity import Identity
 from laddertron.topology.mapping import MappingError
 from rank_pool import Rank
+from waiting import HANG_S
 
 Ranks = Callable[..., list[Any]]
 ME = Identity(2, 0, 0, 2, "here", "torchrun")
@@ -79,18 +80,18 @@ def test_a_store_that_is_not_named_is_said_so(environ: dict[str, str]) -> None:
 def test_rank_0_keeps_the_store_where_no_agent_does() -> None:
     """MASTER_ADDR and MASTER_PORT alone, without torchrun's agent behind them."""
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    alone = bootstrap_of(replace(ME, world_size=1, local_size=1), environ)
-    assert alone.all_gather(b"me") == [b"me"]
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", 0))  # and stays, so that nobody else gets the port
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+        alone = bootstrap_of(replace(ME, world_size=1, local_size=1), environ)
+        assert alone.all_gather(b"me") == [b"me"]
 
 
 def test_ranks_that_were_started_again_do_not_meet_the_dead() -> None:
     """torchrun's agent keeps one store over all attempts: what rank 1 of the first left there is not taken for the
     second's."""
     store = open_store("127.0.0.1", 0, True, 10.0)
-    dead = [StoreBootstrap(store, rank, 2, 1.0, attempt="0") for rank in (0, 1)]
+    dead = [StoreBootstrap(store, rank, 2, HANG_S, attempt="0") for rank in (0, 1)]
     store.set("bootstrap/0/0/0", b"dead 0".hex())
     assert dead[1].all_gather(b"dead 1") == [b"dead 0", b"dead 1"]
     again = StoreBootstrap(store, 0, 2, 0.2, attempt="1")

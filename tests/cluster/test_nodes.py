@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("possible")]
 
 ECHO = """
 import socket, sys
-s = socket.create_server(("10.213.0.2", 7))
-print("listening", flush=True)
+s = socket.create_server(("10.213.0.2", 0))
+print(s.getsockname()[1], flush=True)
 while True:
     c = s.accept()[0]
     c.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -31,7 +31,7 @@ while True:
 
 ASK = """
 import socket, sys, time
-c = socket.create_connection(("10.213.0.2", 7), timeout=float(sys.argv[3]))
+c = socket.create_connection(("10.213.0.2", int(sys.argv[4])), timeout=float(sys.argv[3]))
 c.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 size, times = int(sys.argv[1]), []
 for _ in range(int(sys.argv[2])):
@@ -52,8 +52,8 @@ def ask(cluster: Cluster, size: int, count: int, timeout_s: float = 60.0) -> flo
     """The quickest of `count` exchanges of `size` bytes between the nodes, in seconds."""
     server = cluster.start(1, [sys.executable, "-c", ECHO], stdout=subprocess.PIPE)
     try:
-        assert server.stdout.readline().strip() == "listening"
-        done = cluster.run(0, [sys.executable, "-c", ASK, str(size), str(count), str(timeout_s)])
+        port = server.stdout.readline().strip()
+        done = cluster.run(0, [sys.executable, "-c", ASK, str(size), str(count), str(timeout_s), port])
         assert done.returncode == 0, done.stderr
         return float(done.stdout)
     finally:
@@ -70,10 +70,18 @@ def test_the_link_has_its_delay(link: Cluster) -> None:
 
 
 def test_the_link_has_its_rate(link: Cluster) -> None:
-    """8 MB over 8 MB/s take a second; without a limit far less."""
-    assert ask(link, 8_000_000, 1) < 1.0
+    """8 MB over 8 MB/s take a second; without a limit far less. Never less than that; soon at the latest in one of five
+    tries, as the machine may be busy."""
+
+    def quickest(soon: float) -> float:
+        took = [ask(link, 8_000_000, 1)]
+        while min(took) >= soon and len(took) < 5:
+            took.append(ask(link, 8_000_000, 1))
+        return min(took)
+
+    assert quickest(1.0) < 1.0
     link.control.link(bytes_per_s=8e6)
-    assert 1.0 <= ask(link, 8_000_000, 1) < 2.0
+    assert 1.0 <= quickest(2.0) < 2.0
 
 
 def test_frames_are_lost_and_tcp_mends_it(link: Cluster) -> None:
