@@ -153,9 +153,9 @@ def test_what_is_not_json_is_400(daemon: Served, raw: bytes) -> None:
 def test_what_does_not_come_in_time_is_not_waited_for(folder: Path, tmp_path: Path) -> None:
     """Headers that never end are cut off without a word, a body that never comes is a 408. test_server.py has a crowd
     of them."""
-    quick = replace(SMALL, header_timeout=0.5, body_timeout=0.5)
-    with served(deployment(tmp_path, quick), folder) as daemon:
+    with served(deployment(tmp_path, replace(SMALL, header_timeout=0.5)), folder) as daemon:
         assert daemon.raw(b"GET / HTTP/1.1\r\nx-a: ") == b""
+    with served(deployment(tmp_path, replace(SMALL, body_timeout=0.5)), folder) as daemon:
         late = daemon.raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n{")
         assert b" 408 " in late.splitlines()[0]
         assert b"request_timeout" in late

@@ -31,10 +31,14 @@ from fake_job import FakeJob
 from laddertron.engine.config import Limits
 from laddertron.engine.daemon import records
 from laddertron.engine.daemon.store import StoreOptions
+from laddertron.engine.daemon.trials import SAME_PLACE
 from laddertron.engine.request import TokensEvent
 from test_store import BadFiles, Failing, failing
 from tiny_text import write_folder
 from waiting import until
+
+ABOARD = 4 * LIMITS.max_num_seqs
+"""Lines that a job is given before it has ended any."""
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +122,16 @@ def test_a_request_that_kills_its_rank_is_given_up_at_its_second_kill(
     poison = [299, *[1] * 7]
 
     def make() -> list[MortalJob]:
-        return [MortalJob(LIMITS, poison=299, poison_after=after)]
+        return [MortalJob(LIMITS, poison=299, poison_after=after, hold=True)]
 
     with served(deployment(tmp_path), folder, make) as daemon:
         client, job = daemon.client(), daemon.jobs[0]
         data = many(company // 2) + line("poison", poison)
         data += b"".join(line(f"r-{n}", f"say {n}") for n in range(company // 2, company))
-        batch = wait_batch(client, submit(client, data).id)
+        asked = submit(client, data)
+        until(lambda: len(job.submitted) == min(company + 1, ABOARD))
+        daemon.on_loop(job.release)
+        batch = wait_batch(client, asked.id)
         assert batch.status == "completed"
         assert (batch.request_counts.completed, batch.request_counts.failed) == (company, 1)
         error = lines_of(client, batch.error_file_id)["poison"]["response"]["body"]["error"]
@@ -138,9 +145,20 @@ def test_a_request_that_kills_its_rank_is_given_up_at_its_second_kill(
         assert given_up.value.code == "quarantined"
 
 
-def _came_to(job: MortalJob, step: int, daemon: Served) -> bool:
-    """The job computed so far, or has nothing left to compute."""
-    return job.steps >= step or not daemon.on_loop(lambda: job._sequences)
+def _strike(job: MortalJob, daemon: Served) -> bool:
+    """Once the job holds, or has nothing left to compute: kills it, and lets it go on for 23 steps. Where a line would
+    look guilty (on trial and at its place again, or alone in the step after a death) it goes on for one step first."""
+    if job._sequences and job._running.is_set():
+        return False
+    (replica,) = daemon.daemon.dispatcher._replicas
+    in_step = [replica.flights[s.request.request_id] for s in job._sequences[: LIMITS.max_num_seqs]]
+    standing = [f for f in in_step if f in replica.trials._aboard and abs(f.answer.place - f.stood) <= SAME_PLACE]
+    guilty = len(standing) == 1 or (len(in_step) == 1 and in_step[0].deaths > 0)
+    if not guilty:
+        job.die()
+    job.pause_at = job.steps + (1 if guilty else 23)
+    job.release()
+    return not guilty
 
 
 def test_neighbours_of_crashes_that_no_line_caused_are_all_answered(folder: Path, tmp_path: Path) -> None:
@@ -151,13 +169,18 @@ def test_neighbours_of_crashes_that_no_line_caused_are_all_answered(folder: Path
         lines = b"".join(line(f"r-{n}", f"say {n}", max_tokens=10 + n % 7, seed=n) for n in range(60))
         calm = wait_batch(client, submit(client, lines).id)
         known = len(job.submitted)
+        daemon.on_loop(job.hold)
         batch = submit(client, lines)
-        until(lambda: len(job.submitted) > known)
+        until(lambda: len(job.submitted) == known + ABOARD)
+        job.pause_at = job.steps + 23
+        daemon.on_loop(job.release)
         for _ in range(3):
-            before, far_enough = job.deaths, partial(_came_to, job, job.steps + 23, daemon)
-            until(far_enough)
-            daemon.on_loop(job.die)
+            before = job.deaths
+            until(lambda: daemon.on_loop(partial(_strike, job, daemon)))
             assert job.deaths == before + 1
+        assert job.company[0] == LIMITS.max_num_seqs
+        job.pause_at = None
+        daemon.on_loop(job.release)
         expected = {k: v["response"]["body"]["choices"] for k, v in lines_of(client, calm.output_file_id).items()}
         found = complete(client, batch.id, 60)
         assert {k: v["response"]["body"]["choices"] for k, v in found.items()} == expected
@@ -243,10 +266,13 @@ def test_a_disk_that_fails_pauses_everything_and_loses_nothing(folder: Path, tmp
     """In the middle of a batch the store's commits fail: not ready, uploads are 507, answers wait; with a disk that
     works again all lines are there, once."""
     with served(deployment(tmp_path), folder, store=StoreOptions(connect=failing)) as daemon:
-        client = daemon.client()
+        client, job = daemon.client(), daemon.jobs[0]
+        daemon.on_loop(job.hold)
         batch = submit(client, many(200))
+        until(lambda: len(job.submitted) == ABOARD)
         Failing.broken = why
         try:
+            daemon.on_loop(job.release)
             until(lambda: daemon.on_loop(lambda: daemon.daemon.services.store.fault))
             for call in (
                 lambda: submit(client, line("a")),

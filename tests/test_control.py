@@ -547,7 +547,7 @@ def test_a_quiet_rank_hears_nothing_until_it_speaks(monkeypatch: pytest.MonkeyPa
     """A rank that says nothing is pinged for a while and then no more, so that its end can be told; a word of it, and
     it is pinged at once. A Submit is sent in any case."""
     monkeypatch.setattr(control, "PING_S", 0.02)
-    monkeypatch.setattr(control, "QUIET_S", 0.5)
+    monkeypatch.setattr(control, "QUIET_S", FOR_EVER_S)
 
     async def story(channel: Channel) -> None:
         reader, writer, sealed = await prove(channel)
@@ -566,10 +566,12 @@ def test_a_quiet_rank_hears_nothing_until_it_speaks(monkeypatch: pytest.MonkeyPa
         writer.write(sealed.frame(frames.dump(to_wire(Hello(1, 1, "x", 1, 1, "", "")))))
         await channel.heard.until(lambda: channel.heard.of(Hello))
         (peer,) = channel.server._ranks.values()
-        while not peer.quiet:
+        while peer.sent_at <= peer._heard_at:  # until it is pinged after its last word
             await ticks(1)
+        assert not peer.quiet
+        peer._heard_at -= FOR_EVER_S + 1.0
+        assert peer.quiet
         last = peer.sent_at
-        assert last > peer._heard_at, "it was pinged after its last word"
         await ticks(30)
         channel.server.send(Dump(1))
         assert peer.sent_at == last

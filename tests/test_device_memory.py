@@ -19,6 +19,7 @@ from laddertron.launchers.device_memory import DeviceMemory, nvml_look
 from laddertron.launchers.supervisor import JobHooks
 from laddertron.topology.fabric import Device
 from laddertron.topology.nvml import gpus
+from waiting import FOR_EVER_S, HANG_S
 
 GIB = 1 << 30
 
@@ -77,7 +78,7 @@ class Driver:
         return "570.1"
 
 
-def memory(driver: Driver, most_s: float = 5.0) -> DeviceMemory:
+def memory(driver: Driver, most_s: float = FOR_EVER_S) -> DeviceMemory:
     return DeviceMemory(nvml_look(driver, gpus(driver).devices), most_s)
 
 
@@ -122,7 +123,7 @@ def test_the_loop_goes_on_while_the_driver_is_asked() -> None:
     first = look()
 
     def slow() -> Mapping[str, int]:
-        assert turned.wait(10.0), "the loop stood still"
+        assert turned.wait(HANG_S), "the loop stood still"
         return look()
 
     async def run() -> None:

@@ -13,12 +13,13 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_tools import HERE, MPIRUN, Command, fake_mpirun, gone, left, process_id, real_mpirun, request, story
+from job_tools import HERE, MPIRUN, Command, Story, fake_mpirun, gone, left, process_id, real_mpirun, request, story
 from laddertron.launchers import processes
 from laddertron.launchers.detect import JobFailure
 from laddertron.launchers.supervisor import JobHooks, Patience
@@ -74,6 +75,26 @@ def test_requests_go_in_and_their_tokens_come_out() -> None:
     told(run)
 
 
+def stopped(pid: int) -> bool:
+    """Whether all its threads are."""
+    stats = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
+async def kill(s: Story, rank: int) -> list[int]:
+    """SIGKILL of a rank, once all that the ranks said has been read: an end is read after what was said before it, so
+    that of a rank which mpirun ends in consequence might come first. The pids of the launch."""
+    pids = await s.pids()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    while not all(map(stopped, pids)):
+        await asyncio.sleep(0.01)
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+    os.kill(pids[rank], signal.SIGKILL)
+    return pids
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> None:
@@ -89,8 +110,7 @@ def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> 
                 for i in range(3):
                     s.job.submit(request(f"r{i}", 4000))
                 await s.listener.until(lambda: len(s.listener.tokens) == 2)
-            old = await s.pids()
-            os.kill(old[rank], signal.SIGKILL)
+            old = await kill(s, rank)
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
             assert left(old) == []
@@ -167,8 +187,8 @@ def test_a_hanging_step_is_found_by_its_progress() -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        hooks = JobHooks(failed=failures.append)
-        async with story(patience=IMPATIENT, hooks=hooks, settle_s=HANG_S) as s:
+        patience, hooks = replace(IMPATIENT, dead_s=FOR_EVER_S), JobHooks(failed=failures.append)
+        async with story(patience=patience, hooks=hooks, settle_s=HANG_S) as s:
             await s.phase("ready")
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.tokens)
@@ -270,8 +290,8 @@ def test_while_it_starts_again_it_says_why() -> None:
             assert all(state.rank is None for state in s.listener.states)
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.reports[0].step > 0)
-            pid, before = await s.pid(0), len(s.listener.states)
-            os.kill(pid, signal.SIGKILL)
+            before = len(s.listener.states)
+            pid = (await kill(s, 0))[0]
             await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
             *meanwhile, ready = s.listener.states[before:]
             assert {state.phase for state in meanwhile} >= {"restarting", "starting", "loading"}
