@@ -6,6 +6,7 @@ and no processes; `job_launch.py` feeds it and acts.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ from .. import __version__
 from ..engine.request import ModelLimits
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, liveness, stalled
 from .messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready
+
+_NOTICED = re.compile(r"\brank (\d+) with PID \d+")
+"""mpirun's words on the rank whose end made it end the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,11 @@ class RankBoard:
     def judge(self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]]) -> JobFailure:
         """Names what is to blame, from all signs so far (at least one)."""
         sign = blame(self.evidence)
+        if sign.kind == "rank_lost":
+            # an end is read after what was said before it, so the first that was read need not have come first
+            noticed = {int(rank) for rank in _NOTICED.findall(" ".join(output))}
+            lost = [other for other in self.evidence if other.kind == "rank_lost" and other.rank in noticed]
+            sign = lost[0] if len(lost) == 1 else sign
         beat = self.ranks[sign.rank].beat if sign.rank is not None else None
         collective = ""
         if beat is not None:

@@ -312,3 +312,18 @@ def test_a_failing_launch_never_recovers() -> None:
     calm.heard(1, Beat(), 14.0)
     assert kinds(calm.look(14.0)) == ["Suspect"]
     assert kinds(calm.heard(0, Beat(), 14.5)) == ["Recovered"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_whom_mpirun_saw_end_is_named_however_their_ends_were_read(first: int) -> None:
+    """mpirun ends the others when one has ended, and a process that is late reads both ends at once. Without such
+    words, or with words on a rank whose connection stands, the first that was read is named."""
+    noticed = (
+        "prterun noticed that process rank 1 with PID 4711 on node",
+        "node-1 exited on signal 9 (Killed).",
+    )
+    for output, named in ((noticed, 1), ((), first), (("process rank 2 with PID 7 on node x",), first)):
+        board = ready_board()
+        for rank in (first, 1 - first):
+            board.gone(rank, "")
+        assert board.judge(137, output, {}).rank == named
