@@ -312,14 +312,20 @@ static int lt_is_here(lt_comm *c, lt_op *op) {
     return 1;
 }
 
+/* The first of this node's ranks, by its place there, that published something else in the slot; -1: none did. */
+static int lt_odd_one(lt_comm *c, int slot, size_t bytes, uint32_t tag) {
+    for (int l = 0; l < c->per_node; l++) {
+        lt_head *h = &c->heads[l * LT_SLOTS + slot];
+        if (h->bytes != (uint32_t)bytes || h->tag != tag) return l;
+    }
+    return -1;
+}
+
 static int lt_check(lt_comm *c, lt_op *op) { /* all ranks mean the same collective */
     int slot = (int)(op->seq % LT_SLOTS);
     uint32_t tag = lt_tag(op->kind, op->strategy, op->dtype);
-    for (int l = 0; c->per_node > 1 && l < c->per_node; l++) {
-        lt_head *h = &c->heads[l * LT_SLOTS + slot];
-        if (h->bytes != (uint32_t)op->bytes || h->tag != tag)
-            return lt_fail(c, LT_MISMATCH, c->node * c->per_node + l, op->seq);
-    }
+    int odd = c->per_node > 1 ? lt_odd_one(c, slot, op->bytes, tag) : -1;
+    if (odd >= 0) return lt_fail(c, LT_MISMATCH, c->node * c->per_node + odd, op->seq);
     for (int n = 0; op->strategy == LT_TWO_LEVEL && n < c->nodes; n++) {
         lt_part *part = &c->parts[n * LT_SLOTS + slot];
         if (part->bytes != (uint32_t)op->bytes || part->tag != tag)
@@ -472,11 +478,10 @@ static int64_t lt_begin(lt_comm *c, int kind, int strategy, void *x, void *out, 
         char *sum = lt_node_sum(c, c->node, slot);
         lt_frame head = lt_head_of(op, LT_F_NODE);
         uint32_t tag = lt_tag(kind, strategy, dtype);
-        for (int l = 0; l < c->per_node; l++) {
-            lt_head *h = &c->heads[l * LT_SLOTS + slot];
-            if (h->bytes != bytes || h->tag != tag) head.dtype = LT_NO_DTYPE; /* no sum of anything: all shall see it */
-        }
-        if (head.dtype != LT_NO_DTYPE) lt_sum(in, c->per_node, 0, count, sum, dtype);
+        if (lt_odd_one(c, slot, bytes, tag) >= 0)
+            head.dtype = LT_NO_DTYPE; /* no sum of anything: all shall see it */
+        else
+            lt_sum(in, c->per_node, 0, count, sum, dtype);
         c->parts[c->node * LT_SLOTS + slot] = (lt_part){(uint32_t)bytes, lt_tag(kind, strategy, head.dtype)};
         for (int k = 1; k < c->nodes; k++) {
             int code = lt_send(c, (c->node + k) % c->nodes * c->per_node + c->local, &head, sum, NULL);
