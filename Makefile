@@ -8,36 +8,64 @@ PYTHON ?= python3.11
 ACCEL ?= cpu
 MPI ?= wheel
 TORCH ?= 2.13.0
+LOCK ?= yes
+UPGRADE ?= no
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env demo test lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test dashboards plans bench-cross-node wheel clean
+.PHONY: help env lock audit demo test test-newest lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test dashboards plans quality snapshots bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-env: ## Make the environment in .venv (ACCEL=cpu|cuda, MPI=wheel|site, PYTHON=python3.11|python3.12)
-	@PYTHON=$(PYTHON) ACCEL=$(ACCEL) MPI=$(MPI) TORCH=$(TORCH) VENV=$(VENV) launchers/make_env.sh
+env: ## Make the environment in .venv (ACCEL=cpu|cuda, MPI=wheel|site, PYTHON=python3.11|python3.12, LOCK=yes|no)
+	@PYTHON=$(PYTHON) ACCEL=$(ACCEL) MPI=$(MPI) TORCH=$(TORCH) LOCK=$(LOCK) VENV=$(VENV) launchers/make_env.sh
+
+lock: ## Lock the packages of `make env` with their hashes, in launchers/locks (UPGRADE=yes: each at its newest release)
+	@PYTHON=$(PYTHON) TORCH=$(TORCH) UPGRADE=$(UPGRADE) launchers/lock.sh write
+
+audit: ## Ask which locked versions have known vulnerabilities
+	@PYTHON=$(PYTHON) TORCH=$(TORCH) launchers/lock.sh audit
 
 demo: env ## Race ladder against standard on two MPI ranks, kill one, resume
-	@$(PY) -m laddertron.launchers.demo
+	@$(PY) -m laddertron.launchers.demos.demo
 
 test: env lint types unit ## Lint, types, tests
+
+test-newest: ## What newer releases break: `make test` in build/newest, with the newest that pyproject.toml allows (weekly)
+	@rm -rf build/newest
+	@$(MAKE) env VENV=build/newest LOCK=no
+	@ACCEL=$(ACCEL) launchers/lock.sh newer build/newest
+	@$(MAKE) -k lint types unit VENV=build/newest
 
 lint:
 	@echo "== lint"
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/lint-imports --no-cache --no-logo
 
 types:
 	@echo "== types"
 	@mkdir -p build/typecheck && ln -sfn "$(CURDIR)" build/typecheck/laddertron
-	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers
-	@MYPYPATH=build/typecheck:tests:benchmarks $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
+	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers \
+		-p laddertron.configs
+	@MYPYPATH=build/typecheck:tests:benchmarks:benchmarks/cross_node:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
 
 unit:
 	@echo "== tests"
-	@$(VENV)/bin/pytest tests -m "not slow" -n 2 --dist loadfile
+	@$(VENV)/bin/pytest tests -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: test-busy slow-test
+# Each loop ends with the shell that started it, whatever ended that, SIGKILL too.
+test-busy: env ## The tests with four busy loops beside them: no outcome may depend on how fast the machine is (half an hour)
+	@for loop in 1 2 3 4; do while kill -0 $$$$; do for ((i = 0; i < 20000; i++)); do :; done; done 2>/dev/null & done; $(MAKE) unit
+
+slow-test: env ## What `make test` leaves out for its length: whole matrices, preflight under torchrun (minutes)
+	@$(VENV)/bin/pytest tests -m slow --ignore tests/cluster --ignore tests/faults
+
+.PHONY: cross-compile
+cross-compile: ## Compile all C for aarch64, warnings are errors (Debian's gcc-aarch64-linux-gnu)
+	@$(VENV)/bin/pytest tests/install/test_build.py -m slow -rs
 
 wheel: env ## Build a wheel into dist/ and see that it installs and starts
 	@rm -rf dist build/wheel-check
@@ -48,11 +76,15 @@ wheel: env ## Build a wheel into dist/ and see that it installs and starts
 	@ls -l dist
 
 clean: ## Remove what was made, .venv included
-	rm -rf .venv build dist *.egg-info */_*.so
+	rm -rf .venv build dist *.egg-info */*/_*.so
 
 plans: ## Renew docs/plans: every shipped configuration's plan, fleets, and how far the simulator carries
-	@$(PY) -m laddertron.launchers.plans configs/llama-*.yaml configs/demo*.yaml docs/plans
+	@$(PY) -m laddertron.launchers.cli.generate_plan_docs configs/llama-*.yaml configs/demo*.yaml docs/plans
 	@$(PY) benchmarks/simulate_published.py --write
+
+snapshots: ## Renew tests/golden/snapshots after a change of help, API, messages, metrics or wire forms that is meant
+	@LADDERTRON_RENEW_SNAPSHOTS=1 $(VENV)/bin/pytest tests/test_snapshots.py
+	@git diff --stat -- tests/golden/snapshots
 
 cluster-test: env ## Tests on emulated nodes, MPICH too (root; part of `make test` but for MPICH, which is fetched here)
 	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
@@ -62,23 +94,36 @@ launch-test: env ## Open MPI and MPICH on 2 and 4 emulated nodes, replicas lost 
 	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
 	@$(VENV)/bin/pytest tests/cluster/test_launch.py
 
-slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (root; Debian's slurmctld slurmd munge)
+slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (root; Debian's slurmctld slurmd slurm-client munge libpmix-dev)
+	@PYTHONPATH=tests $(PY) -m cluster.slurm
+	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
 	@$(VENV)/bin/pytest tests/cluster/test_slurm.py
 
-bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; eight minutes, quiet machine)
-	@$(PY) benchmarks/cross_node.py --write
+quality: env ## What the wirings are worth from scratch, three seeds (resumable; an hour and a half of one core)
+	@$(PY) benchmarks/quality.py --minutes 480
+
+bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; a quarter of an hour, quiet machine)
+	@$(PY) benchmarks/cross_node/cross_node.py --write
 
 fault-test: env ## Faults row by row, 160 + 40 seeded kill points (FAULT_SEED, FAULT_FAKE, FAULT_REAL; at most 30 minutes)
-	@timeout -k 30 1800 $(VENV)/bin/pytest tests/faults tests/test_supervisor.py tests/test_app_serve.py -s
+	@timeout -k 30 1800 $(VENV)/bin/pytest tests/faults --ignore tests/faults/test_soak.py tests/launchers/job/test_supervisor.py tests/launchers/test_app_serve.py -s
+
+.PHONY: soak
+soak: env ## Half an hour of everything at once: clients of every kind, kills, a full disk, clock steps (SOAK_SECONDS, SOAK_SEED)
+	@$(VENV)/bin/pytest tests/faults/test_soak.py -s
 
 chaos-demo: env ## A rank, the daemon and mpirun are killed while a batch runs; every line has one answer
-	@$(PY) -m laddertron.launchers.chaos
+	@$(PY) -m laddertron.launchers.demos.chaos
 
 fuzz: ## The API's description as a fuzzer, some 2,500 requests, and 360 batch files of generated lines: no 5xx (minutes)
-	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/test_app_fuzz.py tests/test_app_lines.py -s
+	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/engine/daemon/http/test_app_fuzz.py tests/engine/daemon/http/test_app_lines.py -s
+
+.PHONY: fuzz-parsers
+fuzz-parsers: ## Mutated input for each parser of foreign bytes, 100,000 cases each: no crash, bounded time and memory (an hour)
+	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-100000} $(VENV)/bin/pytest tests/test_parser_fuzz.py -s
 
 monitoring-demo: env ## The daemon under load, a real Prometheus with the shipped rules; ^C ends it (Debian's prometheus)
-	@$(PY) -m laddertron.launchers.monitoring_demo
+	@$(PY) -m laddertron.launchers.demos.monitoring_demo
 
 monitoring-test: env ## Every panel and alert in a real Prometheus over four ranks on two nodes, each fault made (root; ten minutes)
 	@$(VENV)/bin/pytest tests/cluster/test_monitoring_live.py -s

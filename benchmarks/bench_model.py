@@ -1,6 +1,6 @@
 """A model with random weights, ready to step: what benchmarks run where a checkpoint would only cost time.
 
-Put together as engine/build.py does it, from the same parts; tokens mean nothing, times are real. Imported by rank
+Put together as engine/step/build.py does it, from the same parts; tokens mean nothing, times are real. Imported by rank
 programs alone (torch).
 """
 
@@ -11,26 +11,28 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from laddertron.engine.build import DTYPES, drawn_on_device, make_ops
-from laddertron.engine.config_schema import Deployment, Engine, Model
-from laddertron.engine.graphs import make_graphs
-from laddertron.engine.runner import Runner
-from laddertron.engine.sampler import Sampler
-from laddertron.engine.scheduler import SchedulerLimits
+from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSection
+from laddertron.engine.sampling.sampler import Sampler
+from laddertron.engine.schedule.scheduler import SchedulerLimits
+from laddertron.engine.step.build import DTYPES, drawn_on_device
+from laddertron.engine.step.cuda_graphs import make_graphs
+from laddertron.engine.step.runner import Runner
 from laddertron.models.attention_choice import make_attention
-from laddertron.models.config import Dtype, ModelConfig, Rope, make_wiring
+from laddertron.models.config.model_config import Dtype, ModelConfig, Rope, make_wiring
+from laddertron.models.config.shapes import check_shapes, replicates_embedding
 from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
-from laddertron.models.shapes import check_shapes, replicates_embedding
-from laddertron.models.shard import Shard
-from laddertron.topology.collectives import Collective
-from laddertron.topology.groups import Communicator
+from laddertron.models.ops_choice import make_ops
+from laddertron.models.rank_shard import RankShard
+from laddertron.topology.comm.collectives import Collective
+from laddertron.topology.comm.groups import Communicator
 
 BLOCK = 16
 NAMES = {
     "standard": "standard",
     "parallel": "parallel",
     "ladder": "ladder",
+    "delay-2": "delay-2",
     "no-communication": "none",
     "carried": "standard",  # behind Unawaited (lanes.py)
 }
@@ -90,7 +92,7 @@ def make_model(
     check_shapes(config, communicator.size)
     model = LlamaModel(
         config,
-        communicator.process_groups.tp,
+        communicator.tp,
         communicator.all_reduce,
         make_ops(device, dtype, weights),
         dtype=dtype,
@@ -122,15 +124,15 @@ def make_runner(
     GraphsError."""
     config, dtype = model.config, DTYPES[model.config.dtype]
     device = model.norm.weight.device
-    shard = Shard(config, communicator.size, communicator.rank)
+    shard = RankShard(config, communicator.size, communicator.rank)
     length = config.max_position_embeddings
     blocks = seats * -(-(length + 1) // BLOCK) + 1
     cache = KVCache(shard, blocks + 1, BLOCK, dtype, device)  # the last is nobody's: see make_graphs
     backend, _ = make_attention(attention, shard, cache, dtype)
-    keys = Engine(max_num_seqs=seats, cuda_graphs=cuda_graphs)
+    keys = EngineConfig(max_num_seqs=seats, cuda_graphs=cuda_graphs)
     on_device, _ = drawn_on_device(communicator, device, backend)
     sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
-    deployment = Deployment(Model("random"), engine=keys)
+    deployment = Deployment(ModelSection("random"), engine=keys)
     graphs = make_graphs(deployment, communicator, model, backend, cache, sampler.latest)
     runner = Runner(
         model,

@@ -1,8 +1,9 @@
 """The daemon's bars, measured: lines checked a second, memory, resume after kill -9, first token of 200 streams.
 
-    PYTHONPATH=tests python benchmarks/daemon.py [check|memory|resume|streams …]
+    PYTHONPATH=tests/helpers python benchmarks/daemon.py [check|memory|resume|streams …]
 
-The engine is a fake one (tests/fake_job.py), so these are the daemon's own costs. One JSON line a figure, with its bar.
+The engine is a fake one (tests/helpers/fake_job.py), so these are the daemon's own costs. One JSON line a figure, with
+its bar.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "tiny"
-LETTER_A = 66  # in tests/tiny_text.py's tokenizer; the other letters follow
+LETTER_A = 66  # in tests/helpers/tiny_text.py's tokenizer; the other letters follow
 
 
 def lines(path: Path, count: int, max_tokens: int = 8) -> None:
@@ -67,9 +68,9 @@ class Daemon:
             time.sleep(0.01)
 
     def batch(self, path: Path) -> str:
-        from laddertron.launchers.batch_client import BatchClient, Server
+        from laddertron.launchers.cli.batch_client import BatchClient, ServerAddress
 
-        client = BatchClient(Server(f"http://127.0.0.1:{self.port}/v1"))
+        client = BatchClient(ServerAddress(f"http://127.0.0.1:{self.port}/v1"))
         file = client.upload(path)
         return str(client.create(file["id"], "/v1/chat/completions", "24h", None, str(time.time()))["id"])
 
@@ -95,11 +96,11 @@ def serve(folder: Path, step_s: float, seqs: int) -> None:
     """The daemon's process."""
     from daemon_tools import deployment
     from fake_job import FakeJob
-    from laddertron.engine.daemon.server import ServerOptions, listen
+    from laddertron.engine.daemon.http.server import ServerOptions, listen
     from laddertron.engine.daemon.service import Daemon as Service
     from laddertron.engine.daemon.service import Parts, calm_collector
     from laddertron.engine.request import ModelLimits, Request
-    from laddertron.engine.text import TextModel
+    from laddertron.engine.text.tokenizer import TextModel
     from tiny_text import write_folder
 
     class Paced(FakeJob):
@@ -131,7 +132,7 @@ def serve(folder: Path, step_s: float, seqs: int) -> None:
 
 def check(folder: Path) -> None:
     """50,000 lines parsed and held against the schema, on one core, five times."""
-    from laddertron.engine.daemon.intake import LineRules, check_file
+    from laddertron.engine.openai.batch_input import LineRules, check_file
 
     path = folder / "in.jsonl"
     lines(path, 50_000)

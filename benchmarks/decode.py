@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from laddertron.topology.groups import Communicator
+    from laddertron.topology.comm.groups import Communicator
 
 TURN = 8
 
@@ -69,11 +69,13 @@ def main() -> int:
 def be_rank(args: argparse.Namespace) -> None:
     import torch
     from bench_model import Size, make_model, make_runner, rewired
-    from laddertron.topology.bootstrap import MpiBootstrap
-    from laddertron.topology.collectives import Blocking
-    from laddertron.topology.emulated import Emulated, Emulation
-    from laddertron.topology.groups import CommOptions, connect
-    from laddertron.topology.layout import GroupLayout
+    from laddertron.topology.comm.bootstrap import MpiBootstrap
+    from laddertron.topology.comm.collectives import Blocking
+    from laddertron.topology.comm.emulated import Emulated
+    from laddertron.topology.comm.groups import CommOptions
+    from laddertron.topology.connect import connect
+    from laddertron.topology.emulation import Emulation
+    from laddertron.topology.placement.layout import GroupLayout
     from lanes import END, Driver, Lane, follow
 
     torch.set_num_threads(args.threads)

@@ -26,14 +26,15 @@ from typing import Any
 
 import torch
 from bench_model import Size, make_model, make_runner
-from laddertron.engine.bench import Case, run_case
-from laddertron.engine.engine import Engine, Progress
-from laddertron.engine.scheduler import Scheduler
-from laddertron.launchers.bench_rank import matmul_bytes
+from laddertron.engine.profiling.bench import Case, run_case
+from laddertron.engine.schedule.scheduler import Scheduler
+from laddertron.engine.step.engine import Engine, StepProgress
+from laddertron.launchers.measure.bench_rank import matmul_bytes
 from laddertron.models.llama import LlamaModel
-from laddertron.topology.bootstrap import StoreBootstrap, open_store
-from laddertron.topology.groups import CommOptions, Communicator, connect
-from laddertron.topology.layout import GroupLayout
+from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
+from laddertron.topology.comm.groups import CommOptions, Communicator
+from laddertron.topology.connect import connect
+from laddertron.topology.placement.layout import GroupLayout
 
 LLAMA_8B = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
 TOY = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 256}
@@ -173,7 +174,7 @@ def run_engine(
     tokens = max(seats, min(STEP_TOKENS, seats * args.prompt))
     # auto: where attention cannot be recorded, the line says off
     runner, limits = make_runner(model, communicator, seats, tokens, args.attention, "auto" if graphs else False)
-    engine = Engine(Scheduler(limits), runner, communicator.plans, Progress())
+    engine = Engine(Scheduler(limits), runner, communicator.plans, StepProgress())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     what = {

@@ -25,19 +25,20 @@ import torch
 import torch.distributed as dist
 from bench_model import BLOCK, NAMES, rewired
 from gpu_shard_report import table
-from laddertron.engine.build import DTYPES, make_ops
-from laddertron.engine.graphs import CudaRecorder, DecodeGraphs, Recorder
+from laddertron.engine.step.build import DTYPES
+from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from laddertron.models.attention import AttentionBackend, Capturable, StepLayout
 from laddertron.models.attention_choice import make_attention
-from laddertron.models.config import ModelConfig, make_wiring
-from laddertron.models.known import known
+from laddertron.models.config.known_models import known
+from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
-from laddertron.models.shard import Shard
-from laddertron.topology.collectives import Collective, Done, Pending
-from laddertron.topology.emulated import emulate
-from laddertron.topology.emulated_fabric import emulation_of
-from laddertron.topology.ledger import Ledger
+from laddertron.models.ops_choice import make_ops
+from laddertron.models.rank_shard import RankShard
+from laddertron.topology.comm.collectives import Collective, Done, Pending
+from laddertron.topology.comm.emulated import emulate
+from laddertron.topology.comm.ledger import Ledger
+from laddertron.topology.cost.emulated_fabric import emulation_of
 from torch import Tensor
 
 WARM_UP = 3
@@ -119,7 +120,7 @@ class Rank:
             else:
                 parameter.data.normal_(0.0, 0.02, generator=generator)
         model.prepare()
-        shard = Shard(config, case.ranks, 0)
+        shard = RankShard(config, case.ranks, 0)
         blocks = batch * -(-context // BLOCK) + 1  # the last one is nobody's: padding of recorded steps
         cache = KVCache(shard, blocks, BLOCK, dtype, device)
         return Rank(case, model, cache, make_attention(attention, shard, cache, dtype)[0], device, context)
@@ -134,7 +135,7 @@ class Rank:
         )
         return layout, torch.arange(batch, device=device)
 
-    def step(self, model: LlamaModel, batch: int, recorder: Recorder | None) -> Callable[[], Tensor]:
+    def step(self, model: LlamaModel, batch: int, recorder: GraphRecorder | None) -> Callable[[], Tensor]:
         """What computes one step's logits: as the engine would, recorded where that can be had."""
         if recorder is not None and isinstance(self.attention, Capturable):
             most = -(-self.context // BLOCK)
@@ -152,7 +153,7 @@ class Rank:
 class Lane:
     """One wiring over one emulated fabric."""
 
-    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: Recorder | None) -> None:
+    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: GraphRecorder | None) -> None:
         case, self.device = rank.case, rank.device
         self.wiring, self.held = wiring, held
         self.emulation = emulation_of(case.fabric, case.ranks, held)
@@ -171,7 +172,7 @@ class Lane:
         wait_for(self.device)
         return time.perf_counter() - began
 
-    def alone_s(self, message: Tensor, recorder: Recorder | None) -> float:
+    def alone_s(self, message: Tensor, recorder: GraphRecorder | None) -> float:
         """One all-reduce with nothing beside it: the fastest of some rows."""
 
         def some() -> None:
@@ -211,7 +212,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
 
 
 def _batch(
-    rank: Rank, batch: int, args: argparse.Namespace, recorder: Recorder | None, whole: int
+    rank: Rank, batch: int, args: argparse.Namespace, recorder: GraphRecorder | None, whole: int
 ) -> Iterator[dict[str, Any]]:
     """All lanes of one batch, in turns."""
     config, case = rank.model.config, rank.case

@@ -2,8 +2,8 @@
 
     python benchmarks/int8_accuracy.py
 
-The plain reference model in fp32, with the layers' matrices as they are stored and as models/products.c rounds them
-(one scale a row; tests/test_int8.py holds the kernel to the same rounding).
+The plain reference model in fp32, with the layers' matrices as they are stored and as models/cpu/products.c rounds them
+(one scale a row; tests/benchmarks/test_int8.py holds the kernel to the same rounding).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 
 import torch
-from laddertron.models import corpus, reference, train
-from laddertron.models.config import from_folder
-from laddertron.models.reference import Reference
+from laddertron.models.config.model_config import from_folder
+from laddertron.models.training import corpus, reference, train
+from laddertron.models.training.reference import Reference
 from tokenizers import Tokenizer
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -43,13 +43,13 @@ def main() -> None:
     config = from_folder(CONFIGS / "demo-standard")
     model = Reference(config)
     train.initialise(model, 0)
-    ids = torch.randint(config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
-    stored = reference.logits(model, ids)
+    drawn = torch.randint(config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
+    stored = reference.logits(model, drawn)
     copy = Reference(config)
     copy.load_state_dict(model.state_dict())
-    bf16 = reference.logits(copy.to(torch.bfloat16), ids).float()
+    bf16 = reference.logits(copy.to(torch.bfloat16), drawn).float()
     round_layers(model)
-    int8 = reference.logits(model, ids)
+    int8 = reference.logits(model, drawn)
     size = stored.std().item()
     print(
         json.dumps(

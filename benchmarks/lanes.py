@@ -1,11 +1,12 @@
 """Lanes: several runners in one set of ranks that take turns, so that a busy machine is unfair to all of them alike.
 
 Rank 0 leads: each lane has its engine and its clock. The other ranks `follow`. Frames on the plan channel: a lane's
-plan, "run a lane's next plan", "all-reduce so many bytes so often", the end. Imported by rank programs alone.
+plan, "run a lane's next plans", "all-reduce so many bytes so often", the end. Imported by rank programs alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import struct
 import time
@@ -15,33 +16,34 @@ from dataclasses import dataclass, field
 
 import torch
 from laddertron.engine.batch import Batch, StepResult, decode
-from laddertron.engine.engine import Engine, Progress
 from laddertron.engine.request import Request, SamplingParams
-from laddertron.engine.runner import Runner
-from laddertron.engine.scheduler import Scheduler, SchedulerLimits
-from laddertron.topology.collectives import Collective, Done, Pending
-from laddertron.topology.groups import Communicator
-from laddertron.topology.ledger import Entry, Record
+from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from laddertron.engine.schedule.split import SplitChoice
+from laddertron.engine.step.engine import Ahead, Engine, StepProgress
+from laddertron.engine.step.runner import Runner
+from laddertron.topology.comm.collectives import Collective, Done, Pending
+from laddertron.topology.comm.groups import Communicator
+from laddertron.topology.comm.ledger import Entry, Record
 
 PLAN, STEP, PROBE, END = b"P", b"S", b"R", b"E"
 
 
 @dataclass(slots=True)
 class Lane:
-    """One wiring on one rank."""
+    """One wiring on one rank; `awaited`: not behind Unawaited."""
 
     index: int
     name: str
     runner: Runner
     limits: SchedulerLimits
+    awaited: bool = True
     waiting: deque[Batch] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """What a lane did: seconds of each decode step and of each prefill, seconds of communication hidden and exposed,
-    processor seconds of the main thread and of all others; the larger sub-block's share of a layer's computation (of
-    standard wiring: elsewhere communication is not what stands between two sub-blocks)."""
+    processor seconds of the main thread and of all others; seconds of an attention and of an MLP, see `sub_blocks`."""
 
     decode_s: tuple[float, ...]
     prefills_s: tuple[float, ...]
@@ -49,7 +51,12 @@ class Steps:
     exposed_s: float
     main_cpu_s: float
     other_cpu_s: float
-    larger_share: float
+    sub_blocks_s: tuple[float, float]
+
+    @property
+    def larger_share(self) -> float:
+        """The larger sub-block's share of a layer's computation; 0.5 where there is nothing to see."""
+        return max(self.sub_blocks_s) / (sum(self.sub_blocks_s) or 1.0) or 0.5
 
     @property
     def prefill_s(self) -> float:
@@ -76,17 +83,25 @@ class _Turns:
     """The plan channel and the runner of one lane on rank 0, as its engine sees them."""
 
     def __init__(self, lane: Lane, communicator: Communicator) -> None:
-        self._lane, self._plans = lane, communicator.plans
+        self._lane, self._plans, self._announced = lane, communicator.plans, 0
+
+    def announce(self, steps: int) -> None:
+        """Lets the other ranks run that many plans of this lane, each as soon as it is there: in the engine, too, no
+        rank waits until rank 0 begins a step."""
+        self._plans.send(STEP + struct.pack("<BI", self._lane.index, steps))
+        self._announced = steps
 
     def send(self, frame: bytes) -> None:
         self._plans.send(PLAN + bytes([self._lane.index]) + frame)
 
-    def run(self, batch: Batch, ahead: Callable[[StepResult | None], None] | None = None) -> StepResult:
-        self._plans.send(STEP + bytes([self._lane.index]))
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
+        if not self._announced:
+            self.announce(1)
+        self._announced -= 1
         return self._lane.runner.run_through(batch, ahead)
 
-    def settle(self) -> None:
-        """Nothing is ever owed: the lanes share a device."""
+    def wait_result(self) -> None:
+        """Nothing is ever pending: the lanes share a device."""
 
 
 def communication(entries: Iterable[Entry]) -> tuple[float, float]:
@@ -96,46 +111,52 @@ def communication(entries: Iterable[Entry]) -> tuple[float, float]:
     return sum(e.hidden_s for e in listed), sum(e.waited_s for e in listed)
 
 
-def larger_share(records: Sequence[Record]) -> float:
-    """Of the last steps' all-reduces, attention and MLP in turns, a gather after each step: how much of a layer's
-    computation the larger of both takes. 0.5 where there is nothing to see."""
-    kinds: tuple[list[float], list[float]] = ([], [])
-    index, before = 0, None
+def sub_blocks(records: Sequence[Record], awaited: bool) -> tuple[float, float]:
+    """Of the last steps' all-reduces, attention and MLP in turns, a gather after each step: seconds between one
+    all-reduce and the next, which completes an attention or an MLP. From its end on where it is awaited (nothing but
+    computation lies between then: standard wiring), else from start to start. Each step's mean, of these the median;
+    noughts where there is nothing to see."""
+    steps: list[list[Record]] = [[]]
     for record in records:
-        if record.op != "all_reduce":
-            index, before = 0, None
-            continue
-        if before is not None:
-            kinds[index % 2].append(record.start_s - before.start_s - before.in_flight_s)
-        index, before = index + 1, record
-    if not all(kinds):
-        return 0.5
-    attention, mlp = (statistics.median(each) for each in kinds)
-    return max(attention, mlp) / (attention + mlp)
+        if record.op == "all_reduce":
+            steps[-1].append(record)
+        elif steps[-1]:
+            steps.append([])
+    kinds: tuple[list[float], list[float]] = ([], [])
+    for step in steps:
+        apart = [
+            after.start_s - before.start_s - awaited * before.in_flight_s for before, after in itertools.pairwise(step)
+        ]
+        if len(apart) >= 2:
+            kinds[0].append(statistics.fmean(apart[1::2]))
+            kinds[1].append(statistics.fmean(apart[::2]))
+    return (statistics.median(kinds[0]), statistics.median(kinds[1])) if kinds[0] else (0.0, 0.0)
 
 
 class Driver:
     """Rank 0's side of a lane."""
 
     def __init__(self, lane: Lane, communicator: Communicator) -> None:
-        turns = _Turns(lane, communicator)
         self.lane, self._communicator = lane, communicator
-        self._engine = Engine(Scheduler(lane.limits), turns, turns, Progress())
+        self._turns = _Turns(lane, communicator)
+        self._engine = Engine(Scheduler(lane.limits), self._turns, self._turns, StepProgress())
         self._runs = 0
         self._new()
 
     def _new(self) -> None:
         self._decode: list[float] = []
-        self._shares: list[float] = []
+        self._sub_blocks: list[tuple[float, float]] = []
         self._prefills: list[float] = []
         self._sums = [0.0] * 4
 
-    def begin(self, batch: int, prompt: int, gen: int) -> None:
-        """Takes `batch` requests in and computes their prompts, of `prompt` tokens each: one more prefill."""
+    def begin(self, batch: int, prompt: int, gen: int, prompts: int | None = None) -> None:
+        """Takes `batch` requests in and computes their prompts, of `prompt` tokens each: one more prefill. prompts: the
+        number of the prompts; others in each run unless it is given."""
         self._runs += 1
+        prompts = self._runs if prompts is None else prompts
         vocab = self.lane.runner.model.config.vocab_size
         for number in range(batch):
-            ids = tuple((7 + 31 * (number + 1) * (i + self._runs)) % vocab for i in range(prompt))
+            ids = tuple((7 + 31 * (number + 1) * (i + prompts)) % vocab for i in range(prompt))
             params = SamplingParams(max_tokens=gen, seed=number, temperature=0.0)
             self._engine.add(Request(f"{self._runs}/{number}", ids, params))
         started, tokens = time.perf_counter(), 0
@@ -145,7 +166,8 @@ class Driver:
         self._prefills.append(time.perf_counter() - started)
 
     def turn(self, steps: int) -> None:
-        """Decodes for `steps` steps."""
+        """Decodes for `steps` steps, of which none may be the requests' last."""
+        self._turns.announce(steps)
         hidden, exposed = communication(self._communicator.ledger.entries())
         main, every, began = time.thread_time(), time.process_time(), time.monotonic()
         for _ in range(steps):
@@ -155,13 +177,29 @@ class Driver:
         main, every = time.thread_time() - main, time.process_time() - every
         after = communication(self._communicator.ledger.entries())
         records = [r for r in self._communicator.ledger.history() if r.start_s >= began]
-        self._shares.append(larger_share(records))
+        self._sub_blocks.append(sub_blocks(records, self.lane.awaited))
         for index, value in enumerate((after[0] - hidden, after[1] - exposed, main, every - main)):
             self._sums[index] += value
 
     def probe(self, nbytes: int, count: int) -> list[float]:
         """See `probe`; between two turns."""
         return probe(self._communicator, nbytes, count)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens drawn and kept so far."""
+        return self._engine.scheduler.counters.generation_tokens
+
+    def forget(self) -> None:
+        """What `auto` has learned of split steps."""
+        scheduler, rule = self._engine.scheduler, self.lane.limits.split
+        scheduler._split = None if rule is None else SplitChoice(rule)
+
+    def cancel(self, batch: int) -> None:
+        """Ends the last `begin`'s requests."""
+        for number in range(batch):
+            self._engine.cancel(f"{self._runs}/{number}")
+        self.finish()
 
     def finish(self) -> None:
         """Lets the requests come to their end, untimed; others may begin."""
@@ -172,8 +210,8 @@ class Driver:
         """As finish; what was measured since the last end."""
         self.finish()
         hidden, exposed, main, other = self._sums
-        share = statistics.median(self._shares or [0.5])
-        steps = Steps(tuple(self._decode), tuple(self._prefills), hidden, exposed, main, other, share)
+        attention, mlp = (statistics.median(kind) for kind in zip(*self._sub_blocks or [(0.0, 0.0)], strict=True))
+        steps = Steps(tuple(self._decode), tuple(self._prefills), hidden, exposed, main, other, (attention, mlp))
         self._new()
         return steps
 
@@ -194,6 +232,17 @@ def _all_reduces(communicator: Communicator, nbytes: int, count: int) -> list[fl
     return times
 
 
+def play(lanes: Sequence[Lane], communicator: Communicator, lead: Callable[[], None]) -> None:
+    """Rank 0 leads; the others follow until it is done, however that ends."""
+    if communicator.rank != 0:
+        follow(lanes, communicator)
+        return
+    try:
+        lead()
+    finally:
+        communicator.plans.send(END)
+
+
 def follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
     """The other ranks' loop, until END."""
     while (frame := communicator.plans.receive())[:1] != END:
@@ -201,6 +250,10 @@ def follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
         if kind == PLAN:
             lanes[rest[0]].waiting.append(decode(rest[1:]))
         elif kind == STEP:
-            lanes[rest[0]].runner.run_through(lanes[rest[0]].waiting.popleft())
+            index, steps = struct.unpack("<BI", rest)
+            for _ in range(steps):
+                if not lanes[index].waiting:  # nothing but this lane's plans is sent before the last of these steps
+                    lanes[index].waiting.append(decode(communicator.plans.receive()[2:]))
+                lanes[index].runner.run_through(lanes[index].waiting.popleft())
         else:
             _all_reduces(communicator, *struct.unpack("<II", rest))

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from laddertron.models.corpus import BOS, EOS, python_documentation
+from laddertron.models.training.corpus import BOS, EOS, python_documentation
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent

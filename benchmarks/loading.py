@@ -1,15 +1,12 @@
 """How fast weights load, beside a plain read of the same bytes and transformers' loader: one JSON line a case.
 
     python benchmarks/loading.py [--gigabytes 2] [--folder DIR] [--tensor-parallel-size 2] [--cold] [--transformers]
-                                 [--nodes]
 
 Makes a random bf16 Llama (removed afterwards unless it was there), then measures in this process, rounds interleaved:
 plain (every byte of the files into fresh memory by 16 MiB reads, one thread), load at tp 1, load with a manifest, load
 of per-rank files, rank 0 of tp, and all ranks of tp at once as processes (ready before the clock starts; together they
 want each byte once, as the plain read does). Medians of --rounds; `of_plain` is the rate against the plain read's.
---cold drops the files from the page cache before each (POSIX_FADV_DONTNEED). --nodes: once more all ranks, each with a
-copy of the folder, so that they share the disk but no page cache, as nodes do: each on its own, and in shares that they
-send one another over loopback.
+--cold drops the files from the page cache before each (POSIX_FADV_DONTNEED).
 """
 
 from __future__ import annotations
@@ -25,14 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from laddertron.models.config import from_folder
-from laddertron.models.manifest import NAME, make_manifest, write_manifest
-from laddertron.models.shard import Shard
-from laddertron.models.shard_writer import write_shards
-from laddertron.models.weights import open_checkpoint
-from laddertron.models.weights_plan import expected_shapes
-from laddertron.models.weights_shards import shards_folder
-from loading_ranks import Ranks, free_port, load_rank
+from laddertron.models.config.model_config import from_folder
+from laddertron.models.rank_shard import RankShard
+from laddertron.models.weights.manifest import NAME, make_manifest, write_manifest
+from laddertron.models.weights.mapping import open_checkpoint
+from laddertron.models.weights.rank_files import shards_folder
+from laddertron.models.weights.shard_writer import write_shards
+from laddertron.models.weights.slices import expected_shapes
+from loading_ranks import Ranks, load_rank
 from safetensors.torch import save_file
 
 CHUNK = 16 << 20
@@ -124,7 +121,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--tensor-parallel-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--nodes", action="store_true")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--transformers", action="store_true")
     options = parser.parse_args()
@@ -133,26 +129,19 @@ def main() -> None:
     try:
         if not (folder / "config.json").exists():
             make_checkpoint(folder, options.gigabytes)
-        copies = [folder.with_name(f"{folder.name}-{r}") for r in range(options.tensor_parallel_size * options.nodes)]
-        try:
-            for copy in copies:
-                shutil.copytree(folder, copy)
-            measure(folder, options.tensor_parallel_size, options.rounds, options.cold, options.transformers, copies)
-        finally:
-            for copy in copies:
-                shutil.rmtree(copy, ignore_errors=True)
+        measure(folder, options.tensor_parallel_size, options.rounds, options.cold, options.transformers)
     finally:
         if made:
             shutil.rmtree(folder)
 
 
-def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool, copies: list[Path]) -> None:
+def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool) -> None:
     manifest, config = make_manifest(folder), from_folder(folder)
     one, many = shards_folder(folder, 1), shards_folder(folder, size)
     for home, ranks in ((one, 1), (many, size)):
         shutil.rmtree(home, ignore_errors=True)
         source = open_checkpoint(folder, config)
-        write_shards(source, [Shard(config, ranks, r) for r in range(ranks)], folder)
+        write_shards(source, [RankShard(config, ranks, r) for r in range(ranks)], folder)
         home.rename(home.with_name(f"{home.name}-aside"))
 
     def beside(home: Path, call: Callable[[], int]) -> Callable[[], int]:
@@ -175,12 +164,9 @@ def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool
     def at_once(call: Callable[[], int]) -> Callable[[], Case]:
         return lambda: (call, lambda: None)
 
-    def by_ranks(folders: list[Path], in_shares: bool = False) -> Callable[[], Case]:
-        def prepare() -> Case:
-            ranks = Ranks(folders, free_port() if in_shares else 0)
-            return ranks.load, ranks.end
-
-        return prepare
+    def by_ranks() -> Case:
+        ranks = Ranks(folder, size)
+        return ranks.load, ranks.end
 
     cases: dict[str, Callable[[], Case]] = {
         "plain": at_once(lambda: plain_read(folder)),
@@ -189,11 +175,8 @@ def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool
         "load tp1, per-rank file": at_once(beside(one, lambda: load_rank(folder, 1, 0))),
         f"load tp{size} rank 0": at_once(lambda: load_rank(folder, size, 0)),
         f"load tp{size} rank 0, per-rank file": at_once(beside(many, lambda: load_rank(folder, size, 0))),
-        f"load tp{size}, all ranks": by_ranks([folder] * size),
+        f"load tp{size}, all ranks": by_ranks,
     }
-    if copies:
-        cases[f"load tp{size}, {size} nodes"] = by_ranks(copies)
-        cases[f"load tp{size}, {size} nodes, in shares"] = by_ranks(copies, True)
     if transformers:
         cases["transformers"] = at_once(lambda: with_transformers(folder))
     times: dict[str, list[float]] = {name: [] for name in cases}
@@ -202,8 +185,7 @@ def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool
         for name, prepare in cases.items():
             call, end = prepare()
             if cold:
-                for one in (folder, *copies):
-                    drop_caches(one)
+                drop_caches(folder)
             start = time.perf_counter()
             read[name] = call()
             times[name].append(time.perf_counter() - start)

@@ -1,30 +1,23 @@
 """Ranks that load weights, for loading.py: in this process, or each in one of its own, ready before the clock starts.
 
-python loading_ranks.py FOLDER SIZE RANK PORT      what Ranks starts; PORT 0: every rank reads for itself
+python loading_ranks.py FOLDER SIZE RANK      what Ranks starts
 """
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from laddertron.models.config import from_folder
-from laddertron.models.shard import Shard
-from laddertron.models.weights import open_source
-from laddertron.models.weights_exchange import Exchange
-from laddertron.models.weights_load import load
-from laddertron.models.weights_plan import expected_shapes, plan_fills
-from laddertron.models.weights_shared import Spread
-from laddertron.topology.bootstrap import StoreBootstrap, open_store
-from laddertron.topology.groups import CommOptions, connect
-from laddertron.topology.layout import GroupLayout
-from laddertron.topology.point_to_point import across_nodes
+from laddertron.models.config.model_config import from_folder
+from laddertron.models.rank_shard import RankShard
+from laddertron.models.weights.load import load
+from laddertron.models.weights.mapping import open_source
+from laddertron.models.weights.slices import expected_shapes, plan_fills
 
 
-def parameters_of(shard: Shard) -> dict[str, torch.Tensor]:
+def parameters_of(shard: RankShard) -> dict[str, torch.Tensor]:
     """Empty ones, shaped as the fills say."""
     wanted = expected_shapes(shard.config)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -36,23 +29,20 @@ def parameters_of(shard: Shard) -> dict[str, torch.Tensor]:
     return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 
 
-def load_rank(folder: Path, size: int, rank: int, exchange: Exchange | None = None) -> int:
-    shard = Shard(from_folder(folder), size, rank)
+def load_rank(folder: Path, size: int, rank: int) -> int:
+    shard = RankShard(from_folder(folder), size, rank)
     parameters = parameters_of(shard)
-    load(open_source(folder, shard), shard, parameters, verify=(0, 1), exchange=exchange)
+    load(open_source(folder, shard), shard, parameters, verify=(0, 1))
     return sum(p.numel() * 2 for p in parameters.values())
 
 
 class Ranks:
-    """Processes that are ready to load a rank each from its folder, all at once when told. port: in shares, meeting
-    there."""
+    """Processes that are ready to load a rank each, all at once on `load`."""
 
-    def __init__(self, folders: list[Path], port: int = 0) -> None:
-        words = [sys.executable, "-W", "ignore", __file__]
-        size, pipe = str(len(folders)), subprocess.PIPE
+    def __init__(self, folder: Path, size: int) -> None:
+        words, pipe = [sys.executable, "-W", "ignore", __file__, str(folder), str(size)], subprocess.PIPE
         self.running = [
-            subprocess.Popen([*words, str(folder), size, str(rank), str(port)], stdin=pipe, stdout=pipe, text=True)
-            for rank, folder in enumerate(folders)
+            subprocess.Popen([*words, str(rank)], stdin=pipe, stdout=pipe, text=True) for rank in range(size)
         ]
         self._said()
 
@@ -73,27 +63,10 @@ class Ranks:
             process.communicate()
 
 
-def be_a_rank(folder: Path, size: int, rank: int, port: int) -> None:
-    def when_told(exchange: Exchange | None = None) -> None:
-        print("ready", flush=True)
-        if sys.stdin.readline():
-            print(load_rank(folder, size, rank, exchange), flush=True)
-
-    if not port:
-        when_told()
-        return
-    bootstrap = StoreBootstrap(open_store("127.0.0.1", port, rank == 0), rank, size)
-    layout = GroupLayout(tuple((r,) for r in range(size)))
-    with connect(bootstrap, layout, CommOptions(timeout_s=600)) as communicator:
-        link = across_nodes(communicator, 600.0)
-        assert link is not None
-        when_told(Exchange(link, Spread(size, 1), lambda sharing: sharing.columns))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def be_a_rank(folder: Path, size: int, rank: int) -> None:
+    print("ready", flush=True)
+    if sys.stdin.readline():
+        print(load_rank(folder, size, rank), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ import sys
 import threading
 import time
 
-from laddertron.engine import config as deploy
-from laddertron.engine.daemon.job import RankReport
-from laddertron.engine.metrics import Metrics
-from laddertron.launchers.fleet import Fleet
-from laddertron.launchers.frames import load
-from laddertron.launchers.messages import Beat, from_wire
-from laddertron.launchers.mpi import compose
+from laddertron.engine.config import load as deploy
+from laddertron.engine.job import RankHeartbeat
+from laddertron.engine.metrics.observer import MetricsObserver
+from laddertron.launchers.compose.mpi import compose
+from laddertron.launchers.control.messages import Beat, from_wire
+from laddertron.launchers.job.fleet import Fleet
 from metrics_rank import CONFIG, REAL_LINK, be_rank
 from prometheus_client import CollectorRegistry
 
@@ -41,9 +40,9 @@ class Daemon:
     def __init__(self, scrape: int) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.listener.getsockname()[1])
-        self.metrics = Metrics(CollectorRegistry())
+        self.metrics = MetricsObserver(CollectorRegistry())
         self.scrape, self.beats, self.scrapes = scrape, 0, 0
-        self.last: dict[int, RankReport] = {}
+        self.last: dict[int, RankHeartbeat] = {}
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -58,13 +57,11 @@ class Daemon:
         with line, line.makefile("rb") as lines:
             who = json.loads(lines.readline())
             for number, text in enumerate(lines, 1):
-                beat = from_wire(load(text), "rank")
+                beat = from_wire(text, "rank")
                 assert isinstance(beat, Beat)
                 self.beats += 1
-                report = RankReport(
-                    who["rank"], "here", who["pid"], beat.step, time.time(), dict(beat.counters), dict(beat.gauges)
-                )
-                self.metrics.observe_report(report)
+                report = RankHeartbeat(who["rank"], "here", who["pid"], beat.step, time.time(), beat.rows)
+                self.metrics.report(0, report)
                 self.last[report.rank] = report
                 if who["rank"] == 0 and number % self.scrape == 0:
                     self.metrics.render(ACCEPT)
@@ -91,14 +88,12 @@ def ranks_rates(daemon: Daemon, wanted: argparse.Namespace) -> list[dict[str, fl
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
-def scrape_times(reports: dict[int, RankReport], ranks: int = 16, times: int = 30) -> tuple[int, list[float]]:
+def scrape_times(reports: dict[int, RankHeartbeat], ranks: int = 16, times: int = 30) -> tuple[int, list[float]]:
     """Lines of a scrape, and the seconds of each rendering, where `ranks` ranks say what these said last."""
-    metrics = Metrics(CollectorRegistry())
+    metrics = MetricsObserver(CollectorRegistry())
     for rank in range(ranks):
         told = reports[min(rank, 1)]
-        metrics.observe_report(
-            RankReport(rank, f"n{rank // 8}", rank, told.step, time.time(), told.counters, told.gauges)
-        )
+        metrics.report(0, RankHeartbeat(rank, f"n{rank // 8}", rank, told.step, time.time(), told.rows))
     took = []
     for _ in range(times):
         began = time.perf_counter()

@@ -14,17 +14,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from laddertron.engine import config as deploy
-from laddertron.engine.engine import Engine, Progress, follow
+from laddertron.engine.config import load as deploy
 from laddertron.engine.request import Request, SamplingParams
-from laddertron.engine.scheduler import Scheduler
-from laddertron.launchers.frames import dump
-from laddertron.launchers.messages import to_wire
-from laddertron.launchers.rank import choose_device, join_group, set_threads
-from laddertron.launchers.rank_health import HealthWatch, make_look
-from laddertron.launchers.rank_status import Status
-from laddertron.topology.identity import identify
-from laddertron.topology.sysfs import Sysfs
+from laddertron.engine.schedule.scheduler import Scheduler
+from laddertron.engine.step.engine import Engine, StepProgress, follow
+from laddertron.launchers.control.messages import to_wire
+from laddertron.launchers.rank.rank import choose_device, join_group, set_threads
+from laddertron.launchers.rank.rank_health import HealthWatch, make_look
+from laddertron.launchers.rank.rank_status import Status
+from laddertron.topology.hardware.sysfs import Sysfs
+from laddertron.topology.placement.identity import identify
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 REAL_LINK = ("parallel.collective=auto", "parallel.emulated_delay=0s")
@@ -35,7 +34,7 @@ every fifth second; of the time in which metrics are on."""
 
 
 @dataclass(slots=True)
-class Switched(Progress):
+class Switched(StepProgress):
     """Progress that keeps figures in half of the blocks: on, off, off, on, so that a drift falls on both alike."""
 
     block: int = 32
@@ -48,7 +47,7 @@ class Switched(Progress):
 
     def start(self, tokens: int) -> None:
         if self.on:
-            Progress.start(self, tokens)
+            StepProgress.start(self, tokens)
             # early enough in the block for what it costs to fall into it
             if self.total_seconds >= self.next_beat and self.step % self.block < self.block // 2:
                 self.next_beat = self.total_seconds + BEAT_S
@@ -58,7 +57,7 @@ class Switched(Progress):
 
     def finish(self) -> None:
         if self.on:
-            Progress.finish(self)
+            StepProgress.finish(self)
         else:
             self.last_tokens, self.step_tokens, self.step = self.step_tokens, 0, self.step + 1
 
@@ -88,7 +87,7 @@ class Beats:
             if beats % LOOK_EVERY == 0:
                 self._health.figures = self._look()
             beats += 1
-            self._line.sendall(dump(to_wire(self._status.beat())) + b"\n")
+            self._line.sendall(to_wire(self._status.beat()) + b"\n")
 
 
 def be_rank(port: int, pairs: int, cycles: int, block: int) -> None:
@@ -97,7 +96,7 @@ def be_rank(port: int, pairs: int, cycles: int, block: int) -> None:
     assert me is not None
     deployment = deploy.load(CONFIG, REAL_LINK)
     set_threads(deployment, me)
-    from laddertron.engine.build import build
+    from laddertron.engine.step.build import build
 
     with join_group(deployment, me) as communicator, socket.create_connection(("127.0.0.1", port)) as line:
         line.sendall(json.dumps({"rank": me.rank, "pid": os.getpid()}).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""One matrix product on this machine's cores: models/products.c on bf16 and int8 weights, oneDNN, torch; all cold.
+"""One matrix product on this machine's cores: models/cpu/products.c on bf16 and int8 weights, oneDNN, torch; all cold.
 
     python benchmarks/products.py --threads 1 --tokens 1,8,128
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from laddertron.models.cpu_ops import CpuOps, Kernels, read_bandwidth
+from laddertron.models.cpu.ops import CpuOps, Kernels, read_bandwidth
 from laddertron.models.ops import TorchOps
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def main() -> None:
     makers = {"oneDNN, packed": CpuOps(None), "torch": TorchOps()}
     if kernels is not None and kernels.int8:
         makers = {"products.c, int8": CpuOps(kernels, int8=True), **makers}
-    if kernels is not None and kernels.products:
+    if kernels is not None and torch.bfloat16 in kernels.served:
         makers = {"products.c": CpuOps(kernels), **makers}
     for outputs, inputs in SHAPES:
         size = 2 * outputs * inputs

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from laddertron.engine.batch import Batch, StepResult, decode, encode
 from laddertron.engine.request import INTERACTIVE, Request, SamplingParams
-from laddertron.engine.scheduler import Scheduler, SchedulerLimits
+from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 
 NOW = 1_700_000_000.0
 
@@ -69,7 +69,7 @@ class Times:
 
 
 class Loop:
-    """Rank 0's loop without a model: one plan ahead, like engine/engine.py."""
+    """Rank 0's loop without a model: one plan ahead, like engine/step/engine.py."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.times, self.now = scheduler, Times(), NOW

@@ -1,4 +1,4 @@
-"""The simulator against this engine on the emulated cluster: reads the JSON lines of benchmarks/cross_node.py.
+"""The simulator against this engine on the emulated cluster: reads the JSON lines of cross_node.py.
 
     python benchmarks/simulate_check.py [FILE]     default: benchmarks/results/cross_node.json; also plain JSON lines
 
@@ -19,8 +19,8 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from laddertron.engine.simulate import StepCost, Wire, simulate_step
-from laddertron.models.config_parts import make_wiring
+from laddertron.engine.estimate.step_simulator import StepCost, Wire, simulate_step
+from laddertron.models.config.parts import make_wiring
 
 RESULTS = Path(__file__).resolve().parent / "results" / "cross_node.json"
 LIMIT = 0.15
@@ -66,14 +66,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cases(lines: Iterable[dict[str, Any]]) -> list[Case]:
-    """One for each line that has a silent step beside it, of the same delay and batch: they were measured in turns, so
-    that what else the machine did weighs on both."""
+    """One for each line that has a silent step beside it, of the same run, delay and batch: they were measured in
+    turns, so that what else the machine did weighs on both. Carried messages are no wiring of the simulator's."""
     listed = list(lines)
-    silent: dict[tuple[str, int, float], float] = {}
-    at_rest: dict[tuple[str, int], float] = {}
-    shares: dict[tuple[str, int, float], float] = {}
+    silent: dict[tuple[str, int, int, float], float] = {}
+    at_rest: dict[tuple[str, int, int], float] = {}
+    shares: dict[tuple[str, int, int, float], float] = {}
     for line in listed:
-        key = (line["model"], line["batch"])
+        key = (line["model"], line.get("run", 1), line["batch"])
         at_rest[key] = min(line["all_reduce_s"], at_rest.get(key, float("inf")))
         if line["wiring"] == SILENT:
             silent[*key, line["delay_s"]] = line["step_s"]
@@ -81,9 +81,9 @@ def cases(lines: Iterable[dict[str, Any]]) -> list[Case]:
             shares[*key, line["delay_s"]] = line.get("larger_share", MLP_SHARE)
     found = []
     for line in listed:
-        key = (line["model"], line["batch"])
+        key = (line["model"], line.get("run", 1), line["batch"])
         beside = silent.get((*key, line["delay_s"]))
-        if beside is not None and line["wiring"] != SILENT:
+        if beside is not None and line["wiring"] not in (SILENT, "carried"):
             found.append(
                 Case(
                     line["model"], line["delay_s"], line["batch"], line["wiring"], line["step_s"], beside,
@@ -164,10 +164,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         listed = cases(read_lines(path))
     except (OSError, ValueError) as error:
-        print(f"{path}: {error}: run benchmarks/cross_node.py first", file=sys.stderr)
+        print(f"{path}: {error}: run benchmarks/cross_node/cross_node.py first", file=sys.stderr)
         return 2
     if not listed:
-        print(f"{path}: no wiring beside a {SILENT} step: run benchmarks/cross_node.py --only wirings", file=sys.stderr)
+        print(
+            f"{path}: no wiring beside a {SILENT} step: run benchmarks/cross_node/cross_node.py --only wirings",
+            file=sys.stderr,
+        )
         return 2
     lines, missed = report(listed)
     print("\n".join(lines))

@@ -1,6 +1,6 @@
 """The plan of one step: plain ints, decided by rank 0, broadcast as one binary frame, obeyed by every rank.
 
-The scheduler makes it, `engine/runner.py` obeys it, neither knows the other. Sequences live in *slots* (0 ..
+The scheduler makes it, `engine/step/runner.py` obeys it, neither knows the other. Sequences live in *slots* (0 ..
 max_num_seqs - 1) of the runner; a slot's tokens and block table are mirrored on every rank and only ever changed by a
 Batch or by the token that the step sampled. KV lives in fixed-size *blocks*.
 
@@ -11,13 +11,16 @@ later Batch.
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .request import SamplingParams, TokenLogprob
+from ..topology.json_codec import from_json
+from .request import SamplingParams, TokenLogprob, params_to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class Chunk(NamedTuple):
     Where `samples`, the logits of the last one yield the slot's next token. `prompt_logprobs`: the logits of every
     position of the chunk that is followed by a prompt token are scored against that token.
 
+    `drafts`: a decode's rows beyond its first, at most. Each rank takes them from the tokens that it knows when the
+    step begins (engine/sampling/ngrams.py), and with them the start: `start` is the least that it can be, since the
+    step before may yield several tokens.
+
     A named tuple, because a step makes one for each running sequence and a frozen dataclass costs thrice as much."""
 
     slot: int
@@ -45,6 +52,7 @@ class Chunk(NamedTuple):
     count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     samples: bool
     prompt_logprobs: bool = False
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +66,35 @@ class Batch:
     blocks: tuple[tuple[int, tuple[int, ...]], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
+    split: int = 0
+    """Rows of the first of two streams (`streams`); 0: one stream."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
+        return sum([chunk.count + chunk.drafts for chunk in self.chunks])
+
+
+def in_order(chunks: Iterable[Chunk]) -> list[Chunk]:
+    """As a step's rows lie: decodes first."""
+    return sorted(chunks, key=lambda chunk: chunk.count != 1)  # a stable sort
+
+
+def streams(chunks: Sequence[Chunk], split: int) -> list[list[Chunk]]:
+    """The two streams of ordered chunks, the first of about `split` rows: a prompt is cut inside, but never so that one
+    row is left of it, which would be a decode among prompts. One stream where nothing would be left of the other."""
+    first: list[Chunk] = []
+    rest, left = deque(chunks), split
+    while rest and left >= rest[0].count:
+        left -= rest[0].count
+        first.append(rest.popleft())
+    if rest and left > 1:
+        chunk = rest.popleft()
+        if chunk.count - left > 1:
+            first.append(chunk._replace(count=left, samples=False))
+            rest.appendleft(chunk._replace(start=chunk.start + left, count=chunk.count - left))
+        else:
+            first.append(chunk)
+    return [part for part in (first, list(rest)) if part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +110,44 @@ class StepResult:
     """For a chunk that asks: one entry for each of its positions that a prompt token follows, in order."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """For nonfinite slots whose grammar, not the model, left nothing to draw: why."""
+    more: Mapping[int, Sequence[tuple[int, TokenLogprob | None]]] = field(default_factory=dict)
+    """For a chunk with drafts: the tokens that follow its first one, as many as its drafts were right."""
+    drafted: Mapping[int, int] = field(default_factory=dict)
+    """For such a chunk: its drafts."""
 
 
-MAGIC = 0x4C544231  # "LTB1"
-_HEAD = struct.Struct("<IQ5I")
-_SEQ = struct.Struct("<4I")
-_PARAMS = struct.Struct("<IQI6dIIiiIII")
+def encode_result(result: StepResult, ids_alone: bool = False) -> bytes:
+    """For the ranks that draw nothing; `decode_result` is its inverse. ids_alone: what rank 0 alone reports is left
+    out."""
+    found: dict[str, object] = {"tokens": list(result.tokens)}
+    if not ids_alone:
+        found |= {"nonfinite": sorted(result.nonfinite)} if result.nonfinite else {}
+        found |= {"failures": sorted(result.failures.items())} if result.failures else {}
+        found |= {"logprobs": sorted(result.logprobs.items())} if result.logprobs else {}
+        found |= {"prompt_logprobs": sorted(result.prompt_logprobs.items())} if result.prompt_logprobs else {}
+    return json.dumps(found, separators=(",", ":")).encode()  # TokenLogprob is a tuple
+
+
+def decode_result(data: bytes) -> StepResult:
+    """Raises ValueError, KeyError or TypeError on anything that `encode_result` did not write."""
+    found = json.loads(data)
+
+    def scored(entry: list[Any]) -> TokenLogprob:
+        made = TokenLogprob(*entry)
+        return made._replace(top=tuple((token, p) for token, p in made.top))
+
+    return StepResult(
+        found["tokens"],
+        frozenset(found.get("nonfinite", ())),
+        {slot: scored(entry) for slot, entry in found.get("logprobs", ())},
+        {slot: [scored(entry) for entry in entries] for slot, entries in found.get("prompt_logprobs", ())},
+        {slot: str(why) for slot, why in found.get("failures", ())},
+    )
+
+
+MAGIC = 0x4C544233  # "LTB3"
+_HEAD = struct.Struct("<IQ6I")
+_SEQ = struct.Struct("<5I")
 
 
 def _ints(values: tuple[int, ...]) -> bytes:
@@ -90,7 +155,7 @@ def _ints(values: tuple[int, ...]) -> bytes:
 
 
 def encode(batch: Batch) -> bytes:
-    """The Batch as one frame of little-endian integers and doubles; `decode` is its inverse."""
+    """The Batch as one frame of little-endian integers, sampling parameters as JSON; `decode` is its inverse."""
     out = [
         _HEAD.pack(
             MAGIC,
@@ -100,42 +165,21 @@ def encode(batch: Batch) -> bytes:
             len(batch.blocks),
             len(batch.copies),
             len(batch.chunks),
+            batch.split,
         ),
         struct.pack(f"<{len(batch.released)}I", *batch.released),
     ]
     for sequence in batch.admitted:
-        p = sequence.params
-        grammar = b"" if p.grammar is None else p.grammar.encode()
-        out.append(_SEQ.pack(sequence.slot, sequence.choice, sequence.prompt_len, len(sequence.tokens)))
-        out.append(struct.pack(f"<{len(sequence.tokens)}I", *sequence.tokens))
-        out.append(
-            _PARAMS.pack(
-                p.max_tokens,
-                p.seed,
-                p.min_tokens,
-                p.temperature,
-                p.top_p,
-                p.min_p,
-                p.presence_penalty,
-                p.frequency_penalty,
-                p.repetition_penalty,
-                p.top_k,
-                p.n,
-                -1 if p.logprobs is None else p.logprobs,
-                -1 if p.prompt_logprobs is None else p.prompt_logprobs,
-                len(p.logit_bias),
-                len(p.stop_token_ids),
-                len(grammar),
-            )
-        )
-        out.extend(struct.pack("<Id", token, bias) for token, bias in p.logit_bias)
-        out.append(struct.pack(f"<{len(p.stop_token_ids)}I", *p.stop_token_ids))
-        out.append(grammar)
+        params = json.dumps(params_to_json(sequence.params), separators=(",", ":")).encode()
+        count = len(sequence.tokens)
+        out.append(_SEQ.pack(sequence.slot, sequence.choice, sequence.prompt_len, count, len(params)))
+        out.append(struct.pack(f"<{count}I", *sequence.tokens))
+        out.append(params)
     for slot, blocks in batch.blocks:
         out.append(struct.pack("<I", slot))
         out.append(_ints(blocks))
     out.extend(struct.pack("<2I", src, dst) for src, dst in batch.copies)
-    flat = [(c[0], c[1], c[2], c[3] | c[4] << 1) for c in batch.chunks]
+    flat = [(c[0], c[1], c[2], c[3] | c[4] << 1 | c[5] << 2) for c in batch.chunks]
     out.append(struct.pack(f"<{4 * len(flat)}I", *chain.from_iterable(flat)))
     return b"".join(out)
 
@@ -163,37 +207,13 @@ class _Reader:
         return bytes(self.data[self.at - count : self.at])
 
 
-_ONE, _BIAS = struct.Struct("<I"), struct.Struct("<Id")
+_ONE = struct.Struct("<I")
 
 
 def _sequence(reader: _Reader) -> NewSequence:
-    slot, choice, prompt_len, count = (int(v) for v in reader.take(_SEQ))
+    slot, choice, prompt_len, count, length = (int(v) for v in reader.take(_SEQ))
     tokens = reader.ints(count)
-    p = reader.take(_PARAMS)
-    n_bias, n_stop, n_grammar = int(p[13]), int(p[14]), int(p[15])
-    bias = tuple((int(t), float(b)) for t, b in (reader.take(_BIAS) for _ in range(n_bias)))
-    stop = reader.ints(n_stop)
-    grammar = reader.raw(n_grammar).decode() if n_grammar else None
-    logprobs, prompt_logprobs = int(p[11]), int(p[12])
-    params = SamplingParams(
-        max_tokens=int(p[0]),
-        seed=int(p[1]),
-        min_tokens=int(p[2]),
-        temperature=float(p[3]),
-        top_p=float(p[4]),
-        min_p=float(p[5]),
-        presence_penalty=float(p[6]),
-        frequency_penalty=float(p[7]),
-        repetition_penalty=float(p[8]),
-        top_k=int(p[9]),
-        n=int(p[10]),
-        logprobs=None if logprobs < 0 else logprobs,
-        prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
-        logit_bias=bias,
-        stop_token_ids=stop,
-        grammar=grammar,
-    )
-    return NewSequence(slot, choice, prompt_len, tokens, params)
+    return NewSequence(slot, choice, prompt_len, tokens, from_json(SamplingParams, reader.raw(length)))
 
 
 def decode(frame: bytes | memoryview) -> Batch:
@@ -202,7 +222,7 @@ def decode(frame: bytes | memoryview) -> Batch:
     magic, step, *counts = (int(v) for v in reader.take(_HEAD))
     if magic != MAGIC:
         raise ValueError(f"step plan: magic {magic:#x} is not {MAGIC:#x}: ranks of different versions?")
-    n_released, n_admitted, n_blocks, n_copies, n_chunks = counts
+    n_released, n_admitted, n_blocks, n_copies, n_chunks, split = counts
     released = reader.ints(n_released)
     admitted = tuple(_sequence(reader) for _ in range(n_admitted))
     blocks = []
@@ -213,7 +233,9 @@ def decode(frame: bytes | memoryview) -> Batch:
     copies = tuple(zip(flat[::2], flat[1::2], strict=True))
     flat = reader.ints(4 * n_chunks)
     columns = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
-    chunks = tuple(Chunk(slot, start, count, flags & 1 == 1, flags & 2 == 2) for slot, start, count, flags in columns)
+    chunks = tuple(
+        Chunk(slot, start, count, flags & 1 == 1, flags & 2 == 2, flags >> 2) for slot, start, count, flags in columns
+    )
     if reader.at != len(reader.data):
         raise ValueError(f"step plan: {len(reader.data) - reader.at} bytes left over")
-    return Batch(step, released, admitted, tuple(blocks), copies, chunks)
+    return Batch(step, released, admitted, tuple(blocks), copies, chunks, split)

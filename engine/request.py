@@ -1,52 +1,95 @@
 """What is asked of the engine and what it answers, as frozen data: ids in, ids out.
 
-Knows nothing of text, tensors or HTTP. Made at the door (`engine/daemon/intake.py`), carried over the control channel
-as JSON, consumed by the scheduler (rank 0) and the sampler (every rank). Validation of what users sent happens at the
-door; the checks here are the invariants that the rest of the engine relies on.
+Knows nothing of text, tensors or HTTP. The scheduler (rank 0) and the sampler (every rank) use it. What clients send is
+checked in engine/openai/; the checks here are of what another process of ours sent.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "cancelled", "timeout", "numerical_error", "error"]
+from annotated_types import Ge, Lt, MaxLen
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "numerical_error", "constraint_error", "error"]
 
 INTERACTIVE, BATCH = 0, 1
 """Priorities: a smaller number runs first; ageing moves a waiting batch line forward."""
+MAX_ORDER = 2**31 - 1
 
 MAX_LOGPROBS = 20
 MAX_CANDIDATES = 1024
-"""The most candidates a rank contributes for one sequence before the sampler widens (engine/sampler.py)."""
+"""The most candidates a rank contributes for one sequence before the sampler widens (engine/sampling/sampler.py)."""
+
+
+# what a process of ours takes of another; a client's bounds are in Param
+Count = Annotated[int, Ge(0), Lt(2**63)]
+Size = Annotated[int, Ge(1), Lt(2**63)]
+Name = Annotated[str, MaxLen(512)]
+TokenId = Annotated[int, Ge(0), Lt(2**32)]
+TokenIds = Annotated[tuple[TokenId, ...], MaxLen(1 << 24)]
+Integer = Annotated[int, Ge(-1), Lt(2**64)]
+
+ParamKind = Literal["integer", "number", "flag", "ids", "biases", "words", "text"]
+MAX_TOKENS, MAX_ID = 2**31 - 1, 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """What is known of a sampling parameter beside its name and default: the field of request bodies, its bounds and
+    its JSON form follow from this. `low` and `high` bound a client's value, or each item of a list of `least` to
+    `most`; `api=False`: no field of a body."""
+
+    kind: ParamKind
+    low: float = 0
+    high: float = MAX_TOKENS
+    doc: str = ""
+    above_low: bool = False
+    least: int = 0
+    most: int = 1024
+    optional: bool = False
+    api: bool = True
+
+
+def _param(default: Any, kind: ParamKind, low: float = 0, high: float = MAX_TOKENS, doc: str = "", **more: Any) -> Any:
+    """`default`: ... where there is none."""
+    param = Param(kind, low, high, doc, optional=default is None, **more)
+    return field(metadata={"": param}) if default is ... else field(default=default, metadata={"": param})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens of one request are drawn; the words and defaults of the OpenAI API and of vLLM.
+    """How tokens of one request are drawn; the words and defaults of the OpenAI API and of vLLM. A new parameter needs
+    its line here and its rule under engine/sampling/, nothing between.
 
     `seed` is always set (the door derives a default from run or batch id and custom_id), so that a retry gives the
     same answer. `top_k=0` means all, `temperature=0` means greedy. `logprobs=None` means none wanted, `0` the chosen
     token's alone. `stop` strings never reach the engine: the door turns a match into `stop(request_id, n_tokens)`.
     """
 
-    max_tokens: int
-    seed: int
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: Integer = _param(..., "integer")
+    seed: Integer = _param(..., "integer", -(2**63), 2**64 - 1)
+    min_tokens: Integer = _param(0, "integer")
+    temperature: float = _param(1.0, "number", 0, 2)
+    top_p: float = _param(1.0, "number", 0, 1, above_low=True)
+    top_k: Integer = _param(0, "integer", -1, doc="-1 or 0: all")
+    min_p: float = _param(0.0, "number", 0, 1)
+    presence_penalty: float = _param(0.0, "number", -2, 2)
+    frequency_penalty: float = _param(0.0, "number", -2, 2)
+    repetition_penalty: float = _param(1.0, "number", 0.01, 100)
+    logit_bias: tuple[tuple[TokenId, float], ...] = _param((), "biases", -100, 100)
+    allowed_token_ids: TokenIds = _param((), "ids", least=1, most=1 << 14, doc="Only these ids are drawn.")
+    stop_token_ids: TokenIds = _param((), "ids")
     """Every id that ends the sequence: the model's EOS ids (unless ignore_eos) and the user's; resolved at the door."""
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: str | None = None
+    n: Integer = _param(1, "integer", 1, 1024)
+    logprobs: Integer | None = _param(None, "integer", 0, MAX_LOGPROBS)
+    prompt_logprobs: Integer | None = _param(None, "integer", 0, MAX_LOGPROBS)
+    return_digest: bool = _param(False, "flag", doc="With each choice a digest of the logits it was drawn from.")
+    grammar: str | None = _param(None, "text", api=False)
     """A structured-output grammar in the grammar library's own JSON form, or None."""
+    bad_word_ids: tuple[TokenIds, ...] = _param((), "words", api=False)
+    """Sequences of ids whose last one is not drawn behind the others; made of the client's words at the door."""
 
     @property
     def greedy(self) -> bool:
@@ -56,103 +99,95 @@ class SamplingParams:
     def penalised(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
+    @property
+    def edits(self) -> bool:
+        """Whether logits are changed before anything is drawn (engine/sampling/penalties.py)."""
+        return bool(
+            self.penalised or self.logit_bias or self.allowed_token_ids or self.bad_word_ids or self.min_tokens > 0
+        )
+
+    def token_ids(self) -> Iterator[tuple[str, Sequence[int]]]:
+        """The parameters that hold ids of the vocabulary."""
+        for name, param in PARAMS.items():
+            if param.kind == "ids":
+                yield name, getattr(self, name)
+            elif param.kind == "biases":
+                yield name, [token for token, _ in getattr(self, name)]
+            elif param.kind == "words":
+                yield name, [token for word in getattr(self, name) for token in word]
+
+
+PARAMS: dict[str, Param] = {f.name: f.metadata[""] for f in fields(SamplingParams)}
+_DEFAULTS = [(f.name, f.default) for f in fields(SamplingParams)]
+
+
+def params_to_json(params: SamplingParams) -> dict[str, Any]:
+    """As plain JSON values; what has its default is left out."""
+    return {name: value for name, default in _DEFAULTS if (value := getattr(params, name)) != default}
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to go on from it. `request_id` is unique in the engine's life; `queue` is the fairness key
-    (a batch id, or "" for interactive requests); `salt` keeps tenants apart in the prefix cache; `deadline` is unix
-    seconds or None; `epoch` is the attempt that a result must carry to be stored."""
+    """One prompt and how to go on from it. `request_id` is unique in the engine's life; `queue` is one of its owner's
+    (a batch id, or "" for interactive requests): owners take turns, and so do the queues of each; `order` is the
+    client's own priority among the requests of its queue, smaller first; `salt`, which begins with the owner, keeps
+    tenants apart in the prefix cache; `deadline` is unix seconds or None; `epoch` is the attempt that a result must
+    carry to be stored."""
 
-    request_id: str
-    prompt: tuple[int, ...]
+    request_id: Name
+    prompt: TokenIds
     params: SamplingParams
-    priority: int = BATCH
-    queue: str = ""
-    salt: str = ""
+    priority: Annotated[int, Lt(2**63)] = BATCH
+    queue: Name = ""
+    salt: Name = ""
     deadline: float | None = None
-    epoch: int = 0
+    epoch: Count = 0
+    order: Annotated[int, Lt(2**63)] = 0
+
+    @property
+    def owner(self) -> str:
+        return self.salt.partition("\0")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural-log probability of one token, and of the `top` likeliest (id, logprob), best first."""
+class TokenLogprob(NamedTuple):
+    """Natural-log probability of one token, and of the `top` likeliest (id, logprob), best first. `digest`: of the
+    row of logits that it was drawn from, if asked for."""
 
-    token: int
+    token: TokenId
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top: tuple[tuple[TokenId, float], ...] = ()
+    digest: Annotated[int, Ge(0), Lt(2**64)] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
     """Released tokens of one choice. `start` counts the choice's output tokens before these, so that a repeated event
-    can be recognised. The event with `finish` set is the choice's last; it may carry no token. `finish="error"` and
-    `"numerical_error"` carry `message`."""
+    can be recognised. The event with `finish` set is the choice's last; it may carry no token. `finish="error"`,
+    `"numerical_error"` and `"constraint_error"` carry `message`."""
 
-    request_id: str
-    choice: int
-    start: int
-    tokens: tuple[int, ...]
+    request_id: Name
+    choice: Count
+    start: Count
+    tokens: TokenIds
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     """If asked for: one per token, and the stop token's behind them."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """On the first event of choice 0 alone, if asked for: one per prompt token, None for the first."""
-    stop_token: int | None = None
+    stop_token: TokenId | None = None
     """The id from `stop_token_ids` that ended it (not part of `tokens`)."""
     message: str | None = None
-    cached_tokens: int = 0
-    epoch: int = 0
-
-
-def request_to_json(request: Request) -> dict[str, Any]:
-    """As plain JSON values; `request_from_json` is its inverse."""
-    return asdict(request)
-
-
-def request_from_json(data: dict[str, Any]) -> Request:
-    """Raises KeyError, TypeError or ValueError on anything that `request_to_json` would not have written."""
-    params = dict(data["params"])
-    params["logit_bias"] = tuple((int(i), float(b)) for i, b in params.get("logit_bias", ()))
-    params["stop_token_ids"] = tuple(int(i) for i in params.get("stop_token_ids", ()))
-    rest = {k: v for k, v in data.items() if k not in ("params", "prompt")}
-    return Request(prompt=tuple(int(t) for t in data["prompt"]), params=SamplingParams(**params), **rest)
-
-
-def event_to_json(event: TokensEvent) -> dict[str, Any]:
-    """As plain JSON values; `event_from_json` is its inverse."""
-    return asdict(event)
-
-
-def _logprob(item: dict[str, Any] | None) -> TokenLogprob | None:
-    if item is None:
-        return None
-    return TokenLogprob(
-        int(item["token"]), float(item["logprob"]), tuple((int(i), float(p)) for i, p in item.get("top", ()))
-    )
-
-
-def event_from_json(data: dict[str, Any]) -> TokensEvent:
-    """Raises KeyError, TypeError or ValueError on anything that `event_to_json` would not have written."""
-    rest = {k: v for k, v in data.items() if k not in ("tokens", "logprobs", "prompt_logprobs")}
-    logprobs, prompt_logprobs = data.get("logprobs"), data.get("prompt_logprobs")
-    chosen: tuple[TokenLogprob, ...] | None = None
-    if logprobs is not None:
-        chosen = tuple(p for p in map(_logprob, logprobs) if p is not None)
-    return TokensEvent(
-        tokens=tuple(int(t) for t in data["tokens"]),
-        logprobs=chosen,
-        prompt_logprobs=None if prompt_logprobs is None else tuple(map(_logprob, prompt_logprobs)),
-        **rest,
-    )
+    cached_tokens: Count = 0
+    epoch: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     """What the door must know of the running engine to refuse a request with the right words."""
 
-    max_model_len: int
-    vocab_size: int
-    max_num_seqs: int
-    kv_tokens: int
+    max_model_len: Size
+    vocab_size: Size
+    max_num_seqs: Size
+    kv_tokens: Size
     """KV slots of one replica, in tokens: a request of more can never run."""
-    eos_token_ids: tuple[int, ...] = field(default=())
+    eos_token_ids: TokenIds = ()

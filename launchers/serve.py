@@ -19,24 +19,25 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from .. import __version__
-from ..engine.config import ConfigError, Deployment, Loaded, to_json
-from ..engine.daemon.disk import DiskError
-from ..engine.daemon.job import EngineJob
-from ..engine.daemon.keys import KeyFileError, KeyRing
-from ..engine.daemon.logs import set_up
-from ..engine.daemon.observe import Observer, RequestTimes
-from ..engine.daemon.server import ServerOptions, listen
+from ..engine.config.load import ConfigError, Deployment, LoadedDeployment, to_json
+from ..engine.daemon.http.keys import KeyFileError, KeyRing
+from ..engine.daemon.http.logs import set_up
+from ..engine.daemon.http.server import ServerOptions, listen
+from ..engine.daemon.http.tls import TlsFault, check_pair
+from ..engine.daemon.observe import AnswerTimes, Observer
 from ..engine.daemon.service import Daemon, Parts, calm_collector
-from ..engine.daemon.tls import TlsFault, check_pair
-from ..engine.metrics_observer import MetricsObserver
-from ..engine.text import TextError, TextModel
-from ..engine.trace import TraceError, exporting
-from ..topology.discover import select
-from ..topology.nvml import gpus, load_nvml
-from .bundle import FailureBundles
-from .device_memory import DeviceMemory, nvml_look
-from .fleet import Fleet
-from .supervisor import JobFailure, JobHooks, MpiJob
+from ..engine.daemon.store.disk import DiskError
+from ..engine.daemon.store.store import StoreOptions
+from ..engine.job import EngineJob
+from ..engine.metrics.observer import MetricsObserver
+from ..engine.metrics.otel import TracingError, exporting
+from ..engine.text.tokenizer import TextError, TextModel
+from ..topology.hardware.discover import select
+from ..topology.hardware.nvml import gpus, load_nvml
+from .job.bundle import FailureBundles
+from .job.device_memory import DeviceMemory, nvml_look
+from .job.fleet import Fleet
+from .job.supervisor import JobFailure, JobHooks, MpiJob
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,11 @@ def _device_memory(deployment: Deployment, wanted: Collection[int]) -> DeviceMem
     return DeviceMemory(nvml_look(nvml, used)) if used else None
 
 
-def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer | None = None) -> int:
-    """Runs the daemon to its end; the exit code. Raises ServeError, or ConfigError for the files it names."""
+def serve(
+    loaded: LoadedDeployment, text: TextModel, text_folder: Path, observer: Observer | None = None, adopt: bool = False
+) -> int:
+    """Runs the daemon to its end; the exit code. `adopt`: StoreOptions.adopt. Raises ServeError, or ConfigError for the
+    files it names."""
     deployment = loaded.deployment
     daemon = deployment.daemon
     data_dir = Path(daemon.data_dir)
@@ -94,7 +98,7 @@ def serve(loaded: Loaded, text: TextModel, text_folder: Path, observer: Observer
         scraped = None
         if (metrics := deployment.metrics).enabled and metrics.port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
-        parts = Parts(jobs, text, text_folder, __version__, watcher, keys=keys)
+        parts = Parts(jobs, text, text_folder, __version__, watcher, StoreOptions(adopt=adopt), keys)
         try:
             return asyncio.run(_run(deployment, parts, bundles, listener, scraped))
         except (DiskError, TextError, OSError) as error:
@@ -141,28 +145,55 @@ async def _run(
         task.add_done_callback(writing.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked_for_bundle)
-    calming = asyncio.create_task(calm_collector(daemon))
+    beside = [
+        asyncio.create_task(calm_collector(daemon)),
+        asyncio.create_task(_say_ready(deployment, daemon, listener, scraped)),
+    ]
     try:
         return await daemon.run(listener, scraped)
     finally:
-        calming.cancel()
+        for task in beside:
+            task.cancel()
+
+
+async def _say_ready(
+    deployment: Deployment, daemon: Daemon, listener: socket.socket, scraped: socket.socket | None
+) -> None:
+    """One line once every replica answers: where, what, and by how many ranks."""
+    await daemon.dispatcher.complete.wait()
+    parallel, door = deployment.parallel, _url(listener, deployment.daemon.tls_cert is not None)
+    metrics = f", metrics at {door if scraped is None else _url(scraped)}/metrics" if deployment.metrics.enabled else ""
+    log.info(
+        "ready: %s/v1 serves %s: %d x %d ranks%s",
+        door,
+        deployment.served_model_name,
+        parallel.replicas,
+        parallel.tensor_parallel_size,
+        metrics,
+        extra={"event": "ready", "model": deployment.served_model_name},
+    )
+
+
+def _url(listener: socket.socket, tls: bool = False) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http{'s' * tls}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _observer(deployment: Deployment) -> Observer:
     if not deployment.metrics.enabled:
         return Observer()
     observer = MetricsObserver(CollectorRegistry(), Path(deployment.daemon.data_dir), _spans(deployment))
-    observer.metrics.describe_build(__version__, deployment.served_model_name, deployment.model.wiring)
+    observer.series.set("build_info", 1.0, __version__, deployment.served_model_name, deployment.model.wiring)
     return observer
 
 
-def _spans(deployment: Deployment) -> Callable[[RequestTimes], None]:
+def _spans(deployment: Deployment) -> Callable[[AnswerTimes], None]:
     endpoint = deployment.metrics.traces_endpoint
     if endpoint is None:
         return lambda times: None
     try:
         return exporting(endpoint, deployment.served_model_name).finished
-    except TraceError as error:
+    except TracingError as error:
         raise ServeError(f"metrics.traces_endpoint: {error}") from error
 
 

@@ -6,6 +6,7 @@ output: it rotates, stores the new keys and values and attends over all of the s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -25,7 +26,8 @@ class StepLayout:
 
     positions [T]; query_start [N + 1] (host list); kv_len [N] (host list: positions known after this step);
     block_table [N, most blocks of any], with anything behind a sequence's own blocks; blocks, offsets [T]: where each
-    token's keys go.
+    token's keys go. chained: some decodes are tokens of one sequence that follow one another, so that all keys must be
+    stored before any of them attends.
     """
 
     positions: Tensor
@@ -35,6 +37,7 @@ class StepLayout:
     blocks: Tensor
     offsets: Tensor
     decode: int
+    chained: bool = False
 
 
 class AttentionBackend(Protocol):
@@ -46,12 +49,15 @@ class AttentionBackend(Protocol):
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         """[T, (H + 2K) * C], heads of queries, keys, values, not yet normed or rotated -> [T, H * C]."""
 
+    def twin(self) -> AttentionBackend:
+        """Another one over the same cache, whose plan stands beside this one's: for a step's second stream."""
+
 
 @runtime_checkable
 class Capturable(Protocol):
-    """A backend whose decode steps may be captured and replayed (engine/graphs.py), and which reads nothing of a block
-    that lies behind its sequence's last position, be it NaN: a step under it may be set off before the one before is
-    known (engine/runner.py)."""
+    """A backend whose decode steps may be captured and replayed (engine/step/cuda_graphs.py), and which reads nothing
+    of a block that lies behind its sequence's last position, be it NaN: a step under it may be set off before the one
+    before is known (engine/step/runner.py)."""
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
         """Backends for steps of exactly so many decodes, of at most most_blocks blocks a sequence. Their `plan` is
@@ -105,6 +111,9 @@ class TorchAttention:
             self._masks[window] = (decode, prompts)
         if layout.decode and self._plans_decode_mask():
             self._decode_table = self._own_blocks(layout)
+
+    def twin(self) -> TorchAttention:
+        return copy.copy(self)  # what a plan holds is replaced, never written into
 
     def _own_blocks(self, layout: StepLayout) -> Tensor:
         """The decodes' block table [decodes, most], filled up with each one's own first block: what is masked is still

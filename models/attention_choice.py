@@ -1,4 +1,4 @@
-"""Which attention backend serves: the deployment's, or the best one here. Called by engine/build.py."""
+"""Which attention backend serves: the deployment's, or the best one here."""
 
 from __future__ import annotations
 
@@ -9,24 +9,36 @@ from typing import Any
 import torch
 
 from .attention import AttentionBackend, TorchAttention
-from .config import ModelConfig
-from .cpu_attention import CpuAttention, fits_kernels
-from .cpu_ops import Kernels
-from .flashinfer_attention import FlashInferAttention, Store, store_by_torch, unfit
+from .config.model_config import ModelConfig
+from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kernels
+from .cpu.ops import Kernels
+from .cuda.flashinfer import FlashInferAttention, Store, store_by_torch, unfit
 from .kv_cache import KVCache
+from .rank_shard import RankShard
 from .refusal import Refusal
-from .shard import Shard
 
 
 class AttentionError(Refusal, ValueError):
     """The attention backend that was asked for cannot serve here; the message says why."""
 
 
-def make_attention(wanted: str, shard: Shard, cache: KVCache, dtype: torch.dtype) -> tuple[AttentionBackend, str]:
-    """The backend, and why it is this one in a few words for the log. wanted: auto, torch or flashinfer. Raises
-    AttentionError where flashinfer is wanted and cannot be had."""
+def make_attention(
+    wanted: str, shard: RankShard, cache: KVCache, dtype: torch.dtype, deterministic: bool = False
+) -> tuple[AttentionBackend, str]:
+    """The backend, and why it is this one in a few words for the log. wanted: auto, torch or flashinfer. deterministic:
+    on a CPU a token's result must not depend on the step's other tokens. Raises AttentionError where flashinfer or
+    deterministic is wanted and cannot be had."""
     config, device = shard.config, cache.keys[0].device
     windows, scale = _windows(config), _scale(config)
+    if deterministic and device.type == "cpu":
+        kernels = Kernels.find(deterministic)
+        if wanted != "auto" or kernels is None or not fits_kernels(cache, dtype, config.head_dim):
+            raise AttentionError(
+                f"parallel.deterministic=true with engine.attention={wanted}, keys and values {cache.keys[0].dtype}: "
+                f"on a CPU it needs the C kernels with attention auto, kv_cache_dtype auto and heads of at most "
+                f"{MOST_HEAD_DIM}; or use false"
+            )
+        return RowAttention(cache, windows, scale, kernels), "cpu kernels, each token by itself: deterministic"
     if wanted == "torch":
         return TorchAttention(cache, windows, scale), "torch, as configured"
     if device.type == "cpu" and wanted == "auto":
@@ -60,7 +72,7 @@ def _scale(config: ModelConfig) -> float:
 def _store(cache: KVCache) -> Store | None:
     """Triton's, where there is Triton and it serves this cache."""
     try:
-        from .gpu_ops import rotate_and_store, stores
+        from .cuda.ops import rotate_and_store, stores
     except ImportError:
         return None
     return rotate_and_store if stores(cache, torch.cuda.get_device_capability(cache.keys[0].device)) else None

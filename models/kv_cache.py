@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from .pages import HugePages
-from .readers import FP8
-from .shard import Shard
+from .rank_shard import RankShard
 from .transfer import upload
+from .weights.tensor_reader import FP8
 
 _LARGEST = torch.finfo(FP8).max
 
 
-def block_bytes(shard: Shard, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(shard: RankShard, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block on one rank: block_size positions, all layers, keys and values."""
     per_position = 2 * shard.config.num_layers * shard.num_kv_heads * shard.config.head_dim
     return block_size * per_position * dtype.itemsize
@@ -27,7 +27,7 @@ class KVCache:
     them."""
 
     def __init__(
-        self, shard: Shard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
@@ -61,7 +61,7 @@ class KVCache:
         for tensor in (*self.keys, *self.values):
             tensor[target] = tensor[source]
 
-    def heal(self, blocks: Sequence[int]) -> None:
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
         """Turns NaN and Inf into zeros in these blocks. They will be reused, and a masked position's weight of zero
         times NaN would still be NaN."""
         if not blocks:

@@ -1,121 +1,122 @@
-"""Megatron-core's parallel layers, un-reduced: each yields its partial product and leaves the all-reduce to the wiring.
+"""A rank's share of the parallel layers, un-reduced: each yields its partial product, the all-reduce is the wiring's.
 
-Megatron-core decides what each rank of the group holds; the subclasses override `forward` alone, since its own would
-reduce (blocking, and silently not at all for non-contiguous inputs). Groups are arguments, never globals.
+Plain parameters here, for the operators of a CPU; Megatron-core's layers on GPUs (models/cuda/megatron_layers.py).
 """
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from .ops import Lookup, Norm, Ops, Product
-from .quantised import Fp8
-from .readers import FP8
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # it warns about every accelerator library that is not installed
-    from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.tensor_parallel.layers import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        VocabParallelEmbedding,
-    )
+from .ops import Lookup, Norm, Ops, Product, StoredProducts, Tree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-def megatron_config(size: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """Parameters allocated once, uninitialised: the checkpoint fills them in place."""
-    return ModelParallelConfig(
-        tensor_model_parallel_size=size,
-        params_dtype=dtype,
-        use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-    )
+    from .rank_shard import RankShard
 
 
-def _no_init(weight: Tensor) -> Tensor:
-    return weight
+class Layers(Protocol):
+    """Makes linear layers with the parameters `weight` and `bias` (or None), unfilled: the checkpoint fills them."""
+
+    def column(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        """[T, D] -> this rank's output columns [T, out / tp]."""
+
+    def row(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        """This rank's input columns [T, in / tp] -> partial sum [T, D]. A bias stands on rank 0 alone."""
 
 
-class VocabEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
-    """This rank's rows of the vocabulary; other ids yield zeros, so that the all-reduce completes the lookup."""
+def make_layers(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> Layers:
+    """Megatron-core's on GPUs. On CPUs its product would unpack what the operators pack, and importing it would cost
+    every rank 2.8 s and 137 MB."""
+    if device.type != "cuda":
+        return PlainLayers(group, dtype, device)
+    from .cuda.megatron_layers import MegatronLayers
 
-    def __init__(self, vocab: int, hidden: int, config: Any, group: ProcessGroup) -> None:
-        super().__init__(vocab, hidden, init_method=_no_init, config=config, tp_group=group)
-        self.weight.requires_grad_(False)
-        self.whole = group.size() == 1
+    return MegatronLayers(group, dtype, device)
+
+
+class PlainLayers:
+    """Parameters alone: `prepare` hands them to the operators."""
+
+    def __init__(self, group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
+        self._size, self._rank, self._dtype, self._device = group.size(), group.rank(), dtype, device
+
+    def column(self, inputs: int, outputs: int, bias: bool) -> Linear:
+        return self._linear(inputs, outputs // self._size, bias)
+
+    def row(self, inputs: int, outputs: int, bias: bool) -> Linear:
+        return self._linear(inputs // self._size, outputs, bias and self._rank == 0)
+
+    def _linear(self, inputs: int, outputs: int, bias: bool) -> Linear:
+        weight = torch.empty((outputs, inputs), dtype=self._dtype, device=self._device)
+        return Linear(weight, weight.new_empty(outputs) if bias else None)
+
+
+class Linear(nn.Module):
+    """weight [out, in] and bias [out] of this rank."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+
+class VocabEmbedding(nn.Module):
+    """This rank's rows of the vocabulary; other ids yield zeros, so that the all-reduce completes the lookup. Not
+    Megatron-core's: its forward reduces by itself, past the collective that is chosen, timed and counted."""
+
+    def __init__(self, shard: RankShard, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        weight = torch.empty((len(shard.vocab), shard.config.hidden_size), dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._rows, self._whole = shard.vocab, shard.size == 1
         self._lookup: Lookup | None = None
 
     def repacked(self, lookup: Lookup) -> None:
         """The rows are elsewhere from now on: the parameter is given up."""
         self._lookup, self.weight.data = lookup, self.weight.new_empty(0)
 
-    def _rows(self, ids: Tensor) -> Tensor:
+    def _look_up(self, ids: Tensor) -> Tensor:
         return functional.embedding(ids, self.weight) if self._lookup is None else self._lookup(ids)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """ids [T] -> partial embeddings [T, D]."""
-        if self.whole:
-            return self._rows(tokens)
-        local = tokens - self.vocab_start_index
-        elsewhere = (local < 0) | (local >= self.num_embeddings_per_partition)
-        rows = self._rows(local.masked_fill_(elsewhere, 0))
+        if self._whole:
+            return self._look_up(tokens)
+        local = tokens - self._rows.start
+        elsewhere = (local < 0) | (local >= len(self._rows))
+        rows = self._look_up(local.masked_fill_(elsewhere, 0))
         return rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
 
-class ColumnLinear(ColumnParallelLinear):  # type: ignore[misc]
-    """[T, D] -> this rank's output columns [T, out / tp]."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, config: Any, group: ProcessGroup) -> None:
-        super().__init__(inputs, outputs, config=config, init_method=_no_init, bias=bias, tp_group=group)
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
-class RowLinear(RowParallelLinear):  # type: ignore[misc]
-    """This rank's input columns [T, in / tp] -> partial sum [T, D]. A bias stands on rank 0 alone."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, config: Any, group: ProcessGroup) -> None:
-        super().__init__(
-            inputs,
-            outputs,
-            config=config,
-            init_method=_no_init,
-            bias=bias and group.rank() == 0,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            tp_group=group,
-        )
-        for parameter in self.parameters():
-            parameter.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-
 def prepare(
-    layer: ColumnLinear | RowLinear, ops: Ops, norm: Norm | None = None, *, gated: bool = False, fp8: Fp8 | None = None
+    layer: Any,
+    ops: Ops,
+    norm: Norm | None = None,
+    *,
+    gated: bool = False,
+    stored: StoredProducts | None = None,
+    tree: Tree | None = None,
 ) -> Product:
-    """The layer's product behind its norm, once the weights are loaded; [gate | up] layers are gated. The parameter
-    itself is given up where the operators hold a repacked copy; fp8 weights stay where they are."""
-    weight, bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
-    if fp8 is not None and weight.dtype == FP8:
-        return fp8.product(weight, layer.weight_scale.detach(), bias, norm, gated=gated)
+    """The layer's product behind its norm, once the weights are loaded; [gate | up] layers are gated, row-parallel ones
+    may be summed in a tree. The parameter itself is given up where the operators hold a repacked copy; weights that
+    `stored` computes stay where they are."""
+    weight: Tensor = layer.weight.detach()
+    bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
+    if stored is not None and (quantised := stored.product_of(layer, bias, norm, gated=gated)) is not None:
+        return quantised
+    if not isinstance(layer, Linear) and bias is None and tree is None:
+        # Megatron-core's own forward, of (output, bias). It adds a bias by a kernel of its own, after rounding: such a
+        # product is the operators', which add it before.
+        return ops.around(lambda x: layer(x)[0], norm, gated=gated)
     if gated and norm is not None:
         product = ops.gated_product(weight, bias, norm)
     else:
-        product = ops.product(weight, bias, norm)
+        product = ops.product(weight, bias, norm, tree)
     if ops.repacks:
-        layer.weight.data = layer.weight.new_empty(0)
+        layer.weight.data = weight.new_empty(0)
     return product

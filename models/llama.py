@@ -1,52 +1,52 @@
 """The model on one page: embedding, layers through a wiring, norm, head; one rank's share of it.
 
 Llama and its kin (Mistral, Qwen2, Qwen3, the ladder checkpoints): what differs is in ModelConfig. Takes groups and
-collectives as arguments and tensors as they come; knows no requests. Called by engine/runner.py.
+collectives as arguments and tensors as they come; knows no requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..topology.collectives import Collective
+from ..topology.comm.collectives import Boundary, Collective, Done, Pending
 from . import residual
 from .attention import AttentionBackend, StepLayout
-from .config import ModelConfig
-from .layers import ColumnLinear, RowLinear, VocabEmbedding, megatron_config, prepare
-from .ops import Norm, Ops, Product
-from .quantised import Fp8, make_fp8
+from .config.model_config import ModelConfig
+from .config.shapes import LEAVES
+from .layers import Layers, Linear, VocabEmbedding, make_layers, prepare
+from .ops import Norm, Ops, Product, StoredProducts, Tree
+from .rank_shard import RankShard
 from .rotary import RotaryTable
-from .shard import Shard
-from .weights import Source
-from .weights_exchange import Exchange
-from .weights_load import Loaded, Progress, load
+from .stages import Stage
+from .weights.load import Progress, load
+from .weights.mapping import Source
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class LayerWeights(nn.Module):
-    """One layer's parameters on this rank, under the names that models/weights_load.py fills."""
+    """One layer's parameters on this rank, under the names that models/weights/load.py fills."""
 
-    def __init__(self, shard: Shard, layer: int, megatron: object, group: ProcessGroup, make: _Maker) -> None:
+    def __init__(self, shard: RankShard, layer: int, layers: Layers, make: _Maker) -> None:
         super().__init__()
         c, dim = shard.config, shard.config.head_dim
         outputs = c.num_heads * dim + 2 * shard.kv_heads_in_all * dim
         self.attention_norm = _Scale(make(c.hidden_size))
-        self.qkv = ColumnLinear(c.hidden_size, outputs, c.qkv_bias, megatron, group)
+        self.qkv = layers.column(c.hidden_size, outputs, c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = _Scale(make(dim)), _Scale(make(dim))
-        self.o = RowLinear(c.num_heads * dim, c.hidden_size, c.o_bias, megatron, group)
+        self.o = layers.row(c.num_heads * dim, c.hidden_size, c.o_bias)
         if c.wiring.kinds[layer] != "parallel":
             self.mlp_norm = _Scale(make(c.hidden_size))
-        self.gate_up = ColumnLinear(c.hidden_size, 2 * c.ffn_size, c.mlp_bias, megatron, group)
-        self.down = RowLinear(c.ffn_size, c.hidden_size, c.mlp_bias, megatron, group)
+        self.gate_up = layers.column(c.hidden_size, 2 * c.ffn_size, c.mlp_bias)
+        self.down = layers.row(c.ffn_size, c.hidden_size, c.mlp_bias)
 
 
 _Maker = Callable[..., Tensor]
@@ -60,22 +60,35 @@ class _Scale(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer as the forward pass uses it. gate_up and qkv stand behind their norm, gate_up is gated."""
+    """A layer as the forward pass uses it. gate_up and qkv stand behind their norm, gate_up is gated. Where both sums
+    of the parallel wiring are one tree, o is that product."""
 
     q_norm: Norm | None
     k_norm: Norm | None
     qkv: Product
     o: Product
     gate_up: Product
-    down: Product
+    down: Product | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Some rows of a step: token ids [T], where they belong, the backend that attends for them (of its own: see
+    AttentionBackend.twin), and which of them yield logits [R]."""
+
+    tokens: Tensor
+    layout: StepLayout
+    attention: AttentionBackend
+    rows: Tensor
 
 
 class LlamaModel(nn.Module):
-    """One rank's share. Construct, `load`, then `forward` a step at a time (under torch.inference_mode)."""
+    """One rank's share, of all layers or of a stage's. Construct, `load`, then `forward` a step at a time (under
+    torch.inference_mode)."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelConfig | Stage,
         group: ProcessGroup,
         all_reduce: Collective,
         ops: Ops,
@@ -84,61 +97,63 @@ class LlamaModel(nn.Module):
         device: torch.device,
         positions: int,
         replicate_embedding: bool = False,
-        fp8: Fp8 | None = None,
+        stored: StoredProducts | None = None,
+        everywhere: bool = False,
+        boundary: Boundary | None = None,
     ) -> None:
-        """positions: the longest sequence. Shapes must have passed models/shapes.py. fp8: products that keep fp8
-        weights ("layers.3.gate_up"), and how they are computed."""
+        """positions: the longest sequence. Shapes must have passed models/config/shapes.py. stored: products that keep
+        quantised weights, and how they are computed. everywhere: the same bits whatever the group's size; all_reduce
+        must then add in a tree. boundary: to the stages before and after a stage."""
         super().__init__()
-        self.config, self.ops, self.all_reduce = config, ops, all_reduce
-        self.shard = Shard(config, group.size(), group.rank())
+        stage = config if isinstance(config, Stage) else Stage(config)
+        self.config = config = stage.config
+        self.ops, self.all_reduce, self.boundary, self._stage = ops, all_reduce, boundary, stage
+        self.dtype = dtype
+        self.shard = shard = RankShard.of(stage, group.size(), group.rank())
         self.replicate_embedding = replicate_embedding
-        megatron = megatron_config(group.size(), dtype, device)
+        self.tree = Tree(LEAVES // group.size(), config.residual_multiplier) if everywhere else None
+        make_linear = make_layers(group, dtype, device)
 
         def make(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         self.embedding: VocabEmbedding | _Scale
-        if replicate_embedding:
+        if shard.embeds and replicate_embedding:
             self.embedding = _Scale(make(config.vocab_size, config.hidden_size))
-        else:
-            self.embedding = VocabEmbedding(self.shard.padded_vocab, config.hidden_size, megatron, group)
-        layers = [LayerWeights(self.shard, i, megatron, group, make) for i in range(config.num_layers)]
+        elif shard.embeds:
+            self.embedding = VocabEmbedding(shard, dtype, device)
+        layers = [LayerWeights(self.shard, i, make_linear, make) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
-        self.fp8 = fp8
-        for name in fp8.products if fp8 is not None else ():
-            make_fp8(self.get_submodule(name))
-        self.norm = _Scale(make(config.hidden_size))
-        self.head: ColumnLinear | None = None
-        if not config.tied_embeddings or replicate_embedding:
-            self.head = ColumnLinear(config.hidden_size, self.shard.padded_vocab, False, megatron, group)
+        self.stored = stored
+        if stored is not None:
+            for name in stored.products:
+                stored.replace_parameters(self.get_submodule(name))
+        if shard.samples:
+            self.norm = _Scale(make(config.hidden_size))
+        self.head: nn.Module | None = None
+        if shard.has_head(replicate_embedding):
+            self.head = make_linear.column(config.hidden_size, self.shard.padded_vocab, False)
         self.rotary = RotaryTable(config.rope, config.head_dim, positions, device)
         self._layers: dict[int, _Layer] = {}
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
 
-    def load(
-        self,
-        source: Source,
-        progress: Progress | None = None,
-        verify: tuple[int, int] | None = None,
-        exchange: Exchange | None = None,
-    ) -> Loaded:
+    def load(self, source: Source, progress: Progress | None = None, verify: tuple[int, int] | None = None) -> int:
         """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
-        never stands beside more than its own layer. progress, verify, exchange: see weights_load.load. Raises
-        CheckpointError."""
-        loaded = load(
+        never stands beside more than its own layer; returns the bytes read. progress, verify: see weights/load.py.
+        Raises CheckpointError."""
+        read = load(
             source,
             self.shard,
             dict(self.named_parameters()),
             replicate_embedding=self.replicate_embedding,
-            kept=frozenset() if self.fp8 is None else self.fp8.products,
+            kept=frozenset() if self.stored is None else self.stored.products,
             progress=progress,
             on_module=self._prepare_layer,
             verify=verify,
-            exchange=exchange,
         )
         self._prepare_head()
-        return loaded
+        return read
 
     def prepare(self) -> None:
         """Hands parameters that were filled by other means to the operators."""
@@ -154,6 +169,8 @@ class LlamaModel(nn.Module):
             self._layers[int(number)] = self._prepared(layer)
 
     def _prepare_head(self) -> None:
+        if not self.shard.samples:
+            return
         if self.head is not None:
             self._head = prepare(self.head, self.ops.exact, self._norm(self.norm))
         else:
@@ -165,14 +182,28 @@ class LlamaModel(nn.Module):
 
     def _prepared(self, layer: LayerWeights) -> _Layer:
         shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer
+        o: nn.Module = layer.o
+        down: nn.Module | None = layer.down
+        if self.tree is not None and shared is layer.attention_norm:
+            o, down = self._joint(o, down), None
         return _Layer(
             q_norm=self._norm(layer.q_norm) if self.config.qk_norm else None,
             k_norm=self._norm(layer.k_norm) if self.config.qk_norm else None,
-            qkv=prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), fp8=self.fp8),
-            o=prepare(layer.o, self.ops, fp8=self.fp8),
-            gate_up=prepare(layer.gate_up, self.ops, self._norm(shared), gated=True, fp8=self.fp8),
-            down=prepare(layer.down, self.ops, fp8=self.fp8),
+            qkv=prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), stored=self.stored),
+            o=prepare(o, self.ops, stored=self.stored, tree=self.tree),
+            gate_up=prepare(layer.gate_up, self.ops, self._norm(shared), gated=True, stored=self.stored),
+            down=None if down is None else prepare(down, self.ops, stored=self.stored, tree=self.tree),
         )
+
+    def _joint(self, *layers: Any) -> Linear:
+        """Row-parallel layers as one, whose inputs are theirs, leaf by leaf. Their own weights are given up."""
+        assert self.tree is not None
+        weights = [layer.weight.detach() for layer in layers]
+        leaves = [w.view(len(w), self.tree.leaves, -1) for w in weights]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        for layer in layers:
+            layer.weight.data = layer.weight.new_empty(0)
+        return Linear(torch.cat(leaves, -1).flatten(1), sum(biases[1:], biases[0]) if biases else None)
 
     def _norm(self, scale: _Scale) -> Norm:
         return Norm(scale.weight.detach(), self.config.norm_eps)
@@ -190,13 +221,22 @@ class LlamaModel(nn.Module):
         rows: Tensor,
         on_travelling: Callable[[], None] | None = None,
     ) -> Tensor:
-        """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R].
+        """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R]. On a stage that others follow: the
+        residual [T, D], which is on its way to the next one. Of the ids, only the first stage reads the values.
 
         on_travelling is called once, while the first sub-block's all-reduce travels: host work that fits there costs
         nothing.
         """
-        attention.plan(layout, self.rotary.cos[layout.positions], self.rotary.sin[layout.positions])
-        return self.compute(tokens, attention, rows, on_travelling)
+        return self.forward_streams((Stream(tokens, layout, attention, rows),), on_travelling)
+
+    def forward_streams(self, streams: Sequence[Stream], on_travelling: Callable[[], None] | None = None) -> Tensor:
+        """A step in streams that take turns, one sub-block each: while one's all-reduce travels, the other computes.
+        Logits as of `forward`, stream by stream. A stream may attend to keys that one before it writes in this step:
+        at every layer its turn comes later."""
+        for stream in streams:
+            positions = stream.layout.positions
+            stream.attention.plan(stream.layout, self.rotary.cos[positions], self.rotary.sin[positions])
+        return self._run([(s.tokens, s.attention, s.rows) for s in streams], on_travelling)
 
     def compute(
         self,
@@ -206,50 +246,93 @@ class LlamaModel(nn.Module):
         on_travelling: Callable[[], None] | None = None,
     ) -> Tensor:
         """`forward` once the step has been planned; rows None: all of them. Reads nothing of the step but tensors, so
-        that it may be captured (engine/graphs.py)."""
-        self._attention = attention
-        stream = residual.flow(self._embed(tokens), self.config.wiring, self, self.all_reduce, self.shard.size)
-        if on_travelling is not None and "none" in self.config.wiring.kinds:
-            on_travelling()  # nothing will travel: the work is due all the same
-            on_travelling = None
-        try:
-            next(stream)
-            if on_travelling is not None:
+        that it may be captured (engine/step/cuda_graphs.py)."""
+        return self._run([(tokens, attention, rows)], on_travelling)
+
+    def _run(
+        self,
+        parts: Sequence[tuple[Tensor, AttentionBackend, Tensor | None]],
+        on_travelling: Callable[[], None] | None,
+    ) -> Tensor:
+        # The turn after the first sub-block's: by then every stream has an all-reduce under way. Where nothing will
+        # travel, at once: the work is due all the same.
+        due = 0 if "none" in self.config.wiring.kinds else 2
+
+        def turn(index: int, number: int) -> None:
+            self._attention = parts[index][1]
+            if on_travelling is not None and (index, number) == (0, due):
                 on_travelling()
-            while True:
-                next(stream)
-        except StopIteration as end:
-            x: Tensor = end.value
+
+        ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
+        if not self.shard.samples:
+            return ends[0] if len(ends) == 1 else torch.cat(ends)
         if self._head is None:
             raise RuntimeError("forward before load")
-        logits = self._head(x if rows is None else x[rows]).float()
+        wanted = [x if part[2] is None else x[part[2]] for x, part in zip(ends, parts, strict=True)]
+        logits = self._head(wanted[0] if len(wanted) == 1 else torch.cat(wanted)).float()
         return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        if self.replicate_embedding:
-            x = functional.embedding(tokens, self._table())
+    def _flow(self, tokens: Tensor) -> Generator[None, None, Tensor]:
+        """One stream from ids, or what the stage before sends, to the complete residual; yields after each all-reduce
+        has set off, the embedding's first."""
+        wiring, size = self.config.wiring, self.shard.size
+        pending = tuple[Pending, ...]()
+        if self.boundary is None or self.shard.embeds:
+            embedding = self._embed(tokens)
+            yield
+            x = embedding.wait()
+            if self.tree is not None:
+                x = x + 0.0  # as a sum over ranks has it: no -0
+            x = x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
         else:
-            x = self.embedding(tokens)
-            if self.config.wiring.kinds[0] != "none":
-                x = residual.named(self.all_reduce, "embedding").start(x).wait()
-        return x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
+            shape = (len(tokens), self.config.hidden_size)
+            first, *rest = self.boundary.receive(shape, self.dtype, 1 + self._stage.pending)
+            yield
+            x, pending = first.wait(), tuple(rest)
+        if wiring.desync_every:
+            x, pending = (yield from residual.flow(x, wiring, self, self.all_reduce, size)), ()
+        else:
+            x, pending = yield from residual.stage_flow(x, pending, wiring, self._stage.left, self, self.all_reduce)
+        if self.boundary is not None and not self.shard.samples:
+            self.boundary.send(x)
+            for output in pending:
+                y = output.wait()
+                self.boundary.send(y)
+                x = x + y
+        return x
+
+    def _embed(self, tokens: Tensor) -> Pending:
+        if self.replicate_embedding:
+            return Done(functional.embedding(tokens, self._table()))
+        x = self.embedding(tokens)
+        if self.config.wiring.kinds[0] == "none":
+            return Done(x)
+        return residual.named(self.all_reduce, "embedding").start(x)
 
     # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].
 
     def attention(self, layer: int, residual: Tensor) -> Tensor:
         part = self._layers[layer]
-        if self._attention is None:
-            raise RuntimeError("attention outside of forward")
-        heads = self._attention.attend(layer, part.qkv(residual), part.q_norm, part.k_norm)
-        return self._scaled(part.o(heads))
+        return self._scaled(part.o(self._heads(layer, part, residual)))
 
     def mlp(self, layer: int, residual: Tensor) -> Tensor:
         part = self._layers[layer]
+        assert part.down is not None
         return self._scaled(part.down(part.gate_up(residual)))
 
     def attention_and_mlp(self, layer: int, residual: Tensor) -> Tensor:
-        return self.attention(layer, residual) + self.mlp(layer, residual)
+        if self.tree is None:
+            return self.attention(layer, residual) + self.mlp(layer, residual)
+        part = self._layers[layer]
+        inputs = self._heads(layer, part, residual), part.gate_up(residual)
+        return part.o(torch.cat([x.view(len(x), self.tree.leaves, -1) for x in inputs], -1).flatten(1))
+
+    def _heads(self, layer: int, part: _Layer, residual: Tensor) -> Tensor:
+        if self._attention is None:
+            raise RuntimeError("attention outside of forward")
+        return self._attention.attend(layer, part.qkv(residual), part.q_norm, part.k_norm)
 
     def _scaled(self, partial: Tensor) -> Tensor:
+        """A tree scales its leaves."""
         m = self.config.residual_multiplier
-        return partial if m == 1.0 else partial * m
+        return partial if m == 1.0 or self.tree is not None else partial * m

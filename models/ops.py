@@ -1,6 +1,6 @@
 """The operators of a layer behind one interface: what the model page calls, and what a faster set may fuse.
 
-`TorchOps` is portable and says what each operator means; models/cpu_ops.py keeps its signatures. Tensors: T tokens of
+`TorchOps` is portable and says what each operator means; models/cpu/ops.py keeps its signatures. Tensors: T tokens of
 a step, D hidden, H query heads, K key/value heads, C head dimension, F feed-forward (all this rank's).
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 Product = Callable[[Tensor], Tensor]
@@ -28,19 +28,36 @@ class Norm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """How a row-parallel product is summed under `deterministic: everywhere`. This rank's inputs are `leaves` equal
+    shares. A share's sum, in fp32, with the bias in the first, times `factor`, is rounded to x's type; two neighbours
+    are added and rounded, until one is left. Ranks hold subtrees of one tree: its upper levels the all-reduce adds."""
+
+    leaves: int
+    factor: float = 1.0
+
+
 class Ops(Protocol):
     """Each maker takes weights that stay alive and unchanged, and returns the product to call every step."""
 
     name: str
     repacks: bool
     """Whether products hold a repacked copy, so that the caller may drop its own weight."""
+    matrix_bytes: int | None
+    """What an element of a layer's matrix takes there; None: what it takes in the model's type."""
 
     @property
     def exact(self) -> Ops:
         """The same operators on weights as they are given, if these round them: for the head."""
 
-    def product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None) -> Product:
-        """x -> norm(x) @ weight.T + bias; weight [out, in]."""
+    def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
+        """x -> matmul(norm(x)), or silu(gate) * up of it, of somebody else's product."""
+
+    def product(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
+    ) -> Product:
+        """x -> norm(x) @ weight.T + bias; weight [out, in]. A tree has no norm."""
 
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
         """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
@@ -48,6 +65,28 @@ class Ops(Protocol):
     def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
         """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
         own), None where the table stays as it lies."""
+
+
+class StoredProducts(Protocol):
+    """Products on weights as a checkpoint stores them, quantised: which they are, with which parameters."""
+
+    @property
+    def products(self) -> frozenset[str]:
+        """Their names, "layers.3.gate_up"."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether a product takes room for a copy of its weight."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """For the start."""
+
+    def replace_parameters(self, layer: nn.Module) -> None:
+        """A linear layer's weight by the unfilled parameters that models/weights/quantised.py names."""
+
+    def product_of(self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool) -> Product | None:
+        """As Ops.product and Ops.gated_product; None of a layer that is not stored so."""
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -71,11 +110,26 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def tree_product(weight: Tensor, bias: Tensor | None, tree: Tree) -> Product:
+    def product(x: Tensor) -> Tensor:
+        shares = zip(x.chunk(tree.leaves, 1), weight.chunk(tree.leaves, 1), strict=True)
+        sums = torch.stack([functional.linear(a.float(), b.float()) for a, b in shares])
+        if bias is not None:
+            sums[0] += bias
+        level = (sums * tree.factor).to(x.dtype)
+        while len(level) > 1:
+            level = level[0::2] + level[1::2]
+        return level[0]
+
+    return product
+
+
 class TorchOps:
     """Plain torch, on any device."""
 
     name = "torch"
     repacks = False
+    matrix_bytes: int | None = None
 
     @property
     def exact(self) -> Ops:
@@ -84,15 +138,17 @@ class TorchOps:
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: functional.linear(x, weight, bias)
 
-    def product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None) -> Product:
-        matmul = self._matmul(weight, bias)
-        if norm is None:
-            return matmul
-        return lambda x: matmul(rms_norm(x, norm))
+    def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
+        normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
+        return (lambda x: silu_and_mul(normed(x))) if gated else normed
+
+    def product(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
+    ) -> Product:
+        return self.around(self._matmul(weight, bias) if tree is None else tree_product(weight, bias, tree), norm)
 
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
-        matmul = self._matmul(weight, bias)
-        return lambda x: silu_and_mul(matmul(rms_norm(x, norm)))
+        return self.around(self._matmul(weight, bias), norm, gated=True)
 
     def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
         return TorchOps.product(self, table, None, norm), None

@@ -1,4 +1,4 @@
-"""Memory of the CPU for what every step reads: weights, keys and values. Called by cpu_ops.py and kv_cache.py."""
+"""Memory of the CPU for what every step reads: weights, keys and values."""
 
 from __future__ import annotations
 

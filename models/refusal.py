@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class Refusal(Exception):
-    """Its message says the value, the rule and the mend in one line: that is shown, never a traceback."""
+    """Its message says the value, the rule and the fix in one line: that is shown, never a traceback."""

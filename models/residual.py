@@ -6,19 +6,21 @@ they differ only in how many all-reduces may still travel when the next sub-bloc
 
     standard, parallel   0   the residual is complete
     ladder               1   the predecessor's output is still on its way (arXiv 2501.06589)
+    delay-d              d   ladder generalised: an output is read d sub-blocks later, d + 1 all-reduces in flight
 
-A hybrid changes the lag from layer to layer. desync-n reduces the residual itself, after every n-th sub-block, and adds
-partial sums locally in between. Knows no tensors: the same code runs on real ones, on a recorder (tests of order) and
-on the simulator's virtual clock. Called by models/llama.py.
+A hybrid changes the lag from layer to layer. desync-n reduces the residual itself, after every n-th sub-block and the
+last, and adds partial sums locally in between. Knows no tensors: the same code runs on real ones, on a recorder (tests
+of order) and on the simulator's virtual clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from itertools import count
 from typing import Protocol, Self, TypeVar
 
-from .config import Wiring
+from .config.model_config import Wiring
 
 LAG = {"standard": 0, "parallel": 0, "ladder": 1}
 
@@ -68,46 +70,71 @@ def flow(
     """The residual's way through all layers of a group of `size` ranks; returns the complete stream, ready for the
     final norm.
 
-    Yields after each sub-block's all-reduce has set off, so that a caller may interleave two streams (two halves of a
-    batch, two chunks of a prompt) through the same layers; `run` does not.
+    Yields after each sub-block's all-reduce has set off: see `interleave`.
     """
     if wiring.desync_every:
         return (yield from _desync_flow(embedded, wiring.desync_every, len(wiring.kinds), blocks, all_reduce, size))
-    residual = embedded
-    travelling: deque[Arriving[R]] = deque()
+    residual, _ = yield from stage_flow(embedded, (), wiring, 0, blocks, all_reduce)
+    return residual
+
+
+def stage_flow(
+    residual: R,
+    pending: Iterable[Arriving[R]],
+    wiring: Wiring,
+    left: int,
+    blocks: SubBlocks[R],
+    all_reduce: AllReduce[R],
+) -> Generator[None, None, tuple[R, tuple[Arriving[R], ...]]]:
+    """`flow` through the layers of one pipeline stage, from the residual and the outputs pending where the stage before
+    ended, to the same where the next one begins, with `left` of them pending. Not for desync, whose stages begin and
+    end with a reduced residual: `flow` does them."""
+    lag = _lags(wiring)
+    in_flight: deque[Arriving[R]] = deque(pending)
     reduces = {kind: [named(all_reduce, name) for name in _names(kind)] for kind in set(wiring.kinds)}
     for layer, kind in enumerate(wiring.kinds):
         for sub_block, reduce in zip(_sub_blocks(kind, blocks), reduces[kind], strict=True):
             if kind == "none":
                 residual = residual + sub_block(layer, residual)
                 continue
-            while len(travelling) > LAG[kind]:
-                residual = residual + travelling.popleft().wait()
-            travelling.append(reduce.start(sub_block(layer, residual)))
+            while len(in_flight) > lag[kind]:
+                residual = residual + in_flight.popleft().wait()
+            in_flight.append(reduce.start(sub_block(layer, residual)))
             yield
-    while travelling:
-        residual = residual + travelling.popleft().wait()
-    return residual
+    while len(in_flight) > left:
+        residual = residual + in_flight.popleft().wait()
+    return residual, tuple(in_flight)
+
+
+def pending_at(wiring: Wiring, layer: int) -> int:
+    """How many outputs are not yet in the residual where `layer` begins: 0 before the first and behind the last."""
+    if not 0 < layer < len(wiring.kinds):
+        return 0
+    lag = _lags(wiring)
+    before, after = (lag.get(wiring.kinds[at], 0) for at in (layer - 1, layer))
+    return min(after, before + 1, 2 * layer)
+
+
+def _lags(wiring: Wiring) -> dict[str, int]:
+    return {**LAG, "delay": wiring.delay}
 
 
 def _desync_flow(
     embedded: R, every: int, num_layers: int, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int
 ) -> Generator[None, None, R]:
-    """Between reduces each rank's residual drifts; a reduce sums the drifted residuals' shares and the partial sums."""
-    residual, in_step = embedded, True
+    """Between reduces each rank's residual drifts; a reduce sums the drifted residuals' shares and the partial sums.
+    The last sub-block always reduces."""
+    residual, last = embedded, 2 * num_layers
     reduces = [named(all_reduce, name) for name in _names(f"desync-{every}")]
-    for index in range(2 * num_layers):
+    for index in range(last):
         sub_block = (blocks.attention, blocks.mlp)[index % 2]
         partial = sub_block(index // 2, residual)
-        in_step = (index + 1) % every == 0
-        if in_step:
-            travelling = reduces[index % 2].start(partial + residual / size)
+        if (index + 1) % every == 0 or index + 1 == last:
+            in_flight = reduces[index % 2].start(partial + residual / size)
             yield
-            residual = travelling.wait()
+            residual = in_flight.wait()
         else:
             residual = partial + residual
-    if not in_step:
-        residual = reduces[1].start(residual / size).wait()
     return residual
 
 
@@ -127,15 +154,28 @@ def _names(kind: str) -> tuple[str, ...]:
     return (kind,) if kind == "parallel" else (f"{kind} attention", f"{kind} mlp")
 
 
+def interleave(
+    streams: Sequence[Generator[None, None, R]], turn: Callable[[int, int], None] = lambda stream, number: None
+) -> list[R]:
+    """Flows of one wiring to their ends, taking turns: while one's all-reduce travels, the others compute. Streams may
+    be two halves of a batch or two pieces of a prompt, the earlier one first: it has written a layer's keys by the time
+    the next one reads them. `turn` is called with the stream and the number of each turn before it."""
+    ends: list[R] = []
+    for number in count():
+        for index, stream in enumerate(streams):
+            turn(index, number)
+            try:
+                next(stream)
+            except StopIteration as end:
+                ends.append(end.value)
+        if ends:  # all have as many turns
+            return ends
+    raise AssertionError("a flow has an end")
+
+
 def run(embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int) -> R:
     """`flow` to its end."""
-    stream = flow(embedded, wiring, blocks, all_reduce, size)
-    while True:
-        try:
-            next(stream)
-        except StopIteration as end:
-            result: R = end.value
-            return result
+    return interleave([flow(embedded, wiring, blocks, all_reduce, size)])[0]
 
 
 def collectives_per_step(wiring: Wiring) -> int:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import Rope
+from .config.model_config import Rope
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> tuple[Tensor, float]:

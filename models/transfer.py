@@ -1,7 +1,7 @@
 """Small arrays between host and device while neither waits for the other: through pinned memory, either way.
 
 From pageable memory the driver may wait for all that the device has still to do, and `.cpu()` always does. Called by
-engine/runner.py, engine/device_draw.py and the attention backends.
+engine/step/runner.py, engine/sampling/device_sampler.py and the attention backends.
 """
 
 from __future__ import annotations

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from folders import FOLDERS
 from hypothesis import HealthCheck, settings
+from laddertron.topology.hardware.cpu_tier import limit_libraries
 from rank_pool import RankPool
+
+sys.path[:0] = FOLDERS
 
 # A runner may itself be a job of Slurm or a rank of an MPI, stand behind a proxy, or have a terminal of its own shape.
 _OF_A_JOB = ("SLURM_", "PBS_", "LSB_", "PMI_", "PMIX_", "MPI_LOCAL", "OMPI_COMM_", "LADDERTRON_CONTROL")
@@ -18,7 +23,10 @@ _OF_A_TERMINAL = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CL
 for _name in [n for n in os.environ if n.startswith(_OF_A_JOB) or n in _OF_A_RANK | _OF_A_TERMINAL]:
     del os.environ[_name]
 os.environ["TERM"] = "xterm-256color"  # a dumb one is shown no progress
+# Nothing is compiled, but Megatron-core's decorators would have every rank import the compiler: a quarter of its start.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HOME", tempfile.gettempdir())  # Open MPI's mpirun does not start without one
+limit_libraries(os.environ)  # LADDERTRON_CPU_TIER=avx2 pytest …: before any test imports torch
 for _name in ("NO_PROXY", "no_proxy"):
     os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1,localhost")))
 

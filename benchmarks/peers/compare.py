@@ -16,12 +16,12 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from laddertron.engine.bench import Case, interleaved, step_bytes
-from laddertron.engine.config_schema import Deployment, Model, Parallel
-from laddertron.engine.config_schema import Engine as EngineKeys
-from laddertron.launchers.bench_job import BenchJob
+from laddertron.engine.config.schema import Deployment, ModelSection, ParallelConfig
+from laddertron.engine.config.schema import EngineConfig as EngineKeys
+from laddertron.engine.profiling.bench import Case, interleaved, step_bytes
+from laddertron.launchers.measure.bench_job import BenchJob
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent.parent / "build" / "peers"
@@ -41,15 +41,22 @@ class PeerError(RuntimeError):
 class Peer:
     """benchmarks/peers/worker.py in the peer's environment."""
 
-    def __init__(self, name: str, folder: Path, threads: int, environments: Path) -> None:
+    def __init__(
+        self, name: str, folder: Path, threads: int, environments: Path | None, dtype: str = "bfloat16"
+    ) -> None:
+        """environments None: in this one."""
         self.name, self.folder, self.threads, self.versions = name, folder, threads, ""
-        self.environments = environments
+        self.environments, self.dtype, self.worker = environments, dtype, name
+        if dtype != "bfloat16" or environments is None:
+            self.name = f"{name}, {dtype}"
 
     def __enter__(self) -> Self:
-        python = environment(self.environments / self.name, NEEDS[self.name])
+        python = Path(sys.executable)
+        if self.environments is not None:
+            python = environment(self.environments / self.worker, NEEDS[self.worker])
         self._log = (BUILD / f"{self.name}.log").open("w+")
         self._process = subprocess.Popen(
-            [str(python), str(HERE / "worker.py"), self.name, str(self.folder), str(self.threads)],
+            [str(python), str(HERE / "worker.py"), self.worker, str(self.folder), str(self.threads), self.dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -91,11 +98,15 @@ class Peer:
 class Ours:
     """laddertron's own ranks, one thread each where they share the cores."""
 
-    def __init__(self, tp: int, folder: Path, threads: int) -> None:
-        self.name, self.versions = f"laddertron, tp {tp}", ""
+    def __init__(
+        self, tp: int, folder: Path, threads: int, dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    ) -> None:
+        self.name, self.versions, self.dtype = f"laddertron, {dtype or f'tp {tp}'}", "", dtype
         keys = EngineKeys(device="cpu", max_num_seqs=64, kv_cache_memory=512 << 20, enable_prefix_caching=False,
                           threads=max(1, threads // tp))  # fmt: skip
-        deployment = Deployment(Model(str(folder)), Parallel(tensor_parallel_size=tp), engine=keys)
+        deployment = Deployment(
+            ModelSection(str(folder), dtype=dtype or "auto"), ParallelConfig(tensor_parallel_size=tp), engine=keys
+        )
         self.job = BenchJob(deployment, self.name)
 
     def __enter__(self) -> Self:

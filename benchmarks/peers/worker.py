@@ -1,6 +1,6 @@
 """One peer in an environment of its own: loads the model once, then times a case for each order on its standard input.
 
-    python worker.py transformers|deepspeed|openvino|vllm FOLDER THREADS
+    python worker.py transformers|deepspeed|openvino|vllm FOLDER THREADS DTYPE
 
 Orders and answers are JSON lines: {"batch", "prompt", "generate"} -> {"prefill_s", "decode_s"}; decode_s is of the
 generate - 1 steps after the prompt's. Every library runs its own greedy loop over its own cache. Imports nothing of
@@ -17,11 +17,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
-def load_transformers(folder: str) -> Any:
+def load_transformers(folder: str, dtype: str = "bfloat16") -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
 def load_deepspeed(folder: str) -> Any:
@@ -110,12 +110,12 @@ def run(model: Any, batch: int, prompt: int, generate: int, seed: int) -> dict[s
 
 
 def main() -> None:
-    peer, folder, threads = sys.argv[1:]
+    peer, folder, threads, dtype = sys.argv[1:]
     import torch
 
     torch.set_num_threads(int(threads))
     torch.set_grad_enabled(False)
-    model = LOADERS[peer](folder)
+    model = load_transformers(folder, dtype) if peer == "transformers" else LOADERS[peer](folder)
     said = []
     for package in (*PACKAGES[peer], "torch"):
         try:

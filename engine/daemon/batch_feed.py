@@ -8,36 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from ..openai.batch_input import BatchLine, LineRules, read_lines
+from ..openai.batch_lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
+from ..openai.body_worker import BodyEncoder, prepare_line
+from ..openai.prefetch import Prompts, Ready, answer_id, prepared
+from ..openai.responses import Answer, Delta
+from ..openai.schema import CHAT, COMPLETIONS, Endpoint
+from ..openai.to_engine import RequestOrigin, to_requests
+from ..openai.validators import BadRequest
 from ..request import Request
-from ..text import TextModel
-from ..text_pool import Encoder
-from . import records
-from .answers import Answer, Delta
+from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher
 from .flight import Flight
-from .intake import Line, LineRules, read_lines
-from .lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
-from .observe import RequestTimes
-from .prepare import Prompts, answer_id, prepared
-from .records import BatchRow, Result
-from .requests import Origin, to_requests
-from .rules import BadRequest
-from .schema import CHAT, COMPLETIONS, Endpoint
-from .store import Store, StoreUnavailable
-from .store_schema import Rows
+from .observe import AnswerTimes, SteadyTime
+from .store import records
+from .store.records import NO_TOKENS, BatchRow, Result, Tokens
+from .store.schema import Rows
+from .store.store import Store, StoreUnavailable
+from .usage import DAY, Usage, tokens_of
 
 log = logging.getLogger(__name__)
 
 _UNSTORED = 4096  # results that may wait for the disk before nothing more is submitted
-_REST = 512
-_GRACE_SECONDS = 60.0
+_REST, _BREATH = 512, 32
+_QUOTA_SECONDS = 2.0
+_ANY = 1 << 30  # ids, where the model's limit is not asked or not known yet: the workers have a bound of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +82,18 @@ class BatchFeed:
         store: Store,
         dispatcher: Dispatcher,
         text: TextModel,
-        encoder: Encoder,
+        encoder: BodyEncoder,
         settings: BatchSettings,
         gate: Gate,
+        usage: Usage,
     ) -> None:
+        self._usage = usage
         self.batch, self._store, self._dispatcher = batch, store, dispatcher
         self._text, self._encoder, self._settings, self._gate = text, encoder, settings, gate
-        self._flights: dict[Flight, Line] = {}
+        self._flights: dict[Flight, BatchLine] = {}
         self._ids: dict[Flight, str] = {}
         self._began: dict[Flight, float] = {}
+        self._now = SteadyTime()
         self._results: list[Result] = []
         self._deaths: dict[int, int] = {}
         self._news = asyncio.Event()
@@ -109,18 +114,30 @@ class BatchFeed:
         finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
         self._deaths = await self._store.read(lambda db: records.read_deaths(db, self.batch.id))
         with self._path.open("rb") as file:
-            lines = read_lines(file, rules_of(self.batch, self._settings), finished)
-            async with contextlib.aclosing(prepared(lines, self._encoder, self._settings.served_model_name)) as ready:
+            lines = read_lines(file, rules_of(self.batch, self._settings), finished, large=lambda line: line)
+            served = self._settings.served_model_name
+            async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large)) as ready:
                 async for line, prompts in ready:
                     await self._pace()
                     self._take(line, prompts)
         while self._flights or self._results or self._writing:
             await self._move()
 
+    async def _large(self, line: BatchLine, ids: bool = True) -> Ready:
+        """Away from the loop. Raises OSError where there are no text workers."""
+        served, limits = self._settings.served_model_name, self._dispatcher.limits
+        most = limits.max_model_len if ids and limits is not None else _ANY
+        return await prepare_line(line, endpoint_of(self.batch), served, most, self._encoder, ids)
+
+    def checked(self, line: BatchLine) -> Coroutine[Any, Any, Ready]:
+        """A large line, without its ids."""
+        return self._large(line, ids=False)
+
     async def stop(self) -> None:
         """Drops what is under way; what was answered is stored."""
         for flight in list(self._flights):
             self._dispatcher.drop(flight)
+            self._charge(flight)
         self._flights.clear()
         while self._results or self._writing:
             await self._move()
@@ -131,7 +148,11 @@ class BatchFeed:
         fault = AnswerFault(code, message, None)
         with self._path.open("rb") as file:
             part: list[Result] = []
-            for line in read_lines(file, rules_of(self.batch, self._settings), finished):
+            rules = rules_of(self.batch, self._settings)
+            for count, found in enumerate(read_lines(file, rules, finished, large=lambda line: line)):
+                if count % _BREATH == 0:
+                    await asyncio.sleep(0)  # others' tokens must not wait for a long stretch of lines
+                line = found if found.raw is None else (await self.checked(found))[0]
                 if line.custom_id is not None:
                     out = fault_line(line.custom_id, answer_id(self.batch.id, line), fault)
                     part.append(Result(line.custom_id, line.number, False, to_bytes(out).decode()))
@@ -147,9 +168,11 @@ class BatchFeed:
         while len(self._results) > _UNSTORED:
             await self._move()
         await self._gate.event.wait()
-        await self._dispatcher.room()
+        while wait := self._usage.exhausted(self.batch.owner):
+            await asyncio.sleep(min(wait, _QUOTA_SECONDS))  # the key file may say otherwise by then
+        await self._dispatcher.room(self.batch.owner)
 
-    def _take(self, line: Line, prompts: Prompts | BadRequest) -> None:
+    def _take(self, line: BatchLine, prompts: Prompts | BadRequest) -> None:
         if isinstance(prompts, BadRequest):
             self._refuse(line, prompts)
             return
@@ -158,16 +181,15 @@ class BatchFeed:
         assert limits is not None
         assert body is not None
         assert custom_id is not None
-        origin = Origin(
+        origin = RequestOrigin(
             f"{self.batch.id[-12:]}-{name}",
             self.batch.id,
             custom_id,
             queue=self.batch.id,
             salt=self.batch.owner,
-            deadline=self.batch.expires_at + _GRACE_SECONDS,  # expiry is the daemon's to say
         )
         try:
-            requests = to_requests(body, prompts, limits, origin, self._text.eos_ids, self._settings.max_choices)
+            requests = to_requests(body, prompts, limits, origin, self._text, self._settings.max_choices)
         except BadRequest as bad:
             self._refuse(line, bad)
             return
@@ -178,11 +200,11 @@ class BatchFeed:
 
         flight = Flight(tuple(requests), make, self, deaths=self._deaths.get(line.number, 0))
         # from here on the envelope alone is needed
-        self._flights[flight] = dataclasses.replace(line, body=None)
-        self._ids[flight], self._began[flight] = name, time.time()
+        self._flights[flight] = line._replace(body=None)
+        self._ids[flight], self._began[flight] = name, self._now()
         self._dispatcher.submit(flight)
 
-    def _refuse(self, line: Line, bad: BadRequest) -> None:
+    def _refuse(self, line: BatchLine, bad: BadRequest) -> None:
         out = refusal_line(line.custom_id, answer_id(self.batch.id, line), bad, line.number)
         self._answered(line, False, out)
 
@@ -197,18 +219,19 @@ class BatchFeed:
         answer = flight.answer
         if answer.fault is None:
             try:
-                self._answered(line, True, answer_line(line.custom_id, name, answer.response()))
+                self._answered(line, True, answer_line(line.custom_id, name, answer.response()), tokens_of(answer))
             except Exception as error:
                 log.exception("an answer could not be made")
                 answer.fault = unmade(error)
         if answer.fault is not None:
+            self._charge(flight)
             self._answered(line, False, fault_line(line.custom_id, name, answer.fault))
         self._dispatcher.observer.request(
-            RequestTimes(
+            AnswerTimes(
                 began,
                 began,
                 None,
-                time.time(),
+                self._now(),
                 answer.prompt_tokens,
                 answer.completion_tokens,
                 answer.finish or "stop",
@@ -216,14 +239,18 @@ class BatchFeed:
             )
         )
 
+    def _charge(self, flight: Flight) -> None:
+        """The owner, for what was computed of a line that has no answer: the batch's own usage is of its answers."""
+        self._usage.add(self.batch.owner, tokens_of(flight.answer), 0)
+
     def died(self, flight: Flight) -> None:
         self._deaths[self._flights[flight].number] = flight.deaths
         self._kick()
 
     # results into the store
 
-    def _answered(self, line: Line, ok: bool, out: dict[str, object]) -> None:
-        self._results.append(Result(line.custom_id or "", line.number, ok, to_bytes(out).decode()))
+    def _answered(self, line: BatchLine, ok: bool, out: dict[str, object], tokens: Tokens = NO_TOKENS) -> None:
+        self._results.append(Result(line.custom_id or "", line.number, ok, to_bytes(out).decode(), tokens))
         self._kick()
 
     @property
@@ -250,15 +277,17 @@ class BatchFeed:
 
     async def _write(self, results: Iterable[Result], deaths: dict[int, int] | None = None) -> None:
         """Until the disk has them."""
-        part = list(results)
+        part, day = list(results), self._store.clock.stamp() // DAY
 
         def work(rows: Rows) -> BatchRow:
             records.add_deaths(rows, self.batch.id, deaths or {})
-            return records.add_results(rows, self.batch.id, part, self._store.generation)
+            return records.add_results(rows, self.batch.id, part, self._store.generation, day)
 
         while True:
             try:
-                self.batch = await self._store.write(work)
+                before, self.batch = self.batch, await self._store.write(work)
+                lines = self.batch.completed + self.batch.failed - before.completed - before.failed
+                self._usage.add(self.batch.owner, self.batch.tokens.less(before.tokens), lines, stored=True)
                 return
             except StoreUnavailable:
                 if self._store.fenced:

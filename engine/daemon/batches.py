@@ -10,28 +10,30 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..text import TextModel
-from ..text_pool import Encoder
-from . import records
+from ..openai.batch_input import BatchLine, FileCheck, check_file
+from ..openai.to_engine import UnknownModels
+from ..text.pool import TextPool
+from ..text.tokenizer import TextModel
 from .batch_feed import BatchFeed, BatchSettings, Gate, rules_of
-from .cleaning import Cleaner
 from .dispatch import Dispatcher
-from .intake import FileCheck, check_file
-from .outputs import make_outputs
-from .records import BatchRow, FileRow, Status
-from .requests import Strangers
-from .store import Store, StoreUnavailable
-from .store_schema import Rows
+from .store import records
+from .store.outputs import make_outputs
+from .store.records import BatchRow, FileRow, Status
+from .store.retention import Cleaner
+from .store.schema import Rows
+from .store.store import Store, StoreUnavailable
+from .usage import LimitReached, Usage
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 16  # batches that feed the engine side by side; the others wait in the order of their creation
+_AT_ONCE = 16  # batches of a key that feed the engine side by side; the others wait in the order of their creation
 _MAX_ERRORS = 100
+_EXPIRY_SECONDS = 60.0
 _OUTCOMES: dict[str, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request ran"),
     "expired": ("batch_expired", "the batch's completion window was over before this request ran"),
@@ -47,21 +49,22 @@ class Batches:
         store: Store,
         dispatcher: Dispatcher,
         text: TextModel,
-        encoder: Encoder,
+        encoder: TextPool,
         settings: BatchSettings,
+        usage: Usage,
         retention: float | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._usage = usage
         self._store, self._dispatcher, self._text, self._encoder = store, dispatcher, text, encoder
-        self._settings, self._clock = settings, clock
-        self._cleaner = Cleaner(store, retention, clock)
+        self._settings, self._clock = settings, store.clock
+        self._cleaner = Cleaner(store, retention)
         self.gate = Gate()
         self.gate.set("")
         self._stops: dict[str, asyncio.Future[str]] = {}
         self._feeds: dict[str, BatchFeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking = asyncio.Semaphore(1)
-        self._feeding = asyncio.Semaphore(_AT_ONCE)
+        self._feeding: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
         self._over: str | None = None
 
     async def start(self) -> None:
@@ -101,7 +104,7 @@ class Batches:
 
     async def cancel(self, batch_id: str) -> BatchRow:
         """Unchanged if it has ended. Raises StoreUnavailable."""
-        now = int(self._clock())
+        now = self._clock.stamp()
         open_ones: tuple[Status, ...] = ("validating", "in_progress")
         batch = await self._store.write(
             lambda rows: records.change_batch(rows, batch_id, open_ones, status="cancelling", cancelling_at=now)
@@ -110,12 +113,23 @@ class Batches:
             self._stop(batch_id, "cancelled")
         return batch
 
-    async def add_file(self, file: FileRow) -> None:
-        """A file whose bytes are in place. Raises StoreUnavailable or OSError."""
-        if self._store.export is not None:
-            export, path = self._store.export, self._store.path_of(file.id)
+    async def add_file(self, file: FileRow, check: Callable[[int], None]) -> None:
+        """A file whose bytes are in place; `check` gets the bytes that its owner has stored before, and may raise.
+        Raises StoreUnavailable or OSError."""
+
+        def work(rows: Rows) -> None:
+            check(records.stored_bytes(rows.db, file.owner))
+            records.add_file(rows, file)
+
+        export, path = self._store.export, self._store.path_of(file.id)
+        if export is not None:
             await self._store.in_thread(lambda: export.keep(path, file.id))
-        await self._store.write(lambda rows: records.add_file(rows, file))
+        try:
+            await self._store.write(work)
+        except LimitReached:
+            if export is not None:
+                await self._store.in_thread(lambda: export.forget(file.id))
+            raise
 
     async def remove_file(self, file: FileRow) -> None:
         """Raises StoreUnavailable."""
@@ -169,6 +183,9 @@ class Batches:
             log.warning("batch %s is gone", batch.id, extra=said)
         except Exception:
             log.exception("batch %s stopped: restart the daemon to take it up again", batch.id, extra=said)
+            if batch.status == "validating":  # it would stop there again, and hold its file for ever
+                errors = [{"code": "internal_error", "message": "its file could not be checked", "param": None}]
+                await self._change(batch, "validating", status="failed", failed_at=self._clock.stamp(), errors=errors)
         finally:
             self._stops.pop(batch.id, None)
 
@@ -176,7 +193,7 @@ class Batches:
         """Whatever its status was: nothing more can be done."""
         said = {"code": "input_file_missing", "message": f"the input file is gone: {error.strerror}"}
         errors = [{**said, "param": None, "line": None}]
-        return await self._change(batch, batch.status, status="failed", failed_at=int(self._clock()), errors=errors)
+        return await self._change(batch, batch.status, status="failed", failed_at=self._clock.stamp(), errors=errors)
 
     async def _reread(self, batch: BatchRow) -> BatchRow:
         found = await self._store.read(lambda db: records.get_batch(db, batch.id))
@@ -198,33 +215,42 @@ class Batches:
     async def _check(self, batch: BatchRow) -> BatchRow:
         async with self._checking:
             path = self._store.path_of(batch.input_file_id)
-            check, strangers = await self._store.in_thread(lambda: self._check_file(batch, path))
-        now = int(self._clock())
+            feed, loop = self._feed(batch), asyncio.get_running_loop()
+
+            def large(line: BatchLine) -> BatchLine:
+                """On the reading thread."""
+                return asyncio.run_coroutine_threadsafe(feed.checked(line), loop).result()[0]
+
+            check, unknown = await self._store.in_thread(lambda: self._check_file(batch, path, large))
+        now = self._clock.stamp()
         # a line for another model gets its own error line, like a prompt that is too long; a file of nothing else
         # was sent to the wrong server
-        if check.errors or strangers.count == check.lines:
-            faults = sorted([*check.errors, *strangers.first], key=lambda fault: fault[0])[:_MAX_ERRORS]
+        if check.errors or unknown.count == check.lines:
+            faults = sorted([*check.errors, *unknown.first], key=lambda fault: fault[0])[:_MAX_ERRORS]
             errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in faults]
             return await self._change(batch, "validating", status="failed", failed_at=now, errors=errors)
         return await self._change(batch, "validating", status="in_progress", in_progress_at=now, total=check.lines)
 
-    def _check_file(self, batch: BatchRow, path: Path) -> tuple[FileCheck, Strangers]:
-        strangers = Strangers(self._settings.served_model_name, _MAX_ERRORS)
+    def _check_file(
+        self, batch: BatchRow, path: Path, large: Callable[[BatchLine], BatchLine]
+    ) -> tuple[FileCheck, UnknownModels]:
+        unknown = UnknownModels(self._settings.served_model_name, _MAX_ERRORS)
         with path.open("rb") as file:
-            return check_file(file, rules_of(batch, self._settings), _MAX_ERRORS, strangers.see), strangers
+            return check_file(file, rules_of(batch, self._settings), _MAX_ERRORS, unknown.see, large), unknown
 
     async def _change(self, batch: BatchRow, only_if: Status, **values: Any) -> BatchRow:
         """The batch as it is then, also where it was cancelled meanwhile."""
         return await self._store.write(lambda rows: records.change_batch(rows, batch.id, (only_if,), **values))
 
     def _feed(self, batch: BatchRow) -> BatchFeed:
-        return BatchFeed(batch, self._store, self._dispatcher, self._text, self._encoder, self._settings, self.gate)
+        encoder = self._encoder.of(batch.owner, batch.id)
+        parts = (self._store, self._dispatcher, self._text, encoder, self._settings, self.gate, self._usage)
+        return BatchFeed(batch, *parts)
 
     async def _compute(self, batch: BatchRow) -> BatchRow:
         stop = self._stops[batch.id]
         feed = self._feed(batch)
-        left = max(0.0, batch.expires_at - self._clock())
-        timer = asyncio.get_running_loop().call_later(left, self._stop, batch.id, "expired")
+        timer = asyncio.create_task(self._expire(batch))
         work = asyncio.create_task(self._run(batch.id, feed))
         try:
             both: set[asyncio.Future[Any]] = {work, stop}
@@ -243,8 +269,14 @@ class Batches:
             with contextlib.suppress(StoreUnavailable):
                 await feed.stop()
 
+    async def _expire(self, batch: BatchRow) -> None:
+        """Stops the batch when its window is over; looked at anew each minute, since the clock may be set."""
+        while (left := batch.expires_at - self._clock.now()) > 0 or self._clock.paused:
+            await asyncio.sleep(min(left, _EXPIRY_SECONDS) if left > 0 else _EXPIRY_SECONDS)
+        self._stop(batch.id, "expired")
+
     async def _run(self, batch_id: str, feed: BatchFeed) -> None:
-        async with self._feeding:
+        async with self._feeding[feed.batch.owner]:
             self._feeds[batch_id] = feed
             try:
                 await feed.run()
@@ -253,7 +285,7 @@ class Batches:
 
     async def _wind_up(self, batch: BatchRow, feed: BatchFeed, outcome: str) -> BatchRow:
         """Every line has its result after this; the files get their names."""
-        now = int(self._clock())
+        now = self._clock.stamp()
         values: dict[str, Any] = {}
         if outcome in _OUTCOMES:
             await feed.finish_rest(*_OUTCOMES[outcome])
@@ -276,7 +308,7 @@ class Batches:
 
     async def _finalise(self, batch: BatchRow) -> BatchRow:
         sizes = await make_outputs(self._store, batch)
-        now = int(self._clock())
+        now = self._clock.stamp()
         status: Status = "completed"
         if batch.errors:
             status = "failed"

@@ -1,7 +1,7 @@
 """The daemon's requests over its replicas: interactive ones first, each to the least loaded, lost ones again.
 
 A replica that dies takes nothing with it but time: what it had in flight is submitted again with the next epoch. What
-was in the dying step is on trial first (trials.py): the one that kills a second time is given up. Where that decides
+was in the dying step is on trial first (suspects.py): the one that kills a second time is given up. Where that decides
 nothing, it runs alone. asyncio; no HTTP, no store.
 """
 
@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 
+from ..job import EngineJob, JobState, RankHeartbeat
+from ..openai.batch_lines import AnswerFault, unmade
 from ..request import ModelLimits, TokensEvent
 from .flight import Flight
-from .job import EngineJob, JobState, RankReport
-from .lines import AnswerFault, unmade
 from .observe import Observer
-from .trials import Trials
+from .suspects import SuspectTracker
 
 log = logging.getLogger(__name__)
 
@@ -36,28 +36,32 @@ class _Replica:
         self.flights: dict[str, Flight] = {}  # by request id: a body of several prompts stands here several times
         self.load = 0
         self.alone: Flight | None = None
-        self.trials = Trials()
+        self.trials = SuspectTracker()
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
         self.trials.stepped()
+        counted = 0
         for event in events:
             flight = self.flights.get(event.request_id)
             if flight is None or event.epoch != flight.epoch:
                 continue
+            before = flight.answer.completion_tokens
+            stop = None
             try:
                 delta, stop = flight.answer.take(event)
+                if delta is not None:
+                    flight.owner.progressed(flight, delta)
             except Exception as error:  # whoever calls us goes on regardless: the request would wait for ever
                 log.exception("an answer could not be made")
-                delta, stop, flight.answer.fault = None, None, unmade(error)
+                flight.answer.fault = unmade(error)
+            counted += flight.answer.completion_tokens - before
             if stop is not None:
                 self.job.stop_choice(stop.request_id, stop.choice, stop.n_tokens)
             self.trials.passed(flight)
-            if delta is not None:
-                flight.owner.progressed(flight, delta)
             if flight.answer.done:
                 self.leave(flight, cancel=flight.answer.fault is not None)
                 flight.owner.landed(flight)
-        self._dispatcher.observer.tokens(events)
+        self._dispatcher.observer.tokens(self.index, events, counted)
         self._dispatcher.pump()
 
     def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
@@ -66,7 +70,7 @@ class _Replica:
     def on_state(self, state: JobState) -> None:
         self._dispatcher.moved(self, state)
 
-    def on_report(self, report: RankReport) -> None:
+    def on_report(self, report: RankHeartbeat) -> None:
         self._dispatcher.observer.report(self.index, report)
 
     def board(self, flight: Flight) -> None:
@@ -91,6 +95,44 @@ class _Replica:
             self.alone = None
 
 
+class _Lines:
+    """Batch lines that wait to be boarded; their owners take turns, however many batches each of them has."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[str, deque[Flight]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def __iter__(self) -> Iterator[Flight]:
+        return itertools.chain.from_iterable(self._of.values())
+
+    def count(self, owner: str) -> int:
+        return len(self._of.get(owner, ()))
+
+    def append(self, flight: Flight) -> None:
+        self._of.setdefault(flight.owned_by, deque()).append(flight)
+
+    def appendleft(self, flight: Flight) -> None:
+        self._of.setdefault(flight.owned_by, deque()).appendleft(flight)
+
+    def first(self) -> Flight:
+        return next(iter(self._of.values()))[0]
+
+    def popleft(self) -> Flight:
+        owner, flights = self._of.popitem(last=False)
+        flight = flights.popleft()
+        if flights:
+            self._of[owner] = flights
+        return flight
+
+    def remove(self, flight: Flight) -> None:
+        flights = self._of[flight.owned_by]
+        flights.remove(flight)
+        if not flights:
+            del self._of[flight.owned_by]
+
+
 class Dispatcher:
     """`jobs`: one a replica, not started. Everything on one event loop."""
 
@@ -98,10 +140,10 @@ class Dispatcher:
         self.observer = observer or Observer()
         self._replicas = [_Replica(self, index, job) for index, job in enumerate(jobs)]
         self._interactive: deque[Flight] = deque()
-        self._lines: deque[Flight] = deque()
+        self._lines = _Lines()
         self._suspects: deque[Flight] = deque()
         self._loners: deque[Flight] = deque()
-        self._rooms: deque[asyncio.Future[None]] = deque()
+        self._rooms: dict[str, deque[asyncio.Future[None]]] = {}
         self.limits: ModelLimits | None = None
         self.draining = False
         self.over: str | None = None
@@ -109,6 +151,8 @@ class Dispatcher:
         self.on_over: Callable[[str], None] = lambda reason: None
         self.changed = asyncio.Event()
         """Set whenever a replica's state has changed; whoever waits on it clears it."""
+        self.complete = asyncio.Event()
+        """Set once every replica has been ready at the same time."""
 
     async def start(self) -> None:
         for replica in self._replicas:
@@ -151,27 +195,38 @@ class Dispatcher:
         self.pump()
 
     @property
-    def _waiting(self) -> tuple[deque[Flight], ...]:
+    def _waiting(self) -> tuple[deque[Flight] | _Lines, ...]:
         return self._interactive, self._lines, self._suspects, self._loners
 
-    def _queue_of(self, flight: Flight) -> deque[Flight]:
+    def _queue_of(self, flight: Flight) -> deque[Flight] | _Lines:
         if flight.deaths >= ALONE_DEATHS:
             return self._loners
         if flight.deaths and not flight.cleared:
             return self._suspects
         return self._lines if flight.batch else self._interactive
 
-    async def room(self) -> None:
-        """Waits, in turn, until another batch line would run soon."""
-        if not self._rooms and self._has_room():
+    async def room(self, owner: str = "") -> None:
+        """Waits, in turn with the owner's other batches, until another line of the owner would run soon."""
+        if owner not in self._rooms and self._has_room(owner):
             return
         waiter = asyncio.get_running_loop().create_future()
-        self._rooms.append(waiter)
+        self._rooms.setdefault(owner, deque()).append(waiter)
         try:
             await waiter
-        finally:
-            if waiter in self._rooms:
-                self._rooms.remove(waiter)
+        except asyncio.CancelledError:
+            if waiter in (left := self._rooms.get(owner, deque())):
+                left.remove(waiter)
+            self.pump()  # its turn may be the next one's
+            raise
+
+    def _give_rooms(self, owner: str) -> None:
+        waiters, seqs = self._rooms[owner], 0 if self.limits is None else self.limits.max_num_seqs
+        if self._has_room(owner):
+            for _ in range(min(len(waiters), seqs - self._lines.count(owner))):
+                if not (waiter := waiters.popleft()).done():
+                    waiter.set_result(None)
+        if not waiters:
+            del self._rooms[owner]
 
     def drop(self, flight: Flight) -> None:
         """Nobody wants it any more: its owner hears nothing of it again."""
@@ -193,13 +248,11 @@ class Dispatcher:
             min(free, key=lambda replica: replica.load).board(self._interactive.popleft())
         while free and self._lines:
             replica = min(free, key=lambda replica: replica.load)
-            if replica.load and replica.load + self._lines[0].choices > self._window(replica):
+            if replica.load and replica.load + self._lines.first().choices > self._window(replica):
                 break
             replica.board(self._lines.popleft())
-        if self._rooms and self._has_room():
-            for _ in range(self.limits.max_num_seqs - len(self._lines)):
-                if self._rooms and not (waiter := self._rooms.popleft()).done():
-                    waiter.set_result(None)
+        for owner in list(self._rooms):
+            self._give_rooms(owner)
 
     def _window(self, replica: _Replica) -> int:
         """Choices of lines that may be aboard. While there are suspects none waits aboard, so that a suspect starts
@@ -227,11 +280,11 @@ class Dispatcher:
                 replica.trials.take(flight)
                 replica.board(flight)
 
-    def _has_room(self) -> bool:
+    def _has_room(self, owner: str) -> bool:
         return (
             not self.draining
             and self.limits is not None
-            and len(self._lines) < self.limits.max_num_seqs
+            and self._lines.count(owner) < self.limits.max_num_seqs
             and any(replica.job.state.phase == "ready" for replica in self._replicas)
         )
 
@@ -242,6 +295,8 @@ class Dispatcher:
         if state.limits is not None:
             self.limits = state.limits
         self.changed.set()
+        if all(state.phase == "ready" for state in self.states):
+            self.complete.set()
         if state.phase == "failed" and all(s.phase in ("failed", "stopped") for s in self.states) and not self.draining:
             self.over = state.reason or "every replica has failed"
             self._end_interactive(self.over)

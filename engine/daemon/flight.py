@@ -1,4 +1,5 @@
-"""One body on its way through the engine, and who wants its answer. Made by batch_feed.py and app_generate.py."""
+"""One body on its way through the engine, and who wants its answer. Made by batch_feed.py and
+engine/daemon/http/generate.py."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..openai.responses import Answer, Delta
 from ..request import BATCH, Request
-from .answers import Answer, Delta
 
 
 class FlightOwner(Protocol):
@@ -46,6 +47,11 @@ class Flight:
     @property
     def choices(self) -> int:
         return sum(request.params.n for request in self.requests)
+
+    @property
+    def owned_by(self) -> str:
+        """The key's id."""
+        return self.requests[0].owner
 
     @property
     def batch(self) -> bool:

@@ -12,25 +12,29 @@ import logging
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..config import Deployment
-from ..metrics_observer import batch_view
-from ..text import TextModel
-from ..text_pool import PoolLimits, TextPool
-from .app import make_app, make_metrics_app
-from .app_state import Services
+from ..config.load import Deployment
+from ..job import EngineJob
+from ..openai import body_worker
+from ..text.pool import PoolLimits, TextPool
+from ..text.tokenizer import TextModel
 from .batch_feed import BatchSettings
 from .batches import Batches, batch_counts
-from .disk import free_bytes
 from .dispatch import Dispatcher
-from .job import EngineJob
-from .keys import KeyRing
-from .observe import Observer
-from .server import Server, ServerOptions, make_server
-from .store import Store, StoreOptions, StoreUnavailable
-from .store_open import open_store
+from .http.app import make_app, make_probe_app
+from .http.bodies import HeldBodies
+from .http.keys import KeyRing
+from .http.probes import ProbeListener
+from .http.server import ServerOptions, connections_within, make_server
+from .http.state import Pulse, Services
+from .key_limits import KeyLimits
+from .observe import Observer, batch_view
+from .store.disk import free_bytes
+from .store.open import open_store
+from .store.store import Store, StoreOptions, StoreUnavailable
+from .usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +72,19 @@ class Daemon:
         self._stop.set()
 
     async def run(self, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
-        """Until stopped (0) or failed (1). `metrics_listener`: for /metrics alone. Raises DiskError, TextError or
+        """Until stopped (0) or failed (1). `metrics_listener`: for probes and /metrics. Raises DiskError, TextError or
         OSError where it cannot begin."""
         async with contextlib.AsyncExitStack() as stack:
             store = await self._open_store()
             stack.push_async_callback(store.close)
-            pool = TextPool(self._parts.text_folder, self._pool_limits())
+            pool = TextPool(self._parts.text_folder, self._pool_limits(), body_worker.MODULE)
             await stack.enter_async_context(pool)
-            batches = self._batches(store, pool)
-            self.services = self._services(store, pool, batches)
+            keys = self._parts.keys
+            usage = Usage(store, self._parts.observer, (lambda owner: KeyLimits()) if keys is None else keys.limits_of)
+            await usage.load()
+            batches = self._batches(store, pool, usage)
+            self.services = self._services(store, pool, batches, usage)
+            stack.push_async_callback(self._flush, usage)
             stack.push_async_callback(self.dispatcher.close)
             store.on_change = lambda: self._look(store, batches)
             self.dispatcher.on_over = lambda reason: self._fail(reason, batches)
@@ -88,19 +96,19 @@ class Daemon:
             options = ServerOptions(
                 daemon.host,
                 daemon.port,
-                limits.max_connections,
+                connections_within(limits.max_connections),
+                limits.max_connections_per_address,
                 limits.max_header_bytes,
                 limits.header_timeout,
                 daemon.tls_cert,
                 daemon.tls_key,
             )
-            version, keys = self._parts.version, self._parts.keys
+            version = self._parts.version
             server = make_server(make_app(self.services, version, keys, metrics_listener is None), options)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             if metrics_listener is not None:
-                beside = make_server(make_metrics_app(self.services, version, keys), options)
-                scraped = asyncio.create_task(beside.serve(sockets=[metrics_listener]))
-                stack.push_async_callback(_end, beside, scraped)
+                probes = make_probe_app(self.services, version, keys)
+                stack.push_async_callback(ProbeListener(probes, metrics_listener, options).close)
             watching = asyncio.create_task(self._watch(store, batches))
             try:
                 self.started.set()
@@ -137,6 +145,7 @@ class Daemon:
     async def _watch(self, store: Store, batches: Batches) -> None:
         while True:
             self._look(store, batches)
+            await self._flush(self.services.usage)
             with contextlib.suppress(StoreUnavailable, OSError):
                 counts = await store.read(batch_counts)
                 self._parts.observer.batches(await store.read(batch_view))
@@ -145,6 +154,11 @@ class Daemon:
 
     def _look(self, store: Store, batches: Batches) -> None:
         """Whether batches may go on."""
+        self.services.pulse.at = time.monotonic()
+        store.check_there()
+        store.clock.now()
+        self._parts.observer.clock(store.clock.jump)
+        self.services.samples.take(self._parts.observer.figures, time.monotonic())
         if store.fenced and not self._ended:
             self._ended = store.fault or "another daemon holds the store"
             self._stop.set()
@@ -162,21 +176,27 @@ class Daemon:
     async def _open_store(self) -> Store:
         daemon, given = self._deployment.daemon, self._parts.store
         export = Path(daemon.export_dir) if daemon.export_dir is not None else None
-        options = StoreOptions(export, given.files, given.connect, self._parts.observer.commit)
+        observer = self._parts.observer
+        options = replace(given, export_dir=export, observe_commit=observer.commit, observe_error=observer.store_error)
         return await open_store(Path(daemon.data_dir), options)
 
     def _pool_limits(self) -> PoolLimits:
         return PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
 
-    def _batches(self, store: Store, pool: TextPool) -> Batches:
+    @staticmethod
+    async def _flush(usage: Usage) -> None:
+        with contextlib.suppress(StoreUnavailable):
+            await usage.flush()
+
+    def _batches(self, store: Store, pool: TextPool, usage: Usage) -> Batches:
         deployment = self._deployment
         limits = deployment.daemon.limits
         settings = BatchSettings(
             deployment.served_model_name, limits.max_line_bytes, limits.max_lines, limits.max_choices
         )
-        return Batches(store, self.dispatcher, self._parts.text, pool, settings, deployment.daemon.retention)
+        return Batches(store, self.dispatcher, self._parts.text, pool, settings, usage, deployment.daemon.retention)
 
-    def _services(self, store: Store, pool: TextPool, batches: Batches) -> Services:
+    def _services(self, store: Store, pool: TextPool, batches: Batches, usage: Usage) -> Services:
         deployment = self._deployment
         return Services(
             store,
@@ -188,6 +208,9 @@ class Daemon:
             deployment.daemon.limits,
             deployment.served_model_name,
             int(time.time()),
+            HeldBodies(deployment.daemon.limits.max_held_bytes),
+            Pulse(time.monotonic()),
+            usage,
         )
 
 
@@ -197,8 +220,3 @@ async def calm_collector(daemon: Daemon) -> None:
     await daemon.started.wait()
     gc.collect()
     gc.freeze()
-
-
-async def _end(server: Server, serving: asyncio.Task[None]) -> None:
-    server.should_exit = True
-    await asyncio.gather(serving, return_exceptions=True)

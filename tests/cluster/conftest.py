@@ -24,8 +24,8 @@ def pair(possible: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def link(pair: Cluster) -> Iterator[Cluster]:
-    pair.control.mend(0, 1)
+    pair.control.fix(0, 1)
     pair.control.link()
     yield pair
-    pair.control.mend(0, 1)
+    pair.control.fix(0, 1)
     pair.control.link()

@@ -35,11 +35,6 @@ class Job:
         data = self.output.read_bytes() if self.output.exists() else b""
         return sorted(json.loads(line)["custom_id"] for line in data.splitlines(True) if line.endswith(b"\n"))
 
-    def texts(self) -> dict[str, str]:
-        """Answers by custom_id."""
-        lines = map(json.loads, self.output.read_bytes().splitlines())
-        return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
-
 
 def running(cluster: Cluster) -> dict[int, str]:
     """Command lines by pid (this process's view) of what runs on the nodes; zombies and the nodes' keepers left out."""

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from laddertron.launchers.monitoring_demo import ROOT, Addresses, Traffic, ask, panel_queries, query, wait_until
+from laddertron.launchers.demos.monitoring_demo import (
+    ROOT,
+    Addresses,
+    DemoClients,
+    ask,
+    panel_queries,
+    query,
+    wait_until,
+)
 from rule_scale import scaled
 
 from cluster.launching import ranks_on
@@ -90,7 +98,7 @@ class Live:
             raise AssertionError(f"{set(alerts) - met} did not fire within {seconds:g} s\n{self.tail()}") from None
 
     def ranks(self, node: int) -> list[int]:
-        return sorted(ranks_on(self.cluster, node, "laddertron.launchers.worker"))
+        return sorted(ranks_on(self.cluster, node, "laddertron.launchers.rank.worker"))
 
     def rank_number(self, pid: int) -> str:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -117,7 +125,7 @@ class Live:
 
     @contextlib.contextmanager
     def traffic(self, clients: int = 3, **body: Any) -> Iterator[None]:
-        traffic = Traffic(DAEMON, clients, body)
+        traffic = DemoClients(DAEMON, clients, body)
         try:
             yield
         finally:

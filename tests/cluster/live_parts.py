@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from laddertron.engine.daemon.job import RankReport
-from laddertron.engine.metrics import Metrics
+from laddertron.engine.job import MetricRow, RankHeartbeat
+from laddertron.engine.metrics.observer import MetricsObserver
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
@@ -63,7 +63,7 @@ class Gpus(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _GpuPage)
         self.throttled, self.ecc = 0.0, 0.0
-        self._metrics = Metrics(CollectorRegistry())
+        self._metrics = MetricsObserver(CollectorRegistry())
         self._thread = threading.Thread(target=self.serve_forever)
         self._thread.start()
 
@@ -72,16 +72,19 @@ class Gpus(http.server.ThreadingHTTPServer):
         return f"127.0.0.1:{self.server_port}"
 
     def page(self) -> bytes:
-        gauges = {
+        figures = {
             "gpu_memory_used_bytes": 7e10, "gpu_memory_total_bytes": 8e10, "gpu_utilization_ratio": 0.9,
             "gpu_sm_clock_hertz": 1.7e9, "gpu_temperature_celsius": 70.0, "gpu_power_watts": 600.0,
-            "gpu_throttled/thermal": self.throttled,
         }  # fmt: skip
-        counters = {"gpu_ecc_errors_total/uncorrected": self.ecc}
+        rows = (
+            *(MetricRow(name, (), value) for name, value in figures.items()),
+            MetricRow("gpu_throttled", ("thermal",), self.throttled),
+            MetricRow("gpu_ecc_errors_total", ("uncorrected",), self.ecc),
+        )
         for rank in range(4):
-            report = RankReport(rank, f"n{rank // 2}", 1, 1, time.time(), counters, gauges)
-            self._metrics.observe_report(report)
-        lines = self._metrics.render()[0].decode().splitlines(True)
+            report = RankHeartbeat(rank, f"n{rank // 2}", 1, 1, time.time(), rows)
+            self._metrics.report(0, report)
+        lines = self._metrics.render("")[0].decode().splitlines(True)
         return "".join(line for line in lines if line.split()[-2 if line[0] != "#" else 2].startswith(_GPU)).encode()
 
     def close(self) -> None:

@@ -64,8 +64,8 @@ class Control:
         """No frame passes between nodes a and b any more, in either direction."""
         self._ask(f"cut {a} {b}")
 
-    def mend(self, a: int, b: int) -> None:
-        self._ask(f"mend {a} {b}")
+    def fix(self, a: int, b: int) -> None:
+        self._ask(f"fix {a} {b}")
 
     def stats(self) -> Stats:
         cpu, frames, dropped, *carried = map(int, self._ask("stats"))

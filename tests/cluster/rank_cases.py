@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from laddertron.topology.bootstrap import MpiBootstrap
-from laddertron.topology.collectives import CommunicationError
-from laddertron.topology.groups import CommOptions, connect
-from laddertron.topology.identity import identify
-from laddertron.topology.interfaces import address_of
-from laddertron.topology.layout import GroupLayout, observed_layout
+from laddertron.topology.comm.bootstrap import MpiBootstrap
+from laddertron.topology.comm.collectives import CommunicationError
+from laddertron.topology.comm.groups import CommOptions
+from laddertron.topology.connect import connect
+from laddertron.topology.hardware.interfaces import address_of
+from laddertron.topology.placement.identity import identify
+from laddertron.topology.placement.layout import GroupLayout, observed_layout
 
 
 def layout_of(bootstrap: MpiBootstrap) -> tuple[GroupLayout, tuple[str, ...]]:

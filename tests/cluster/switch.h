@@ -171,7 +171,7 @@ static void *be_port(void *argument) {
     return NULL;
 }
 
-/* `link DELAY_NS BYTES_PER_S LOSS_PPM` (0: no limit), `cut A B`, `mend A B` (both ways), `stats`:
+/* `link DELAY_NS BYTES_PER_S LOSS_PPM` (0: no limit), `cut A B`, `fix A B` (both ways), `stats`:
    `ok CPU_NS FRAMES DROPPED` and the bytes carried from each node to each. */
 static void command(int guest, char *text) {
     char answer[8192] = "ok";
@@ -184,7 +184,7 @@ static void command(int guest, char *text) {
         ns_per_byte = rate > 0 ? 1e9 / rate : 0;
         loss_ppm = loss;
         link_age++;
-    } else if ((sscanf(text, "cut %d %d", &a, &b) == 2 || sscanf(text, "mend %d %d", &a, &b) == 2) && a >= 0 && b >= 0 &&
+    } else if ((sscanf(text, "cut %d %d", &a, &b) == 2 || sscanf(text, "fix %d %d", &a, &b) == 2) && a >= 0 && b >= 0 &&
                a < nodes && b < nodes) {
         cut[a][b] = cut[b][a] = text[0] == 'c';
     } else if (strcmp(text, "stats") == 0) {

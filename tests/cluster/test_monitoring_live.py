@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from laddertron.launchers.monitoring_demo import (
+from laddertron.launchers.demos.monitoring_demo import (
     MONITORING,
     ask,
     panel_queries,
@@ -205,13 +205,13 @@ def test_a_stopped_rank(live: Live) -> None:
 
 def test_the_link_is_cut(live: Live) -> None:
     """No frame passes between the nodes: the ranks beyond are lost, and no replica takes requests until it is
-    mended."""
+    fixed."""
     live.quiet(*RELAUNCH)
     live.cluster.control.cut(0, 1)
     try:
         live.fires("LaddertronNotReady", beside=RELAUNCH)
     finally:
-        live.cluster.control.mend(0, 1)
+        live.cluster.control.fix(0, 1)
 
 
 def test_a_window_that_cannot_be_kept(live: Live) -> None:

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from cluster.nodes import Cluster, kill
 
@@ -60,28 +60,27 @@ def ask(cluster: Cluster, size: int, count: int, timeout_s: float = 60.0) -> flo
         kill(server)
 
 
+def ask_at_least(least_s: float, cluster: Cluster, size: int, count: int) -> float:
+    took = ask(cluster, size, count)
+    assert took >= least_s
+    return took
+
+
 def test_the_link_has_its_delay(link: Cluster) -> None:
-    """A round trip takes two one-way delays, not three, and none takes far less: the quickest of twenty, as the machine
-    may be busy."""
+    """A round trip never takes less than two one-way delays, and without a delay, or with it, one is seen that takes
+    little more: however busy the machine is, one in many finds it idle."""
     delay = 20e-3
-    assert ask(link, 1, 20) < delay
+    until(lambda: ask(link, 1, 20) < delay)
     link.control.link(delay_s=delay)
-    assert 2 * delay <= ask(link, 1, 20) < 3 * delay
+    until(lambda: ask_at_least(2 * delay, link, 1, 20) < 3 * delay)
 
 
 def test_the_link_has_its_rate(link: Cluster) -> None:
-    """8 MB over 8 MB/s take a second; without a limit far less. Never less than that; soon at the latest in one of five
-    tries, as the machine may be busy."""
-
-    def quickest(soon: float) -> float:
-        took = [ask(link, 8_000_000, 1)]
-        while min(took) >= soon and len(took) < 5:
-            took.append(ask(link, 8_000_000, 1))
-        return min(took)
-
-    assert quickest(1.0) < 1.0
+    """8 MB over 8 MB/s never take less than a second; without a limit, or with it, a transfer is seen that takes little
+    more than it must."""
+    until(lambda: ask(link, 8_000_000, 1) < 1.0)
     link.control.link(bytes_per_s=8e6)
-    assert 1.0 <= quickest(2.0) < 2.0
+    until(lambda: ask_at_least(1.0, link, 8_000_000, 1) < 2.0)
 
 
 def test_frames_are_lost_and_tcp_mends_it(link: Cluster) -> None:
@@ -101,7 +100,7 @@ def test_a_cut_link_carries_nothing_and_can_be_mended(link: Cluster) -> None:
     with pytest.raises(AssertionError, match="timed out"):
         ask(link, 1, 1, timeout_s=0.5)
     assert link.control.stats().bytes == before.bytes
-    link.control.mend(0, 1)
+    link.control.fix(0, 1)
     ask(link, 1, 1)
 
 

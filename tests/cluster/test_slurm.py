@@ -86,7 +86,7 @@ def test_two_replicas_share_an_allocation(slurm: tuple[Cluster, Slurm], tmp_path
     cluster, running = slurm
     job = Job(tmp_path, "ranks_per_node: 1", tp=1, lines=120, tokens=24, more=", replicas: 2")
     process, log = in_allocation(cluster, running, job, tmp_path)
-    worker = "laddertron.launchers.worker"
+    worker = "laddertron.launchers.rank.worker"
 
     def together() -> bool:
         assert process.poll() is None, log.read_text() + running.logs()
@@ -108,7 +108,7 @@ def test_a_lost_replica_of_an_allocation_ends_the_run_and_resume_finishes_it(
     process, log = in_allocation(cluster, running, job, tmp_path)
     until("first answers", lambda: process.poll() is not None or len(job.answered()) > 4, 90)
     assert process.poll() is None, log.read_text() + running.logs()
-    (second,) = ranks_on(cluster, 1, "laddertron.launchers.worker")
+    (second,) = ranks_on(cluster, 1, "laddertron.launchers.rank.worker")
     os.kill(second, signal.SIGKILL)
     assert process.wait(60) != 0
     none_left(cluster)

@@ -10,14 +10,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers" / "job"))
 
 from job_tools import fake_mpirun
-from laddertron.engine.config import Deployment, read
-from laddertron.engine.daemon.job import EngineJob
+from laddertron.engine.config.load import Deployment, read
+from laddertron.engine.job import EngineJob
 from laddertron.launchers import serve
-from laddertron.launchers.commands.run import read_text
-from laddertron.launchers.supervisor import JobFailure, JobHooks, JobOptions, MpiJob
+from laddertron.launchers.cli.commands.run import read_text
+from laddertron.launchers.job.supervisor import JobFailure, JobHooks, JobOptions, MpiJob
 
 
 def main() -> int:

@@ -22,14 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from laddertron.launchers import processes
-from laddertron.launchers.batch_client import BatchClient, Server
-from laddertron.launchers.processes import ProcessId
+from laddertron.launchers.cli.batch_client import BatchClient, ServerAddress
+from laddertron.launchers.control import processes
+from laddertron.launchers.control.processes import ProcessId
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo.yaml"
 FAKE = Path(__file__).with_name("fake_daemon.py")
-WORKERS = ("fake_worker.py", "laddertron.launchers.worker")
+WORKERS = ("fake_worker.py", "laddertron.launchers.rank.worker")
 
 
 def until(what: str, condition: Callable[[], Any], seconds: float, pause: float = 0.02) -> float:
@@ -79,7 +79,7 @@ class Night:
             self.argv += [word for key in keys for word in ("--set", key)]
         else:
             self.argv = [sys.executable, str(FAKE), str(self.starts), str(step_s), str(config), *keys]
-        self.client = BatchClient(Server(f"http://127.0.0.1:{self.port}/v1"))
+        self.client = BatchClient(ServerAddress(f"http://127.0.0.1:{self.port}/v1"))
         self.process: subprocess.Popen[bytes]
 
     def start(self, **environment: str) -> None:
@@ -118,7 +118,7 @@ class Night:
         if what == "daemon":
             return [here] if (here := _identity(self.process.pid)) else []
         found = processes.descendants(self.process.pid)
-        keepers = [p for p in found if "laddertron.launchers.keeper" in words(p.pid)]
+        keepers = [p for p in found if "laddertron.launchers.job.keeper" in words(p.pid)]
         if what == "keeper":
             return keepers
         under = {p.pid for keeper in keepers for p in processes.descendants(keeper.pid)}

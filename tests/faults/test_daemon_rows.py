@@ -18,7 +18,7 @@ import pytest
 from cluster.launching import Job, ranks_on
 from cluster.nodes import Cluster, why_not
 from job_tools import MPIRUN
-from laddertron.launchers import processes
+from laddertron.launchers.control import processes
 
 from faults.night import ROOT, Night, line, until
 
@@ -144,7 +144,7 @@ def answered(store: Path) -> int:
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 def test_a_cut_link_is_found_and_leaves_no_orphan(tmp_path: Path) -> None:
     """The daemon on node 0, ranks on nodes 0 and 1, the link between them cut in decode: the far rank is named and
-    the launch given up within 15 s, no worker is left on node 1 after 30 s; the link mended, the batch completes."""
+    the launch given up within 15 s, no worker is left on node 1 after 30 s; the link fixed, the batch completes."""
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     with Cluster(2) as cluster:
         (tmp_path / "hosts").write_text("".join(f"{name} slots=1\n" for name in cluster.names))
@@ -158,15 +158,15 @@ def test_a_cut_link_is_found_and_leaves_no_orphan(tmp_path: Path) -> None:
         until("a daemon", lambda: cluster.run(0, probe).returncode == 0, 90, 0.2)
         submit = [*cli, "batch", "submit", str(job.input), "--wait", "-o", str(job.output)]
         client = cluster.start(0, submit, quiet)
-        until("two workers", lambda: ranks_on(cluster, 1, "laddertron.launchers.worker"), 90, 0.2)
+        until("two workers", lambda: ranks_on(cluster, 1, "laddertron.launchers.rank.worker"), 90, 0.2)
         until("answers", lambda: answered(tmp_path / "data" / "store.db") >= 20, 90, 0.2)
-        old = {pid: processes.start_time(pid) for pid in ranks_on(cluster, 1, "laddertron.launchers.worker")}
+        old = {pid: processes.start_time(pid) for pid in ranks_on(cluster, 1, "laddertron.launchers.rank.worker")}
         cluster.control.cut(0, 1)
         found = until("a silent rank", lambda: '"kind": "silent"' in log_path.read_text(), 15)
         gone = until("no orphan", lambda: all(processes.start_time(pid) != at for pid, at in old.items()), 30 - found)
         ended = until("the launch's end", lambda: '"event": "failure"' in log_path.read_text(), 60)
         print(f"cut link: found after {found:.1f} s, far ranks gone {gone:.1f} s, ended {ended:.1f} s later")
-        cluster.control.mend(0, 1)
+        cluster.control.fix(0, 1)
         assert client.wait(180) == 0, log_path.read_text()[-4000:]
         assert job.answered() == job.names
         (daemon,) = ranks_on(cluster, 0, "laddertron.launchers.cli serve")

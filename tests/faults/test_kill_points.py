@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from job_tools import MPIRUN
-from laddertron.launchers import processes
+from laddertron.launchers.control import processes
 
 from faults.night import Night, line, until
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from job_tools import MPIRUN
-from laddertron.launchers import processes
-from laddertron.launchers.processes import ProcessId
+from laddertron.launchers.control import processes
+from laddertron.launchers.control.processes import ProcessId
 
 from faults.night import Night, line, until
 
@@ -29,9 +29,12 @@ SEED = int(os.environ.get("FAULT_SEED", random.SystemRandom().randrange(2**32)))
 LINES = 300
 
 
-@pytest.fixture
-def night(tmp_path: Path) -> Iterator[Night]:
-    made = Night(tmp_path, real=True)
+STAGED = ("parallel.tensor_parallel_size=1", "parallel.pipeline_parallel_size=2")
+
+
+@pytest.fixture(params=[(), STAGED], ids=["tp2", "pp2"])
+def night(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Night]:
+    made = Night(tmp_path, real=True, sets=request.param)
     yield made
     made.close()
 
@@ -118,6 +121,7 @@ def test_a_real_rank_is_lost(signum: signal.Signals, moment: str, night: Night) 
     night.ready()
     again = time.monotonic() - began
     assert (told["rank"], told["node"]) == (rank, os.uname().nodename), told
+    assert (f"stage {rank}" in json.dumps(told)) == (STAGED[1] in night.argv), told
     until("the batch's end", lambda: night.batch(batch)["status"] == "completed", 180, 0.1)
     names = [row["custom_id"] for row in night.rows(night.batch(batch), "output")]
     assert sorted(names) == sorted(f"line-{n}" for n in range(LINES))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TARGET = "laddertron.engine.runner"
+TARGET = "laddertron.engine.step.runner"
 
 
 def _spoil(runner: Any, step: Any, folder: Path, deadly: int) -> None:
@@ -56,7 +56,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def execute_and_spoil(module: ModuleType) -> None:
             execute(module)
-            step = importlib.import_module("laddertron.engine.sampling_step")
+            step = importlib.import_module("laddertron.engine.sampling.step")
             _spoil(module, step, Path(os.environ["LADDERTRON_FAULTS"]), int(os.environ["LADDERTRON_DEADLY"]))
 
         spec.loader.exec_module = execute_and_spoil  # type: ignore[method-assign]

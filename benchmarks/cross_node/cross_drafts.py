@@ -1,0 +1,117 @@
+"""Ranks of cross_node.py: decodes without drafts, with all that are found and with those that pay, in turns, over
+delays. Drafts are the model's own answers, recorded before, each wrong with a stated probability: what is measured is
+the engine, whatever texts repeat. Rank 0 sets the link itself and prints a JSON line a case."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import torch
+from bench_model import Size, make_model, make_runner
+from cluster.nodes import CONTROL, Control
+from laddertron.engine.batch import Batch, StepResult
+from laddertron.engine.schedule.speculation import SpeculationRule
+from laddertron.engine.step import runner as runners
+from laddertron.topology.comm.bootstrap import MpiBootstrap
+from laddertron.topology.comm.groups import CommOptions, Communicator
+from laddertron.topology.connect import connect
+from laddertron.topology.placement.layout import GroupLayout
+from lanes import Driver, Lane, play
+from numpy.typing import NDArray
+from rank_task import Spec, be_rank, say
+
+PROMPTS = 5
+ALL, PAYING = SpeculationRule(priced=False), SpeculationRule()
+KINDS = {"off": (None, 1.0), "ngram, 70%": (ALL, 0.7), "auto, 70%": (PAYING, 0.7), "auto, 0%": (PAYING, 0.0)}
+"""With how many of the drafts right."""
+
+
+class Answers:
+    """What the model said to each prompt; `rate`: how probably a draft made of it is right, on every rank alike."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt, self.rate = prompt, 1.0
+        self._known: dict[bytes, NDArray[np.int32]] = {}
+
+    def record(self, runner: runners.Runner) -> None:
+        """Of every slot that the runner empties."""
+        apply = runner._apply
+
+        def keep(batch: Batch) -> None:
+            for slot in batch.released:
+                known = runner.tokens[slot, : runner.length[slot]].copy()
+                self._known.setdefault(known[: self.prompt].tobytes(), known)
+            apply(batch)
+
+        runner._apply = keep  # type: ignore[method-assign]
+
+    def look_up(self, known: NDArray[np.int32], most: int) -> list[int]:
+        answer, at = self._known.get(known[: self.prompt].tobytes()), len(known)
+        if answer is None or not np.array_equal(answer[:at], known):
+            return []
+        drafts: list[int] = answer[at : at + max(0, most)].tolist()
+        return [
+            draft if Random(1000 * at + i).random() < self.rate else (draft + 1) % 1000
+            for i, draft in enumerate(drafts)
+        ]
+
+    def behind(self, runner: runners.Runner, rate: float) -> None:
+        """From now on the runner's drafts are right with this probability."""
+        run = runner.run_through
+
+        def at_rate(batch: Batch, ahead: runners.Ahead | None = None) -> StepResult:
+            self.rate = rate
+            return run(batch, ahead)
+
+        runner.run_through = at_rate  # type: ignore[method-assign]
+
+
+def drafting(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
+    """spec: size (of bench_model.Size), batches, delays_s, prompt, answer (tokens), steps (a turn), turns."""
+    torch.set_grad_enabled(False)
+    size, seats = Size(**spec["size"]), max(spec["batches"])
+    answers = Answers(spec["prompt"])
+    vars(runners)["look_up"] = answers.look_up
+    with connect(bootstrap, layout, CommOptions(address=address)) as communicator:
+        model = make_model(size, communicator)
+        lanes = []
+        for index, (kind, (rule, rate)) in enumerate(KINDS.items()):
+            runner, limits = make_runner(model, communicator, seats, seats * spec["prompt"])
+            answers.behind(runner, rate)
+            lanes.append(Lane(index, kind, runner, replace(limits, speculation=rule)))
+        answers.record(lanes[0].runner)
+        play(lanes, communicator, lambda: _lead(spec, size, lanes, communicator, Control(os.environ[CONTROL])))
+
+
+def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator, switch: Control) -> None:
+    switch.link(0.0)
+    drivers = [Driver(lane, communicator) for lane in lanes]
+    drivers[0].begin(max(spec["batches"]), spec["prompt"], spec["answer"], PROMPTS)
+    drivers[0].finish()
+    drivers[0].begin(1, spec["prompt"], 2)  # empties the slots: the answers are recorded
+    drivers[0].finish()
+    for delay in spec["delays_s"]:
+        switch.link(delay)
+        for batch in spec["batches"]:
+            for driver in drivers:
+                driver.begin(batch, spec["prompt"], spec["answer"], PROMPTS)
+                driver.turn(2 * spec["steps"])  # auto measures what a row costs
+            found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            for turn in range(spec["turns"]):
+                for driver in drivers[:: -1 if turn % 2 else 1]:
+                    began, before = time.perf_counter(), driver.tokens
+                    driver.turn(spec["steps"])
+                    found[driver.lane.name].append((driver.tokens - before) / (time.perf_counter() - began))
+            for driver in drivers:
+                driver.cancel(batch)
+            said = {kind: [statistics.median(each), min(each), max(each)] for kind, each in found.items()}
+            say(model=size.name, delay_s=delay, batch=batch, **said)
+
+
+if __name__ == "__main__":
+    be_rank(drafting)

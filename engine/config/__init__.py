@@ -1,0 +1,1 @@
+"""The deployment file: read, checked and bound to its schema."""

@@ -1,0 +1,310 @@
+"""What a deployment file may say: every section, key, type, bound and default, as frozen data composed by field.
+
+Knows nothing of YAML or of files: engine/config/load.py reads a file into these, everyone else is handed them. Each key
+is explained in configs/reference.yaml, which a test holds to this file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, GroupedMetadata, Le
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from ...models.config.wiring import WIRINGS
+
+
+@dataclass(frozen=True)
+class Range(GroupedMetadata):
+    """Inclusive bounds of a number, or of every number of a list."""
+
+    low: float
+    high: float
+
+    def __iter__(self) -> Iterator[object]:
+        return iter((Ge(self.low), Le(self.high)))
+
+
+_QUANTITY = re.compile(r"([-+]?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\s*([A-Za-zµ]*)")
+_UNITS: dict[str, dict[str, float]] = {
+    "none": {"": 1},
+    "bytes": {"": 1, "B": 1, "KB": 1000}
+    | {f"{p}B": 10 ** (3 * i) for i, p in enumerate("kMGT", 1)}
+    | {f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)},
+    "seconds": {"": 1, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """How a number may be written: "bytes" takes 512MiB and 200MB, "seconds" takes 1ms, 30s and 24h, all take 1e-3,
+    which is text to YAML."""
+
+    kind: Literal["bytes", "seconds", "none"]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._read, handler(source))
+
+    def _read(self, value: Any) -> Any:
+        match = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) and len(value) < 60 else None
+        if match is None or match[2] not in _UNITS[self.kind]:
+            return value
+        amount = float(match[1].replace("_", "")) * _UNITS[self.kind][match[2]]
+        return int(amount) if amount.is_integer() else amount
+
+
+@dataclass(frozen=True, slots=True)
+class PathKind:
+    """A path, made absolute against the file's folder; a "program" without a slash is left for PATH to find."""
+
+    kind: Literal["path", "program"]
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A regular expression that text must match in full, and what to call it."""
+
+    pattern: str
+    name: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.str_schema(pattern=f"^(?:{self.pattern})$", strict=True)
+
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+DAY = 86400.0
+CPU_KV_CACHE_MEMORY = 512 * MIB
+"""The KV cache of a rank on a CPU where `engine.kv_cache_memory` is null, in bytes."""
+PLACEMENT = "placement"
+"""`launch.bind_to`: ranks bind themselves to the cores of their seats; any other value is the launcher's own word."""
+
+WITHDRAWN = {
+    "model.shared_filesystem": "each rank reads its own slices; to read every byte once, write per-rank files with "
+    "`laddertron shard MODEL --tensor-parallel-size N`",
+}
+"""Keys that there were, and what serves in their place."""
+
+Text = Annotated[str, Word(r"[^\x00]+", "text")]
+PathStr = Annotated[str, Word(r"[^~\x00][^\x00]*", "a path"), PathKind("path")]
+Program = Annotated[str, Word(r"[^~\x00][^\x00]*", "a path"), PathKind("program")]
+Address = Annotated[str, Word(r"[A-Za-z0-9._:%-]{1,255}", "a host name or address")]
+HostSlots = Annotated[
+    str, Word(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}(:[1-9][0-9]{0,3})?", "a host name, or host:slots such as node1:8")
+]
+EnvName = Annotated[str, Word(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "a variable's name: letters, digits, _")]
+Device = Annotated[str, Word(r"[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}", "a device's name")]
+Port = Annotated[int, Range(0, 65535)]
+Count = Annotated[int, Range(1, 2**31 - 1)]
+Size = Annotated[int, Unit("bytes"), Range(1, 2**60)]
+Duration = Annotated[float, Unit("seconds"), Range(0, 3650 * DAY)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSection:
+    """Which weights, under what name, in what form. `path` alone has no default."""
+
+    path: PathStr
+    tokenizer: PathStr | None = None
+    served_model_name: Annotated[str, Word(r"[^\s\x00-\x1f]{1,256}", "a name without spaces")] | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["stored", "int8"] = "stored"
+    max_model_len: Count | None = None
+    wiring: Annotated[str, Word("|".join(WIRINGS), f"one of {', '.join(WIRINGS)}")] = "auto"
+    ladder_layers: Annotated[int, Range(0, 10000)] | tuple[Annotated[int, Range(0, 10000)], ...] | None = None
+    allow_untrained_ladder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How the model is spread and how its ranks speak. `emulated_*` describe a link that is not there."""
+
+    tensor_parallel_size: Annotated[int, Range(1, 1024)] = 1
+    pipeline_parallel_size: Annotated[int, Range(1, 256)] = 1
+    pipeline_layers: tuple[Annotated[int, Range(1, 10000)], ...] = ()
+    pipeline_microbatches: Annotated[int, Range(1, 1024)] | None = None
+    replicas: Annotated[int, Range(1, 4096)] = 1
+    overlap: bool = True
+    split_steps: Literal["auto", "always", "never"] = "auto"
+    collective: Literal["auto", "flat", "two_level", "exchange", "emulated"] = "auto"
+    backend: Literal["auto", "native", "mpi", "gloo", "nccl"] = "auto"
+    emulated_delay: Annotated[float, Unit("seconds"), Range(0, 10)] = 0.0
+    emulated_bandwidth: Size | None = None  # bytes a second; None: only the delay
+    emulated_fabric: Annotated[str, Word(r"[0-9]+x[A-Za-z0-9-]{1,40}", "a fabric such as 2x8xH100")] | None = None
+    emulated_multiprocessors: Annotated[int, Range(0, 128)] = 0
+    deterministic: Literal["everywhere"] | bool = False
+    require_transport: Literal["any", "ib", "socket"] = "any"
+    embedding: Literal["auto", "shard", "replicate"] = "auto"
+    tuning_file: PathStr | None = None
+    collective_timeout: Annotated[float, Unit("seconds"), Range(0.1, DAY)] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica: its stages' groups together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def microbatches(self) -> int:
+        """Batches that are in the pipeline at once; 1 without one."""
+        return self.pipeline_microbatches or self.pipeline_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmConfig:
+    """What an allocation wants said: `srun` and the script of `launch --emit slurm`."""
+
+    mpi: Annotated[str, Word(r"[a-z0-9_]{1,32}", "a plugin that `srun --mpi=list` names")] = "pmix"
+    partition: Device | None = None
+    account: Device | None = None
+    qos: Device | None = None
+    time_limit: Annotated[float, Unit("seconds"), Range(60, 365 * DAY)] = DAY
+    gpus: bool = True
+    container_image: Text | None = None
+    container_mounts: tuple[Text, ...] = ()
+    extra_args: tuple[Text, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesConfig:
+    """What the manifests of `launch --emit mpijob|lws` want said."""
+
+    name: Annotated[str, Word(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "a lower-case DNS label of up to 40")] = "laddertron"
+    namespace: Annotated[str, Word(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a lower-case DNS label")] = "default"
+    image: Text = "laddertron:latest"
+    gpu_resource: Text = "nvidia.com/gpu"
+    rdma_resource: Text | None = None
+    rdma_count: Annotated[int, Range(1, 64)] = 8
+    model_claim: Text | None = None
+    data_claim: Text | None = None
+    ssh_secret: Text = "laddertron-ssh"
+    keys_secret: Text = "laddertron-keys"
+    shm_size: Size = 64 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Where ranks are started and by which launcher. Names of interfaces and HCAs come from the fabric unless set."""
+
+    launcher: Literal["auto", "openmpi", "mpich", "slurm", "torchrun"] = "auto"
+    mpirun: Program | None = None
+    python: Program | None = None
+    hosts: tuple[HostSlots, ...] = ()
+    hostfile: PathStr | None = None
+    spare_hosts: tuple[HostSlots, ...] = ()
+    ranks_per_node: Annotated[int, Range(1, 1024)] | None = None
+    fabric: PathStr | None = None
+    interface: Device | None = None
+    hcas: tuple[Device, ...] = ()
+    rsh_agent: Program | None = None
+    map_by: Text | None = None
+    bind_to: Text = "none"  # PLACEMENT, or what mpirun --bind-to takes
+    oversubscribe: bool | None = None
+    extra_args: tuple[Text, ...] = ()
+    env: Mapping[EnvName, Annotated[str, Word(r"[^\x00]*", "text")]] = field(default_factory=dict)
+    forward_env: tuple[EnvName, ...] = ()
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One rank's engine: what fits in a step, where KV lives, what computes."""
+
+    max_num_seqs: Annotated[int, Range(1, 4096)] = 256
+    max_num_batched_tokens: Annotated[int, Range(1, 2**20)] = 2048
+    block_size: Annotated[int, Range(1, 1024)] = 16
+    gpu_memory_utilization: Annotated[float, Unit("none"), Range(0.05, 1.0)] = 0.9
+    kv_cache_memory: Size | None = None
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    attention: Literal["auto", "torch", "flashinfer"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Range(1, 1024)] | None = None
+    cuda_graphs: Literal["auto"] | bool = "auto"
+    speculation: Literal["auto", "ngram"] | bool = False
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    priority_ageing: Duration = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """What the door accepts from a client; everything beyond is refused before it is stored or allocated."""
+
+    max_body_bytes: Size = 200_000_000
+    max_request_bytes: Size = 10_000_000
+    max_line_bytes: Size = 10_000_000
+    max_lines: Count = 50_000
+    max_connections: Count = 1024
+    max_header_bytes: Size = 16 * KIB
+    header_timeout: Annotated[float, Unit("seconds"), Range(0.1, 3600)] = 10.0
+    body_timeout: Annotated[float, Unit("seconds"), Range(0.1, 3600)] = 10.0
+    request_timeout: Annotated[float, Unit("seconds"), Range(0.1, 30 * DAY)] = 3600.0
+    max_interactive_requests: Count = 1024
+    max_held_bytes: Size = 256 * MIB
+    max_connections_per_address: Count = 512
+    max_choices: Annotated[int, Range(1, 1024)] = 128
+    min_free_disk: Annotated[int, Unit("bytes"), Range(0, 2**60)] = 1 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """The HTTP service and its store. Secrets stand in files, never here."""
+
+    host: Address = "127.0.0.1"
+    port: Port = 8000
+    data_dir: PathStr = "laddertron-data"
+    export_dir: PathStr | None = None
+    control_host: Address | None = None
+    api_key_file: PathStr | None = None
+    tls_cert: PathStr | None = None
+    tls_key: PathStr | None = None
+    drain_timeout: Annotated[float, Unit("seconds"), Range(0, DAY)] = 30.0
+    retention: Annotated[float, Unit("seconds"), Range(60, 3650 * DAY)] | None = 30 * DAY
+    load_timeout: Annotated[float, Unit("seconds"), Range(1, 7 * DAY)] = 600.0
+    heartbeat_timeout: Annotated[float, Unit("seconds"), Range(1, 3600)] = 10.0
+    max_restarts: Annotated[int, Range(0, 1000)] = 3
+    log_format: Literal["auto", "json", "text"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Where /metrics is served (on the daemon's own listener, or with /health and /ready on one beside it where `port`
+    is set), and where requests' spans go."""
+
+    enabled: bool = True
+    host: Address = "127.0.0.1"
+    port: Port | None = None
+    traces_endpoint: Text | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One deployment file, complete: defaults filled in, paths absolute, every rule between keys kept."""
+
+    model: ModelSection
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    daemon: DaemonConfig = field(default_factory=DaemonConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all replicas together."""
+        return self.parallel.ranks * self.parallel.replicas
+
+    @property
+    def served_model_name(self) -> str:
+        """The name that clients use: as configured, else the model folder's."""
+        return self.model.served_model_name or self.model.path.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def text_folder(self) -> str:
+        """Where tokenizer.json is: model.tokenizer (the folder, or that file in it), else the model folder."""
+        return (self.model.tokenizer or self.model.path).removesuffix("/tokenizer.json")

@@ -1,0 +1,1 @@
+"""The daemon's HTTP doors: routes, keys, limits and errors."""

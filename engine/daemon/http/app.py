@@ -1,0 +1,189 @@
+"""The HTTP application: routes put together, errors in one form, the description of it all. No torch, no MPI.
+
+`make_app(services, …)` is all that launchers/ and the tests need; what the routes do stands in the files beside it.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
+
+from ...config.load import LimitsConfig
+from .batches import batches_router
+from .errors import HttpFault, not_found
+from .files import files_router
+from .generate import Direct, Generator, generate_router
+from .guard import OPEN, Guard, GuardLimits
+from .keys import KeyRing
+from .page import page_router
+from .probes import metrics_router, probes_router
+from .state import Services
+from .usage import usage_router
+from .vllm import vllm_router
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504, 507)
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def models_router(services: Services) -> APIRouter:
+    router = APIRouter(tags=["models"])
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served here."""
+        return {"object": "list", "data": [_model(services)]}
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """One model."""
+        if model != services.served_model_name:
+            raise not_found("model", model)
+        return _model(services)
+
+    return router
+
+
+def _model(services: Services) -> dict[str, Any]:
+    limits = services.dispatcher.limits
+    return {
+        "id": services.served_model_name,
+        "object": "model",
+        "created": services.started_at,
+        "owned_by": "laddertron",
+        "max_model_len": None if limits is None else limits.max_model_len,
+    }
+
+
+def make_api(services: Services, generator: Generator, version: str, with_metrics: bool = True) -> FastAPI:
+    """The routes, without the gate before them."""
+    app = FastAPI(title="laddertron", version=version, docs_url=None, redoc_url=None)
+    for router in (files_router(services), batches_router(services), generate_router(generator)):
+        app.include_router(router)
+    app.include_router(models_router(services))
+    app.include_router(page_router(services, version))
+    app.include_router(probes_router(services))
+    app.include_router(usage_router(services))
+    app.include_router(vllm_router(services, version))
+    if with_metrics:
+        app.include_router(metrics_router(services.observer))
+    _handle_errors(app)
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(page_of(app.openapi()))
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        return app.openapi_schema
+
+    app.openapi = described  # type: ignore[method-assign]
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(HttpFault)
+    async def fault(request: Request, error: HttpFault) -> JSONResponse:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> JSONResponse:
+        message = {404: f"no route {request.url.path[:200]!r}", 405: f"{request.method} is not taken here"}
+        said = HttpFault(
+            error.status_code, message.get(error.status_code, str(error.detail)), _CODES.get(error.status_code)
+        )
+        response = said.response()
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"][1:])[:80]
+        return HttpFault(400, f"{name}: {first['msg']}", "invalid_value", name).response()
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return HttpFault(500, "the server failed on this request", "internal_error", close=True).response()
+
+
+def make_app(services: Services, version: str, keys: KeyRing | None, with_metrics: bool = True) -> Guard:
+    """The ASGI application, gate included."""
+    generator = Generator(services)
+    app = Direct(make_api(services, generator, version, with_metrics), generator)
+    return Guard(app, _gate(services.limits), keys, services.observer, services.usage)
+
+
+def make_probe_app(services: Services, version: str, keys: KeyRing | None) -> Guard:
+    """/health, /ready and /metrics alone, behind the same gate."""
+    app = FastAPI(title="laddertron probes", version=version, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(probes_router(services))
+    app.include_router(metrics_router(services.observer))
+    _handle_errors(app)
+    return Guard(app, _gate(services.limits), keys)
+
+
+def _gate(limits: LimitsConfig) -> GuardLimits:
+    return GuardLimits(limits.max_body_bytes, limits.max_request_bytes, limits.max_header_bytes, limits.body_timeout)
+
+
+def _described(schema: dict[str, Any]) -> dict[str, Any]:
+    """Errors as they really are, and the key."""
+    components = schema.setdefault("components", {})
+    components["schemas"] = {"Error": _ERROR}
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    schema["security"] = [{"key": []}]
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)
+            for status in _STATUSES:
+                if path in OPEN and status == 503:
+                    responses["503"] = {"description": "not now", "content": {"application/json": {"schema": {}}}}
+                else:
+                    responses.setdefault(str(status), {"description": "error", "content": content})
+            if path in OPEN:
+                operation["security"] = []
+    return schema
+
+
+def page_of(schema: dict[str, Any]) -> str:
+    """The description as one page of HTML, without scripts or anything from elsewhere."""
+    rows = []
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            parameters = ", ".join(p["name"] for p in operation.get("parameters", []))
+            words = (method.upper(), path, operation.get("description") or operation.get("summary", ""), parameters)
+            rows.append("<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in words) + "</tr>")
+    title = html.escape(f"{schema['info']['title']} {schema['info']['version']}")
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
+        "<style>body{font:16px sans-serif;margin:2em}td,th{text-align:left;padding:.3em 1em .3em 0}"
+        "td:nth-child(-n+2){font-family:monospace}</style>"
+        f"<h1>{title}</h1><p>The full description: <a href=/openapi.json>/openapi.json</a></p>"
+        f"<table><tr><th>method<th>path<th>what it does<th>parameters</tr>{''.join(rows)}</table></html>"
+    )

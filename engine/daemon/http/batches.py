@@ -1,0 +1,130 @@
+"""/v1/batches: create (once for each Idempotency-Key), list, look at, cancel. A batch is its owner's alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Request
+from pydantic import AfterValidator, Field
+
+from ....topology.strict_json import JsonError, parse
+from ...openai.schema import Endpoint
+from ...openai.validators import BadRequest, StrictModel, checked, invalid, json_schema, show, text
+from ..store import records
+from ..store.records import BatchRow
+from .errors import HttpFault, not_found, of_bad_request
+from .files import page
+from .state import Services, audit, owner_of
+
+_WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+_LONGEST = 30 * 86400
+
+
+def _window(value: str) -> str:
+    match = _WINDOW.fullmatch(value)
+    if match is None or int(match[1]) * _SECONDS[match[2]] > _LONGEST:
+        raise invalid(f"={show(value)}: such as 24h; 1m to 30d are allowed")
+    return value
+
+
+_WINDOW_SCHEMA = Field(
+    min_length=2, max_length=8, json_schema_extra={"pattern": f"^{_WINDOW.pattern}$", "examples": ["24h"]}
+)
+
+
+class NewBatch(StrictModel):
+    input_file_id: Annotated[str, text(80, 1)]
+    endpoint: Endpoint
+    completion_window: Annotated[str, AfterValidator(_window), _WINDOW_SCHEMA]
+    metadata: Annotated[dict[Annotated[str, text(64)], Annotated[str, text(512)]], Field(max_length=16)] | None = None
+
+
+_CREATE = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(NewBatch)}}}}
+
+
+def batches_router(services: Services) -> APIRouter:
+    router = APIRouter(tags=["batches"])
+
+    @router.post("/v1/batches", openapi_extra=_CREATE)
+    async def create(
+        request: Request, idempotency_key: Annotated[str | None, Header(max_length=256)] = None
+    ) -> dict[str, Any]:
+        """Start a batch over an uploaded file."""
+        try:
+            wanted = _wanted(await request.body())
+        except BadRequest as bad:
+            raise of_bad_request(bad) from None
+        owner, now = owner_of(request), services.store.clock.stamp()
+        file = await services.read(lambda db: records.get_file(db, wanted["input_file_id"], owner))
+        if file is None or file.purpose != "batch":
+            message = f"input_file_id={wanted['input_file_id'][:80]!r}: no such file of purpose batch"
+            raise HttpFault(400, message, "invalid_input_file", "input_file_id")
+        number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
+        batch = BatchRow(
+            records.new_id("batch_"),
+            owner,
+            wanted["endpoint"],
+            wanted["input_file_id"],
+            wanted["completion_window"],
+            "validating",
+            now,
+            now + number * _SECONDS[unit],
+            metadata=wanted.get("metadata"),
+        )
+        digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
+        made = await services.write(services.batches.create(batch, idempotency_key, digest))
+        if made is None:
+            raise HttpFault(409, "this Idempotency-Key came with another body before", "idempotency_conflict")
+        if made.id == batch.id:
+            audit(request, "batch.created", batch.id)
+        return made.to_json()
+
+    @router.get("/v1/batches")
+    async def list_all(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: Annotated[str | None, Query(max_length=80)] = None,
+    ) -> dict[str, Any]:
+        """Your batches, newest first."""
+        owner = owner_of(request)
+        found = await services.read(lambda db: records.list_batches(db, owner, limit, after))
+        if found is None:
+            raise not_found("batch", after or "")
+        return page([batch.to_json() for batch in found[:limit]], len(found) > limit)
+
+    @router.get("/v1/batches/{batch_id}")
+    async def look(request: Request, batch_id: str) -> dict[str, Any]:
+        """One batch."""
+        return (await find(request, batch_id)).to_json()
+
+    @router.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
+        """Cancel a batch; what is finished stays. One that has ended already is 409."""
+        batch = await find(request, batch_id)
+        if batch.ended:
+            raise HttpFault(409, f"the batch is {batch.status} already", "batch_ended")
+        made = await services.write(services.batches.cancel(batch_id))
+        audit(request, "batch.cancelled", batch_id)
+        return made.to_json()
+
+    async def find(request: Request, batch_id: str) -> BatchRow:
+        owner = owner_of(request)
+        batch = await services.read(lambda db: records.get_batch(db, batch_id, owner))
+        if batch is None:
+            raise not_found("batch", batch_id)
+        return batch
+
+    return router
+
+
+def _wanted(data: bytes) -> dict[str, Any]:
+    """The checked body. Raises BadRequest."""
+    try:
+        value = parse(data)
+    except JsonError as fault:
+        raise BadRequest(f"the body is unusable: {fault}", code="invalid_json") from None
+    return checked(NewBatch, value).model_dump(exclude_none=True)

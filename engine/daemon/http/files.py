@@ -1,0 +1,231 @@
+"""/v1/files: upload (streamed to the disk), list, look at, read, delete. A file is its owner's alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+
+from ..store import records
+from ..store.disk import NewFile, free_bytes
+from ..store.records import FileRow
+from ..store.store import StoreUnavailable
+from ..usage import LimitReached
+from .errors import HttpFault, not_found, unstored
+from .state import Services, audit, limit_fault, owner_of
+from .upload import FormFault, FormParser, boundary_of
+
+_CHUNK = 1 << 20
+_UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class _Lines:
+    """Counts lines as they come: a file of too many is refused before the rest of it is read."""
+
+    def __init__(self, max_lines: int, max_bytes: int) -> None:
+        self._max_lines, self._max_bytes = max_lines, max_bytes
+        self._count = self._length = 0
+        self._open = False
+
+    def feed(self, data: bytes) -> None:
+        if not data:
+            return
+        breaks = data.count(b"\n")
+        if not breaks:
+            self._length += len(data)
+            longest = self._length
+        else:
+            first, last = data.find(b"\n"), data.rfind(b"\n")
+            longest = max(self._length + first + 1, len(data) - last - 1)
+            if breaks > 1 and last - first > self._max_bytes:
+                longest = max(longest, *(len(part) + 1 for part in data[first + 1 : last].split(b"\n")))
+            self._length = len(data) - last - 1
+        self._count += breaks
+        self._open = not data.endswith(b"\n")
+        if longest > self._max_bytes:
+            message = f"line {self._count + 1} or one before it is longer than {self._max_bytes} bytes"
+            raise HttpFault(400, message, "line_too_long", "file", close=True)
+        if self._count + self._open > self._max_lines:
+            raise HttpFault(400, f"more than {self._max_lines} lines", "too_many_lines", "file", close=True)
+
+
+class _Upload:
+    """What has come and not been written yet; written in large pieces, off the loop."""
+
+    def __init__(self, services: Services, file: NewFile) -> None:
+        self._services, self._file = services, file
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._lines = _Lines(services.limits.max_lines, services.limits.max_line_bytes)
+
+    def take(self, data: bytes) -> None:
+        self._lines.feed(data)
+        self._parts.append(data)
+        self._size += len(data)
+        if self._file.size + self._size > self._services.limits.max_body_bytes:
+            most = self._services.limits.max_body_bytes
+            raise HttpFault(413, f"the file is larger than {most} bytes", "file_too_large", "file", close=True)
+
+    async def write(self, least: int) -> None:
+        if self._size >= least:
+            data, self._parts, self._size = b"".join(self._parts), [], 0
+            await self._services.store.in_thread(lambda: self._file.write(data))
+
+
+def files_router(services: Services) -> APIRouter:
+    router = APIRouter(tags=["files"])
+
+    @router.post("/v1/files", openapi_extra=_UPLOAD)
+    async def upload(request: Request) -> dict[str, Any]:
+        """Upload a file of batch lines (multipart: `file`, `purpose=batch`)."""
+        try:
+            boundary = boundary_of(request.headers.get("content-type", ""))
+        except FormFault as fault:
+            raise HttpFault(400, str(fault), "invalid_form", close=True) from None
+        store = services.store
+        length = int(request.headers.get("content-length", "0")[:20] or 0)
+        if not store.check_there() or store.fault is not None:
+            raise unstored(store.fault or "")
+        if free_bytes(store.folder) - length < services.limits.min_free_disk:
+            raise unstored("the disk is nearly full")
+        owner = owner_of(request)
+        try:
+            services.usage.check_stored(owner, await services.read(lambda db: records.stored_bytes(db, owner)), length)
+        except LimitReached as limit:
+            raise limit_fault(limit) from None
+        file_id = records.new_id("file-")
+        try:
+            with NewFile(store.path_of(file_id), store.disk_files) as file:
+                into = _Upload(services, file)
+                form = FormParser(boundary, into.take)
+                async for chunk in request.stream():
+                    form.feed(chunk)
+                    await into.write(_CHUNK)
+                form.close()
+                row = _row(form, file_id, owner, store.clock.stamp())
+                await into.write(0)
+                await store.in_thread(file.commit)
+                row = FileRow(**{**_values(row), "bytes": file.size})
+            await services.batches.add_file(row, lambda stored: services.usage.check_stored(owner, stored, row.bytes))
+        except LimitReached as limit:
+            store.path_of(file_id).unlink(missing_ok=True)
+            raise limit_fault(limit) from None
+        except FormFault as fault:
+            raise HttpFault(400, str(fault), "invalid_form", close=True) from None
+        except (OSError, StoreUnavailable) as error:
+            if isinstance(error, OSError):
+                services.observer.store_error()
+            store.path_of(file_id).unlink(missing_ok=True)
+            raise unstored(f"the file could not be stored ({error})") from error
+        audit(request, "file.created", file_id)
+        return row.to_json()
+
+    @router.get("/v1/files")
+    async def list_all(
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
+        after: Annotated[str | None, Query(max_length=80)] = None,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: Annotated[str | None, Query(max_length=64)] = None,
+    ) -> dict[str, Any]:
+        """Your files, newest first."""
+        owner = owner_of(request)
+        found = await services.read(lambda db: records.list_files(db, owner, limit, after, purpose, order == "desc"))
+        if found is None:
+            raise not_found("file", after or "")
+        return page([file.to_json() for file in found[:limit]], len(found) > limit)
+
+    @router.get("/v1/files/{file_id}")
+    async def look(request: Request, file_id: str) -> dict[str, Any]:
+        """One file."""
+        return (await find(request, file_id)).to_json()
+
+    @router.delete("/v1/files/{file_id}")
+    async def delete(request: Request, file_id: str) -> dict[str, Any]:
+        """Delete a file. Deleting an output file deletes the results that it was made of."""
+        file = await find(request, file_id)
+        user = await services.read(lambda db: records.users_of(db, file_id))
+        if user is not None:
+            raise HttpFault(409, f"{user} still needs this file: cancel it first", "file_in_use")
+        await services.write(services.batches.remove_file(file))
+        audit(request, "file.deleted", file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    @router.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
+    async def content(request: Request, file_id: str) -> StreamingResponse:
+        """The file's bytes."""
+        file = await find(request, file_id)
+        try:
+            path = await services.batches.content(file)
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise not_found("content of file", file_id) from None
+        except (OSError, StoreUnavailable) as error:
+            raise unstored(f"the file could not be made ({error})") from error
+        return StreamingResponse(
+            _read(services, path), media_type="application/octet-stream", headers={"content-length": str(size)}
+        )
+
+    async def find(request: Request, file_id: str) -> FileRow:
+        owner = owner_of(request)
+        file = await services.read(lambda db: records.get_file(db, file_id, owner))
+        if file is None:
+            raise not_found("file", file_id)
+        return file
+
+    return router
+
+
+def _row(form: FormParser, file_id: str, owner: str, now: int) -> FileRow:
+    purpose = form.fields.pop("purpose", None)
+    if purpose is None:
+        raise HttpFault(400, "purpose is missing", "missing_required_parameter", "purpose")
+    if purpose != "batch":
+        raise HttpFault(400, f"purpose={purpose[:64]!r}: 'batch' is what is supported", "unsupported_value", "purpose")
+    if form.fields:
+        name = next(iter(form.fields))[:64]
+        raise HttpFault(400, f"unknown field {name!r}", "unknown_parameter", name)
+    if form.filename is None:
+        raise HttpFault(400, "file is missing", "missing_required_parameter", "file")
+    return FileRow(file_id, owner, purpose, form.filename, 0, now)
+
+
+def _values(row: FileRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__slots__}
+
+
+async def _read(services: Services, path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := await services.store.in_thread(lambda: file.read(_CHUNK)):
+            yield chunk
+
+
+def page(items: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    """A list as clients page through it."""
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0]["id"] if items else None,
+        "last_id": items[-1]["id"] if items else None,
+        "has_more": more,
+    }

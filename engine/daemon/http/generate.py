@@ -1,0 +1,303 @@
+"""/v1/completions and /v1/chat/completions: one body in, an answer or a stream of server-sent events out.
+
+Interactive: such requests go before every batch line. A client that goes away takes its request along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ... import request as engine
+from ...openai.body_worker import Prepared, prepare
+from ...openai.responses import Answer, Delta
+from ...openai.schema import CHAT, COMPLETIONS, Body, Endpoint, json_schema
+from ...openai.sse import DONE, EventWriter, event
+from ...openai.to_engine import RequestOrigin, to_requests
+from ...openai.validators import BadRequest
+from ..flight import Flight
+from ..observe import AnswerTimes, SteadyTime
+from ..usage import tokens_of
+from .errors import HttpFault, not_ready, of_bad_request
+from .state import Services, owner_of
+
+_SLACK_SECONDS = 5.0  # the engine ends a request whose time is over; this is for an engine that is away
+_STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
+
+
+class _Reply:
+    """One interactive body under way (the dispatcher's FlightOwner), and whoever waits for it."""
+
+    def __init__(self, body: Body, services: Services, traceparent: str | None) -> None:
+        self.body, self._services, self._traceparent = body, services, traceparent
+        self.now = SteadyTime()
+        self.arrived, self.submitted = self.now(), 0.0
+        self.first: float | None = None
+        self.over = self.gone = self.late = self._said_late = False
+        self._writer = EventWriter()
+        self._events: list[bytes] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    def progressed(self, flight: Flight, delta: Delta) -> None:
+        if self.first is None:
+            self.first = self.now()
+        if self.body.stream and (data := self._writer.of(flight.answer, delta)):
+            flight.sent = True
+            self._events.append(data)
+            self._wake()
+
+    def landed(self, flight: Flight) -> None:
+        answer = flight.answer
+        self.over = True
+        if self.body.stream:
+            if answer.fault is not None:
+                self._events.append(event(answer.fault.to_json()))
+            elif self.body.include_usage:
+                self._events.append(event(answer.usage_chunk()))
+            self._events.append(DONE)
+        self._wake()
+        times = (self.arrived, self.submitted, self.first, self.now())
+        tokens = (answer.prompt_tokens, answer.completion_tokens)
+        finish = "error" if answer.fault is not None else answer.finish or "stop"
+        self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent))
+
+    def died(self, flight: Flight) -> None:
+        """It runs again by itself."""
+
+    def watch(self, receive: Receive, deadline: float) -> None:
+        """From here on `begun` also ends when the client goes, or at `deadline` (of the loop's clock)."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(deadline, self._end_late)
+        self._watch = loop.create_task(_disconnected(receive))
+        self._watch.add_done_callback(self._left)
+
+    def close(self) -> None:
+        """Watches no more."""
+        if self._timer is not None and self._watch is not None:
+            self._timer.cancel()
+            self._watch.cancel()
+
+    async def begun(self) -> None:
+        """Until there is something to send, or never will be: `over`, `gone` or `late`."""
+        if not (self._events or self.over or self.gone or self.late):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def next(self) -> bytes:
+        """Whatever has come, in one piece (slow readers get larger ones); b"" after the last. Raises ConnectionError
+        once the client is gone."""
+        await self.begun()
+        if self.gone:
+            raise ConnectionError("the client is gone")
+        if self._said_late:
+            return b""  # its end was sent, whatever the engine has made since
+        if self.late and not self.over:
+            self._said_late = True
+            self._events += [event(_late().to_json()), DONE]
+        events, self._events = self._events, []
+        return events[0] if len(events) == 1 else b"".join(events)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _end_late(self) -> None:
+        self.late = True
+        self._wake()
+
+    def _left(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            self.gone = True
+            self._wake()
+
+
+class Generator:
+    """Takes bodies to the dispatcher and answers back."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._count = 0
+
+    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
+        """Raises HttpFault."""
+        self._admit()
+        try:
+            async with self._services.bodies.read(request) as raw:
+                body, prompts = await self._prepare(request, raw, endpoint)
+            self._admit()  # it may have come slowly
+            self._count += 1
+            held = True
+            begun: Flight | None = None
+            try:
+                flight, reply = self._flight(request, body, prompts)
+                begun = flight
+                await self._begun(request, flight, reply)
+                if flight.answer.fault is not None and not flight.sent:
+                    reply.close()
+                    raise _fault(flight)
+                if not body.stream:
+                    return JSONResponse(flight.answer.response())
+                held = False
+                return _Events(reply, lambda: self._left(flight, reply))
+            finally:
+                self._count -= held
+                if held and begun is not None:
+                    self._used(begun)
+        except BadRequest as bad:
+            raise of_bad_request(bad) from None
+
+    def _admit(self) -> None:
+        """Whether there is room for one more. Raises HttpFault."""
+        if not self._services.dispatcher.ready:
+            raise not_ready("the engine is not ready: see /ready")
+        if self._count >= self._services.limits.max_interactive_requests:
+            raise HttpFault(429, f"{self._count} requests are being answered", "too_many_requests", retry_after=1)
+
+    async def _prepare(self, request: Request, raw: bytes, endpoint: Endpoint) -> Prepared:
+        services, limits = self._services, self._services.dispatcher.limits
+        assert limits is not None
+        encoder = services.encoder.of(owner_of(request))
+        return await prepare(raw, endpoint, services.served_model_name, limits.max_model_len, encoder)
+
+    def _flight(self, request: Request, body: Body, prompts: list[tuple[int, ...]]) -> tuple[Flight, _Reply]:
+        dispatcher, limits = self._services.dispatcher, self._services.limits
+        assert dispatcher.limits is not None
+        name, now = secrets.token_hex(12), time.time()
+        origin = RequestOrigin(
+            name,
+            "",
+            name,
+            priority=engine.INTERACTIVE,
+            salt=owner_of(request),
+            deadline=now + limits.request_timeout,
+        )
+        requests = to_requests(body, prompts, dispatcher.limits, origin, self._services.text, limits.max_choices)
+
+        def make(of: Sequence[engine.Request]) -> Answer:
+            return Answer(body, of, self._services.text, name, int(now))
+
+        reply = _Reply(body, self._services, request.headers.get("traceparent"))
+        flight = Flight(tuple(requests), make, reply)
+        reply.submitted = reply.now()
+        dispatcher.submit(flight)
+        return flight, reply
+
+    async def _begun(self, request: Request, flight: Flight, reply: _Reply) -> None:
+        """Waits for the first thing to send; drops the request if the client goes, or the time."""
+        seconds = self._services.limits.request_timeout + _SLACK_SECONDS
+        reply.watch(request.receive, asyncio.get_running_loop().time() + seconds)
+        done = False
+        try:
+            await reply.begun()
+            if reply.gone:
+                raise ConnectionError("the client is gone")
+            if reply.late and not reply.over:
+                raise _late()
+            done = True
+        finally:
+            if not (done and reply.body.stream):
+                reply.close()
+            if not done:
+                self._services.dispatcher.drop(flight)
+
+    def _used(self, flight: Flight) -> None:
+        """Whether it came to its end or not: it was computed."""
+        self._services.usage.add(flight.requests[0].owner, tokens_of(flight.answer))
+
+    def _left(self, flight: Flight, reply: _Reply) -> None:
+        self._count -= 1
+        self._used(flight)
+        reply.close()
+        if not reply.over:
+            self._services.dispatcher.drop(flight)
+
+
+class _Events(Response):
+    """A reply's events, sent as they come without a task or a timeout of their own. `left` is called however it ends,
+    even where nothing was ever sent."""
+
+    def __init__(self, reply: _Reply, left: Callable[[], None]) -> None:
+        super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._reply, self._ended = reply, left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while data := await self._reply.next():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._ended()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _late() -> HttpFault:
+    return HttpFault(504, "the request's time was over", "request_timeout")
+
+
+def _fault(flight: Flight) -> HttpFault:
+    fault = flight.answer.fault
+    assert fault is not None
+    status = 504 if fault.code == "request_timeout" else fault.status or 500
+    return HttpFault(status, fault.message, fault.code, retry_after=5 if status == 503 else None)
+
+
+def _description(endpoint: Endpoint) -> dict[str, Any]:
+    content = {"application/json": {"schema": json_schema(endpoint)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def generate_router(generator: Generator) -> APIRouter:
+    """The two routes as they are described; `Direct` is how they are reached."""
+    router = APIRouter(tags=["generate"])
+    responses: dict[int | str, dict[str, Any]] = {200: {"content": _STREAMED}}
+
+    @router.post(CHAT, openapi_extra=_description(CHAT), response_class=Response, responses=responses)
+    async def chat(request: Request) -> Response:
+        """Answer a chat; `stream: true` for server-sent events."""
+        return await generator.answer(request, CHAT)
+
+    @router.post(COMPLETIONS, openapi_extra=_description(COMPLETIONS), response_class=Response, responses=responses)
+    async def complete(request: Request) -> Response:
+        """Continue one or more prompts; `stream: true` for server-sent events."""
+        return await generator.answer(request, COMPLETIONS)
+
+    return router
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    path: str
+
+
+class Direct:
+    """The application, with a short way to the two routes that are asked most: the framework's layers cost as much as
+    all the rest of a short request, on the event loop that every stream shares. Errors are the gate's to answer."""
+
+    def __init__(self, app: ASGIApp, generator: Generator) -> None:
+        self._app, self._generator = app, generator
+        self._routes: dict[str, tuple[Endpoint, _Route]] = {path: (path, _Route(path)) for path in (CHAT, COMPLETIONS)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        endpoint, scope["route"] = found
+        response = await self._generator.answer(Request(scope, receive), endpoint)
+        await response(scope, receive, send)

@@ -1,0 +1,241 @@
+"""The gate before every route, as plain ASGI: who is it, is it bounded, how long may it take; and who did what.
+
+Knows keys and limits, no route's meaning. Everything it refuses is refused before a body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+
+from ...openai.schema import CHAT, COMPLETIONS, TOKENIZE
+from ..observe import Observer
+from ..usage import LimitReached, Usage
+from .bodies import SMALL_BYTES
+from .errors import HttpFault
+from .keys import Key, KeyRing
+from .state import limit_fault
+
+log = logging.getLogger(__name__)
+audit_log = logging.getLogger("laddertron.audit")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+OPEN = ("/health", "/ready", "/", "/ping")
+"""What needs no key, and says no more than a status without one; the page at / holds no data."""
+_METRICS = ("/metrics",)
+"""What keys of the kind metrics read, and no other kind."""
+_USAGE = "/v1/usage"
+_FILES = "/v1/files"
+_MULTIPART = 64 << 10  # what a form adds to the file in it
+_LEAST_BYTES = 4096  # a body that brings less in `body_timeout` is too slow
+_LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 << 20
+_AUDITED = ("POST", "DELETE")
+
+
+@dataclass(frozen=True, slots=True)
+class GuardLimits:
+    """Bytes and seconds; see daemon.limits in configs/reference.yaml."""
+
+    max_body_bytes: int = 200_000_000
+    max_request_bytes: int = 10_000_000
+    max_header_bytes: int = 16384
+    body_timeout: float = 10.0
+
+
+class Guard:
+    """Wraps the application. `keys=None`: everyone is the same anonymous owner."""
+
+    def __init__(
+        self,
+        app: App,
+        limits: GuardLimits,
+        keys: KeyRing | None,
+        observer: Observer | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        self._usage = usage
+        self._app, self._limits, self._keys = app, limits, keys
+        self._observer = observer or Observer()
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        exchange = _Exchange(scope, receive, send)
+        began = time.perf_counter()
+        owner = None
+        try:
+            most = self._admit(scope)
+            if self._usage is not None and scope["method"] == "POST":
+                key: Key | None = scope["state"]["key"]
+                asker = "" if key is None else key.id
+                self._usage.enter(asker, scope["path"] in (CHAT, COMPLETIONS))
+                owner = asker
+            exchange.read(most, self._limits.body_timeout)
+            await self._app(scope, exchange.receive, exchange.send)
+        except HttpFault as fault:
+            await exchange.refuse(fault)
+        except LimitReached as limit:
+            await exchange.refuse(limit_fault(limit))
+        except (ConnectionError, ClientDisconnect):
+            pass  # the client is gone
+        except Exception:
+            log.exception("request failed", extra={"event": "error", "request": exchange.name})
+            await exchange.refuse(HttpFault(500, "the server failed on this request", "internal_error", close=True))
+        finally:
+            if owner is not None and self._usage is not None:
+                self._usage.leave(owner)
+            self._tell(scope, exchange, time.perf_counter() - began)
+
+    def _admit(self, scope: MutableMapping[str, Any]) -> int:
+        """How many bytes the body may have. Raises HttpFault."""
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if sum(len(name) + len(value) + 4 for name, value in headers) > self._limits.max_header_bytes:
+            raise HttpFault(431, f"headers of more than {self._limits.max_header_bytes} bytes", close=True)
+        path: str = scope["path"]
+        state = scope.setdefault("state", {})
+        state["key"], state["known"] = None, self._keys is None
+        if self._keys is not None:
+            self._identify(self._keys, path, headers, state)
+        encoding = _one(headers, b"content-encoding")
+        if encoding not in (None, b"identity"):
+            raise HttpFault(415, "send the body as it is: no content-encoding is read", close=True)
+        length = _one(headers, b"content-length")
+        if length is not None and _one(headers, b"transfer-encoding") is not None:  # RFC 9112, 6.1
+            raise HttpFault(400, "content-length beside transfer-encoding: send one", "invalid_http", close=True)
+        most = SMALL_BYTES
+        if path == _FILES:
+            most = self._limits.max_body_bytes + _MULTIPART
+        elif path in (CHAT, COMPLETIONS, TOKENIZE):
+            most = self._limits.max_request_bytes
+        if length is not None and length.isdigit() and int(length[:20]) > most:
+            raise too_large(most)
+        return most
+
+    def _identify(self, keys: KeyRing, path: str, headers: list[tuple[bytes, bytes]], state: dict[str, Any]) -> None:
+        """Whose request it is, and whether their kind of key may ask this. Raises HttpFault."""
+        given = [value for name, value in headers if name == b"authorization"]
+        scheme, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
+        holder = keys.holder(key.strip()) if scheme.lower() == "bearer" else None
+        if holder is None and path not in OPEN:
+            raise HttpFault(401, "a working API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+        state["key"], state["known"] = holder, holder is not None
+        if holder is not None and path not in OPEN and not _opens(holder, path):
+            takes = "a key of the kind metrics" if path in _METRICS else "a client's key"
+            message = f"{path[:80]} takes {takes}, this one is of the kind {holder.kind}: laddertron keys add --kind"
+            raise HttpFault(403, message, "wrong_kind_of_key")
+
+    def _tell(self, scope: MutableMapping[str, Any], exchange: _Exchange, seconds: float) -> None:
+        key: Key | None = scope.get("state", {}).get("key")
+        said = {
+            "event": "http",
+            "request": exchange.name,
+            "method": scope["method"],
+            "path": scope["path"][:256],
+            "status": exchange.status,
+            "seconds": round(seconds, 4),
+            "client": (scope.get("client") or ("",))[0],
+            "key": key.id if key else None,
+        }
+        route = getattr(scope.get("route"), "path", "other")
+        self._observer.http(route, exchange.status, seconds)
+        level = logging.DEBUG if scope["path"] in (*OPEN, *_METRICS) else logging.INFO
+        log.log(level, "%s %s %s", said["method"], said["path"], said["status"], extra=said)
+        if scope["method"] in _AUDITED or exchange.status == 401:
+            audit_log.info("%s %s %s", said["method"], said["path"], said["status"], extra=said)
+
+
+def _opens(key: Key, path: str) -> bool:
+    return path == _USAGE or (key.kind == "metrics") == (path in _METRICS)
+
+
+def too_large(most: int) -> HttpFault:
+    return HttpFault(413, f"the body is larger than the {most} bytes that are taken here", "body_too_large", close=True)
+
+
+def _one(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    return next((value.strip().lower() for name, value in headers if name == wanted), None)
+
+
+class _Exchange:
+    """One request and its response, watched."""
+
+    def __init__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        self._scope, self._receive, self._send = scope, receive, send
+        self.name = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_name"] = self.name
+        self.status = 0
+        self._most, self._seen, self._timeout = 0, 0, 10.0
+        self._window, self._window_bytes = 0.0, 0
+        headers = dict(scope["headers"])
+        bodiless = headers.get(b"content-length", b"0").strip(b"0") == b"" and b"transfer-encoding" not in headers
+        self._whole, self._ended = bodiless, False
+
+    def read(self, most: int, timeout: float) -> None:
+        """From here on the body may be read. Bytes, and seconds."""
+        self._most, self._timeout = most, timeout
+        self._window = time.monotonic() + timeout
+
+    async def receive(self) -> Message:
+        if self._whole:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(max(0.0, self._window - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            raise HttpFault(408, "the body came too slowly", "request_timeout", close=True) from None
+        if message["type"] == "http.request":
+            size = len(message.get("body", b""))
+            self._seen += size
+            self._window_bytes += size
+            self._whole = not message.get("more_body", False)
+            if self._seen > self._most:
+                raise too_large(self._most)
+            if self._window_bytes >= _LEAST_BYTES:
+                self._window, self._window_bytes = time.monotonic() + self._timeout, 0
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            extra = [(b"x-request-id", self.name.encode()), (b"x-content-type-options", b"nosniff")]
+            message["headers"] = [*message.get("headers", []), *extra]
+        elif not message.get("more_body", False):
+            self._ended = True
+            if not self._whole and self.status not in (200, 408):
+                # a client that is still sending would see a broken connection instead of the answer
+                await self._send({**message, "more_body": True})
+                await self._linger()
+                message = {**message, "body": b""}
+        await self._send(message)
+
+    async def refuse(self, fault: HttpFault) -> None:
+        """The fault as the response, if none has begun."""
+        if self.status:
+            if not self._ended:
+                raise ConnectionError("the response was under way")
+            return
+        await fault.response()(self._scope, self._receive, self.send)
+
+    async def _linger(self) -> None:
+        seen = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while seen < _LINGER_BYTES:
+                    message = await self._receive()
+                    seen += len(message.get("body", b""))
+                    if message["type"] != "http.request" or not message.get("more_body", False):
+                        return

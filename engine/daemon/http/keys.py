@@ -1,0 +1,177 @@
+"""API keys: made once, shown once, kept as digests in a file of the operator's, compared in constant time.
+
+A key is `sk-lt-` and 256 random bits, so a plain digest says nothing about it. The file is read again when it changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..key_limits import KeyLimits
+
+_PREFIX = "sk-lt-"
+_LOOK_SECONDS = 1.0
+MAX_KEY = 256
+
+
+class KeyFileError(ValueError):
+    """The key file cannot be used; the message names it and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """`id` is what logs and the store call its holder; `digest` is BLAKE2b-256 of the key, hex. `kind`: what it opens,
+    the API (client) or /metrics (metrics)."""
+
+    id: str
+    name: str
+    digest: str
+    created_at: int
+    revoked_at: int | None = None
+    kind: Literal["client", "metrics"] = "client"
+    limits: KeyLimits = field(default_factory=KeyLimits)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what has its default: earlier versions read such entries too."""
+        limits = {name: most for name, most in asdict(self.limits).items() if most is not None}
+        values = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, ...)}
+        return {**values, "limits": limits} if limits else {k: v for k, v in values.items() if k != "limits"}
+
+
+_DEFAULTS = {one.name: one.default for one in fields(Key) if one.default is not MISSING}
+
+
+def digest_of(key: str) -> str:
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32, person=b"laddertron key").hexdigest()
+
+
+def read_keys(path: Path) -> list[Key]:
+    """Raises KeyFileError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return [_key(entry) for entry in data["keys"]]
+    except FileNotFoundError:
+        raise KeyFileError(f"{path} is missing: `laddertron keys add {path} NAME` makes it") from None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise KeyFileError(f"{path} is not a key file ({error}): restore it, or make a new one") from None
+
+
+def _key(entry: dict[str, Any]) -> Key:
+    key = Key(**{**entry, "limits": KeyLimits(**entry.get("limits", {}))})
+    if key.kind not in ("client", "metrics"):
+        raise ValueError(f"{key.id}: kind={key.kind!r} is neither client nor metrics")
+    return key
+
+
+def _write(path: Path, keys: list[Key]) -> None:
+    temporary = path.with_name(f".{path.name}.part")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump({"keys": [key.to_json() for key in keys]}, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+class _Locked:
+    """So that two commands at once lose neither's change."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._descriptor)
+
+
+def add_key(path: Path, name: str, kind: Literal["client", "metrics"] = "client") -> tuple[Key, str]:
+    """The entry, and the key itself: it is nowhere else. Raises KeyFileError."""
+    with _Locked(path):
+        keys = read_keys(path) if path.exists() else []
+        secret = _PREFIX + secrets.token_urlsafe(32)
+        key = Key(f"key_{secrets.token_hex(6)}", name, digest_of(secret), int(time.time()), kind=kind)
+        _write(path, [*keys, key])
+    return key, secret
+
+
+def revoke_key(path: Path, which: str) -> Key:
+    """By id, or by name where it is one key's. Raises KeyFileError."""
+    return _change(path, which, lambda key: replace(key, revoked_at=int(time.time())))
+
+
+def limit_key(path: Path, which: str, limits: dict[str, int | None]) -> Key:
+    """Sets the limits that are named; None takes one away. Raises KeyFileError."""
+    return _change(path, which, lambda key: replace(key, limits=replace(key.limits, **limits)))
+
+
+def _change(path: Path, which: str, change: Callable[[Key], Key]) -> Key:
+    with _Locked(path):
+        keys = read_keys(path)
+        found = [k for k in keys if k.revoked_at is None and which in (k.id, k.name)]
+        if len(found) != 1:
+            what = "no working key" if not found else f"{len(found)} keys, name one by its id"
+            raise KeyFileError(f"{which!r}: {what} ({path})")
+        made = change(found[0])
+        _write(path, [made if k.id == made.id else k for k in keys])
+    return made
+
+
+class KeyRing:
+    """The keys of a running daemon. `holder(key)` is None for anything that is not a working key; a file that became
+    unreadable lets nobody in."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._take(read_keys(path))
+        self._stamp = self._look()
+        self._looked = time.monotonic()
+
+    def holder(self, key: str) -> Key | None:
+        self._refresh()
+        wanted, found = digest_of(key[:MAX_KEY]), None
+        for known in self._keys:  # all of them, whichever matches
+            if hmac.compare_digest(known.digest, wanted):
+                found = known
+        return found if len(key) <= MAX_KEY else None
+
+    def _take(self, keys: list[Key]) -> None:
+        self._keys = [key for key in keys if key.revoked_at is None]
+        # what a key left running when it was revoked, or when the file became unreadable, keeps its limits
+        self._limits = {key.id: key.limits for key in keys}
+
+    def limits_of(self, key_id: str) -> KeyLimits:
+        self._refresh()
+        return self._limits.get(key_id, KeyLimits())
+
+    def _look(self) -> tuple[int, int, int]:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return 0, 0, 0
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        if (stamp := self._look()) != self._stamp:
+            self._stamp = stamp
+            try:
+                self._take(read_keys(self._path))
+            except KeyFileError:
+                self._keys = []

@@ -1,0 +1,146 @@
+"""The daemon's own page and what it shows: replicas, ranks, links, requests and batches at one look.
+
+`/` is one file that holds no data and loads nothing else: it needs no key. What it asks, `/v1/overview`, does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from ..overview import engine_view, take_sample
+from ..store import records
+from .errors import HttpFault
+from .probes import readiness
+from .state import Services, owner_of
+
+MAX_VIEWERS = 16
+_BATCHES, _FAILED_LINES = 20, 1000
+_CAUSES_SECONDS = 10.0
+
+
+class Overview:
+    """The view that everyone who looks in the same second is given. On the event loop."""
+
+    def __init__(self, services: Services, version: str) -> None:
+        self._services, self._version = services, version
+        self._view: dict[str, Any] = {}
+        self._made = float("-inf")
+        self._causes: dict[str, tuple[int, float, dict[str, int]]] = {}
+        self.viewers = 0
+
+    async def view(self, owner: str) -> dict[str, Any]:
+        """Everything, with the owner's newest batches. Raises HttpFault (503) where the store cannot be read."""
+        now = time.monotonic()
+        if now - self._made >= 1.0:
+            self._view, self._made = self._shared(now), now
+        return {**self._view, "batches": await self._batches(owner, now)}
+
+    def _shared(self, now: float) -> dict[str, Any]:
+        services, figures = self._services, self._services.observer.figures()
+        newest, before = take_sample(figures, now), services.samples.before(now)
+        _, ready = readiness(services)
+        return {
+            "model": services.served_model_name,
+            "version": self._version,
+            "started_at": services.started_at,
+            "now": time.time(),
+            "status": ready["status"],
+            "reason": ready["reason"],
+            **engine_view(figures, services.dispatcher.states, newest, *before, time.time()),
+        }
+
+    async def _batches(self, owner: str, now: float) -> list[dict[str, Any]]:
+        rows = await self._services.read(lambda db: records.list_batches(db, owner, _BATCHES, None))
+        found = []
+        for row in (rows or [])[:_BATCHES]:
+            counts = {name: getattr(row, name) for name in ("id", "status", "total", "completed", "failed")}
+            found.append(counts | {"errors": await self._errors(row, now)})
+        return found
+
+    async def _errors(self, batch: records.BatchRow, now: float) -> dict[str, int]:
+        if not batch.failed:
+            return {}
+        failed, at, causes = self._causes.get(batch.id, (0, float("-inf"), {}))
+        if batch.failed != failed and now - at >= _CAUSES_SECONDS:
+            query = partial(records.failed_lines, batch_id=batch.id, limit=_FAILED_LINES)
+            causes = error_codes(await self._services.read(query))
+            while len(self._causes) >= 64 * _BATCHES:
+                self._causes.pop(next(iter(self._causes)))
+            self._causes[batch.id] = batch.failed, now, causes
+        return causes
+
+
+def error_codes(lines: Iterable[str]) -> dict[str, int]:
+    """How often each error code stands in lines of an error file, the most frequent first."""
+    counts: dict[str, int] = {}
+    for line in lines:
+        value = json.loads(line)
+        error = value["error"] or value["response"]["body"]["error"]
+        counts[error["code"]] = counts.get(error["code"], 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+@cache
+def page_of_daemon() -> tuple[bytes, str]:
+    """The page, and a policy under which nothing but its own style and script runs."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+    def digest(tag: str) -> str:
+        [found] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; style-src {digest('style')}; script-src {digest('script')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text.encode(), policy
+
+
+def page_router(services: Services, version: str) -> APIRouter:
+    router = APIRouter(tags=["operations"])
+    overview = Overview(services, version)
+
+    @router.get("/", response_class=Response, include_in_schema=False)
+    async def page() -> Response:
+        body, policy = page_of_daemon()
+        headers = {
+            "content-security-policy": policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+        }
+        return Response(body, media_type="text/html; charset=utf-8", headers=headers)
+
+    @router.get("/v1/overview", response_class=Response)
+    async def view(request: Request, stream: bool = False) -> Response:
+        """Replicas, ranks, links, requests and your newest batches; with `stream` once a second, as events."""
+        owner = owner_of(request)
+        first = await overview.view(owner)
+        if not stream:
+            return JSONResponse(first)
+        if overview.viewers >= MAX_VIEWERS:
+            raise HttpFault(503, f"{MAX_VIEWERS} others are watching: close one of their pages", "too_many_viewers")
+        return StreamingResponse(events(owner), media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    async def events(owner: str) -> AsyncIterator[bytes]:
+        overview.viewers += 1
+        try:
+            while not services.dispatcher.draining:
+                yield b"data: " + json.dumps(await overview.view(owner)).encode() + b"\n\n"
+                await asyncio.sleep(1.0)
+        finally:
+            overview.viewers -= 1
+
+    return router

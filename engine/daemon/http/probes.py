@@ -1,0 +1,123 @@
+"""What probes and Prometheus ask: /health, /ready and /metrics, on the daemon's own listener and on one beside it.
+
+The one beside it (`metrics.port`) has a thread and an event loop of its own: neither connections nor bodies nor work of
+the API can hold it up. Its routes only read, so that they may be called from either thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from ..observe import Observer
+from ..store.disk import free_bytes
+from .guard import App
+from .server import ServerOptions, make_server
+from .state import Services
+
+STALLED_S = 60.0
+"""Without a turn of the daemon's own loop for so long, /health is 503: it will not come back by itself."""
+FULL_BYTES = 1 << 20
+"""With less free on the data folder's disk no commit is to be counted on."""
+_CONNECTIONS, _GIVES_WAY_S = 64, 0.1
+
+
+def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
+    """Whether requests are answered now, and the body that says so."""
+    dispatcher, store = services.dispatcher, services.store
+    states = dispatcher.states
+    reasons = [state.reason for state in states if state.phase != "ready" and state.reason]
+    fault = store.fault or _full(services)
+    if fault:
+        reasons.insert(0, fault)
+    fine = dispatcher.ready and not fault
+    replicas = [
+        {
+            "phase": state.phase,
+            "reason": state.reason,
+            "restarts": state.restarts,
+            "rank": state.rank,
+            "node": state.node,
+            "collective": state.collective,
+        }
+        for state in states
+    ]
+    if dispatcher.draining:
+        reasons = ["the daemon is stopping"]
+    return fine, {
+        "status": "ready" if fine else "draining" if dispatcher.draining else "not_ready",
+        "reason": "" if fine else "; ".join(reasons) or "the engine is starting",
+        "replicas": replicas,
+        "batches": services.batches.gate.why or "running",
+    }
+
+
+def _full(services: Services) -> str:
+    try:
+        free = free_bytes(services.store.folder)
+    except OSError as error:
+        return f"the data folder cannot be looked at: {error.strerror}"
+    return f"{free} bytes are free in {services.store.folder}" if free < FULL_BYTES else ""
+
+
+def probes_router(services: Services) -> APIRouter:
+    """Liveness and readiness. Both need no key; without one they tell a status and nothing else."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/health", responses={503: {}})
+    @router.get("/ping", responses={503: {}})
+    @router.post("/ping", responses={503: {}})
+    async def health() -> Response:
+        """Whether this process lives, and its loop turns. Needs no key."""
+        still = time.monotonic() - services.pulse.at
+        return JSONResponse(
+            {"status": "alive"} if still < STALLED_S else {"status": "stalled"}, 200 if still < STALLED_S else 503
+        )
+
+    @router.get("/ready", responses={503: {}})
+    async def ready(request: Request) -> Response:
+        """Whether requests are answered now: 503 from the moment a rank is suspect, the store cannot be written, or the
+        daemon drains. Needs no key; without one (where keys are set) it says the status alone."""
+        fine, body = readiness(services)
+        if not request.state.known:
+            body = {"status": body["status"]}
+        return JSONResponse(body, 200 if fine else 503, headers={} if fine else {"retry-after": "5"})
+
+    return router
+
+
+def metrics_router(observer: Observer) -> APIRouter:
+    """What Prometheus scrapes: on the daemon's own listener, or on the one beside it."""
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics(request: Request) -> Response:
+        """Every series, for Prometheus. Where keys are set it takes one of the kind metrics."""
+        body, kind = observer.render(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": kind})
+
+    return router
+
+
+class ProbeListener:
+    """`app` on `listener`, on a thread of its own; `close` ends it."""
+
+    def __init__(self, app: App, listener: socket.socket, options: ServerOptions) -> None:
+        few = replace(options, max_connections=_CONNECTIONS, max_per_address=_CONNECTIONS, gives_way=_GIVES_WAY_S)
+        self._server = make_server(app, few)
+        self._thread = threading.Thread(target=self._run, args=(listener,), name="probes", daemon=True)
+        self._thread.start()
+
+    def _run(self, listener: socket.socket) -> None:
+        asyncio.run(self._server.serve(sockets=[listener]))
+
+    async def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        await asyncio.to_thread(self._thread.join)

@@ -1,0 +1,82 @@
+"""What every route is given, and the few words they share: the services, who asks, the audit line."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fastapi import Request
+
+from ...config.load import LimitsConfig
+from ...text.pool import TextPool
+from ...text.tokenizer import TextModel
+from ..batches import Batches
+from ..dispatch import Dispatcher
+from ..observe import Observer
+from ..overview import Samples
+from ..store.store import Store, StoreUnavailable
+from ..usage import LimitReached, Usage
+from .bodies import HeldBodies
+from .errors import HttpFault, unstored
+from .keys import Key
+
+audit_log = logging.getLogger("laddertron.audit")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Pulse:
+    """When the daemon's loop last came round, in monotonic seconds."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Made once by the daemon (or a test), handed to every router."""
+
+    store: Store
+    dispatcher: Dispatcher
+    batches: Batches
+    text: TextModel
+    encoder: TextPool
+    observer: Observer
+    limits: LimitsConfig
+    served_model_name: str
+    started_at: int
+    bodies: HeldBodies
+    pulse: Pulse
+    usage: Usage
+    samples: Samples = field(default_factory=Samples)
+
+    async def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            return await self.store.read(query)
+        except StoreUnavailable as error:
+            raise unstored(str(error)) from error
+
+    async def write(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except StoreUnavailable as error:
+            raise unstored(str(error)) from error
+
+
+def limit_fault(limit: LimitReached) -> HttpFault:
+    message = f"{limit.message}: try again in {limit.retry_after} s"
+    return HttpFault(429, message, "rate_limit_exceeded", limit.limit, limit.retry_after, close=True)
+
+
+def owner_of(request: Request) -> str:
+    """The key's id; "" where no keys are configured."""
+    key: Key | None = getattr(request.state, "key", None)
+    return key.id if key is not None else ""
+
+
+def audit(request: Request, what: str, which: str) -> None:
+    """Who did what to which."""
+    said = {"event": what, "id": which, "key": owner_of(request) or None, "request": request.state.request_name}
+    audit_log.info("%s %s", what, which, extra=said)

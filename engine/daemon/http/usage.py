@@ -1,0 +1,44 @@
+"""/v1/usage: what a key has used, by day, and what it may; a key of the kind metrics sees all."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from ..store import records
+from ..store.store import StoreUnavailable
+from ..usage import DAY
+from .keys import Key
+from .state import Services, owner_of
+
+
+def usage_router(services: Services) -> APIRouter:
+    router = APIRouter(tags=["operations"])
+
+    @router.get("/v1/usage")
+    async def usage(request: Request, days: Annotated[int, Query(ge=1, le=400)] = 30) -> dict[str, Any]:
+        """Requests and tokens of your key by day (UTC), newest first, and its limits; a metrics key: of all."""
+        key: Key | None = request.state.key
+        everyone = key is not None and key.kind == "metrics"
+        owner = None if everyone else owner_of(request)
+        with contextlib.suppress(StoreUnavailable):  # what is stored can be read all the same
+            await services.usage.flush()
+        since = services.store.clock.stamp() // DAY - days + 1
+        rows = await services.read(lambda db: records.read_usage(db, owner, since))
+        out: dict[str, Any] = {"object": "list", "data": [_shown(row) for row in rows]}
+        if owner is not None:
+            out["limits"] = asdict(services.usage.limits_of(owner))
+            out["stored_bytes"] = await services.read(lambda db: records.stored_bytes(db, owner))
+        return out
+
+    return router
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    used = {name: row[name] for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")}
+    total = row["prompt_tokens"] + row["completion_tokens"]
+    named = {"object": "usage", "key": row["owner"] or None, "day": records.day_name(row["day"])}
+    return {**named, **used, "total_tokens": total}

@@ -1,0 +1,75 @@
+"""What clients of vLLM ask beside the OpenAI API: /tokenize, /detokenize, /version, /load (/ping is a probe)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from ...openai.body_worker import tokenize
+from ...openai.schema import TOKENIZE, PromptIds, parsed
+from ...openai.validators import BadRequest, StrictModel, checked, json_schema
+from .errors import of_bad_request
+from .state import Services, owner_of
+
+DETOKENIZE = "/detokenize"
+
+
+class DetokenizeBody(StrictModel):
+    tokens: PromptIds
+    model: str | None = None
+
+
+class TokenizeBody(StrictModel):
+    """What is read of it; the other fields of a chat or a completion may stand there."""
+
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    model: str | None = None
+    return_token_strs: Annotated[bool | None, Field(description="Also the tokens as the vocabulary has them.")] = None
+
+
+def _takes(model: type[StrictModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(model)}}}}
+
+
+def vllm_router(services: Services, version: str) -> APIRouter:
+    """The routes."""
+    router = APIRouter(tags=["vllm"])
+
+    @router.post(TOKENIZE, openapi_extra=_takes(TokenizeBody))
+    async def ids(request: Request) -> dict[str, Any]:
+        """The ids of a text, or of a chat as the template renders it."""
+        limits = services.dispatcher.limits
+        most = None if limits is None else limits.max_model_len
+        encoder = services.encoder.of(owner_of(request))
+        try:
+            async with services.bodies.read(request) as raw:
+                tokens, named = await tokenize(raw, services.served_model_name, most or 1 << 20, encoder)
+        except BadRequest as bad:
+            raise of_bad_request(bad) from None
+        strings = [services.text.tokenizer.id_to_token(token) for token in tokens] if named else None
+        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}
+
+    @router.post(DETOKENIZE, openapi_extra=_takes(DetokenizeBody))
+    async def text(request: Request) -> dict[str, Any]:
+        """The text of ids."""
+        try:
+            async with services.bodies.read(request) as raw:
+                tokens = checked(DetokenizeBody, parsed(raw)).tokens
+        except BadRequest as bad:
+            raise of_bad_request(bad) from None
+        return {"prompt": services.text.decode(tokens, skip_special=False)}
+
+    @router.get("/version")
+    async def which() -> dict[str, Any]:
+        """This program's version."""
+        return {"version": version}
+
+    @router.get("/load")
+    async def load() -> dict[str, Any]:
+        """How many requests are in the engines or wait for them."""
+        return {"server_load": services.dispatcher.in_flight}
+
+    return router

@@ -1,0 +1,124 @@
+"""The engine at one look: replicas, ranks and links as data, from a scrape's figures and an hour of samples. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..job import JobState
+from .observe import Figures
+
+SAMPLE_SECONDS, RECENT_SECONDS, HOUR_SECONDS = 5.0, 10.0, 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Counters at a moment, in monotonic seconds: tokens of answers by replica; by link class the seconds of
+    collectives that were hidden and exposed, and message bytes, summed over the ranks."""
+
+    at: float
+    tokens: Mapping[str, float]
+    links: Mapping[str, tuple[float, float, float]]
+
+
+def take_sample(figures: Figures, at: float) -> Sample:
+    links: dict[str, list[float]] = {}
+    for (*_, link, exposure), seconds in figures.get("collective_seconds_total", {}).items():
+        links.setdefault(link, [0.0, 0.0, 0.0])[exposure == "exposed"] += seconds
+    for (*_, link), size in figures.get("collective_bytes_total", {}).items():
+        links.setdefault(link, [0.0, 0.0, 0.0])[2] += size
+    tokens = {replica: count for (replica,), count in figures.get("generation_tokens_total", {}).items()}
+    return Sample(at, tokens, {link: (a, b, c) for link, (a, b, c) in links.items()})
+
+
+def engine_view(
+    figures: Figures, states: Sequence[JobState], newest: Sample, recent: Sample, oldest: Sample, now: float
+) -> dict[str, Any]:
+    """`newest` was taken from `figures`, `recent` a little before; `now`: unix seconds."""
+    seconds = newest.at - recent.at
+
+    def per_second(grown: float) -> float:
+        return max(0.0, grown) / seconds if seconds > 0 else 0.0
+
+    def one(name: str, replica: str) -> float:
+        return figures.get(name, {}).get((replica,), 0.0)
+
+    replicas: list[dict[str, Any]] = []
+    for index, state in enumerate(states):
+        of = str(index)
+        replicas.append(
+            {
+                "phase": state.phase,
+                "reason": state.reason,
+                "restarts": state.restarts,
+                "tokens_per_second": per_second(newest.tokens.get(of, 0.0) - recent.tokens.get(of, 0.0)),
+                "running": int(one("num_requests_running", of)),
+                "waiting": int(one("num_requests_waiting", of)),
+                "kv_use": one("kv_cache_usage_ratio", of),
+                "ranks": _ranks(figures, of, now),
+            }
+        )
+    drafted = sum(figures.get("spec_decode_num_draft_tokens_total", {}).values())
+    accepted = sum(figures.get("spec_decode_num_accepted_tokens_total", {}).values())
+    return {
+        "tokens_per_second": sum(replica["tokens_per_second"] for replica in replicas),
+        "running": sum(replica["running"] for replica in replicas),
+        "waiting": sum(replica["waiting"] for replica in replicas),
+        "kv_use": max((replica["kv_use"] for replica in replicas), default=0.0),
+        "acceptance": accepted / drafted if drafted else None,
+        "replicas": replicas,
+        "links": [
+            {
+                "link": link,
+                "bytes_per_second": per_second(total - recent.links.get(link, (0.0, 0.0, 0.0))[2]),
+                "hidden": _hidden(link, newest, recent),
+                "hidden_hour": _hidden(link, newest, oldest),
+            }
+            for link, (_, _, total) in sorted(newest.links.items())
+        ],
+    }
+
+
+def _ranks(figures: Figures, replica: str, now: float) -> list[dict[str, Any]]:
+    memory = {**figures.get("rank_resident_memory_bytes", {}), **figures.get("gpu_memory_used_bytes", {})}
+    found = []
+    for labels, up in figures.get("rank_up", {}).items():
+        if labels[0] == replica:
+            stepped = figures.get("last_step_timestamp_seconds", {}).get(labels)
+            found.append(
+                {
+                    "rank": int(labels[1]),
+                    "node": labels[2],
+                    "up": up == 1.0,
+                    "memory": memory.get(labels),
+                    "step_age": max(0.0, now - stepped) if stepped else None,
+                }
+            )
+    return sorted(found, key=lambda rank: rank["rank"])
+
+
+def _hidden(link: str, newest: Sample, before: Sample) -> float | None:
+    """Hidden over all seconds of collectives between two samples; None where there were none."""
+    hidden, exposed = (
+        now - then for now, then in zip(newest.links[link][:2], before.links.get(link, (0.0, 0.0))[:2], strict=True)
+    )
+    return hidden / (hidden + exposed) if hidden + exposed > 0 else None
+
+
+class Samples:
+    """An hour of them, one every SAMPLE_SECONDS."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Sample] = deque(maxlen=int(HOUR_SECONDS / SAMPLE_SECONDS))
+
+    def take(self, figures: Callable[[], Figures], at: float) -> None:
+        """May be called more often: then nothing is looked at."""
+        if not self._kept or at - self._kept[-1].at >= SAMPLE_SECONDS:
+            self._kept.append(take_sample(figures(), at))
+
+    def before(self, at: float) -> tuple[Sample, Sample]:
+        """The newest that is RECENT_SECONDS old (else the oldest), and the oldest."""
+        oldest = self._kept[0] if self._kept else Sample(at, {}, {})
+        return next((sample for sample in reversed(self._kept) if at - sample.at >= RECENT_SECONDS), oldest), oldest

@@ -1,0 +1,66 @@
+"""The time that deletion and expiry go by: the wall clock while it agrees with the newest time that the store has seen
+and with the monotonic clock. A jump pauses both, since nobody knows which side of it is right.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+JUMP_SECONDS = 3600.0
+TRUST_SECONDS = 86400.0
+"""A clock that has run evenly for so long after its jump is right: the daemon was off, or the clock was set."""
+
+
+class TrustedClock:
+    """`seen`: the newest trusted time of an earlier daemon, None in a new store. Any thread."""
+
+    def __init__(
+        self,
+        seen: float | None,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall, self._monotonic = wall, monotonic
+        self._lock = threading.Lock()
+        self._at, self._since = wall() if seen is None else seen, monotonic()
+        self._jumped = 0.0
+        self.jump = 0.0
+        """Seconds that the wall clock is off (negative: behind); 0 while it is trusted."""
+
+    def now(self) -> float:
+        """Unix seconds: the wall clock, or where that has jumped, how the time went on without the jump."""
+        with self._lock:
+            wall, monotonic = self._wall(), self._monotonic()
+            expected = self._at + monotonic - self._since
+            off = wall - expected
+            if abs(off) > JUMP_SECONDS:
+                if abs(off - self.jump) > JUMP_SECONDS:
+                    self.jump, self._jumped = off, monotonic
+                    log.warning(
+                        "the clock jumped by %.0f s: nothing is deleted and no batch expires until it is set back, or "
+                        "has run for %g hours: check the host's time",
+                        off,
+                        TRUST_SECONDS / 3600,
+                        extra={"event": "clock"},
+                    )
+                if monotonic - self._jumped < TRUST_SECONDS:
+                    return expected
+            if self.jump:
+                log.info("the clock is trusted again", extra={"event": "clock"})
+            self._at, self._since, self.jump = wall, monotonic, 0.0
+            return wall
+
+    @property
+    def paused(self) -> bool:
+        """Whether deletion and expiry wait."""
+        self.now()
+        return self.jump != 0.0
+
+    def stamp(self) -> int:
+        """For a new row: the later of both times, so that nothing made during a jump is old when it is over."""
+        return int(max(self.now(), self._wall()))

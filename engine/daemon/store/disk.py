@@ -1,0 +1,205 @@
+"""The data folder as a disk: which daemon holds it, whether its file system can be trusted, files that are whole or
+not there at all. Knows no tables and no HTTP; used by the store and by uploads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+NETWORK_TYPES = frozenset(
+    {"nfs", "nfs3", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "ceph", "cifs", "smb2", "smb3", "smbfs", "9p", "afs"}
+    | {"panfs", "pvfs2", "orangefs", "gfs2", "ocfs2", "glusterfs", "davfs", "sshfs", "wekafs", "vboxsf"}
+)
+_PROBE_ROUNDS = 3
+
+
+class DiskError(RuntimeError):
+    """The data folder cannot be used; the message names it, why, and the fix."""
+
+
+class Files(Protocol):
+    """The calls that a disk can fail in; tests hand in one that does."""
+
+    def write(self, descriptor: int, data: memoryview) -> int: ...
+    def fsync(self, descriptor: int) -> None: ...
+
+
+class RealFiles:
+    """The operating system's."""
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+
+def sync_folder(folder: Path, files: Files) -> None:
+    """So that a name which was made, or renamed, in it stays. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        files.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class NewFile:
+    """A file in the making: `write`, then `commit` under its name (fsync, rename, fsync of the folder). Left without
+    `commit`, it never was. Raises OSError."""
+
+    def __init__(self, path: Path, files: Files) -> None:
+        self.path, self._files = path, files
+        self._temporary = path.with_name(f".{path.name}.part")
+        self._descriptor: int | None = os.open(
+            self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+        )
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        left = memoryview(data)
+        while left:
+            left = left[self._files.write(self._descriptor, left) :]
+        self.size += len(data)
+
+    def commit(self) -> None:
+        assert self._descriptor is not None
+        self._files.fsync(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = None
+        os.rename(self._temporary, self.path)
+        sync_folder(self.path.parent, self._files)
+
+    def discard(self) -> None:
+        """Nothing happens after `commit`."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> NewFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.discard()
+
+
+def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
+    """(mount point, file system type) of a path, by the text of /proc/self/mountinfo."""
+    best = ("/", "unknown")
+    wanted = str(path)
+    for line in mountinfo.splitlines():
+        before, found, after = line.partition(" - ")
+        if not found:
+            continue
+        point = before.split(" ")[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best[0]):
+            best = (point, after.split(" ")[0])
+    return best
+
+
+def check_type(folder: Path, mountinfo: str) -> None:
+    """Raises DiskError where the folder lies on a network file system."""
+    point, kind = mount_of(folder.resolve(), mountinfo)
+    base = kind.removeprefix("fuse.")
+    if base in NETWORK_TYPES or (kind.startswith("fuse.") and base not in ("fuseblk", "fuse-overlayfs")):
+        raise DiskError(
+            f"{folder} lies on {kind} ({point}): a write-ahead log needs a disk of this node. Set daemon.data_dir to "
+            f"one, and daemon.export_dir to the shared folder, from which another node can rebuild the store"
+        )
+
+
+def probe(folder: Path) -> None:
+    """Does what the store will do: locks, two connections that see each other through shared memory, fsync. Raises
+    DiskError."""
+    path = folder / f".probe-{os.getpid()}.db"
+    try:
+        with _probe_connection(path) as one, _probe_connection(path) as two:
+            if (mode := one.execute("PRAGMA journal_mode=WAL").fetchone()[0]) != "wal":
+                raise DiskError(f"{folder}: its file system takes no write-ahead log (journal mode {mode})")
+            one.execute("CREATE TABLE t (n INTEGER)")
+            for n in range(_PROBE_ROUNDS):
+                one.execute("INSERT INTO t VALUES (?)", (n,))
+                if two.execute("SELECT max(n) FROM t").fetchone()[0] != n:
+                    raise DiskError(f"{folder}: a write of one connection is not seen by another")
+        sync_folder(folder, RealFiles())
+    except (sqlite3.Error, OSError) as error:
+        raise DiskError(
+            f"{folder}: a trial of the store failed ({error}): set daemon.data_dir to a local disk"
+        ) from error
+    finally:
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _probe_connection(path: Path) -> Iterator[sqlite3.Connection]:
+    connection = sqlite3.connect(path, isolation_level=None, timeout=1.0)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+class FolderLock:
+    """One daemon at a time. The lock file says who holds it; the kernel lets go when the holder ends."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "lock"
+        self._file: BinaryIO = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.seek(0)
+            holder = self._file.read(4096).decode(errors="replace").strip() or "another process"
+            self._file.close()
+            raise DiskError(
+                f"{folder} is held by {_named(holder)}: stop it, or set another daemon.data_dir ({error.strerror})"
+            ) from None
+        self._file.truncate(0)
+        said = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        self._file.write(json.dumps(said).encode() + b"\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+def _named(holder: str) -> str:
+    try:
+        said = json.loads(holder)
+        return f"process {said['pid']} on {said['host']} since {said['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def prepare_folder(folder: Path) -> FolderLock:
+    """Makes the folder (0700), checks its file system, locks it. Raises DiskError or OSError."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    check_type(folder, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
+    lock = FolderLock(folder)
+    try:
+        probe(folder)
+    except BaseException:
+        lock.release()
+        raise
+    return lock

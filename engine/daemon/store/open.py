@@ -1,0 +1,120 @@
+"""Opening the store: the folder checked and held, the schema brought up to date, or all rebuilt from an export."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import sqlite3
+from pathlib import Path
+
+from .disk import DiskError, NewFile, prepare_folder
+from .export import Export, Fenced, fetch_files, generations, read_changes
+from .schema import Rows, SchemaVersionError, migrate
+from .store import Store, StoreOptions, connect_store
+
+log = logging.getLogger(__name__)
+
+
+async def open_store(folder: Path, options: StoreOptions) -> Store:
+    """Makes or opens the store in `folder`; an empty one is rebuilt from the export, if there is one. Raises DiskError
+    (held, a network file system, damaged, of a later version, emptied, of another folder) or OSError."""
+    lock = await asyncio.to_thread(prepare_folder, folder)
+    try:
+        export = None
+        if options.export_dir is not None:
+            await asyncio.to_thread(options.export_dir.mkdir, parents=True, exist_ok=True, mode=0o700)
+            export = Export(options.export_dir, options.files)
+        await asyncio.to_thread(_make, folder, options)
+        store = Store(folder, lock, export, options)
+        await asyncio.to_thread(store.start)
+        return store
+    except (sqlite3.Error, SchemaVersionError, Fenced) as error:
+        lock.release()
+        raise DiskError(f"{folder}: {error}") from error
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _make(folder: Path, options: StoreOptions) -> None:
+    (folder / "files").mkdir(exist_ok=True, mode=0o700)
+    # By its size, before SQLite opens it: opening an empty store deletes the log beside it, which a restore may need.
+    path = folder / "store.db"
+    fresh = not path.exists() or not path.stat().st_size
+    if fresh and options.export_dir is not None and generations(options.export_dir):
+        _rebuild(folder, options)
+    elif fresh:
+        _refuse_empty(folder, options)
+    db = connect_store(folder, options)
+    try:
+        if not fresh:
+            verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise DiskError(f"{folder}/store.db is damaged ({verdict}): restore it, or rebuild from an export")
+            if not db.execute("PRAGMA user_version").fetchone()[0]:
+                _refuse_empty(folder, options)
+        migrate(db)
+        _check_identity(folder, db, options, rebuilt=fresh)
+    finally:
+        db.close()
+
+
+def _identity_file(folder: Path) -> Path:
+    return folder / "store.id"
+
+
+def _refuse_empty(folder: Path, options: StoreOptions) -> None:
+    """An empty store is right in an empty folder alone. Raises DiskError."""
+    held = sorted(path.name for path in (folder / "files").iterdir() if not path.name.startswith("."))
+    if (held or _identity_file(folder).exists()) and not options.adopt:
+        raise DiskError(
+            f"{folder}: store.db is missing or empty, but the folder held a store and has {len(held)} files in files/: "
+            f"restore store.db, set daemon.export_dir to its export, or begin an empty store with `laddertron serve "
+            f"--adopt` (the files are moved to {folder}/unknown)"
+        )
+
+
+def _check_identity(folder: Path, db: sqlite3.Connection, options: StoreOptions, rebuilt: bool) -> None:
+    """The number that the store and its folder share; made where neither has one. Raises DiskError."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
+    number = secrets.randbits(62) if row is None else int(row[0])
+    path = _identity_file(folder)
+    wanted = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
+    if wanted == str(number):
+        return
+    if wanted is not None and not (rebuilt or options.adopt):
+        raise DiskError(
+            f"{folder}: store.db is store {number if row else '(no id)'}, the folder belongs to store {wanted[:40]}: "
+            f"restore its own store.db, or take this one with `laddertron serve --adopt` (files that it does not know "
+            f"are moved to {folder}/unknown)"
+        )
+    if row is None:
+        db.execute("INSERT INTO meta VALUES ('store', ?)", (number,))
+    with NewFile(path, options.files) as file:
+        file.write(b"%d\n" % number)
+        file.commit()
+
+
+def _rebuild(folder: Path, options: StoreOptions) -> None:
+    """Beside the place first: a rebuild that is interrupted begins anew."""
+    assert options.export_dir is not None
+    scratch = folder / "rebuild"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o700)
+    db = connect_store(scratch, options)
+    migrate(db)
+    db.execute("BEGIN")
+    rows = Rows(db)
+    for change in read_changes(options.export_dir):
+        rows.apply(change)
+        rows.changes.clear()
+    db.execute("COMMIT")
+    count = db.execute("SELECT count(*) FROM results").fetchone()[0]
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    fetch_files(options.export_dir, folder / "files")
+    (scratch / "store.db").rename(folder / "store.db")
+    shutil.rmtree(scratch)
+    log.warning("the store was rebuilt from %s: %d results", options.export_dir, count, extra={"event": "store"})

@@ -1,0 +1,389 @@
+"""Files and batches as the store holds them: frozen rows, the queries over them, and their JSON as clients see it.
+
+Functions of a connection or of Rows, run by the store's threads. Knows statuses and owners, no HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+from .schema import Rows
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
+_STAMPS = (
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
+)
+
+
+def new_id(kind: str) -> str:
+    """`file-…`, `batch_…`: 128 random bits; says nothing, cannot be guessed."""
+    return f"{kind}{secrets.token_hex(16)}"
+
+
+class Tokens(NamedTuple):
+    """What was computed for an answer, as its usage counts it; `cached` of the `prompt` were not computed again."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+
+    def plus(self, other: Tokens) -> Tokens:
+        return Tokens(*map(sum, zip(self, other, strict=True)))
+
+    def less(self, other: Tokens) -> Tokens:
+        return Tokens(*(mine - its for mine, its in zip(self, other, strict=True)))
+
+
+NO_TOKENS = Tokens()
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """`batch_id`: whose output or error file it is."""
+
+    id: str
+    owner: str
+    purpose: str
+    filename: str
+    bytes: int
+    created_at: int
+    batch_id: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": None,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """Times are unix seconds. `errors` and `metadata` are JSON values."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: Status
+    created_at: int
+    expires_at: int
+    errors: list[dict[str, Any]] | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    metadata: dict[str, str] | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(self.input_tokens, self.cached_tokens, self.output_tokens)
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": None if self.errors is None else {"object": "list", "data": self.errors},
+            "input_file_id": self.input_file_id,
+            "completion_window": self.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id if self.ended else None,
+            "error_file_id": self.error_file_id if self.ended else None,
+            "created_at": self.created_at,
+            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+            "metadata": self.metadata,
+            "usage": {
+                "input_tokens": self.input_tokens,
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self.input_tokens + self.output_tokens,
+            },
+        }
+        return out | {name: getattr(self, name) for name in _STAMPS}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line's answer (`ok`) or error, as it stands in the output or error file, line break included."""
+
+    custom_id: str
+    number: int
+    ok: bool
+    line: str
+    tokens: Tokens = NO_TOKENS
+
+
+_FILE = "id, owner, purpose, filename, bytes, created_at, batch_id"
+_JSON = ("errors", "metadata")
+
+
+def _file(row: sqlite3.Row) -> FileRow:
+    return FileRow(**{name: row[name] for name in row.keys() if name != "no"})  # noqa: SIM118 (a Row iterates values)
+
+
+def _batch(row: sqlite3.Row) -> BatchRow:
+    values = {name: row[name] for name in row.keys() if name != "no"}  # noqa: SIM118
+    for name in _JSON:
+        values[name] = None if values[name] is None else json.loads(values[name])
+    return BatchRow(**values)
+
+
+def _columns(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: json.dumps(value, ensure_ascii=False) if name in _JSON and value is not None else value
+        for name, value in values.items()
+    }
+
+
+# files
+
+
+def add_file(rows: Rows, file: FileRow) -> None:
+    rows.insert("files", asdict(file))
+
+
+def get_file(db: sqlite3.Connection, file_id: str, owner: str | None = None) -> FileRow | None:
+    """None where there is none, or it is another's; `owner=None` sees all."""
+    row = db.execute(f"SELECT {_FILE} FROM files WHERE id = ?", (file_id,)).fetchone()
+    return _file(row) if row is not None and owner in (None, row["owner"]) else None
+
+
+def list_files(
+    db: sqlite3.Connection, owner: str, limit: int, after: str | None, purpose: str | None, newest_first: bool = True
+) -> list[FileRow] | None:
+    """One more than `limit` where there are more; None where `after` is not one of the owner's."""
+    where, values = "", [owner]
+    if purpose is not None:
+        where, values = " AND purpose = ?", [owner, purpose]
+    rows = _page(db, "files", where, values, limit, after, newest_first)
+    return None if rows is None else [_file(row) for row in rows]
+
+
+def users_of(db: sqlite3.Connection, file_id: str) -> str | None:
+    """A batch that still needs this input file."""
+    marks = ", ".join("?" * len(ENDED))
+    row = db.execute(
+        f"SELECT id FROM batches WHERE input_file_id = ? AND status NOT IN ({marks})", (file_id, *sorted(ENDED))
+    ).fetchone()
+    return None if row is None else str(row["id"])
+
+
+def drop_file(rows: Rows, file: FileRow) -> None:
+    """With the results that it was made of, if it was."""
+    rows.delete("files", {"id": file.id})
+    if file.batch_id is not None:
+        batch = get_batch(rows.db, file.batch_id)
+        if batch is not None:
+            ok = int(file.id == batch.output_file_id)
+            rows.delete("results", {"batch_id": file.batch_id, "ok": ok})
+            rows.update("batches", {"id": batch.id, "output_file_id" if ok else "error_file_id": None})
+
+
+# batches
+
+
+def add_batch(rows: Rows, batch: BatchRow, repeat_key: str | None = None, digest: str = "") -> BatchRow | None:
+    """The batch; or the one that the same idempotency key made; None if the key stands for another body."""
+    if repeat_key is not None:
+        name = {"owner": batch.owner, "key": repeat_key}
+        row = {**name, "digest": digest, "batch_id": batch.id, "created_at": batch.created_at}
+        if not rows.insert("repeats", row):
+            found = rows.db.execute("SELECT * FROM repeats WHERE owner = :owner AND key = :key", name).fetchone()
+            return get_batch(rows.db, found["batch_id"]) if found["digest"] == digest else None
+    rows.insert("batches", _columns(asdict(batch)))
+    return batch
+
+
+def get_batch(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRow | None:
+    row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
+    return _batch(row) if row is not None and owner in (None, row["owner"]) else None
+
+
+def list_batches(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> list[BatchRow] | None:
+    rows = _page(db, "batches", "", [owner], limit, after, True)
+    return None if rows is None else [_batch(row) for row in rows]
+
+
+def open_batches(db: sqlite3.Connection) -> list[BatchRow]:
+    """Those that have not ended, oldest first."""
+    marks = ", ".join("?" * len(ENDED))
+    found = db.execute(f"SELECT * FROM batches WHERE status NOT IN ({marks}) ORDER BY no", sorted(ENDED))
+    return [_batch(row) for row in found]
+
+
+def count_batches(db: sqlite3.Connection) -> dict[str, int]:
+    return {row[0]: row[1] for row in db.execute("SELECT status, count(*) FROM batches GROUP BY status")}
+
+
+def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **values: Any) -> BatchRow:
+    """The batch afterwards; unchanged where its status is none of `only_if`. Raises KeyError if it is gone."""
+    batch = get_batch(rows.db, batch_id)
+    if batch is None:
+        raise KeyError(batch_id)
+    if only_if and batch.status not in only_if:
+        return batch
+    rows.update("batches", {"id": batch_id, **_columns(values)})
+    changed = get_batch(rows.db, batch_id)
+    assert changed is not None
+    return changed
+
+
+def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int = 0) -> BatchRow:
+    """Stores those that have none yet and counts them, in the batch and in its owner's `day`; a line's second result
+    changes nothing."""
+    batch = get_batch(rows.db, batch_id)
+    if batch is None:
+        raise KeyError(batch_id)
+    done, tokens = [0, 0], Tokens()
+    for result in results:
+        row = {"custom_id": result.custom_id, "number": result.number, "ok": int(result.ok), "line": result.line}
+        if rows.insert("results", {"batch_id": batch_id, "epoch": epoch, **row}):
+            done[int(result.ok)] += 1
+            tokens = tokens.plus(result.tokens)
+    if not any(done):
+        return batch
+    counts: dict[str, Any] = {"completed": batch.completed + done[1], "failed": batch.failed + done[0]}
+    add_usage(rows, batch.owner, day, sum(done), tokens)
+    tokens = tokens.plus(batch.tokens)
+    used: dict[str, Any] = {
+        "input_tokens": tokens.prompt,
+        "cached_tokens": tokens.cached,
+        "output_tokens": tokens.completion,
+    }
+    return change_batch(rows, batch_id, **counts, **used)
+
+
+def add_usage(rows: Rows, owner: str, day: int, requests: int, tokens: Tokens) -> None:
+    """`day`: since 1970, UTC."""
+    key = {"owner": owner, "day": day}
+    query = "SELECT requests, prompt_tokens, cached_tokens, completion_tokens FROM usage WHERE owner = ? AND day = ?"
+    found = rows.db.execute(query, (owner, day)).fetchone()
+    had, before = (0, Tokens()) if found is None else (found[0], Tokens(*found[1:]))
+    now = before.plus(tokens)
+    used = {"prompt_tokens": now.prompt, "cached_tokens": now.cached, "completion_tokens": now.completion}
+    (rows.insert if found is None else rows.update)("usage", {**key, "requests": had + requests, **used})
+
+
+def read_usage(db: sqlite3.Connection, owner: str | None, since: int) -> list[dict[str, Any]]:
+    """By day, newest first; `owner=None`: of all."""
+    query = "SELECT * FROM usage WHERE day >= ? AND (owner = ? OR ? IS NULL) ORDER BY day DESC, owner"
+    return [dict(row) for row in db.execute(query, (since, owner, owner))]
+
+
+def day_name(day: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(day * 86400))
+
+
+def stored_bytes(db: sqlite3.Connection, owner: str) -> int:
+    """Of an owner's files."""
+    return int(db.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
+
+
+def finished_numbers(db: sqlite3.Connection, batch_id: str) -> set[int]:
+    """Numbers of the lines that have their result."""
+    return {row[0] for row in db.execute("SELECT number FROM results WHERE batch_id = ?", (batch_id,))}
+
+
+def result_lines(db: sqlite3.Connection, batch_id: str, ok: bool) -> Iterator[bytes]:
+    """Lines of the output file (or the error file), in the order of the input: the same bytes every time."""
+    query = "SELECT line FROM results WHERE batch_id = ? AND ok = ? ORDER BY number"
+    for row in db.execute(query, (batch_id, int(ok))):
+        yield row[0].encode()
+
+
+def add_deaths(rows: Rows, batch_id: str, deaths: dict[int, int]) -> None:
+    """How often each line was in a step that a rank died in."""
+    for number, count in deaths.items():
+        row = {"batch_id": batch_id, "number": number, "deaths": count}
+        if not rows.insert("suspects", row):
+            rows.update("suspects", row)
+
+
+def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
+    found = db.execute("SELECT number, deaths FROM suspects WHERE batch_id = ?", (batch_id,))
+    return {row["number"]: row["deaths"] for row in found}
+
+
+def failed_lines(db: sqlite3.Connection, batch_id: str, limit: int) -> list[str]:
+    """The first error lines of a batch."""
+    query = "SELECT line FROM results WHERE batch_id = ? AND ok = 0 ORDER BY number LIMIT ?"
+    return [line for (line,) in db.execute(query, (batch_id, limit))]
+
+
+def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:
+    """Ended ones that were created before a time."""
+    marks = ", ".join("?" * len(ENDED))
+    query = f"SELECT * FROM batches WHERE created_at < ? AND status IN ({marks}) ORDER BY no LIMIT 100"
+    return [_batch(row) for row in db.execute(query, (before, *sorted(ENDED)))]
+
+
+def old_files(db: sqlite3.Connection, before: int) -> list[FileRow]:
+    """Uploads from before a time that no open batch needs."""
+    marks = ", ".join("?" * len(ENDED))
+    query = (
+        f"SELECT {_FILE} FROM files WHERE created_at < ? AND batch_id IS NULL AND id NOT IN "
+        f"(SELECT input_file_id FROM batches WHERE status NOT IN ({marks})) ORDER BY no LIMIT 100"
+    )
+    return [_file(row) for row in db.execute(query, (before, *sorted(ENDED)))]
+
+
+def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:
+    """The batch, its results and its files' rows; the names of the files to remove."""
+    gone = [name for name in (batch.output_file_id, batch.error_file_id) if name is not None]
+    for name in gone:
+        rows.delete("files", {"id": name})
+    for table in ("results", "suspects", "repeats"):
+        rows.delete(table, {"batch_id": batch.id})
+    rows.delete("batches", {"id": batch.id})
+    return gone
+
+
+def _page(
+    db: sqlite3.Connection, table: str, where: str, values: list[Any], limit: int, after: str | None, newest: bool
+) -> list[sqlite3.Row] | None:
+    if after is not None:
+        last = db.execute(f"SELECT no, owner FROM {table} WHERE id = ?", (after,)).fetchone()
+        if last is None or last["owner"] != values[0]:
+            return None
+        where, values = f"{where} AND no {'<' if newest else '>'} ?", [*values, last["no"]]
+    order = "DESC" if newest else "ASC"
+    query = f"SELECT * FROM {table} WHERE owner = ?{where} ORDER BY no {order} LIMIT ?"
+    return db.execute(query, (*values, limit + 1)).fetchall()

@@ -1,0 +1,62 @@
+"""Deletion in time: files and ended batches that are older than the retention, and the room they took."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+from . import records
+from .schema import Rows
+from .store import Store, StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+_CLEANING_SECONDS = 600.0
+
+
+class Cleaner:
+    """`retention` in seconds; None keeps everything. Nothing is deleted while the store's clock is paused."""
+
+    def __init__(self, store: Store, retention: float | None) -> None:
+        self._store, self._retention = store, retention
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while self._retention is not None:
+            try:
+                if not self._store.clock.paused:
+                    await self.clean(int(self._store.clock.now() - self._retention))
+            except (StoreUnavailable, OSError) as error:
+                log.warning("nothing was cleaned: %s", error, extra={"event": "retention"})
+            await asyncio.sleep(_CLEANING_SECONDS)
+
+    async def clean(self, before: int) -> int:
+        """Deletes what was made before a time; how many files and batches. Raises StoreUnavailable or OSError."""
+        count = 0
+        while batches := await self._store.read(lambda db: records.old_batches(db, before)):
+            for batch in batches:
+                for name in await self._store.write(partial(_drop, batch)):
+                    self._store.remove_bytes(name)
+            count += len(batches)
+        while files := await self._store.read(lambda db: records.old_files(db, before)):
+            for file in files:
+                await self._store.write(partial(_drop_file, file))
+                self._store.remove_bytes(file.id)
+            count += len(files)
+        if count:
+            log.info("deleted %d old files and batches", count, extra={"event": "retention"})
+            await self._store.write(_shrink)
+        return count
+
+
+def _drop(batch: records.BatchRow, rows: Rows) -> list[str]:
+    return records.drop_batch(rows, batch)
+
+
+def _drop_file(file: records.FileRow, rows: Rows) -> None:
+    records.drop_file(rows, file)
+
+
+def _shrink(rows: Rows) -> None:
+    rows.db.execute("PRAGMA incremental_vacuum(1024)").fetchall()

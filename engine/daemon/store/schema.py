@@ -1,0 +1,153 @@
+"""The store's tables, their migrations, and `Rows`: the only way rows change, so that every change can be exported and
+replayed. Knows SQLite and names of columns; no threads, no HTTP, no meaning of a status.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
+    CREATE TABLE files (
+        no INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, purpose TEXT NOT NULL,
+        filename TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, batch_id TEXT
+    );
+    CREATE INDEX files_by_owner ON files (owner, no);
+    CREATE TABLE batches (
+        no INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, endpoint TEXT NOT NULL,
+        input_file_id TEXT NOT NULL, completion_window TEXT NOT NULL, status TEXT NOT NULL, errors TEXT,
+        output_file_id TEXT, error_file_id TEXT, metadata TEXT,
+        total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+        created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER,
+        completed_at INTEGER, failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER
+    );
+    CREATE INDEX batches_by_owner ON batches (owner, no);
+    CREATE TABLE results (
+        batch_id TEXT NOT NULL, custom_id TEXT NOT NULL, number INTEGER NOT NULL, epoch INTEGER NOT NULL,
+        ok INTEGER NOT NULL, line TEXT NOT NULL, PRIMARY KEY (batch_id, custom_id)
+    );
+    CREATE UNIQUE INDEX results_in_order ON results (batch_id, number);
+    """,
+    """
+    CREATE TABLE suspects (
+        batch_id TEXT NOT NULL, number INTEGER NOT NULL, deaths INTEGER NOT NULL, PRIMARY KEY (batch_id, number)
+    );
+    CREATE TABLE repeats (
+        owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, batch_id TEXT NOT NULL,
+        created_at INTEGER NOT NULL, PRIMARY KEY (owner, key)
+    );
+    """,
+    "".join(
+        f"""
+    ALTER TABLE batches ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0;
+    UPDATE batches SET {name} = (SELECT coalesce(sum(json_extract(line, '$.response.body.usage.{said}')), 0)
+        FROM results WHERE batch_id = batches.id AND ok = 1);
+    """
+        for name, said in (
+            ("input_tokens", "prompt_tokens"),
+            ("cached_tokens", "prompt_tokens_details.cached_tokens"),
+            ("output_tokens", "completion_tokens"),
+        )
+    ),
+    """
+    CREATE TABLE usage (
+        owner TEXT NOT NULL, day INTEGER NOT NULL, requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+        cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, PRIMARY KEY (owner, day)
+    );
+    """,
+)
+VERSION = len(MIGRATIONS)
+
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "files": ("id",),
+    "batches": ("id",),
+    "results": ("batch_id", "custom_id"),
+    "suspects": ("batch_id", "number"),
+    "repeats": ("owner", "key"),
+    "usage": ("owner", "day"),
+}
+"""What names a row of each table that is exported (`meta` belongs to one data folder alone)."""
+
+
+class SchemaVersionError(RuntimeError):
+    """The database was made by a later version."""
+
+
+def migrate(db: sqlite3.Connection, to: int = VERSION) -> int:
+    """Brings the database to version `to`, each step a transaction; returns where it was. Raises SchemaVersionError."""
+    was = int(db.execute("PRAGMA user_version").fetchone()[0])
+    if was > VERSION:
+        raise SchemaVersionError(
+            f"the store has schema {was}, this laddertron knows up to {VERSION}: run the newer version, or start with "
+            f"an empty daemon.data_dir"
+        )
+    for step in range(was, to):
+        db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[step]} PRAGMA user_version = {step + 1}; COMMIT;")
+    return was
+
+
+def columns(db: sqlite3.Connection, table: str) -> tuple[str, ...]:
+    """Names of a table's columns, without its running number."""
+    return tuple(row[1] for row in db.execute(f"PRAGMA table_info({table})") if row[1] != "no")
+
+
+class Rows:
+    """Changes of rows within a transaction. `changes` lists them for the export: [verb, table, row]."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self.db = db
+        self.changes: list[list[Any]] = []
+        self._columns = {table: columns(db, table) for table in KEYS}
+
+    def insert(self, table: str, row: Mapping[str, Any]) -> bool:
+        """False, and nothing changed, if there is a row of that key."""
+        self._check(table, row)
+        names = ", ".join(row)
+        marks = ", ".join(f":{name}" for name in row)
+        done = self.db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING", dict(row))
+        if done.rowcount:
+            self.changes.append(["insert", table, dict(row)])
+        return bool(done.rowcount)
+
+    def update(self, table: str, row: Mapping[str, Any]) -> bool:
+        """Sets the columns of the row that `row`'s key columns name; False if there is none."""
+        self._check(table, row)
+        keys = KEYS[table]
+        sets = ", ".join(f"{name} = :{name}" for name in row if name not in keys)
+        done = self.db.execute(f"UPDATE {table} SET {sets} WHERE {_where(keys)}", dict(row))
+        if done.rowcount:
+            self.changes.append(["update", table, dict(row)])
+        return bool(done.rowcount)
+
+    def delete(self, table: str, row: Mapping[str, Any]) -> int:
+        """Removes the rows that agree with all of `row`'s columns; how many there were."""
+        self._check(table, row)
+        done = self.db.execute(f"DELETE FROM {table} WHERE {_where(tuple(row))}", dict(row))
+        if done.rowcount:
+            self.changes.append(["delete", table, dict(row)])
+        return done.rowcount
+
+    def apply(self, change: object) -> None:
+        """One change as `changes` has it. Raises ValueError on anything else."""
+        match change:
+            case ["insert", str(table), dict(row)]:
+                self.insert(table, row)
+            case ["update", str(table), dict(row)]:
+                self.update(table, row)
+            case ["delete", str(table), dict(row)]:
+                self.delete(table, row)
+            case _:
+                raise ValueError(f"not a change of a row: {str(change)[:80]}")
+
+    def _check(self, table: str, row: Iterable[str]) -> None:
+        """Names stand in statements: only the schema's own may."""
+        known = self._columns.get(table)
+        if known is None or not set(row) <= set(known) or not row:
+            raise ValueError(f"{table!r} has no such columns: {sorted(row)[:20]}")
+
+
+def _where(names: tuple[str, ...]) -> str:
+    return " AND ".join(f"{name} = :{name}" for name in names)

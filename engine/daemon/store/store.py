@@ -1,0 +1,360 @@
+"""The store: one SQLite file in the data folder, written by a thread of its own, a group of changes to a commit.
+
+`write(work)` and `read(query)` take functions of a connection and are awaited; what `write` returned is on the disk
+(and in the export). A disk that fails makes it refuse writes until a trial succeeds. Knows no HTTP and no requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .clock import TrustedClock
+from .disk import Files as DiskFiles
+from .disk import FolderLock, RealFiles
+from .export import Change, Export, Fenced
+from .schema import KEYS, Rows, columns
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_GROUP = 512
+_TRIAL_SECONDS = 1.0
+_READERS = 4
+_NOTE_SECONDS = 60.0
+
+
+class StoreUnavailable(RuntimeError):
+    """The disk did not take it: nothing of it is stored."""
+
+
+class StoreFenced(StoreUnavailable):
+    """Another daemon holds the store now: this one must end."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """`connect` makes SQLite connections (tests hand in one that fails); `observe_commit` gets each commit's seconds,
+    `observe_error` is called for each that failed, both on the store's thread; `adopt`: take a folder whose store is
+    missing, empty or another's; `wall`: unix seconds."""
+
+    export_dir: Path | None = None
+    files: DiskFiles = field(default_factory=RealFiles)
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+    observe_commit: Callable[[float], None] = field(default=lambda seconds: None)
+    observe_error: Callable[[], None] = field(default=lambda: None)
+    adopt: bool = False
+    wall: Callable[[], float] = time.time
+
+
+@dataclass(slots=True)
+class _Work:
+    run: Callable[[Rows], Any]
+    future: asyncio.Future[Any]
+    outcome: Any = None
+    error: BaseException | None = None
+
+
+class Store:
+    """Opened by open.py, on the loop that uses it; `close` it there."""
+
+    def __init__(self, folder: Path, lock: FolderLock, export: Export | None, options: StoreOptions) -> None:
+        self.folder, self._lock, self.export, self._options = folder, lock, export, options
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(_READERS, "store-read")
+        self._local = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+        self.generation = 0
+        self.fault: str | None = None
+        """Why writes are refused, or None."""
+        self.fenced = False
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self.on_change: Callable[[], None] = lambda: None
+        """Called on the loop when `fault` came or went."""
+        self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+
+    @property
+    def files_folder(self) -> Path:
+        return self.folder / "files"
+
+    def path_of(self, file_id: str) -> Path:
+        """Where a file's bytes are. `file_id` comes from the store, never from a client."""
+        return self.files_folder / file_id
+
+    def remove_bytes(self, file_id: str) -> None:
+        """Here and in the export; the row is gone already."""
+        self.path_of(file_id).unlink(missing_ok=True)
+        if self.export is not None:
+            self.export.forget(file_id)
+
+    @property
+    def disk_files(self) -> DiskFiles:
+        return self._options.files
+
+    async def write(self, work: Callable[[Rows], T]) -> T:
+        """Runs `work` within a group's transaction; returns once the group is committed. What `work` raises undoes it
+        alone. Raises StoreUnavailable if the disk failed."""
+        if self.fault is not None:
+            raise StoreUnavailable(self.fault)
+        item = _Work(work, self._loop.create_future())
+        self._queue.put(item)
+        value: T = await item.future
+        return value
+
+    async def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+        """Runs `query` on a connection that sees what is committed. Raises StoreUnavailable."""
+        try:
+            return await self._loop.run_in_executor(self._readers, lambda: query(self._reader()))
+        except sqlite3.OperationalError as error:
+            raise StoreUnavailable(str(error)) from error
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Work on files, beside the readers."""
+        return await self._loop.run_in_executor(self._readers, work)
+
+    async def usable(self) -> None:
+        """Waits until writes are taken again."""
+        await self._writable.wait()
+
+    async def close(self) -> None:
+        """Commits what waits, lets go of the folder."""
+        self._queue.put(None)
+        await self._loop.run_in_executor(None, self._thread.join)
+        await asyncio.to_thread(self._readers.shutdown)  # a reader may wait for this loop
+        for connection in self._opened:
+            connection.close()
+        if self.export is not None:
+            self.export.close()
+        self._lock.release()
+
+    def start(self) -> None:
+        """Fences off earlier holders, clears what an earlier daemon left half made, begins the export."""
+        db = self._connect()
+        with db:
+            db.execute("INSERT INTO meta VALUES ('generation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
+            self.generation = int(db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0])
+        self.clock = TrustedClock(_newest(db), self._options.wall)
+        self._note_time(db)
+        known = {row[0] for row in db.execute("SELECT id FROM files")}
+        self._clear({path for path in self.files_folder.iterdir() if path.name not in known})
+        if self.export is not None:
+            self.export.begin(_snapshot(db))
+        db.close()
+        self._places = (self.folder / "store.db", self.files_folder)
+        self._inodes = [_inode(path) for path in self._places]
+        self._thread.start()
+
+    def _clear(self, unknown: set[Path]) -> None:
+        """Files without a row: those half made go, whole ones are moved aside, since the store may be the one that
+        is wrong."""
+        for path in sorted(unknown):
+            if path.name.startswith(".") and path.name.endswith(".part"):
+                path.unlink()
+                continue
+            aside = self.folder / "unknown" / path.name
+            aside.parent.mkdir(exist_ok=True, mode=0o700)
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}.again")
+            path.rename(aside)
+            log.warning("the store knows no file %s: moved to %s", path.name, aside, extra={"event": "store"})
+
+    def check_there(self) -> bool:
+        """Whether the folder still is the one that was opened; if not, nothing is acknowledged any more. Any thread."""
+        try:
+            same = [_inode(path) for path in self._places] == self._inodes
+        except OSError:
+            same = False
+        if not same and not self.fenced:
+            self.fenced = True
+            self._say(f"the store in {self.folder} was removed or replaced while it was open: restore the folder")
+        return same
+
+    # on the store's thread
+
+    def _serve(self) -> None:
+        db = self._connect()
+        while True:
+            if time.monotonic() - self._noted > _NOTE_SECONDS:
+                self._note_time(db)
+            try:
+                item = self._queue.get(timeout=_NOTE_SECONDS if self.fault is None else _TRIAL_SECONDS)
+            except queue.Empty:
+                db = db if self.fault is None else self._trial(db)
+                continue
+            if item is None:
+                break
+            works, last = [item], False
+            while len(works) < _GROUP and not self._queue.empty():
+                if (more := self._queue.get()) is None:
+                    last = True
+                    break
+                works.append(more)
+            db = self._commit(db, works)
+            if last:
+                break
+        self._note_time(db)
+        db.close()
+
+    def _note_time(self, db: sqlite3.Connection) -> None:
+        """For the next daemon's TrustedClock; a disk that refuses is found out by the next commit."""
+        self._noted = time.monotonic()
+        if self.fault is None:
+            with contextlib.suppress(sqlite3.Error):
+                query = "INSERT INTO meta VALUES ('seen', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+                db.execute(query, (int(self.clock.now()),))
+
+    def _commit(self, db: sqlite3.Connection, works: list[_Work]) -> sqlite3.Connection:
+        began = time.perf_counter()
+        exported = False
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            if db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0] != self.generation:
+                raise Fenced(f"{self.folder} was taken over by another daemon: this one must stop")
+            rows = Rows(db)
+            for work in works:
+                self._run_one(work, rows)
+            if self.export is not None and rows.changes:
+                self.export.append(rows.changes)
+                exported = True
+            db.execute("COMMIT")
+        except (sqlite3.Error, OSError, Fenced) as error:
+            if exported and self.export is not None:
+                self.export.undo()
+            self.fenced |= isinstance(error, Fenced)
+            self._options.observe_error()
+            db = self._reopened(db)
+            self._say(f"the store cannot be written: {error}")
+            kind = StoreFenced if self.fenced else StoreUnavailable
+            self._answer([(work, None, kind(str(error))) for work in works])
+            return db
+        if not self.check_there():  # it went into a file that nobody will find again
+            self._answer([(work, None, StoreFenced(self.fault or "")) for work in works])
+            return db
+        self._options.observe_commit(time.perf_counter() - began)
+        self._say(None)
+        self._answer([(work, work.outcome, work.error) for work in works])
+        return db
+
+    def _run_one(self, work: _Work, rows: Rows) -> None:
+        mark = len(rows.changes)
+        rows.db.execute("SAVEPOINT work")
+        try:
+            work.outcome = work.run(rows)
+        except (sqlite3.OperationalError, OSError):
+            raise
+        except Exception as error:
+            work.error = error
+            rows.db.execute("ROLLBACK TO work")
+            del rows.changes[mark:]
+        rows.db.execute("RELEASE work")
+
+    def _trial(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """Whether the disk takes writes again."""
+        if self.fenced:
+            return db
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("INSERT INTO meta VALUES ('trial', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
+            if self.export is not None:
+                self.export.append([])
+            db.execute("COMMIT")
+        except (sqlite3.Error, OSError, Fenced):
+            self._options.observe_error()
+            return self._reopened(db)
+        self._say(None)
+        return db
+
+    def _reopened(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """After a failure the connection's view of its own pages is not to be trusted."""
+        try:
+            db.close()
+            return self._connect()
+        except sqlite3.Error:
+            return db  # the next trial finds out
+
+    def _say(self, fault: str | None) -> None:
+        if fault != self.fault:
+            (log.info if fault is None else log.error)(
+                "the store takes writes again" if fault is None else fault, extra={"event": "store"}
+            )
+            self.fault = fault
+            self._call(self._changed)
+
+    def _changed(self) -> None:
+        (self._writable.set if self.fault is None else self._writable.clear)()
+        self.on_change()
+
+    def _answer(self, answers: list[tuple[_Work, Any, BaseException | None]]) -> None:
+        def give() -> None:
+            for work, value, error in answers:
+                if work.future.done():  # cancelled by whoever asked
+                    continue
+                if error is not None:
+                    work.future.set_exception(error)
+                else:
+                    work.future.set_result(value)
+
+        self._call(give)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(what)
+
+    # connections
+
+    def _connect(self) -> sqlite3.Connection:
+        return connect_store(self.folder, self._options)
+
+    def _reader(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = connect_store(self.folder, self._options)
+            connection.execute("PRAGMA query_only = ON")
+            self._opened.append(connection)
+        return connection
+
+
+def _newest(db: sqlite3.Connection) -> float | None:
+    """The newest time that the store knows; None if it knows none."""
+    row = db.execute(
+        "SELECT coalesce((SELECT value FROM meta WHERE key = 'seen'), (SELECT max(created_at) FROM "
+        "(SELECT created_at FROM files UNION ALL SELECT created_at FROM batches)))"
+    ).fetchone()
+    return None if row[0] is None else float(row[0])
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def connect_store(folder: Path, options: StoreOptions) -> sqlite3.Connection:
+    """A connection with the store's settings; makes the file if there is none."""
+    db = options.connect(folder / "store.db", isolation_level=None, timeout=10.0, check_same_thread=False)
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has its say only before the first page
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA secure_delete = ON")
+    db.execute("PRAGMA cache_size = -8192")
+    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def _snapshot(db: sqlite3.Connection) -> Iterator[Change]:
+    for table in KEYS:
+        names = columns(db, table)
+        for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
+            yield ["insert", table, {name: row[name] for name in names if row[name] is not None}]

@@ -1,0 +1,137 @@
+"""What each owner uses: requests and tokens by day (UTC), in the store, and held against the limits of its key.
+
+Decides and counts; knows keys by their ids and limits alone, no HTTP. Lines of batches are counted in the transaction
+that stores them; the rest is written about once a second, and what a kill takes is a second's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from ..openai.responses import Answer
+from .key_limits import KeyLimits
+from .observe import Observer
+from .store import records
+from .store.records import Tokens
+from .store.schema import Rows
+from .store.store import Store
+
+DAY = 86400
+
+
+class LimitReached(Exception):
+    """`retry_after` in seconds."""
+
+    def __init__(self, limit: str, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.limit, self.message, self.retry_after = limit, message, max(1, math.ceil(retry_after))
+
+
+def tokens_of(answer: Answer) -> Tokens:
+    """What was computed of an answer, whole or not: nothing where it ended before its first token."""
+    if not answer.place and (answer.fault is not None or not answer.done):
+        return Tokens()
+    return Tokens(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
+
+
+class Usage:
+    """`enter` and `leave` around a request, `add` after it; on the daemon's loop. `clock`: unix seconds of rows."""
+
+    def __init__(
+        self,
+        store: Store,
+        observer: Observer,
+        limits_of: Callable[[str], KeyLimits],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._observer, self._limits_of, self._monotonic = store, observer, limits_of, monotonic
+        self._budgets: dict[str, tuple[float, float]] = {}  # requests that may come now, and as of when
+        self._open: Counter[str] = Counter()
+        self._day = 0
+        self._today: Counter[str] = Counter()
+        self._unwritten: dict[tuple[str, int], tuple[int, Tokens]] = {}
+
+    async def load(self) -> None:
+        """What was used today already."""
+        day = self._turn()
+        for row in await self._store.read(lambda db: records.read_usage(db, None, day)):
+            self._today[row["owner"]] += row["prompt_tokens"] + row["completion_tokens"]
+
+    def limits_of(self, owner: str) -> KeyLimits:
+        return self._limits_of(owner)
+
+    def enter(self, owner: str, computes: bool) -> None:
+        """One more request of the owner; `computes`: it asks for tokens. Raises LimitReached, and then it is none."""
+        limits = self._limits_of(owner)
+        if (most := limits.concurrent_requests) is not None and self._open[owner] >= most:
+            self._refuse(owner, "concurrent_requests", f"{most} requests of this key are being answered", 1)
+        if computes and (late := self.exhausted(owner)):
+            used = f"{self._today[owner]} of {limits.tokens_per_day}"
+            self._refuse(owner, "tokens_per_day", f"this key has used {used} tokens today (UTC)", late)
+        if (a_minute := limits.requests_per_minute) is not None:
+            now = self._monotonic()
+            left, at = self._budgets.get(owner, (float(a_minute), now))
+            left = min(float(a_minute), left + (now - at) * a_minute / 60)
+            if left < 1:
+                wait = (1 - left) * 60 / a_minute
+                self._refuse(owner, "requests_per_minute", f"this key may ask {a_minute} times a minute", wait)
+            self._budgets[owner] = left - 1, now
+        self._open[owner] += 1
+
+    def leave(self, owner: str) -> None:
+        self._open[owner] -= 1
+        if not self._open[owner]:
+            del self._open[owner]
+
+    def exhausted(self, owner: str) -> float:
+        """Seconds until the owner may have tokens again; 0: now."""
+        day, most = self._turn(), self._limits_of(owner).tokens_per_day
+        return (day + 1) * DAY - self._store.clock.now() if most is not None and self._today[owner] >= most else 0.0
+
+    def check_stored(self, owner: str, stored: int, more: int) -> None:
+        """Before `more` bytes are added to what the owner has stored. Raises LimitReached."""
+        most = self._limits_of(owner).stored_bytes
+        if most is not None and stored + more > most:
+            message = f"this key has stored {stored} bytes and may store {most}: delete files, or send less than {more}"
+            self._refuse(owner, "stored_bytes", message, 60)
+
+    def add(self, owner: str, tokens: Tokens, requests: int = 1, stored: bool = False) -> None:
+        """What was computed. `stored`: it is in the store already."""
+        day = self._turn()
+        self._today[owner] += tokens.prompt + tokens.completion
+        self._observer.used(owner, requests, tokens.prompt, tokens.completion)
+        if not stored:
+            had, before = self._unwritten.get((owner, day), (0, Tokens()))
+            self._unwritten[owner, day] = had + requests, before.plus(tokens)
+
+    async def flush(self) -> None:
+        """Raises StoreUnavailable: then the next one writes it."""
+        found, self._unwritten = self._unwritten, {}
+        if not found:
+            return
+
+        def work(rows: Rows) -> None:
+            for (owner, day), (requests, tokens) in found.items():
+                records.add_usage(rows, owner, day, requests, tokens)
+
+        try:
+            await asyncio.shield(self._store.write(work))  # once queued it is written, whoever stops waiting for it
+        except Exception:
+            for (owner, day), (requests, tokens) in found.items():
+                had, before = self._unwritten.get((owner, day), (0, Tokens()))
+                self._unwritten[owner, day] = had + requests, before.plus(tokens)
+            raise
+
+    def _turn(self) -> int:
+        day = self._store.clock.stamp() // DAY
+        if day != self._day:
+            self._day, self._today = day, Counter()
+        return day
+
+    def _refuse(self, owner: str, limit: str, message: str, retry_after: float) -> None:
+        self._observer.limited(owner, limit)
+        raise LimitReached(limit, message, retry_after)

@@ -1,0 +1,150 @@
+"""The plan's advice in plain sentences, even where it is another layout, and what to write for it. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...models.config.model_config import ModelConfig
+from ...topology.placement.placement import Placement
+from .layouts import Layout, by_cost
+from .memory import Memory, StoredTypes
+
+if TYPE_CHECKING:
+    from .estimate import CapacityEstimate
+    from .layouts import Prediction
+
+NEAR = 0.05
+"""Predictions that differ by less than this are the same to us."""
+
+
+def describe(layout: Layout) -> str:
+    """`2 replicas of tp 8, fp8, standard`."""
+    many = f"{layout.replicas} replicas of " if layout.replicas > 1 else ""
+    pipeline = f" x pp {layout.stages}" if layout.stages > 1 else ""
+    kind = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}.get(layout.stored.weights, layout.stored.weights)
+    return f"{many}tp {layout.tp}{pipeline}, {kind}, {layout.wiring.name}"
+
+
+def recommend(
+    config: ModelConfig,
+    stored: StoredTypes,
+    room: Memory,
+    placement: Placement,
+    layouts: Sequence[Layout],
+    predictions: Sequence[Prediction],
+) -> tuple[str, ...]:
+    """Sentences, most important first."""
+    said = [] if room.fits else [f"As configured it {room.verdict}."]
+    asked = (placement.tensor_parallel_size, placement.stages, stored, config.wiring.name)
+    own = next((x for x in layouts if (x.tp, x.stages, x.stored, x.wiring.name) == asked), None)
+    there = [x for x in by_cost(layouts) if x.wiring.name == config.wiring.name]
+    if there:
+        said += _cost_words(config, stored, own, there, room.max_num_seqs)
+        ladder = [x for x in by_cost(layouts) if x.wiring.name == "ladder"]
+        if config.wiring.name != "ladder" and ladder:
+            text = f"Were the model trained as ladder: {describe(ladder[0])}, {_price(ladder[0])}"
+            said.append(f"{text}{_needs(ladder[0])}.")
+        quick = min(there, key=lambda x: x.fastest.step_s if x.fastest else 0.0)
+        if quick.fastest:
+            said.append(
+                f"Quickest for a single user: {describe(quick)}, a token every {quick.fastest.step_s * 1e3:.1f} ms "
+                f"({quick.fastest.tokens_per_s:.0f} tokens/s){_needs(quick)}."
+            )
+    elif layouts:
+        said.append("No layout on these devices has room for this model: add nodes, or take its fp8 weights.")
+    return (*said, *_wiring_words(config, placement, predictions))
+
+
+def _cost_words(
+    config: ModelConfig, stored: StoredTypes, own: Layout | None, there: Sequence[Layout], max_num_seqs: int
+) -> list[str]:
+    """The cheapest layout for weights of this wiring, and of these very weights; what was asked about beside it."""
+    best = there[0]
+    if best is own:
+        text = f"Take it: of all layouts of these GPUs the one asked about is the cheapest, {_price(best)}"
+        return [f"{text}{_more(best, max_num_seqs)}."]
+    said = [f"Cheapest: {describe(best)}, {_price(best)}{_needs(best)}; {_keys(best)}."]
+    mine = [x for x in there if x.stored == stored]
+    if mine and mine[0] not in (best, own):
+        said.append(f"Cheapest with these very weights: {describe(mine[0])}, {_price(mine[0])}; {_keys(mine[0])}.")
+    if own is not None and own.cheapest and best.cheapest:
+        ratio = own.cheapest.dollars / best.cheapest.dollars
+        verdict = "no different within what this can tell" if ratio < 1 + NEAR else f"{ratio:.1f}x the cheapest"
+        said.append(f"The layout asked about: {describe(own)}, {_price(own)}, {verdict}{_more(own, max_num_seqs)}.")
+    return said
+
+
+def _price(layout: Layout) -> str:
+    speed = layout.cheapest
+    if speed is None:
+        return "does not fit"
+    return f"${speed.dollars:.2f} a million output tokens ({speed.output_per_s:,.0f} tokens/s at batch {speed.batch})"
+
+
+def _more(layout: Layout, max_num_seqs: int) -> str:
+    speed = layout.cheapest
+    each = -(-speed.batch // layout.replicas) if speed else 0
+    return f"; that takes engine.max_num_seqs of {each}, configured are {max_num_seqs}" if each > max_num_seqs else ""
+
+
+def _needs(layout: Layout) -> str:
+    return "; needs a checkpoint in fp8 whose answers satisfy you" if layout.stored.weights == "fp8" else ""
+
+
+def keys_of(layout: Layout) -> dict[str, int]:
+    """The keys of `parallel` that make the layout."""
+    keys = {"tensor_parallel_size": layout.tp}
+    keys |= {"pipeline_parallel_size": layout.stages} if layout.stages > 1 else {}
+    return keys | ({"replicas": layout.replicas} if layout.replicas > 1 else {})
+
+
+def deployment_text(plan: CapacityEstimate, config: str | None) -> str:
+    """A deployment file of the cheapest layout for these very weights, or else the one asked about. `config`: the file
+    that was asked about, whose other keys may be wanted too. Raises ValueError where nothing fits."""
+    q = plan.question
+    fits = [x for x in by_cost(plan.layouts) if x.stored == q.stored and x.wiring.name == q.config.wiring.name]
+    if not fits and not plan.memory.fits:
+        raise ValueError("no layout of these weights fits these devices: there is nothing to write")
+    p, per_node = q.placement, max(count for _, count in q.placement.hosts)
+    if fits and (speed := fits[0].cheapest):
+        keys, seats = keys_of(fits[0]), max(1, -(-speed.batch // fits[0].replicas))
+        why = f"{describe(fits[0])}: {_price(fits[0])}, predicted by `laddertron plan`"
+        per_node = min(per_node, fits[0].gpus)
+    else:
+        keys = {"tensor_parallel_size": p.tensor_parallel_size, "pipeline_parallel_size": p.stages}
+        seats, why = plan.memory.max_num_seqs, "the layout that `laddertron plan` was asked about"
+    source = f"# Other keys as in {config}.\n" if config else "# model.path: where the weights are.\n"
+    lines = [f"# {why}.", f"{source}model:", f"  path: /models/{q.name}", f"  max_model_len: {q.keys.max_model_len}"]
+    lines += ["parallel:", *(f"  {key}: {value}" for key, value in keys.items())]
+    lines += ["launch:", f"  ranks_per_node: {per_node}", "engine:", f"  device: {'cuda' if q.keys.gpu else 'cpu'}"]
+    lines += [f"  max_num_seqs: {seats}", f"  max_num_batched_tokens: {max(q.keys.max_num_batched_tokens, seats)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _keys(layout: Layout) -> str:
+    return f"parallel: {{{', '.join(f'{key}: {value}' for key, value in keys_of(layout).items())}}}"
+
+
+def _wiring_words(config: ModelConfig, placement: Placement, predictions: Sequence[Prediction]) -> list[str]:
+    """What ladder would bring to this very layout."""
+    by_key = {(p.wiring, p.batch): p for p in predictions}
+    batches = sorted({p.batch for p in predictions if p.fits})
+    if placement.tensor_parallel_size == 1:
+        return ["One rank a replica: there is no all-reduce, and nothing for a ladder to hide."]
+    if not batches:
+        return []
+    low, high = batches[0], batches[-1]
+    gain, most = by_key["ladder", low], by_key["ladder", high]
+    cost = by_key["standard", low].time
+    text = (
+        f"On this layout all-reduces are {cost.exposed_s / cost.total_s:.0%} of a standard step at batch {low}; ladder "
+        f"is {gain.speedup:.2f}x as fast there and {most.speedup:.2f}x at batch {high}"
+    )
+    if config.wiring.name == "standard":
+        text += (
+            "; these weights are standard and would have to be retrained for it"
+            if max(gain.speedup, most.speedup) > 1 + NEAR
+            else ", not worth retraining for"
+        )
+    return [f"{text}."]

@@ -1,0 +1,173 @@
+"""Where a rank's memory goes, before any is allocated: weights by part, activations, buffers, reserve, and what is left
+for keys and values. Pure arithmetic over shapes; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...models.config.model_config import ModelConfig
+from ...models.config.quantisation import BYTES
+from ...models.cuda.workspace import workspace_bytes
+from ...models.rank_shard import RankShard
+from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
+
+GIB, MIB = 1 << 30, 1 << 20
+
+GPU_CONTEXT, NCCL_BUFFERS = 600 * MIB, 512 * MIB
+"""What a CUDA context with its libraries and NCCL's channels take, about: not derived from shapes, and small beside the
+weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTypes:
+    """How numbers lie in memory: of projections, of everything else that is computed with, of keys and values."""
+
+    weights: str = "bfloat16"
+    values: str = "bfloat16"
+    kv: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKeys:
+    """What of a deployment decides about memory."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    block_size: int = 16
+    utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    gpu: bool = True
+    graphs: bool = True
+    """Whether decode steps are recorded; only with flashinfer."""
+    flashinfer: bool = True
+    """Whether it serves on a GPU."""
+    replicate_embedding: bool = False
+    widens_fp8: bool = False
+    """Whether a GPU widens fp8 weights at each use, as it or the checkpoint does not multiply in fp8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One rank. `parts` in bytes, weights first; `kv_bytes` is what the KV cache gets (0 if the rest does not fit)."""
+
+    device_bytes: int
+    parts: Mapping[str, int]
+    kv_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(size for name, size in self.parts.items() if name.startswith("weights: "))
+
+    @property
+    def other_bytes(self) -> int:
+        return sum(self.parts.values()) - self.weight_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Weights and buffers have room, and one sequence of the configured length has its KV."""
+        return self.kv_bytes > 0 and self.kv_tokens > self.max_model_len
+
+    @property
+    def largest_context(self) -> int:
+        """Positions of the longest sequence that could run alone, whatever the model's own limit."""
+        return max(0, self.kv_tokens - 1)
+
+    def sequences(self, positions: int) -> int:
+        """How many sequences of so many positions have room at once, slots not counted."""
+        return self.kv_tokens // (positions + 1)
+
+    @property
+    def verdict(self) -> str:
+        """In words, with need and have."""
+        have, used = self.device_bytes, sum(self.parts.values())
+        if self.kv_bytes <= 0:
+            return (
+                f"does not fit: a rank needs {used / GIB:.1f} GiB ({self.weight_bytes / GIB:.1f} of it weights) before "
+                f"any KV and has {have / GIB:.1f} GiB"
+            )
+        if not self.fits:
+            return (
+                f"does not fit max_model_len={self.max_model_len}: {self.kv_bytes / GIB:.1f} GiB of KV hold "
+                f"{self.kv_tokens} positions; use at most {self.largest_context}"
+            )
+        return f"fits: {self.kv_bytes / GIB:.1f} GiB of {have / GIB:.1f} are left for {self.kv_tokens:,} KV positions"
+
+
+def working_memory(config: ModelConfig, size: int, value_bytes: float, keys: MemoryKeys) -> dict[str, int]:
+    """What steps take on a rank of a group of `size`, by name, in bytes, beside weights, tables, keys and values: what
+    the engine keeps free for them when it counts its KV blocks, and what a plan lists. value_bytes: of a number that is
+    computed with."""
+    shard, d = RankShard(config, size, 0), config.hidden_size
+    rows = shard.padded_vocab // size
+    outputs = (shard.num_heads + 2 * shard.num_kv_heads) * config.head_dim
+    widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
+    each = (2 * d + widest) * value_bytes
+    tokens, logits = keys.max_num_batched_tokens, 4 * rows
+    parts = {
+        "activations": int(tokens * each + 2 * keys.max_num_seqs * logits),
+        "all-reduces in flight": int(max(2, config.wiring.delay + 1) * tokens * d * value_bytes) if size > 1 else 0,
+    }
+    if not keys.gpu:
+        return parts
+    sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()
+    windows = len(set(config.sliding_window or (None,)))
+    most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
+    parts["attention workspace"] = workspace_bytes(windows, sizes, most_blocks) if keys.flashinfer else 0
+    # One product's weight is wide at a time: the largest's, queries, keys and values or gate and up.
+    widened = int(d * max(outputs, 2 * shard.ffn_size) * value_bytes) if keys.widens_fp8 else 0
+    if widened:
+        parts["widened fp8 weights"] = widened
+    # Graphs share the activations of the largest one, and its logits before, as and after they are made fp32.
+    parts["CUDA graphs"] = int(len(sizes) * GRAPH_BYTES + sizes[-1] * (each + 3 * logits)) + widened if sizes else 0
+    return parts
+
+
+def memory(
+    config: ModelConfig, size: int, stored: StoredTypes, keys: MemoryKeys, device_bytes: int, stages: int = 1
+) -> Memory:
+    """One rank of a group of `size`, which holds all layers or, in a pipeline of `stages`, its part of them (the
+    fullest stage's, with one end's table)."""
+    c, shard = config, RankShard(config, size, 0)
+    layers = -(-c.num_layers // stages)
+    linear, other, kv = BYTES[stored.weights], BYTES[stored.values], BYTES[stored.kv]
+    d, dim = c.hidden_size, c.head_dim
+    outputs = (shard.num_heads + 2 * shard.num_kv_heads) * dim
+    attention = d * outputs + shard.num_heads * dim * d
+    biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
+    norms = sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d
+    rows = shard.padded_vocab // size
+    embedding = c.vocab_size if keys.replicate_embedding else rows
+    # A tied head is the embedding's shard; a replicated table leaves the head to be held apart.
+    head = rows if not c.tied_embeddings or keys.replicate_embedding else 0
+    if stages > 1:
+        embedding, head = max(embedding, head), 0
+    scales = 4 * (outputs + d + 2 * shard.ffn_size + d) * layers if linear == 1.0 else 0
+    working = working_memory(config, size, other, keys)
+    rotary = (keys.max_model_len + 1) * dim * 4 * 2
+    parts = {
+        "weights: embedding": int(embedding * d * other),
+        "weights: attention": int(layers * attention * linear),
+        "weights: MLP": int(layers * 3 * d * shard.ffn_size * linear),
+        "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
+        "weights: head": int(head * d * other),
+        **working | {"activations": working["activations"] + rotary},
+    }
+    reserve = 0
+    if keys.gpu:
+        parts["CUDA context"] = GPU_CONTEXT
+        parts["NCCL buffers"] = NCCL_BUFFERS if size > 1 else 0
+        reserve = int(device_bytes * (1.0 - keys.utilization))
+    parts["reserve"] = reserve
+    per_token = int(2 * layers * shard.num_kv_heads * dim * kv)
+    left = device_bytes - sum(parts.values())
+    wanted = keys.kv_cache_memory
+    budget = max(0, left if wanted is None else min(left, wanted))
+    tokens_held = budget // (per_token * keys.block_size) * keys.block_size
+    return Memory(device_bytes, parts, budget, per_token, tokens_held, keys.max_model_len, keys.max_num_seqs)

@@ -1,0 +1,101 @@
+"""The protocol between those who have requests (daemon, `run`) and those who run them (an engine job).
+
+launchers/ implements it (`launchers/job/supervisor.py`: mpirun, control channel, relaunch;
+`launchers/rank/outer_job.py`: inside an outer mpirun) and injects it; engine/daemon only ever sees this file. asyncio
+throughout: every method is called, and every callback made, on one event loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+from annotated_types import MaxLen
+
+from .request import Count, ModelLimits, Request, TokensEvent
+
+JobPhase = Literal["starting", "loading", "ready", "suspect", "restarting", "draining", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """Where a job stands. `ready` alone takes requests; `suspect` is a rank whose heartbeat or step is overdue;
+    `failed` is final (crash loop, bad weights) and `reason` says why, naming rank and node where one is to blame.
+    While it starts again they are the last failure's; `collective` is what that rank last waited in or had started."""
+
+    phase: JobPhase
+    reason: str = ""
+    restarts: int = 0
+    limits: ModelLimits | None = None
+    rank: int | None = None
+    node: str | None = None
+    exit_code: int | None = None
+    collective: str = ""
+
+
+class MetricRow(NamedTuple):
+    """One figure of a rank: a series of engine/metrics/catalogue.py, its labels but replica, rank and node. A counter
+    runs since the start of the process, a gauge is as of now; a histogram has its sum as `value` and `counts` by
+    bucket."""
+
+    series: Annotated[str, MaxLen(128)]
+    labels: Annotated[tuple[Annotated[str, MaxLen(128)], ...], MaxLen(8)] = ()
+    value: float = 0.0
+    counts: Annotated[tuple[Count, ...], MaxLen(64)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankHeartbeat:
+    """One rank's latest heartbeat."""
+
+    rank: int
+    node: str
+    pid: int
+    step: int
+    received_at: float
+    rows: tuple[MetricRow, ...] = ()
+
+
+class JobListener(Protocol):
+    """What the job tells its owner."""
+
+    def on_tokens(self, events: list[TokensEvent]) -> None:
+        """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: whatever
+        had no `finish` is reported through `on_lost`."""
+
+    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
+        """Requests that were in flight in a job that died. The owner submits them again (with the next epoch) or
+        gives them up. The first `running` of them were in the step (the latest to enter it first): suspects for a
+        poison request; the others only waited. Called when the job's processes are gone: no token of theirs follows."""
+
+    def on_state(self, state: JobState) -> None: ...
+
+    def on_report(self, report: RankHeartbeat) -> None: ...
+
+
+class EngineJob(Protocol):
+    """One replica: one tensor-parallel group with one scheduler."""
+
+    @property
+    def state(self) -> JobState: ...
+
+    async def start(self, listener: JobListener) -> None:
+        """Launches and returns at once; progress comes through `on_state`."""
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises RuntimeError unless the phase is `ready`."""
+
+    def cancel(self, request_id: str) -> None:
+        """Ends all choices with finish "cancelled"; unknown ids are ignored (it may just have ended)."""
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        """A stop string matched: the choice ends with finish "stop" after n_tokens; what it overran is cut."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes no new requests, waits for those in flight; True if all ended in time."""
+
+    async def close(self) -> None:
+        """Ends every process of the job on every node. Returns when they are gone."""
+
+    async def bundle(self) -> dict[str, Any]:
+        """Diagnostics for `laddertron bundle`: per rank the last collectives and stacks, as JSON values."""

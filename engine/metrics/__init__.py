@@ -1,0 +1,1 @@
+"""The catalogue of metrics, what collects them, and request spans."""

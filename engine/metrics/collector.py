@@ -1,0 +1,138 @@
+"""The values of every series of catalogue.py, kept for a scrape; knows names and labels, not what a series means.
+
+The registry is passed in; nothing is global. Any thread may call. What ranks count goes on over a relaunch; a rank that
+is silent for RANK_UP_S is down.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+
+from ..job import RankHeartbeat
+from .catalogue import CATALOGUE, FINISH_REASONS, Series
+from .histogram import Buckets
+from .ranks import Histograms, Labels, RankFigures, Values
+
+RANK_UP_S = 3.0
+
+
+class Collector:
+    """One daemon's series, by name. `clock`: unix seconds."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.time) -> None:
+        self._registry, self._clock = registry, clock
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[Labels, float]] = {name: {} for name in CATALOGUE}
+        self._histograms: dict[str, dict[Labels, Buckets]] = {name: {} for name in CATALOGUE}
+        self._ranks = RankFigures()
+        self._begin_at_zero()
+        registry.register(self)
+
+    def _begin_at_zero(self) -> None:
+        """Series whose labels are known are there from the start: a rate sees their first event."""
+        for name in ("quarantined_requests_total", "nonfinite_logits_total", "store_errors_total"):
+            self.set(name, 0.0)
+        for reason in FINISH_REASONS:
+            self.set("request_success_total", 0.0, reason)
+        for series in CATALOGUE.values():
+            if series.kind == "histogram" and not series.labels:
+                self._histograms[series.name][()] = Buckets(series.bounds)
+
+    def add_heartbeat(self, replica: int, report: RankHeartbeat) -> None:
+        with self._lock:
+            self._ranks.add(replica, report)
+
+    def take_down(self, replica: int) -> None:
+        """The replica's processes are gone or going."""
+        with self._lock:
+            self._ranks.down(replica)
+
+    def is_full(self, name: str, limit: int, *labels: str) -> bool:
+        """Whether a histogram without these labels yet has `limit` label sets already."""
+        return labels not in self._histograms[name] and len(self._histograms[name]) >= limit
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        with self._lock:
+            self._values[name][_fitting(name, labels)] = float(value)
+
+    def put(self, name: str, value: float | None, *labels: str) -> None:
+        """None takes the series away: it has no value now."""
+        if value is not None:
+            self.set(name, value, *labels)
+            return
+        with self._lock:
+            self._values[name].pop(labels, None)
+
+    def add(self, name: str, value: float, *labels: str) -> None:
+        with self._lock:
+            values, key = self._values[name], _fitting(name, labels)
+            values[key] = values.get(key, 0.0) + value
+
+    def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
+        with self._lock:
+            key, histograms = _fitting(name, labels), self._histograms[name]
+            if key not in histograms:
+                histograms[key] = Buckets(CATALOGUE[name].bounds)
+            histograms[key].observe(value, times)
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The body and its content type, for a scraper that accepts `accept`."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self._registry), content_type
+
+    def figures(self) -> tuple[Values, Histograms]:
+        """What a scrape would show now."""
+        with self._lock:
+            values = {name: dict(found) for name, found in self._values.items()}
+            histograms = {
+                name: {labels: (list(b.counts), b.total) for labels, b in found.items()}
+                for name, found in self._histograms.items()
+            }
+            self._ranks.fill(values, histograms, self._clock(), RANK_UP_S)
+        return values, histograms
+
+    def describe(self) -> Sequence[Metric]:
+        return [_family(series) for series in CATALOGUE.values()]
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        values, histograms = self.figures()
+        for series in CATALOGUE.values():
+            family = _family(series)
+            if isinstance(family, HistogramMetricFamily):
+                for labels, (counts, total) in histograms[series.name].items():
+                    family.add_metric(labels, _cumulative(series, counts), total)
+            else:
+                for labels, value in values[series.name].items():
+                    family.add_metric(labels, value)
+            if family.samples:
+                yield family
+
+
+def _fitting(name: str, labels: Labels) -> Labels:
+    wanted = CATALOGUE[name].labels
+    if len(labels) != len(wanted):
+        raise ValueError(f"{name} has labels {wanted}, not {labels}")
+    return labels
+
+
+def _family(series: Series) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily:
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    made: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+    made = kinds[series.kind](series.full_name, series.help, labels=series.labels)
+    return made
+
+
+def _cumulative(series: Series, counts: Sequence[int]) -> list[tuple[str, float]]:
+    out, so_far = [], 0.0
+    for bound, count in zip((*series.bounds, float("inf")), counts, strict=True):
+        so_far += count
+        out.append(("+Inf" if bound == float("inf") else repr(bound), so_far))
+    return out

@@ -1,0 +1,180 @@
+"""The daemon's Observer that keeps metrics: which series each of its calls changes.
+
+launchers/serve.py hands one to the daemon; a test may do the same with a registry of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from ..daemon.observe import AnswerTimes, BatchView, Figures, Observer
+from ..job import JobState, RankHeartbeat
+from ..request import TokensEvent
+from .catalogue import BATCH_STATUSES, FAILURE_KINDS, PHASES
+from .collector import Collector
+
+ETA_WINDOW_S = 300.0
+MAX_ROUTES, MAX_KEYS = 128, 256
+_MAX_CHOICES = 1 << 16
+_DOWN = ("starting", "restarting", "stopped", "failed")
+
+
+def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:
+    """The most by which a batch would miss its window, seconds; negative: all are kept. Batches share `rate`, lines a
+    second, evenly: while one of n lines runs, each other one gets up to n lines too. None without lines or rate."""
+    if rate <= 0:
+        return None
+    worst, before = None, 0
+    ordered = sorted(window for window in windows if window[0] > 0)
+    for index, (left, expiry) in enumerate(ordered):
+        ahead = before + left * (len(ordered) - index)
+        late = now + ahead / rate - expiry
+        worst, before = late if worst is None else max(worst, late), before + left
+    return worst
+
+
+class MetricsObserver(Observer):
+    """`data_dir`: whose disk is looked at for every scrape. `on_request` gets every answered body too (traces).
+    `clock`: unix seconds."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        data_dir: Path | None = None,
+        on_request: Callable[[AnswerTimes], None] = lambda times: None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.series = Collector(registry, clock)
+        self._data_dir, self._on_request, self._clock, self._monotonic = data_dir, on_request, clock, monotonic
+        self._last: dict[tuple[str, int], float] = {}
+        self._answered: deque[tuple[float, int]] = deque()
+        self._done = 0
+        self._keys: set[str] = set()
+
+    def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
+        now, last = self._monotonic(), self._last
+        self.series.add("generation_tokens_total", counted, str(replica))
+        for event in events:
+            key = (event.request_id, event.choice)
+            if event.tokens:
+                if (before := last.get(key)) is not None:
+                    n = len(event.tokens)
+                    self.series.observe("inter_token_latency_seconds", (now - before) / n, times=n)
+                if len(last) < _MAX_CHOICES:
+                    last[key] = now
+            if event.finish is not None:
+                last.pop(key, None)
+                self.series.add("request_success_total", 1.0, event.finish)
+                if event.finish == "numerical_error":
+                    self.series.add("nonfinite_logits_total", 1.0)
+
+    def report(self, replica: int, report: RankHeartbeat) -> None:
+        self.series.add_heartbeat(replica, report)
+
+    def state(self, replica: int, state: JobState) -> None:
+        of = str(replica)
+        self.series.set("engine_ready", float(state.phase == "ready"), of)
+        for phase in PHASES:
+            self.series.set("engine_phase", float(phase == state.phase), of, phase)
+        for name in ("rank_desync_total", "generation_tokens_total"):
+            self.series.add(name, 0.0, of)
+        for kind in FAILURE_KINDS:
+            self.series.add("engine_restarts_total", 0.0, of, kind)
+        if state.phase in _DOWN:
+            self.series.take_down(replica)
+        if state.phase in ("restarting", "failed", "stopped"):
+            self._last.clear()  # whose choices are lost is not known here: the next gap of the others is not counted
+
+    def failure(self, replica: int, kind: str, reason: str) -> None:
+        self.series.add("engine_restarts_total", 1.0, str(replica), kind if kind in FAILURE_KINDS else "other")
+        if "DesyncError" in reason:
+            self.series.add("rank_desync_total", 1.0, str(replica))
+
+    def request(self, times: AnswerTimes) -> None:
+        if times.first is not None:
+            self.series.observe("time_to_first_token_seconds", times.first - times.arrived)
+        self.series.observe("e2e_request_latency_seconds", times.ended - times.arrived)
+        self.series.observe("request_prompt_tokens", times.prompt_tokens)
+        self.series.observe("request_generation_tokens", times.completion_tokens)
+        self._on_request(times)
+
+    def used(self, owner: str, requests: int, prompt: int, completion: int) -> None:
+        key = self._key(owner)
+        self.series.add("key_requests_total", requests, key)
+        self.series.add("key_tokens_total", prompt, key, "prompt")
+        self.series.add("key_tokens_total", completion, key, "completion")
+
+    def limited(self, owner: str, limit: str) -> None:
+        self.series.add("key_limited_total", 1.0, self._key(owner), limit)
+
+    def _key(self, owner: str) -> str:
+        """Keys are the operator's own, and few; beyond MAX_KEYS they are "other"."""
+        if owner not in self._keys and len(self._keys) >= MAX_KEYS:
+            return "other"
+        self._keys.add(owner)
+        return owner or "none"
+
+    def quarantined(self) -> None:
+        self.series.add("quarantined_requests_total", 1.0)
+
+    def clock(self, jump: float) -> None:
+        self.series.set("clock_jump_seconds", jump)
+
+    def commit(self, seconds: float) -> None:
+        self.series.observe("store_commit_seconds", seconds)
+
+    def store_error(self) -> None:
+        self.series.add("store_errors_total", 1.0)
+
+    def http(self, route: str, code: int, seconds: float) -> None:
+        if self.series.is_full("http_request_duration_seconds", MAX_ROUTES, route):
+            route = "other"
+        self.series.add("http_requests_total", 1.0, route, str(code))
+        self.series.observe("http_request_duration_seconds", seconds, route)
+
+    def store(self, fault: str | None) -> None:
+        self.series.set("store_writable", float(fault is None))
+
+    def queues(self, batches: Mapping[str, int], waiting: int, in_flight: int) -> None:
+        for status in BATCH_STATUSES:
+            self.series.set("batch_jobs", batches.get(status, 0), status)
+        self.series.set("dispatch_requests", waiting, "waiting")
+        self.series.set("dispatch_requests", max(0, in_flight - waiting), "in_flight")
+
+    def batches(self, view: BatchView) -> None:
+        now, series = self._clock(), self.series
+        for status in ("left", "completed", "failed"):
+            series.set("batch_requests", getattr(view, status), status)
+        rate = self._rate(now, view.completed + view.failed)
+        series.put("batch_eta_seconds", 0.0 if not view.left else view.left / rate if rate > 0 else None)
+        oldest = 0.0 if view.oldest is None else max(0.0, now - view.oldest)
+        series.set("oldest_queued_request_age_seconds", oldest)
+        series.put("batch_deadline_seconds", None if view.first_expiry is None else view.first_expiry - now)
+        series.put("batch_overdue_seconds", overdue_s(view.windows, rate, now))
+
+    def _rate(self, now: float, done: int) -> float:
+        """Lines answered a second, over the last ETA_WINDOW_S."""
+        grown = max(0, done - self._done)  # a batch that ends takes its lines out of the count
+        self._done = done
+        self._answered.append((now, self._answered[-1][1] + grown if self._answered else 0))
+        while len(self._answered) > 2 and self._answered[1][0] < now - ETA_WINDOW_S:
+            self._answered.popleft()
+        since, before = self._answered[0]
+        return (self._answered[-1][1] - before) / (now - since) if now > since else 0.0
+
+    def figures(self) -> Figures:
+        return self.series.figures()[0]
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        if self._data_dir is not None:
+            disk = os.statvfs(self._data_dir)
+            self.series.set("disk_free_bytes", disk.f_bavail * disk.f_frsize)
+            self.series.set("disk_size_bytes", disk.f_blocks * disk.f_frsize)
+        return self.series.render(accept)

@@ -1,0 +1,195 @@
+"""Lines of a batch file, checked one by one (`laddertron run`) or as a whole (the Batch API).
+
+Reads bytes as a stream, one bounded line at a time; knows no HTTP, store, model or tokens. A bad line is data: it comes
+out as a Line with its error. What a good one becomes stands in to_engine.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from ...topology.strict_json import JsonError, parse
+from .schema import CHAT, COMPLETIONS, Body, Endpoint, check_body
+from .validators import BadRequest, did_you_mean, show
+
+MAX_LINE_BYTES = 10_000_000 - 1
+MAX_CUSTOM_ID = 512
+_ENVELOPE = ("custom_id", "method", "url", "body")
+_ENDPOINTS: dict[str, Endpoint] = {CHAT: CHAT, COMPLETIONS: COMPLETIONS}
+_CHUNK = 1 << 20
+
+
+class BatchLine(NamedTuple):
+    """One line of a batch file. `number` counts from 1, `offset` and `length` (with its line break) are bytes.
+    Exactly one of `body`, `error` and `raw` is set; `raw`: a large line that nobody has looked at yet. `custom_id` and
+    `url` are there if they could be read."""
+
+    number: int
+    offset: int
+    length: int
+    custom_id: str | None = None
+    url: str | None = None
+    body: Body | None = None
+    error: BadRequest | None = None
+    raw: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """What a file's lines must keep to. `endpoint` set: every line's url must be it (a batch); `stream` is always
+    refused. `max_lines=None`: any number. `large_bytes`: what is longer is for whom `read_lines` is given."""
+
+    endpoint: Endpoint | None = None
+    max_line_bytes: int = MAX_LINE_BYTES
+    max_lines: int | None = None
+    large_bytes: int = 64 << 10
+
+
+def read_lines(
+    file: BinaryIO,
+    rules: LineRules = LineRules(),
+    skip: Container[int] = (),
+    large: Callable[[BatchLine], BatchLine] | None = None,
+) -> Iterator[BatchLine]:
+    """Every line that is not blank, in order; a repeated custom_id is the later line's error. Memory: one line, and
+    16 bytes a custom_id. A line beyond `max_lines` comes out as an error, and is the last. Lines whose numbers are in
+    `skip` are passed over unread. `large` gets large lines as they are (`raw`) and returns what becomes of them."""
+    seen: set[bytes] = set()
+    for number, offset, length, raw in _raw_lines(file, rules.max_line_bytes):
+        if rules.max_lines is not None and number > rules.max_lines:
+            message = f"line {number}: at most {rules.max_lines} lines a file"
+            yield BatchLine(number, offset, length, error=BadRequest(message, code="too_many_lines"))
+            return
+        if number in skip:
+            continue
+        if raw is None:
+            message = f"line {number} has {length} bytes: at most {rules.max_line_bytes} are allowed"
+            yield BatchLine(number, offset, length, error=BadRequest(message, code="line_too_long"))
+        elif raw and not raw.isspace():
+            if large is not None and length > rules.large_bytes:
+                line = large(BatchLine(number, offset, length, raw=raw))
+            else:
+                line = check_line(raw, number, offset, rules)
+            if line.custom_id is not None:
+                key = key_of(line.custom_id)
+                if key in seen:
+                    message = f"line {number}: custom_id {show(line.custom_id)} stands on an earlier line too"
+                    fault = BadRequest(message, param="custom_id", code="duplicate_custom_id")
+                    line = BatchLine(number, offset, length, line.custom_id, line.url, error=fault)
+                seen.add(key)
+            yield line
+
+
+def key_of(custom_id: str) -> bytes:
+    """16 bytes that stand for a custom_id where many are remembered."""
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+
+
+def check_line(
+    raw: bytes,
+    number: int = 1,
+    offset: int = 0,
+    rules: LineRules = LineRules(),
+    bound: Callable[[Any], None] = lambda body: None,
+) -> BatchLine:
+    """One line by itself; its error's message begins with its number. `bound` may refuse a body before it is checked
+    (BadRequest), or cut it."""
+    custom_id = url = None
+    try:
+        try:
+            value = parse(raw)
+        except JsonError as fault:
+            raise BadRequest(str(fault), code="invalid_json_line") from None
+        if type(value) is not dict:
+            raise BadRequest("a line must be a JSON object", code="invalid_json_line")
+        custom_id = _custom_id(value)
+        url = value.get("url") if type(value.get("url")) is str else None
+        endpoint = _envelope(value, rules)
+        bound(value["body"])
+        body = check_body(value["body"], endpoint)
+        if body.stream:
+            raise BadRequest("stream: true has no meaning in a file", param="stream", code="unsupported_value")
+        return BatchLine(number, offset, len(raw), custom_id, url, body)
+    except BadRequest as bad:
+        said = BadRequest(
+            f"line {number}: {bad.message}", param=bad.param, code=bad.code, kind=bad.kind, status=bad.status
+        )
+        return BatchLine(number, offset, len(raw), custom_id, url, error=said)
+
+
+def _custom_id(value: dict[str, Any]) -> str | None:
+    """None if it is not usable; `_envelope` then says why."""
+    given = value.get("custom_id")
+    return given if type(given) is str and 1 <= len(given) <= MAX_CUSTOM_ID else None
+
+
+def _envelope(value: dict[str, Any], rules: LineRules) -> Endpoint:
+    for name in _ENVELOPE:
+        if name not in value:
+            raise BadRequest(f"{name} is missing", param=name, code="missing_required_parameter")
+    if len(value) > len(_ENVELOPE):
+        other = next(k for k in value if k not in _ENVELOPE)[:64]
+        hint = did_you_mean(other, _ENVELOPE)
+        raise BadRequest(f"unknown field {other!r}{hint}", param=other, code="unknown_parameter")
+    if _custom_id(value) is None:
+        message = f"custom_id={show(value['custom_id'])}: must be a string of 1 to {MAX_CUSTOM_ID} characters"
+        raise BadRequest(message, param="custom_id", code="invalid_custom_id")
+    if value["method"] != "POST":
+        raise BadRequest(f"method={show(value['method'])}: must be 'POST'", param="method", code="invalid_method")
+    url = value["url"]
+    endpoint = _ENDPOINTS.get(url) if type(url) is str else None
+    if endpoint is None:
+        raise BadRequest(f"url={show(url)}: {CHAT} or {COMPLETIONS} is expected", param="url", code="invalid_url")
+    if rules.endpoint is not None and endpoint != rules.endpoint:
+        raise BadRequest(f"url={url}: this batch's endpoint is {rules.endpoint}", param="url", code="mismatched_url")
+    return endpoint
+
+
+def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, int, bytes | None]]:
+    """(number, offset, length, bytes), None for the bytes of a line longer than `limit` (line break included)."""
+    number = offset = 0
+    while raw := file.readline(limit + 1):
+        number, length = number + 1, len(raw)
+        if length <= limit:
+            yield number, offset, length, raw
+        else:
+            while not raw.endswith(b"\n") and (raw := file.readline(_CHUNK)):
+                length += len(raw)
+            yield number, offset, length, None
+        offset += length
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """What the whole of a batch file is: how many lines, how many of them bad, and the first of the faults."""
+
+    lines: int
+    bad: int
+    errors: tuple[tuple[int, BadRequest], ...]
+
+
+def check_file(
+    file: BinaryIO,
+    rules: LineRules,
+    max_errors: int = 100,
+    each: Callable[[BatchLine], None] | None = None,
+    large: Callable[[BatchLine], BatchLine] | None = None,
+) -> FileCheck:
+    """Reads a batch file to its end. `each` is called with every good line; `large`: see `read_lines`. An empty file
+    has one error, at line 0."""
+    lines = bad = 0
+    errors: list[tuple[int, BadRequest]] = []
+    for line in read_lines(file, rules, large=large):
+        lines += 1
+        if line.error is not None:
+            bad += 1
+            if len(errors) < max_errors:
+                errors.append((line.number, line.error))
+        elif each is not None:
+            each(line)
+    if lines == 0:
+        return FileCheck(0, 1, ((0, BadRequest("the file has no lines", code="empty_file")),))
+    return FileCheck(lines, bad, tuple(errors))

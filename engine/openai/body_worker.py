@@ -1,0 +1,197 @@
+"""Whole bodies made into ids: small ones where they are, large ones in a text worker, so that no loop waits for them.
+
+`prepare` is the daemon's side; the module itself is the worker (`python -m`, see engine/text/worker.py), which takes
+bodies, and lines of batch files, besides texts. What comes back of a large one are its prompts' ids, and the body
+without its prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from ..text import worker
+from ..text.pool import LARGE_BYTES, Encoder, PromptError, ids_of
+from ..text.tokenizer import ChatOptions, TextModel
+from .batch_input import BatchLine, LineRules, check_line
+from .schema import CHAT, TOKENIZE, Body, Endpoint, check_body, check_tokenize, parse_body, parsed
+from .to_engine import TRUNCATED, check_model, encode_prompts
+from .validators import BadRequest
+
+MODULE = __name__
+Prepared = tuple[Body, list[tuple[int, ...]]]
+
+
+class BodyEncoder(Encoder, Protocol):
+    """A text pool whose workers are this module."""
+
+    async def ask(self, payload: dict[str, Any], blob: bytes) -> dict[str, Any]:
+        """The worker's answer. Raises PromptError where there is none."""
+
+
+async def prepare(raw: bytes, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder) -> Prepared:
+    """The checked body and the ids of its prompts, `max_ids` each at most where it is large. Raises BadRequest."""
+    if len(raw) <= LARGE_BYTES:
+        body = parse_body(raw, endpoint)
+        check_model(body, served)
+        return body, await encode_prompts(body, encoder)
+    reply = await _asked(raw, endpoint, served, max_ids, encoder)
+    return check_body(reply["rest"], endpoint), [tuple(ids) for ids in reply["ids"]]
+
+
+async def _asked(raw: bytes, endpoint: str, served: str, max_ids: int, encoder: BodyEncoder) -> dict[str, Any]:
+    try:
+        reply = await encoder.ask({"endpoint": endpoint, "served": served, "max_ids": max_ids}, raw)
+    except PromptError as error:
+        status = 500 if error.code == "server_error" else 400
+        raise BadRequest(str(error), code=error.code, status=status) from None
+    if "refused" in reply:
+        raise BadRequest(**reply["refused"])
+    return reply
+
+
+async def tokenize(raw: bytes, served: str, max_ids: int, encoder: BodyEncoder) -> tuple[list[int], bool]:
+    """The ids of a body of /tokenize, which may be too long for the model, and whether they are wanted by name too.
+    Raises BadRequest."""
+    if len(raw) <= LARGE_BYTES:
+        body, named = check_tokenize(parsed(raw), served)
+        check_model(body, served)
+        (ids,) = await encode_prompts(body, encoder, TRUNCATED)
+        return list(ids), named
+    reply = await _asked(raw, TOKENIZE, served, max_ids, encoder)
+    return reply["ids"][0], reply["rest"]
+
+
+async def prepare_line(
+    line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder, ids: bool = True
+) -> tuple[BatchLine, list[tuple[int, ...]] | BadRequest]:
+    """A large line of a batch, looked at in a worker: checked, its body without its prompts; and the ids of these, or
+    why it has none. `ids=False`: it is only checked. Raises OSError where there are no workers."""
+    assert line.raw is not None
+    place = [line.number, line.offset, endpoint]
+    try:
+        reply = await encoder.ask({"line": place, "served": served, "max_ids": max_ids, "ids": ids}, line.raw)
+    except PromptError as error:
+        if error.code == "server_error":
+            raise OSError(str(error)) from error
+        bad = BadRequest(f"line {line.number}: {error}", code=error.code)
+        named = line._replace(raw=None)
+        if ids:  # whose line it was: its form alone costs less, and was checked before
+            named, _ = await prepare_line(line, endpoint, served, max_ids, encoder, ids=False)
+        return named._replace(body=None, error=bad), bad
+    found = line._replace(raw=None, custom_id=reply.get("custom_id"), url=reply.get("url"))
+    if "refused" in reply:
+        bad = BadRequest(**reply["refused"])
+        return found._replace(error=bad), bad
+    return found._replace(body=check_body(reply["rest"], endpoint)), [tuple(one) for one in reply["ids"]]
+
+
+# in the worker
+
+
+class _Here(Encoder):
+    """The worker's own model."""
+
+    def __init__(self, model: TextModel, max_ids: int) -> None:
+        self._model, self._max_ids = model, max_ids
+
+    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
+        return self._ids({"text": text, "add_special_tokens": add_special_tokens, "longer": longer})
+
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> list[int]:
+        return self._ids({"messages": messages, "options": asdict(options), "longer": longer})
+
+    async def check_grammar(self, spec: str) -> None:
+        self._ids({"grammar": spec})
+
+    def _ids(self, item: dict[str, Any]) -> list[int]:
+        return ids_of(worker.answer(self._model, item, self._max_ids))
+
+
+def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
+    """{"rest", "ids"} or {"refused"} for a body; anything else is a text worker's."""
+    if "blob" not in item:
+        return worker.answer(model, item, max_ids)
+    try:
+        return (_line if "line" in item else _body)(model, item, min(max_ids, item["max_ids"]))
+    except BadRequest as bad:
+        return _refused(bad)
+    except MemoryError:
+        message = "the body needs more memory than a text worker may have"
+        return _refused(BadRequest(message, code="prompt_too_costly"))
+
+
+def _refused(bad: BadRequest) -> dict[str, Any]:
+    said = {"message": bad.message, "param": bad.param, "code": bad.code, "kind": bad.kind, "status": bad.status}
+    return {"refused": said}
+
+
+def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
+    """As `_body`, with the line's custom_id and url."""
+    (number, offset, endpoint), bodies = item["line"], []
+
+    def bound(body: Any) -> None:
+        bodies.append(body)
+        try:
+            _bound(body, max_ids)
+        except BadRequest:
+            if item["ids"]:
+                raise
+            body["prompt"] = [0]  # too long: that line's error alone, once it is its turn
+
+    line = check_line(item["blob"], number, offset, LineRules(endpoint), bound)
+    out = {"custom_id": line.custom_id, "url": line.url}
+    if line.error is not None or line.body is None:
+        return {**out, **_refused(line.error or BadRequest("the line has no body"))}
+    if not item["ids"]:
+        prompt = {"messages": [{"role": "user", "content": ""}]} if endpoint == CHAT else {"prompt": " "}
+        return {**out, "rest": {"model": line.body.model, **prompt}, "ids": []}
+    try:
+        check_model(line.body, item["served"])
+        return {**out, **_made(bodies[0], line.body, _Here(model, max_ids))}
+    except BadRequest as bad:
+        return {**out, **_refused(bad)}
+
+
+def _body(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
+    value = parsed(item["blob"])
+    _bound(value, max_ids)
+    here = _Here(model, max_ids)
+    if item["endpoint"] == TOKENIZE:
+        body, named = check_tokenize(value, item["served"])
+        check_model(body, item["served"])
+        return {"rest": named, "ids": asyncio.run(encode_prompts(body, here, TRUNCATED))}
+    body = check_body(value, item["endpoint"])
+    check_model(body, item["served"])
+    return _made(value, body, here)
+
+
+def _made(value: dict[str, Any], body: Body, here: _Here) -> dict[str, Any]:
+    ids = asyncio.run(encode_prompts(body, here))
+    rest = {**value, "chat_template_kwargs": None, "documents": None}
+    if body.endpoint == CHAT:
+        last = body.messages[-1]
+        rest["messages"] = [{"role": last["role"], "content": last["content"] if body.echo else ""}]
+    elif not (body.echo and isinstance(body.prompts[0], str)):  # else the text is a part of the answer
+        rest["prompt"] = [[0]] * len(ids)
+    return {"rest": {key: given for key, given in rest.items() if given is not None}, "ids": ids}
+
+
+def _bound(value: Any, max_ids: int) -> None:
+    """Prompts of ids are refused by their length, before any of them is looked at. Raises BadRequest."""
+    prompt = value.get("prompt") if type(value) is dict else None
+    if type(prompt) is not list:
+        return
+    if value.get("truncate_prompt_tokens") is not None:
+        max_ids *= TRUNCATED
+    for ids in [prompt, *(one for one in prompt[:1024] if type(one) is list)]:
+        if len(ids) > max_ids and type(ids[0]) is int:
+            message = f"prompt has {len(ids)} tokens, more than the {max_ids} that are taken here"
+            raise BadRequest(message, param="prompt", code="context_length_exceeded")
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main(json.loads(sys.argv[1]), answer))

@@ -1,0 +1,376 @@
+"""Tokens -> what the client gets: response bodies and streamed chunks.
+
+One `Answer` gathers the events of one body's requests, turns them into text, finds stop strings, and builds the JSON.
+Pure but for its own state; knows neither HTTP nor files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+from ..request import FinishReason, Request, TokenLogprob, TokensEvent
+from ..text.detokenizer import OutputText
+from ..text.tokenizer import TextModel
+from .batch_lines import AnswerFault
+from .chat_parts import ChatParts, Part, message_of
+from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
+from .schema import CHAT, Body
+
+_OPENING = 8  # ids at a prompt's end among which a template may have begun the reasoning
+_FAULTS: dict[FinishReason, tuple[str, str, int | None]] = {
+    "cancelled": ("batch_cancelled", "the request was cancelled", None),
+    "timeout": ("request_timeout", "the request's time was over", None),
+    "numerical_error": ("numerical_error", "the model computed values that are not finite", 500),
+    "constraint_error": ("constraint_error", "what the request allows cannot be kept", 400),
+    "error": ("engine_error", "the engine failed on this request", 500),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one event added to one choice. `finish` is set on the choice's last."""
+
+    choice: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A stop string matched: for `EngineJob.stop_choice`."""
+
+    request_id: str
+    choice: int
+    n_tokens: int
+
+
+@dataclass(slots=True)
+class _Choice:
+    out: OutputText
+    offsets: Offsets  # of what was streamed
+    seen: int = 0  # tokens that the engine has reported
+    tokens: int = 0  # tokens that count
+    parts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)  # of the rows of logits behind `ids`
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    begun: bool = False  # streaming: its first chunk is out
+    chat: ChatParts | None = None  # streaming: what it has said, taken apart
+
+
+class Answer:
+    """One body's answer in the making. Choice i of prompt p has index p * n + i."""
+
+    def __init__(
+        self,
+        body: Body,
+        requests: Sequence[Request],
+        text: TextModel,
+        answer_id: str,
+        created: int,
+    ) -> None:
+        self.body, self.requests, self.created = body, tuple(requests), created
+        self.answer_id = f"{'chatcmpl' if body.endpoint == CHAT else 'cmpl'}-{answer_id}"
+        self.fault: AnswerFault | None = None
+        self._text = text
+        self._names: Names = TokenIds(text.pieces) if body.return_tokens_as_token_ids else text.pieces
+        last = body.messages[-1] if body.messages else {"role": "", "content": ""}
+        self.divided = body.endpoint == CHAT and (bool(body.tools) or (text.reasons and body.params.grammar is None))
+        """Whether a chat's text is taken apart: reasoning, content, calls."""
+        self._role = "assistant" if body.add_generation_prompt else last["role"]
+        self._continued = last["content"] if body.echo and last["role"] == self._role else ""
+        self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
+        self._cached = [0] * len(requests)
+        self._prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
+        self._choices = [self._new_choice(request) for request in requests for _ in range(body.params.n)]
+        self._open = len(self._choices)
+
+    def _new_choice(self, request: Request) -> _Choice:
+        body = self.body
+        out = self._text.output(
+            body.stop, body.include_stop_str_in_output, request.params.min_tokens, body.skip_special_tokens
+        )
+        return _Choice(out, self._offsets())
+
+    def _offsets(self) -> Offsets:
+        return Offsets(self._text.stream(self.body.skip_special_tokens, continues=not self.body.echo))
+
+    @property
+    def done(self) -> bool:
+        """Every choice has ended, or the request has failed."""
+        return self._open == 0 or self.fault is not None
+
+    @property
+    def finish(self) -> str | None:
+        """How the first choice ended, or which fault ended all."""
+        return self.fault.code if self.fault is not None else self._choices[0].finish
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.tokens for choice in self._choices)
+
+    @property
+    def place(self) -> int:
+        """How far it has come: the tokens that the engine has reported of its longest choice."""
+        return max(choice.seen for choice in self._choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    def take(self, event: TokensEvent) -> tuple[Delta | None, Stop | None]:
+        """One event of one of this answer's requests: what to stream, and whether to tell the engine to stop. Events
+        of choices that have ended, and tokens reported before, count for nothing."""
+        prompt = self._prompt_of[event.request_id]
+        choice = self._choices[prompt * self.body.params.n + event.choice]
+        index = prompt * self.body.params.n + event.choice
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = event.prompt_logprobs
+        self._cached[prompt] = max(self._cached[prompt], event.cached_tokens)
+        if choice.finish is not None or self.fault is not None:
+            return None, None
+        if event.start > choice.seen:
+            self.fault = AnswerFault("engine_error", f"tokens {choice.seen} to {event.start} were never reported")
+            return None, None
+        new = event.tokens[choice.seen - event.start :]
+        logprobs = () if event.logprobs is None else event.logprobs[choice.seen - event.start :]
+        choice.seen += len(new)
+        text = choice.out.push(new)
+        taken = choice.out.n_tokens - choice.tokens
+        choice.tokens = choice.out.n_tokens
+        stop = None
+        if choice.out.matched is None and event.finish is not None:
+            held = self._end(choice, event)
+            if held is None:
+                return None, None
+            text += held
+        if choice.out.matched is not None:
+            choice.finish, choice.stop_reason = "stop", choice.out.matched
+            if event.finish is None:
+                stop = Stop(event.request_id, event.choice, choice.tokens)
+        if choice.finish is not None:
+            self._open -= 1
+        choice.parts.append(text)
+        ids = new[:taken]
+        if choice.finish == "stop" and choice.out.matched is None and event.stop_token is not None:
+            ids = (*ids, event.stop_token)
+            if self.body.endpoint != CHAT:
+                taken += 1  # the stop token's: evaluation harnesses take the last entry for the one that was generated
+        choice.digests += [item.digest for item in logprobs[: len(ids)]]
+        kept = logprobs[:taken] if self.body.params.logprobs is not None else ()
+        choice.logprobs += kept
+        choice.ids += ids
+        return Delta(index, text, kept, choice.finish, choice.stop_reason, ids), stop
+
+    def _end(self, choice: _Choice, event: TokensEvent) -> str | None:
+        """The engine's own end of a choice: the text that was still held back, None if it failed."""
+        assert event.finish is not None
+        if event.finish in _FAULTS:
+            code, message, status = _FAULTS[event.finish]
+            self.fault = AnswerFault(code, event.message or message, status)
+            return None
+        text = choice.out.finish()
+        choice.finish = event.finish
+        if event.stop_token is not None:
+            choice.tokens += 1
+            if event.stop_token in self.body.params.stop_token_ids:
+                choice.stop_reason = event.stop_token
+                if self.body.include_stop_str_in_output:
+                    text += self._text.decode([event.stop_token], skip_special=False)
+        return text
+
+    def usage(self) -> dict[str, Any]:
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+    def response(self) -> dict[str, Any]:
+        """The whole body, once `done` and without a fault."""
+        chat = self.body.endpoint == CHAT
+        body = self._head("chat.completion" if chat else "text_completion")
+        body["choices"] = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
+        body["usage"] = self.usage()
+        if chat and self.body.params.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._scored(0)
+        return {**body, **self._prompt_ids(0)} if chat else body
+
+    def begun(self, choice: int) -> bool:
+        """Whether `chunks` has given out what comes before a choice's first text."""
+        return self._choices[choice].begun
+
+    def chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks to stream for a delta: none while text is held back, the role or the echo before a choice's
+        first text."""
+        choice, chat = self._choices[delta.choice], self.body.endpoint == CHAT
+        out = []
+        if not choice.begun:
+            choice.begun = True
+            if chat:
+                first = self._chunk(delta.choice, {"delta": {"role": self._role, "content": self._continued}}, None)
+                out.append({**first, **self._prompt_ids(0)})
+            elif self.body.echo or self.body.return_token_ids:
+                prompt = delta.choice // self.body.params.n
+                part = {"text": self._echo(prompt) if self.body.echo else "", **self._prompt_ids(prompt)}
+                scored = self._echo_logprobs(delta.choice) if self.body.echo else None
+                out.append(self._chunk(delta.choice, part, scored))
+        finish = delta.finish
+        if self.divided:
+            parts = self._parts_of(delta.choice)
+            found = parts.push(delta.text, finish is not None)
+            for part in self._shown(found):
+                out.append(self._chunk(delta.choice, {"delta": part}, None))
+            finish = self._finish(parts, finish)
+            delta = replace(delta, text="")
+        if delta.text or delta.logprobs or delta.finish is not None or (delta.tokens and self.body.return_token_ids):
+            logprobs = None
+            if self.body.params.logprobs is not None and delta.logprobs:
+                logprobs = self._logprobs(choice, delta.logprobs)
+            shown: dict[str, Any] = (
+                {"delta": {"content": delta.text} if delta.text else {}} if chat else {"text": delta.text}
+            )
+            if self.body.return_token_ids:
+                shown["token_ids"] = delta.tokens
+            if delta.finish is not None:
+                shown.update(self._digest(choice))
+            out.append(self._chunk(delta.choice, shown, logprobs, finish, delta.stop_reason))
+        return out
+
+    def _digest(self, choice: _Choice) -> dict[str, Any]:
+        """32 hexadecimal digits of the logits behind the choice's ids, its stop token's among them, if asked for."""
+        if not self.body.params.return_digest:
+            return {}
+        rows = b"".join(digest.to_bytes(8, "little") for digest in choice.digests)
+        return {"digest": sha256(rows).hexdigest()[:32]}
+
+    def _parts_of(self, index: int) -> ChatParts:
+        """Of a stream, kept from delta to delta."""
+        choice = self._choices[index]
+        if choice.chat is None:
+            choice.chat = self._new_parts(index)
+        return choice.chat
+
+    def _new_parts(self, index: int) -> ChatParts:
+        body = self.body
+        thinking = None
+        if self._text.reasons and body.params.grammar is None:
+            prompt = self._text.decode(self.requests[0].prompt[-_OPENING:], skip_special=False)
+            thinking = prompt.rstrip().endswith("<think>")
+        form = "array" if body.tool_choice == "required" else self._text.tool_format if body.tools else None
+        return ChatParts(
+            lambda number: f"call_{self.answer_id.partition('-')[2]}_{index}_{number}",
+            form,
+            [tool["function"]["name"] for tool in body.tools],
+            body.tool_name,
+            thinking,
+            body.parallel_tool_calls,
+        )
+
+    def _shown(self, parts: Sequence[Part]) -> list[Part]:
+        return [part for part in parts if self.body.include_reasoning or "reasoning_content" not in part]
+
+    def _finish(self, parts: ChatParts, finish: str | None) -> str | None:
+        """A choice that stopped after calls says so; as in OpenAI's API not where one was named."""
+        return "tool_calls" if finish == "stop" and parts.calls and not self.body.tool_name else finish
+
+    def _prompt_ids(self, prompt: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self.requests[prompt].prompt} if self.body.return_token_ids else {}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last chunk, where `stream_options.include_usage` asked for it."""
+        return {**self._stream_head(), "choices": [], "usage": self.usage()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.body.model}
+
+    def _stream_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.body.endpoint == CHAT else "text_completion")
+
+    def _chunk(
+        self,
+        index: int,
+        shown: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        finish: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> dict[str, Any]:
+        choice = {"index": index, **shown, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = stop_reason
+        usage: dict[str, Any] = {"usage": None} if self.body.include_usage else {}
+        if self.body.continuous_usage_stats:
+            usage["usage"] = self.usage()
+        return {**self._stream_head(), "choices": [choice], **usage}
+
+    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+        text = "".join(choice.parts)
+        logprobs, finish = None, choice.finish
+        out: dict[str, Any] = {"index": index}
+        if self.body.endpoint == CHAT:
+            if self.body.params.logprobs is not None:
+                logprobs = self._logprobs(choice, choice.logprobs)
+            message: Part = {"content": text}
+            if self.divided:
+                parts = self._new_parts(index)
+                message = message_of(self._shown(parts.push(text, True)))
+                finish = self._finish(parts, finish)
+            if self._continued:
+                message["content"] = self._continued + (message["content"] or "")
+            out["message"] = {"role": self._role, **message, "refusal": None}
+        else:
+            prompt = index // self.body.params.n
+            if self.body.params.logprobs is not None:
+                before = list(self._echo_items(prompt)) if self.body.echo else []
+                items = before + [(i.token, i) for i in choice.logprobs]
+                logprobs = completion_logprobs(items, self._names, self.body.params.logprobs, self._offsets())
+            out["text"] = self._echo(prompt) + text if self.body.echo else text
+            if self.body.params.prompt_logprobs is not None:
+                out["prompt_logprobs"] = self._scored(prompt)
+            out.update(self._prompt_ids(prompt))
+        if self.body.return_token_ids:
+            out["token_ids"] = choice.ids
+        out.update(self._digest(choice))
+        return {**out, "logprobs": logprobs, "finish_reason": finish, "stop_reason": choice.stop_reason}
+
+    def _logprobs(self, choice: _Choice, items: Sequence[TokenLogprob]) -> dict[str, Any]:
+        top = self.body.params.logprobs or 0
+        if self.body.endpoint == CHAT:
+            return chat_logprobs(items, self._names, top)
+        return completion_logprobs([(i.token, i) for i in items], self._names, top, choice.offsets)
+
+    def _echo(self, prompt: int) -> str:
+        """The prompt as it was sent, or as its ids read."""
+        sent = self.body.prompts[prompt]
+        if isinstance(sent, str) and self.body.truncate_prompt_tokens is None:
+            return sent
+        return self._text.decode(self.requests[prompt].prompt, self.body.skip_special_tokens)
+
+    def _echo_items(self, prompt: int) -> list[tuple[int, TokenLogprob | None]]:
+        ids = self.requests[prompt].prompt
+        scored = self._prompt_logprobs.get(prompt, (None,) * len(ids))
+        return list(zip(ids, scored, strict=False))
+
+    def _echo_logprobs(self, index: int) -> dict[str, Any] | None:
+        if self.body.params.logprobs is None:
+            return None
+        items = self._echo_items(index // self.body.params.n)
+        return completion_logprobs(items, self._names, self.body.params.logprobs, self._choices[index].offsets)
+
+    def _scored(self, prompt: int) -> list[dict[str, Any] | None]:
+        items = self._prompt_logprobs.get(prompt, ())
+        return prompt_logprobs(items, self._text.pieces, self.body.params.prompt_logprobs or 0)

@@ -1,0 +1,162 @@
+"""Structured output as clients ask for it -> one grammar in llguidance's JSON form, or None.
+
+`response_format`, vLLM's `guided_*` and its newer `structured_outputs`. Whether the grammar compiles is for the
+library; here only shape and size are checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ...topology.strict_json import JsonError, parse
+from .validators import BadRequest, Refused, StrictModel, array, ignored, invalid, show, text
+
+MAX_GRAMMAR_CHARS = 1 << 18
+
+
+def _parsed(value: Any) -> Any:
+    """A JSON schema as an object, or as its text."""
+    if type(value) is not str:
+        return value
+    if not 1 <= len(value) <= MAX_GRAMMAR_CHARS:
+        raise invalid(f" has {len(value)} characters: 1 to {MAX_GRAMMAR_CHARS} are allowed")
+    try:
+        return parse(value.encode())
+    except JsonError as fault:
+        raise invalid(f" is unusable: {fault}") from None
+
+
+_Object = Annotated[dict[str, Any], Field(max_length=1024)]
+_Schema = Annotated[_Object, BeforeValidator(_parsed, json_schema_input_type=dict[str, Any] | str)]
+_Text = Annotated[str, text(MAX_GRAMMAR_CHARS, 1)]
+_Choices = Annotated[tuple[Annotated[str, text(4096, 1)], ...], array(1024, 1)]
+
+
+class JsonSchemaFormat(StrictModel):
+    schema_: _Object = Field(alias="schema")
+    name: Annotated[str, text(256)] | None = None
+    description: Annotated[str, text(4096)] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(StrictModel):
+    json_: _Schema | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: _Text | None = None
+    choice: _Choices | None = None
+    grammar: _Text | None = None
+    structural_tag: Annotated[None, Refused("use json, regex, choice or grammar")] = None
+    whitespace_pattern: _Text | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: Annotated[Any, ignored("there is one library")] = None
+
+
+class GrammarFields(StrictModel):
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Text | None = None
+    guided_decoding_backend: Annotated[Any, ignored("there is one library")] = None
+    guided_whitespace_pattern: Annotated[_Text | None, Field(description="White space in JSON; needs guided_json.")] = (
+        None
+    )
+    structural_tag: Annotated[None, Refused("use structured_outputs: json, regex, choice or grammar")] = None
+
+
+_KINDS = ("json_", "json_object", "regex", "choice", "grammar")
+_LISTED = ", ".join(_KINDS).replace("_,", ",")
+
+
+def _asked(fields: GrammarFields) -> Iterator[tuple[str, str, Any]]:
+    """(field, kind, what it holds) of each grammar that is asked for."""
+    wanted = fields.response_format
+    if wanted is not None and wanted.type == "json_object":
+        yield "response_format", "json", {"type": "object"}
+    if wanted is not None and wanted.type == "json_schema":
+        where = "response_format.json_schema"
+        if wanted.json_schema is None:
+            raise BadRequest(f"{where} is missing", param=where, code="missing_required_parameter")
+        yield "response_format", "json", wanted.json_schema.schema_
+    if fields.structured_outputs is not None:
+        name = "structured_outputs"
+        found = fields.structured_outputs
+        members = [(kind, given) for kind, given in found if kind in _KINDS and given is not None]
+        if len(members) != 1:
+            raise BadRequest(f"{name} has {len(members)} members of {_LISTED}: exactly one is expected", param=name)
+        ((kind, given),) = members
+        if kind == "json_":
+            given = _closed(given) if found.disable_additional_properties else given
+            given = _spaced(given, found.whitespace_pattern, bool(found.disable_any_whitespace))
+        yield name, *(("json", {"type": "object"}) if kind == "json_object" else (kind.rstrip("_"), given))
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (given := getattr(fields, f"guided_{kind}")) is not None:
+            given = _spaced(given, fields.guided_whitespace_pattern) if kind == "json" else given
+            yield f"guided_{kind}", kind, given
+
+
+def _spaced(schema: dict[str, Any], pattern: str | None, never: bool = False) -> dict[str, Any]:
+    """The schema with llguidance's own words for where white space may stand."""
+    if never:
+        return {**schema, "x-guidance": {"whitespace_flexible": False}}
+    return schema if pattern is None else {**schema, "x-guidance": {"whitespace_pattern": pattern}}
+
+
+def _closed(node: Any) -> Any:
+    """A schema whose objects have no properties but those that it names."""
+    if isinstance(node, list):
+        return [_closed(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    closed = {"additionalProperties": False} if isinstance(node.get("properties"), dict) else {}
+    return {**closed, **{key: _closed(item) for key, item in node.items()}}
+
+
+def grammar_of(fields: GrammarFields) -> str | None:
+    """The one grammar that a body asks for."""
+    asked = list(_asked(fields))
+    if not asked:
+        return None
+    if len(asked) > 1:
+        names = " and ".join(name for name, _, _ in asked)
+        raise BadRequest(f"{names} exclude each other: send one", param=asked[1][0])
+    name, kind, given = asked[0]
+    text = json.dumps({"grammars": [_one(kind, given)]}, ensure_ascii=False, separators=(",", ":"))
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise BadRequest(f"{name} has {len(text)} characters: at most {MAX_GRAMMAR_CHARS}", param=name)
+    return text
+
+
+def _one(kind: str, given: Any) -> dict[str, Any]:
+    if kind == "json":
+        return {"json_schema": given}
+    if kind == "choice":
+        return {"lark_grammar": "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in given)}
+    if kind == "regex":
+        return {"lark_grammar": f"start: /{_slashes(given)}/"}
+    return {"lark_grammar": given}
+
+
+def _slashes(pattern: str) -> str:
+    """A regular expression between slashes: unescaped ones are escaped, line breaks spelt out."""
+    out, escaped = [], False
+    for char in pattern:
+        if char == "\n":
+            out.append("n" if escaped else "\\n")
+        else:
+            out.append("\\/" if char == "/" and not escaped else char)
+        escaped = char == "\\" and not escaped
+    if escaped:
+        raise BadRequest(f"the pattern {show(pattern)} ends in the middle of an escape")
+    return "".join(out)

@@ -1,0 +1,201 @@
+"""A checked body -> the engine's Requests: `encode_prompts` (text to ids, in the pool), then `to_requests`.
+
+Here a body meets the model: its name, its length, its vocabulary, its slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..request import BATCH, ModelLimits, Request
+from ..text.pool import Encoder, PromptError
+from ..text.tokenizer import ChatOptions, TextModel
+from .batch_input import BatchLine
+from .schema import CHAT, COMPLETIONS_MAX_TOKENS, Body
+from .validators import BadRequest, show
+
+TRUNCATED = 8
+"""A prompt that is cut to its end may have so many times the tokens that the model takes."""
+
+
+def default_seed(run_id: str, custom_id: str) -> int:
+    """The first 8 bytes of BLAKE2b over run or batch id and custom_id (a zero byte between), little-endian."""
+    return int.from_bytes(hashlib.blake2b(f"{run_id}\0{custom_id}".encode()).digest()[:8], "little")
+
+
+def check_model(body: Body, served: str) -> None:
+    """Raises BadRequest (404) if the body asks for another model."""
+    if body.model != served:
+        raise BadRequest(
+            f"the model {show(body.model)} is not served here: {served!r} is",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+class UnknownModels:
+    """Lines that are good but for their model: how many, and the first `most` of them with what is wrong."""
+
+    def __init__(self, served: str, most: int) -> None:
+        self._served, self._most, self.count = served, most, 0
+        self.first: list[tuple[int, BadRequest]] = []
+
+    def see(self, line: BatchLine) -> None:
+        if line.body is None or line.body.model == self._served:
+            return
+        self.count += 1
+        if len(self.first) < self._most:
+            try:
+                check_model(line.body, self._served)
+            except BadRequest as bad:
+                said = f"line {line.number}: {bad.message}"
+                self.first.append((line.number, BadRequest(said, param=bad.param, code=bad.code)))
+
+
+async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tuple[int, ...]]:
+    """The ids of each of the body's prompts, in order, `longer` times the tokens otherwise taken at most; its grammar
+    is checked as well. Raises BadRequest."""
+    out: list[tuple[int, ...]] = []
+    param = "messages" if body.endpoint == CHAT else "prompt"
+    longer = longer if body.truncate_prompt_tokens is None else TRUNCATED
+    try:
+        if body.params.grammar is not None:
+            # here, where it may cost its process: a grammar that cannot be used must not reach the ranks
+            await text.check_grammar(body.params.grammar)
+        if body.endpoint == CHAT:
+            options = ChatOptions(
+                body.add_generation_prompt,
+                body.continue_final_message,
+                bool(body.add_special_tokens),
+                body.template_variables,
+            )
+            out.append(tuple(await text.encode_chat(list(body.messages), options, longer)))
+        for prompt in body.prompts:
+            if isinstance(prompt, str):
+                out.append(tuple(await text.encode(prompt, body.add_special_tokens is not False, longer)))
+            else:
+                out.append(prompt)
+    except PromptError as error:
+        server = error.code == "server_error"
+        raise BadRequest(
+            str(error),
+            param="response_format" if error.code == "invalid_grammar" else param,
+            code=error.code,
+            kind="server_error" if server else "invalid_request_error",
+            status=500 if server else 400,
+        ) from None
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """Where a body's requests come from: what the scheduler needs beside prompts and parameters. `key` and `run_id`
+    make the default seed (custom_id and batch id; a fresh random id for interactive requests)."""
+
+    request_id: str
+    run_id: str
+    key: str
+    priority: int = BATCH
+    queue: str = ""
+    salt: str = ""
+    deadline: float | None = None
+    epoch: int = 0
+
+
+def to_requests(
+    body: Body,
+    prompts: Sequence[tuple[int, ...]],
+    limits: ModelLimits,
+    origin: RequestOrigin,
+    text: TextModel | None = None,
+    max_choices: int | None = None,
+) -> list[Request]:
+    """One engine request a prompt, `request_id` suffixed `.1`, `.2` … after the first. `text`: for its end tokens, in
+    addition to the model's, and the ids of bad words. Raises BadRequest for what this model cannot do (prompt too long,
+    n beyond its slots, ids beyond its vocabulary)."""
+    most = min(limits.max_num_seqs, max_choices or limits.max_num_seqs)
+    given = body.params
+    if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):
+        message = "the model's chat template takes no tools, or writes calls in a form that is not known here"
+        raise BadRequest(message, param="tools", code="unsupported_parameter")
+    if body.bad_words and text is not None:
+        given = replace(given, bad_word_ids=text.bad_word_ids(body.bad_words))
+    if given.n > most:
+        raise BadRequest(f"n={given.n}: at most {most} choices a prompt run here", param="n")
+    chat = body.endpoint == CHAT
+    for name, ids in given.token_ids():
+        if ids and max(ids) >= limits.vocab_size:
+            raise BadRequest(f"{name}: token {max(ids)} is beyond the vocabulary of {limits.vocab_size}", param=name)
+    ends = () if body.ignore_eos else (*limits.eos_token_ids, *(text.eos_ids if text is not None else ()))
+    forbidden = {word[0] for word in given.bad_word_ids if len(word) == 1}
+    if given.min_tokens > 0:
+        forbidden.update(ends, given.stop_token_ids)
+    if given.allowed_token_ids and forbidden.issuperset(given.allowed_token_ids):
+        message = "min_tokens and bad_words forbid all of allowed_token_ids: allow another"
+        raise BadRequest(message, param="allowed_token_ids")
+    scored = given.prompt_logprobs
+    if body.echo and not chat and given.logprobs is not None:
+        scored = max(given.logprobs, scored or 0)
+    seed = body.seed if body.seed is not None else default_seed(origin.run_id, origin.key)
+    requests = []
+    for index, whole in enumerate(prompts):
+        prompt = _cut(body, whole, limits)
+        max_tokens = _max_tokens(body, prompt, limits, "messages" if chat else "prompt")
+        params = replace(
+            given,
+            max_tokens=max_tokens,
+            # prompts of one body would otherwise share their noise
+            seed=seed if body.seed is not None else (seed + index) % 2**64,
+            min_tokens=min(given.min_tokens, max_tokens),
+            stop_token_ids=tuple(dict.fromkeys((*ends, *given.stop_token_ids))),
+            logprobs=0 if given.return_digest and given.logprobs is None else given.logprobs,  # it comes with them
+            prompt_logprobs=scored,
+        )
+        requests.append(
+            Request(
+                request_id=origin.request_id if index == 0 else f"{origin.request_id}.{index}",
+                prompt=prompt,
+                params=params,
+                priority=origin.priority,
+                queue=origin.queue,
+                order=body.priority,
+                salt=f"{origin.salt}\0{body.cache_salt}" if body.cache_salt else origin.salt,
+                deadline=origin.deadline,
+                epoch=origin.epoch,
+            )
+        )
+    return requests
+
+
+def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int, ...]:
+    """The end of a prompt, as truncate_prompt_tokens asks for it; -1: as much as fits beside the answer."""
+    keep = body.truncate_prompt_tokens
+    if keep == -1:
+        keep = max(1, min(limits.max_model_len, limits.kv_tokens) - (body.max_tokens or 1))
+    return prompt if keep is None else prompt[-keep:]
+
+
+def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param: str) -> int:
+    """What is asked for, or what is left of the model's length. Raises BadRequest if it does not fit."""
+    if not prompt:
+        raise BadRequest("the prompt is empty: the model needs at least one token", param=param)
+    if max(prompt) >= limits.vocab_size:
+        message = f"prompt: token {max(prompt)} is beyond the vocabulary of {limits.vocab_size}"
+        raise BadRequest(message, param=param)
+    room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
+    wanted = body.max_tokens
+    if wanted is None:
+        wanted = max(1, room) if body.endpoint == CHAT else max(1, min(COMPLETIONS_MAX_TOKENS, room))
+    if wanted > room:
+        bound = (
+            f"the model takes {limits.max_model_len} tokens"
+            if limits.max_model_len <= limits.kv_tokens
+            else f"the KV cache holds {limits.kv_tokens} tokens"
+        )
+        message = f"{bound}, the prompt has {len(prompt)} and {wanted} more are asked for"
+        fix = "shorten the prompt or lower max_tokens" if room > 0 else "shorten the prompt"
+        raise BadRequest(f"{message}: {fix}", param=param, code="context_length_exceeded")
+    return wanted

@@ -1,0 +1,113 @@
+"""Tools as clients describe them: the fields of a chat body, and the grammar of an answer that must call one.
+
+`tool_choice: required` asks for an array of {"name", "parameters"}, a named tool for its arguments alone, as vLLM does,
+so that the grammar is the same whatever the checkpoint was trained on; calls made by choice are found in the text by
+chat_parts.py. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, TypeAdapter
+
+from .validators import BadRequest, StrictModel, array, invalid, kind_of, show, text
+
+MAX_TOOLS = 128
+Choice = Literal["none", "auto", "required", "named"]
+Name = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(StrictModel):
+    name: Name
+    description: Annotated[str, text(1 << 16)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class _Named(StrictModel):
+    name: Name
+
+
+class ToolChoice(StrictModel):
+    type: Literal["function"]
+    function: _Named
+
+
+_CHOICE: TypeAdapter[ToolChoice] = TypeAdapter(ToolChoice)
+_WORDS = ("none", "auto", "required")
+
+
+def _choice(value: Any) -> tuple[Choice, str]:
+    """What is asked for, and the tool's name where one is named."""
+    if type(value) is dict:
+        return "named", _CHOICE.validate_python(value).function.name
+    if type(value) is not str:
+        raise invalid(f" is {kind_of(value)}; a string or an object is expected", "invalid_type")
+    if value not in _WORDS:
+        raise invalid(f"={show(value)}: {', '.join(_WORDS)} or an object that names a function are supported")
+    return value, ""  # type: ignore[return-value]
+
+
+Tools = Annotated[tuple[Tool, ...], array(MAX_TOOLS)]
+Chosen = Annotated[
+    tuple[Choice, str], PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ToolChoice)
+]
+
+
+def tools_of(found: dict[str, Any]) -> dict[str, Any]:
+    """The Body's fields of what a body says about tools: the tools (as templates take them) where they may be called,
+    the choice, and its grammar. Raises BadRequest."""
+    tools: tuple[Tool, ...] = found.get("tools", ())
+    choice, name = found.get("tool_choice", ("auto" if tools else "none", ""))
+    if choice != "none" and not tools:
+        raise BadRequest(f"tool_choice={choice!r} without tools: send some", param="tool_choice")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) != len(names):
+        raise BadRequest("tools: two have the same name", param="tools")
+    if choice == "named" and name not in names:
+        raise BadRequest(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+    if choice == "none":
+        return {}
+    given = {"tools": tuple(tool.model_dump(exclude_none=True) for tool in tools), "tool_choice": choice}
+    if choice == "auto":
+        return given
+    if choice == "named":
+        schema = next(tool.function.parameters for tool in tools if tool.function.name == name) or {"type": "object"}
+        given["tool_name"] = name
+    else:
+        schema = _array(tools, found.get("parallel_tool_calls", True))
+    grammar = json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False, separators=(",", ":"))
+    return {**given, "grammar": grammar}
+
+
+def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
+    """The schema of one or more calls. Definitions that parameters refer to move to the top, where they look."""
+    shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
+    calls = []
+    for tool in tools:
+        parameters = dict(tool.function.parameters or {"type": "object"})
+        for where, known in shared.items():
+            own = parameters.pop(where, None) or {}
+            if not isinstance(own, dict):
+                raise BadRequest(f"tools: {where} of {tool.function.name} is to be an object", param="tools")
+            for name, schema in own.items():
+                if known.setdefault(name, schema) != schema:
+                    message = f"tools: {where}/{name} means two things: rename one"
+                    raise BadRequest(message, param="tools")
+        members = {"name": {"const": tool.function.name}, "parameters": parameters}
+        calls.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
+    most = {} if parallel else {"maxItems": 1}
+    return {
+        "type": "array",
+        "minItems": 1,
+        **most,
+        "items": {"anyOf": calls},
+        **{where: known for where, known in shared.items() if known},
+    }

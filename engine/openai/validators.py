@@ -1,0 +1,225 @@
+"""Bodies as pydantic models: what the models of this folder share, and what pydantic finds as a BadRequest.
+
+Every error names the field, its value and the rule. Knows no field by name. What is checked was parsed by strict_json,
+which bounds how much there is to look at.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import ValidationError as PydanticError
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class BadRequest(ValueError):
+    """A request that cannot be taken. `param` names the field, `code` is for programs, `status` is HTTP's."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str = "invalid_value",
+        kind: str = "invalid_request_error",
+        status: int = 400,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code, self.kind, self.status = message, param, code, kind, status
+
+    def to_json(self, line: int | None = None) -> dict[str, Any]:
+        """{"error": {message, type, param, code}}, with the line's number for files."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error if line is None else {**error, "line": line}}
+
+
+class StrictModel(BaseModel):
+    """An object whose members are all known; nothing is converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field known from elsewhere that is not supported: only values that ask for nothing pass (as None)."""
+
+    why: str
+    harmless: tuple[Any, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._check)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [None, *self.harmless], "description": f"Not supported: {self.why}."}
+
+    def _check(self, value: Any) -> None:
+        if value is not None and not any(type(value) is type(h) and value == h for h in self.harmless):
+            raise invalid(f" is not supported: {self.why}", "unsupported_parameter")
+
+
+def ignored(why: str) -> Any:
+    """For Annotated[Any, …]: a field that is taken, whatever it holds, and has no effect."""
+    return Field(description=f"Ignored: {why}.")
+
+
+def text(most: int, least: int = 0) -> Any:
+    """For Annotated[str, …]: a text of `least` to `most` characters, also where the model around is not strict."""
+    return Field(strict=True, min_length=least, max_length=most)
+
+
+def array(most: int, least: int = 0) -> Any:
+    """For Annotated[tuple[…, ...], …]: an array of `least` to `most` items; the first bad one ends the check."""
+    return Field(strict=False, fail_fast=True, min_length=least, max_length=most)
+
+
+def invalid(rule: str, code: str = "invalid_value") -> PydanticCustomError:
+    """What a rule of our own raises; the message is the field's name with `rule` behind it."""
+    return PydanticCustomError(code, "{rule}", {"rule": rule})
+
+
+def show(value: Any) -> str:
+    """A value as error messages repeat it: short, whatever was sent."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 48 else value[:45] + "…")
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
+        return "a very large integer"
+    if isinstance(value, (list, dict)):
+        return f"{kind_of(value)} of {len(value)}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def kind_of(value: Any) -> str:
+    names = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "an array"}
+    return names.get(type(value), "null" if value is None else "an object")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean …?)`, or nothing."""
+    near = difflib.get_close_matches(name[:64], list(known), 1, 0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def checked(model: type[Model], value: Any) -> Model:
+    """A body as its model; null counts as absent. Raises BadRequest about one thing that is wrong."""
+    if type(value) is not dict:
+        raise BadRequest("the body must be a JSON object", code="invalid_type")
+    names = model.__pydantic_fields__
+    if len(value) > len(names):  # before anything looks at each of them
+        _refuse_unknown(next(key for key in value if key not in names), (), model)
+    if None in value.values():
+        value = {key: given for key, given in value.items() if given is not None}
+    try:
+        return model.model_validate(value)
+    except PydanticError as error:
+        raise _bad_request(error.errors(include_url=False)[0], model) from None
+
+
+def json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """A model's JSON schema in one piece, without references and generated titles."""
+    schema = model.model_json_schema()
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(schema["$defs"][node["$ref"].rpartition("/")[2]])
+        dropped = {"$defs", *(k for k in ("title", "default") if not isinstance(node.get(k), dict))}
+        return {key: inlined(item) for key, item in node.items() if key not in dropped}
+
+    found: dict[str, Any] = inlined(schema)
+    return found
+
+
+_schema_of = functools.cache(json_schema)
+_WANTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean",
+    "string_type": "a string",
+    "tuple_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "int_from_float": "an integer",
+}
+
+
+def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> BadRequest:
+    kind, loc, value = error["type"], error["loc"], error["input"]
+    name = _name(loc)
+    if kind == "float_type" and type(value) is int:  # one that no double holds
+        kind = "less_than"
+    if kind == "extra_forbidden":
+        _refuse_unknown(str(loc[-1]), loc[:-1], model)
+    if kind == "missing":
+        return BadRequest(f"{name} is missing", param=name, code="missing_required_parameter")
+    if kind in _WANTED:
+        message = f"{name} is {kind_of(value)}; {_WANTED[kind]} is expected"
+        return BadRequest(message, param=name, code="invalid_type")
+    if kind == "literal_error":
+        listed = error["ctx"]["expected"].replace(" or ", ", ")
+        return BadRequest(f"{name}={show(value)}: {listed} is what is supported", param=name, code="unsupported_value")
+    if rule := error.get("ctx", {}).get("rule"):
+        return BadRequest(f"{name}{rule}", param=name, code=kind)
+    part = _schema_of(model)["properties"].get(loc[0], {})
+    if kind.startswith("string_too_"):
+        bounds = _bounds(part, "minLength", "maxLength")
+        return BadRequest(f"{name} has {len(value)} characters: {bounds} are allowed", param=name)
+    if kind.startswith("too_"):
+        entries = _bounds(part, "minItems", "maxItems", "minProperties", "maxProperties")
+        return BadRequest(f"{name} has {len(value)} entries: {entries} are allowed", param=name)
+    if kind.startswith(("greater_than", "less_than", "finite_number")):
+        bounds = _bounds(part, "minimum", "exclusiveMinimum", "maximum", between="from {0} to {1}")
+        return BadRequest(f"{name}={show(value)}: must be {bounds}", param=name)
+    return BadRequest(f"{name}: {error['msg'][:200]}", param=name)
+
+
+def _bounds(node: Any, *keywords: str, between: str = "{0} to {1}") -> str:
+    """The bounds in a field's schema, which has one pair of each kind of them at most."""
+    found = [(key, f"{node[key]:g}" if isinstance(node[key], float) else node[key]) for key in keywords if key in node]
+    if len(found) == 2:
+        (low, least), (_, most) = found
+        return f"more than {least} and at most {most}" if low == "exclusiveMinimum" else between.format(least, most)
+    if found:
+        return f"at most {found[0][1]}"
+    children = node.get("anyOf", []) + [node[key] for key in ("items", "additionalProperties") if key in node]
+    return next((said for child in children if (said := _bounds(child, *keywords, between=between))), "")
+
+
+def _name(loc: tuple[int | str, ...]) -> str:
+    """messages[0].content, logit_bias[17]; keys that clients choose are cut."""
+    out = ""
+    for part in loc:
+        if isinstance(part, int) or part.isdigit():
+            out += f"[{part}]"
+        else:
+            out += f".{part[:64]}" if out else part[:64]
+    return out
+
+
+def _refuse_unknown(key: str, parents: tuple[int | str, ...], model: type[BaseModel]) -> NoReturn:
+    full = _name((*parents, key))
+    hint = did_you_mean(key, _members(_schema_of(model), parents))
+    message = f"unknown field {full!r} in {_name(parents) or 'the body'}{hint}"
+    raise BadRequest(message, param=full, code="unknown_parameter")
+
+
+def _members(node: dict[str, Any], loc: tuple[int | str, ...]) -> Collection[str]:
+    """The members that the object at `loc` may have."""
+    for option in (node, *node.get("anyOf", ())):
+        if not loc and "properties" in option:
+            return list(option["properties"])
+        if not loc:
+            continue
+        inner = option.get("items") if isinstance(loc[0], int) else option.get("properties", {}).get(loc[0])
+        if inner and (found := _members(inner, loc[1:])):
+            return found
+    return ()

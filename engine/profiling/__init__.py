@@ -1,0 +1,1 @@
+"""Measured steps: benchmarks, spans and timelines."""

@@ -1,0 +1,203 @@
+"""Spans of a step on one rank: sub-blocks that compute, all-reduces in flight, waits, named by layer and sub-block.
+
+`watch` lays a thin wrapper over a model's sub-blocks and its collective; a model that is not watched runs the code it
+always runs. `chrome_trace` makes of all ranks' spans what Perfetto and chrome://tracing open. Times: CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from ...models.residual import named
+from ...topology.comm.ledger import Record
+
+Category = Literal["step", "compute", "wait", "all_reduce"]
+SUB_BLOCKS = ("attention", "mlp", "attention_and_mlp")
+COMPUTE_TID, FLIGHT_TID = 1, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`start` and `end` in seconds. `layer` -1: outside the layers (embedding, the step itself)."""
+
+    name: str
+    category: Category
+    start: float
+    end: float
+    step: int
+    layer: int = -1
+    sub_block: str = ""
+    bytes: int = 0
+
+
+class StartsCollective(Protocol):
+    def start(self, x: Any, /) -> Any: ...
+
+
+class ProfiledModel(Protocol):
+    """What `watch` may lay hands on: sub-block methods by SUB_BLOCKS' names, and the collective."""
+
+    all_reduce: StartsCollective
+
+
+@dataclass(slots=True)
+class SpanRecorder:
+    """Collects spans while `step` is not None. `annotate` opens a named range in another profiler."""
+
+    annotate: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+    spans: list[Span] = field(default_factory=list)
+    step: int | None = None
+    place: tuple[int, str] = (-1, "embedding")
+    """Layer and sub-block whose partial sum was computed last."""
+    flights: list[Span] = field(default_factory=list)
+    """All-reduces of the step under way, in program order; their ends are known when the step is over."""
+
+    def begin_step(self, step: int) -> None:
+        self.step, self.place, self.flights = step, (-1, "embedding"), []
+
+    def end_step(self, started: float, records: Iterable[Record]) -> None:
+        """`records`: the ledger's, of which the last as many all-reduces as were started are this step's."""
+        assert self.step is not None
+        self.spans.append(Span(f"step {self.step}", "step", started, time.monotonic(), self.step))
+        self.spans += in_flight(self.flights, records)
+        self.step = None
+
+
+def in_flight(flights: Sequence[Span], records: Iterable[Record]) -> list[Span]:
+    """The flights with the ends that the backend saw; where it keeps no such records, they end with their wait."""
+    reduces = [record for record in records if record.op == "all_reduce"]
+    emulated = [record for record in reduces if record.strategy == "emulated"]
+    known = (emulated or reduces)[-len(flights) :] if flights else []
+    if len(known) != len(flights) or any(r.bytes != f.bytes for r, f in zip(known, flights, strict=True)):
+        return list(flights)
+    return [
+        Span(f.name, f.category, r.start_s, r.start_s + r.in_flight_s, f.step, f.layer, f.sub_block, f.bytes)
+        for r, f in zip(known, flights, strict=True)
+    ]
+
+
+class _Watched:
+    """The collective, with every start and wait noted."""
+
+    def __init__(self, inner: StartsCollective, recorder: SpanRecorder) -> None:
+        self.inner, self.recorder = inner, recorder
+
+    def start(self, x: Any) -> Any:
+        began = time.monotonic()
+        pending = self.inner.start(x)
+        if self.recorder.step is None:
+            return pending
+        return _WatchedPending(pending, self.recorder, x.nbytes, began)
+
+    def named(self, layer: str) -> _Watched:
+        inner: StartsCollective = named(self.inner, layer)
+        return _Watched(inner, self.recorder)
+
+
+class _WatchedPending:
+    def __init__(self, inner: Any, recorder: SpanRecorder, size: int, began: float) -> None:
+        self._inner, self._recorder, self._size = inner, recorder, size
+        self._start, self._step, self._place = began, recorder.step or 0, recorder.place
+        self._index = len(recorder.flights)
+        recorder.flights.append(self._flight(self._start))
+
+    def _flight(self, end: float) -> Span:
+        layer, sub_block = self._place
+        name = f"all-reduce, {_words(layer, sub_block)}"
+        return Span(name, "all_reduce", self._start, end, self._step, layer, sub_block, self._size)
+
+    def wait(self) -> Any:
+        recorder, (layer, sub_block) = self._recorder, self._place
+        name = f"wait for {_words(layer, sub_block)}"
+        started = time.monotonic()
+        with recorder.annotate(name):
+            x = self._inner.wait()
+        ended = time.monotonic()
+        recorder.spans.append(Span(name, "wait", started, ended, self._step, layer, sub_block, self._size))
+        recorder.flights[self._index] = self._flight(ended)
+        return x
+
+
+def watch(model: Any, recorder: SpanRecorder) -> Callable[[], None]:
+    """From now on the model's sub-blocks and all-reduces are recorded. What is returned takes the wrapper off."""
+    inner = model.all_reduce
+    model.all_reduce = _Watched(inner, recorder)
+    for name in SUB_BLOCKS:
+        setattr(model, name, _spanned(getattr(model, name), name, recorder))
+
+    def unwatch() -> None:
+        model.all_reduce = inner
+        for name in SUB_BLOCKS:
+            delattr(model, name)
+
+    return unwatch
+
+
+def _spanned(compute: Callable[[int, Any], Any], sub_block: str, recorder: SpanRecorder) -> Callable[[int, Any], Any]:
+    def spanned(layer: int, residual: Any) -> Any:
+        if recorder.step is None:
+            return compute(layer, residual)
+        name = _words(layer, sub_block)
+        started = time.monotonic()
+        with recorder.annotate(name):
+            partial = compute(layer, residual)
+        recorder.spans.append(Span(name, "compute", started, time.monotonic(), recorder.step, layer, sub_block))
+        recorder.place = (layer, sub_block)
+        return partial
+
+    return spanned
+
+
+def _words(layer: int, sub_block: str) -> str:
+    return sub_block if layer < 0 else f"layer {layer} {sub_block.replace('_', ' ')}"
+
+
+def to_plain(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    """As JSON values; `from_plain` is its inverse."""
+    return [asdict(span) for span in spans]
+
+
+def from_plain(items: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """Raises TypeError on what `to_plain` would not have written."""
+    return [Span(**item) for item in items]
+
+
+def chrome_trace(
+    ranks: Mapping[int, tuple[str, float, Sequence[Span]]], about: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """ranks: rank -> (node, seconds to add to its clock, spans). All-reduces that overlap get tracks of their own."""
+    starts = [span.start + offset for _, offset, spans in ranks.values() for span in spans]
+    zero = min(starts, default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, (node, offset, spans) in ranks.items():
+        lanes: list[float] = []
+        for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+            tid = COMPUTE_TID
+            if span.category == "all_reduce":
+                lane = next((i for i, free in enumerate(lanes) if free <= span.start), len(lanes))
+                lanes[lane : lane + 1] = [span.end]
+                tid = FLIGHT_TID + lane
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.category,
+                    "pid": rank,
+                    "tid": tid,
+                    "ts": (span.start + offset - zero) * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {"step": span.step, "layer": span.layer, "sub_block": span.sub_block, "bytes": span.bytes},
+                }
+            )
+        tracks = {COMPUTE_TID: "compute and waits"}
+        tracks |= {FLIGHT_TID + i: f"all-reduce in flight ({i})" for i in range(len(lanes))}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {node}"}})
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
+            for tid, name in tracks.items()
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})}

@@ -1,0 +1,1 @@
+"""One batch without a daemon."""

@@ -1,0 +1,144 @@
+"""How far a run is and what it did, as data: for those who show it. Made by engine/run/run.py; knows no terminal."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ..job import RankHeartbeat
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """How far a run is. `total` counts the file's lines, blank ones included."""
+
+    phase: str
+    total: int
+    skipped: int = 0
+    ok: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return self.skipped + self.ok + self.failed
+
+
+class RunProgress(Protocol):
+    """Someone who shows how far a run is."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Called on the event loop, often: must return at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """All-reduces of one kind of layer ("ladder attention") over one link class, in seconds, means over the ranks."""
+
+    layer: str
+    link: str
+    hidden_seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCause:
+    """Lines that failed with one error code: how many, and the message of the first."""
+
+    count: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks that compute with the same. `cpu_tier`: as topology/hardware/cpu_tier.py has it."""
+
+    ranks: int
+    device: str
+    cpu_tier: str
+    threads: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run did. `requests` are the file's lines, `skipped` those finished earlier; `reason` says why it stopped
+    before the end (`stopped`: it was told to), `lost` how many lines were under way then. Communication: seconds, mean
+    over the ranks, None where no rank reported it; `layers` divides the all-reduces' share of it. `causes`: why
+    lines failed, the most frequent first. `computed`: what the ranks computed with, likewise."""
+
+    requests: int
+    ok: int
+    failed: int
+    skipped: int
+    prompt_tokens: int
+    tokens: int
+    seconds: float
+    hidden_seconds: float | None = None
+    exposed_seconds: float | None = None
+    layers: tuple[LayerTime, ...] = ()
+    causes: tuple[FailureCause, ...] = ()
+    computed: tuple[RankKind, ...] = ()
+    reason: str | None = None
+    lost: int = 0
+    stopped: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Communication:
+    """What ranks reported of their collectives and of themselves, before the first request and last."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, RankHeartbeat] = {}
+        self._last: dict[int, RankHeartbeat] = {}
+
+    @property
+    def reported(self) -> bool:
+        return bool(self._last)
+
+    def add(self, report: RankHeartbeat, before: bool) -> None:
+        """`before`: no request has been submitted yet."""
+        self._last[report.rank] = report
+        if before:
+            self._first[report.rank] = report
+
+    def newer_than(self, moment: float) -> bool:
+        """Whether every rank has reported since (unix seconds)."""
+        return all(report.received_at >= moment for report in self._last.values())
+
+    def seconds(self) -> tuple[float | None, float | None]:
+        """(hidden, exposed) of all-reduces, means over the ranks that count them."""
+        found = self._means("collective_seconds_total", lambda op, _, exposure: exposure if op == "all_reduce" else "")
+        return (found.get("hidden", 0.0), found.get("exposed", 0.0)) if self._last else (None, None)
+
+    def layers(self) -> tuple[LayerTime, ...]:
+        """By kind of layer and link class, what travelled longest first."""
+        found = self._means("layer_collective_seconds_total", lambda *labels: labels)
+        places = {(layer, link) for layer, link, _ in found}
+        times = [LayerTime(*at, found.get((*at, "hidden"), 0.0), found.get((*at, "exposed"), 0.0)) for at in places]
+        return tuple(sorted(times, key=lambda t: (-t.hidden_seconds - t.exposed_seconds, t.layer, t.link)))
+
+    def computed(self) -> tuple[RankKind, ...]:
+        found = Counter(
+            row.labels for report in self._last.values() for row in report.rows if row.series == "rank_info"
+        )
+        return tuple(RankKind(ranks, *labels) for labels, ranks in found.most_common())
+
+    def _means(self, series: str, key: Callable[[str, str, str], K]) -> dict[K, float]:
+        """Growth since before the first request, by what `key` makes of a row's labels."""
+        grown: defaultdict[K, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+        for sign, reports in ((1, self._last), (-1, self._first)):
+            for rank, report in reports.items():
+                for row in report.rows:
+                    if row.series == series:
+                        grown[key(*row.labels)][rank] += sign * row.value
+        return {name: sum(ranks.values()) / len(ranks) for name, ranks in grown.items()}

@@ -1,0 +1,1 @@
+"""From logits to token ids: the rule, its noise, penalties, log-probabilities and grammars."""

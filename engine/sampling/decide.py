@@ -1,0 +1,136 @@
+"""Which token, given what the ranks gathered: pure decisions over small arrays, the same on every rank.
+
+Every filter keeps a prefix of the ids in order of falling logit (equals: rising id): top_k its first k; top_p those
+before which less than top_p of the (top_k-filtered) probability lies; min_p those with at least min_p of the best one's
+probability. The drawn id is the kept one with the largest x / T + Gumbel(id). So a prefix of the merged candidates
+decides, or two numbers about one id do: how many ids and how much probability come before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+NO_ID = -1
+_FAR = np.int64(2**62)
+
+MAIN = np.dtype([("best", "<f8"), ("peak", "<f8"), ("mass", "<f8"), ("best_id", "<i4"), ("bad", "<i4")])
+"""Every row's part of the gather: the rank's best score and id, its peak, its mass relative to that peak."""
+CANDIDATE = np.dtype([("x", "<f4"), ("raw", "<f4"), ("id", "<i4")])
+"""One of a rank's largest logits: processed, as the model gave it, global id (NO_ID: the shard has no more)."""
+RAW = np.dtype([("peak", "<f8"), ("mass", "<f8"), ("best", "<f4"), ("unused", "<f4")])
+"""For log-probabilities: peak and mass of the untouched logits, and the untouched logit of MAIN's best_id."""
+WALK = np.dtype([("best", "<f8"), ("mass", "<f8"), ("count", "<i8"), ("x", "<f4"), ("raw", "<f4"), ("best_id", "<i8")])
+"""About the ids that come before a limit: the best score among them, its id and logits; their number and mass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Of R rows: 1 / T, top_k (0: all), top_p, and log(min_p) (-inf: off)."""
+
+    inv_temperature: Array
+    top_k: Array
+    top_p: Array
+    log_min_p: Array
+
+    def take(self, rows: Array) -> Filters:
+        return Filters(self.inv_temperature[rows], self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
+
+
+def winner(score: Array, ids: Array) -> tuple[Array, Array]:
+    """Over axis 0 (ranks): the id of the best score, the lowest of equals, and the rank that holds it."""
+    top = score == score.max(0)
+    held = np.where(top & (ids >= 0), ids.astype(np.int64), _FAR)
+    rank = held.argmin(0)
+    return held[rank, np.arange(held.shape[1])], rank
+
+
+def total_mass(peak: Array, mass: Array, scale: Array) -> tuple[Array, Array]:
+    """(peak, mass) of the whole vocabulary from each rank's [tp, R]; masses are sums of exp((x - peak) * scale)."""
+    top = peak.max(0)
+    with np.errstate(invalid="ignore"):
+        parts = np.where(mass > 0.0, mass * np.exp((peak - top) * scale), 0.0)
+    return top, parts.sum(0)
+
+
+def merge(lists: Array) -> tuple[Array, Array, Array]:
+    """Candidates [tp, R, K] in falling order -> [R, tp * K] in one falling order; how many of them are surely the
+    vocabulary's first (those up to the earliest end of a list that its rank cut short); whether they are all of it."""
+    tp, rows, k = lists.shape
+    flat = lists.transpose(1, 0, 2).reshape(rows, tp * k)
+    order = np.lexsort((np.where(flat["id"] < 0, _FAR, flat["id"]), -flat["x"]), axis=-1)
+    merged = np.take_along_axis(flat, order, 1)
+    cut_short = (order % k == k - 1) & (merged["id"] >= 0)
+    complete = ~cut_short.any(1)
+    safe = np.where(complete, tp * k, cut_short.argmax(1) + 1)
+    return merged, safe, complete
+
+
+def prefix(x: Array, peak: Array, mass: Array, filters: Filters, safe: Array, complete: Array) -> tuple[Array, Array]:
+    """How many of the merged candidates x [R, C] each row keeps, and whether that is certain. `mass` [R] is the whole
+    vocabulary's (not read where top_p is 1, or top_k <= safe)."""
+    rows, width = x.shape
+    at = np.arange(width)[None]
+    with np.errstate(invalid="ignore"):
+        z = (x.astype(np.float64) - peak[:, None]) * filters.inv_temperature[:, None]
+    weight = np.exp(z)
+    upto = np.cumsum(weight, 1)
+    before = np.concatenate([np.zeros((rows, 1)), upto], 1)  # one more: what comes before the first unseen id
+    top_k = np.where(filters.top_k > 0, filters.top_k, _FAR)
+
+    by_p = filters.top_p < 1.0
+    known = np.minimum(np.minimum(top_k, safe), width)
+    least = np.take_along_axis(before, known[:, None], 1)[:, 0]
+    most = np.where((top_k <= safe) | complete, least, np.maximum(mass, least))
+    kept_least = _first(before >= (filters.top_p * least)[:, None], by_p)
+    kept_most = _first(before >= (filters.top_p * most)[:, None], by_p)
+    kept_min_p = _first((z < filters.log_min_p[:, None]) & (at < safe[:, None]), np.isfinite(filters.log_min_p))
+
+    # A row without top_k knows its total; one with a large top_k knows bounds of it.
+    low = np.where(filters.top_k > 0, kept_least, kept_most)
+    kept = np.maximum(np.minimum(np.minimum(top_k, kept_min_p), kept_most), 1)
+    kept_at_least = np.maximum(np.minimum(np.minimum(top_k, kept_min_p), low), 1)
+    certain = (kept == kept_at_least) & (kept <= safe) | complete
+    return np.minimum(kept, width), certain
+
+
+def _first(dropped: Array, applies: Array) -> Array:
+    """Index of the first True of each row; far beyond the end where there is none or the filter does not apply."""
+    return np.where(applies & dropped.any(1), dropped.argmax(1), _FAR)
+
+
+def passes_filters(x: Array, count: Array, mass_before: Array, peak: Array, mass: Array, filters: Filters) -> Array:
+    """Whether the filters keep an id of logit x [R] that `count` ids of together `mass_before` precede. Exact where
+    top_k is off or top_p is."""
+    z = (x.astype(np.float64) - peak) * filters.inv_temperature
+    inside: Array = (filters.top_k == 0) | (count < filters.top_k)
+    inside &= (filters.top_p >= 1.0) | (mass_before < filters.top_p * mass)
+    inside &= z >= filters.log_min_p
+    inside |= count == 0
+    return inside
+
+
+def disagreement(digests: Array) -> tuple[tuple[int, ...], bool] | None:
+    """Ranks whose digest is not the majority's, and whether there is a majority (else all ranks are named); None if
+    all agree."""
+    if bool((digests == digests[0]).all()):
+        return None
+    values, counts = np.unique(digests, return_counts=True)
+    if (counts == counts.max()).sum() > 1:
+        return tuple(range(len(digests))), False
+    (minority,) = np.nonzero(digests != values[counts.argmax()])
+    return tuple(int(r) for r in minority), True
+
+
+def taken(offset: Array, fed: Array, ids: Array, bad: Array) -> Array:
+    """Which rows [B] are drawn behind what is the sequence's: all with offset 0, and each draft's row that is sound and
+    whose predecessor is taken and drew the id fed to this one."""
+    agrees = np.ones(len(ids), np.bool_)
+    agrees[1:] = (ids[:-1] == fed[1:]) & ~bad[1:]
+    wrong = np.cumsum(~agrees & (offset > 0))
+    sound: Array = wrong == wrong[np.arange(len(ids)) - offset]
+    return sound

@@ -1,0 +1,247 @@
+"""What one rank computes over its shard of the logits: peaks, masses, noisy bests, candidate lists.
+
+Two implementations of one small interface with the same results: C for logits on a CPU (engine/sampling/noise.c), torch
+for any device and for builds without a compiler. Knows nothing of other ranks, requests or filters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...topology.transport import native
+from .philox import gumbel as torch_gumbel
+
+NOISE, MASS, LIMIT = 1, 2, 4
+
+ROW = np.dtype(
+    [
+        ("logits", "<u8"),
+        ("seed", "<u8"),
+        ("inv_temperature", "<f8"),
+        ("reference", "<f8"),
+        ("position", "<u4"),
+        ("choice", "<u4"),
+        ("dtype", "<i4"),
+        ("flags", "<i4"),
+        ("limit", "<f4"),
+        ("limit_id", "<i4"),
+        ("peak", "<f8"),
+        ("mass", "<f8"),
+        ("best", "<f8"),
+        ("count", "<i8"),
+        ("peak_id", "<i4"),
+        ("best_id", "<i4"),
+        ("bad", "<i4"),
+        ("unused", "<i4"),
+    ]
+)
+"""One row of a scan; engine/sampling/noise.c's row_t. In: seed, inv_temperature, position, choice, flags; `reference`
+of the mass (NaN: the row's own peak); with LIMIT only ids that come before (limit, limit_id) in order of falling logit,
+rising id. Out: peak and its id (the lowest of equals; -1: none), bad (a NaN or +inf), with MASS the sum of
+exp((x - reference) / T), with NOISE the best x / T + Gumbel and its id, with LIMIT how many ids come before it."""
+
+Rows = npt.NDArray[Any]
+SCAN_LOGITS = 1 << 22
+"""TorchShard's noise and masses are made for so many logits at once: some 40 bytes of scratch each."""
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Rows of one step. `raw` [B, n] as the model gave them (a row is contiguous), `changed` [C, n] fp32 copies of
+    those that penalties, biases or masks changed, `where` [B] the index into `changed`, -1 for an unchanged row."""
+
+    raw: Tensor
+    changed: Tensor | None = None
+    where: npt.NDArray[np.int64] | None = None
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """The processed rows, fp32, [len(rows), n]."""
+        everything = len(rows) == self.raw.shape[0] and bool((rows == np.arange(len(rows))).all())
+        picked = (self.raw if everything else self.raw[torch.from_numpy(rows).to(self.raw.device)]).float()
+        if self.changed is not None and self.where is not None:
+            source = self.where[rows]
+            (hit,) = np.nonzero(source >= 0)
+            if len(hit):
+                device = self.raw.device
+                at = torch.from_numpy(hit).to(device), torch.from_numpy(source[hit]).to(device)
+                picked = picked.index_copy(0, at[0], self.changed[at[1]])
+        return picked
+
+
+class LogitsShard(Protocol):
+    """Results do not depend on the implementation: ids and noise to the last bit, masses within 1e-12."""
+
+    def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
+        """Fills the outputs of `rows` (ROW) for the processed logits of the rows `picked`."""
+
+    def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+        """The columns of the k largest logits of each picked row, best first, the lowest id of equals first; [R, k]
+        local columns, 1 <= k <= n."""
+
+    def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Noise of global ids [R, C] with the seeds, positions and choices of `rows` [R]."""
+
+
+class TorchShard:
+    """Any device; the definition that the C code is tested against. `first` is the global id of column 0."""
+
+    _needs_scratch = NOISE | MASS
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
+        for flags in set(rows["flags"].tolist()):
+            same = np.flatnonzero(rows["flags"] == flags)
+            step = self.at_once(logits.raw.shape[1], flags) or len(same)
+            for start in range(0, len(same), step):
+                some = same[start : start + step]
+                part = rows[some]
+                self._scan(logits.take(picked[some]), part, flags)
+                rows[some] = part
+
+    def at_once(self, columns: int, flags: int) -> int | None:
+        """Rows that `measure` should be given at once, for want of scratch; None: as many as there are."""
+        return max(1, SCAN_LOGITS // max(1, columns)) if flags & self._needs_scratch else None
+
+    def _scan(self, x: Tensor, rows: Rows, flags: int) -> None:
+        # One copy to the device for each type, one back: on a GPU the copies are what a small scan costs.
+        ints = np.stack([rows[name].astype(np.int64) for name in ("seed", "position", "choice", "limit_id")])
+        reals = np.stack([rows[name].astype(np.float64) for name in ("inv_temperature", "reference", "limit")])
+        found = self.measure(x, torch.from_numpy(ints).to(x.device), torch.from_numpy(reals).to(x.device), flags)
+        peak, at, best, best_at, mass, count = found.cpu().numpy()
+        rows["peak"], rows["best"], rows["count"] = peak, best, count
+        rows["bad"] = ~(peak < np.inf)
+        rows["peak_id"] = np.where(peak > -np.inf, at + self.first, -1)
+        rows["best_id"] = np.where(best > -np.inf, best_at + self.first, -1)
+        rows["mass"] = np.where(rows["peak_id"] >= 0, mass, 0.0)
+
+    def measure(self, x: Tensor, keys: Tensor, reals: Tensor, flags: int) -> Tensor:
+        """What a scan of rows x [R, n], fp32, finds: float64 [6, R] where they lie, peaks and their columns, bests and
+        their columns, masses, counts. keys: seeds, positions, choices and limit_ids, int64 [4, R]; reals:
+        inv_temperature, reference and limit, float64 [3, R]."""
+        limit_id = keys[3, :, None]
+        scale, reference, limit = reals[:, :, None]
+        ids = torch.arange(self.first, self.first + x.shape[1], device=x.device)[None]
+        count = mass = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+        if flags & LIMIT:
+            before = (x > limit) | ((x == limit) & (ids < limit_id))
+            count = before.sum(1).double()
+            x = torch.where(before, x, -torch.inf)
+        peak, at = x.max(1)
+        best, best_at = torch.full_like(mass, -torch.inf), at
+        if flags & MASS:
+            reference = torch.where(reference.isnan(), peak[:, None].double(), reference)
+            mass = ((x.double() - reference) * scale).exp().sum(1)
+        if flags & NOISE:
+            best, best_at = self._noisiest(x, scale, keys[:3], ids)
+        return torch.stack([peak.double(), at.double(), best, best_at.double(), mass, count])
+
+    def _noisiest(self, x: Tensor, scale: Tensor, keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The best of x [R, n] * scale [R, 1] + Gumbel in each row, float64, and its column; keys: seeds, positions and
+        choices [3, R]; ids [1, n]."""
+        seed, position, choice = keys[:, :, None]
+        best, at = (x.double() * scale + torch_gumbel(seed, position, choice, ids)).max(1)
+        return best, at
+
+    def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+        x = logits.take(picked)
+        bits = (x + 0.0).view(torch.int32)  # -0 and +0 are one value
+        # An int64 that orders as (x, -column) does: no two are equal, so that topk has no choice to make.
+        ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits).long() << 32
+        keys = ordered | (0x7FFFFFFF - torch.arange(x.shape[1], device=x.device))
+        columns: npt.NDArray[np.int64] = torch.topk(keys, k, dim=1).indices.cpu().numpy()
+        return columns
+
+    def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        seed, position, choice = (torch.from_numpy(rows[name].astype(np.int64))[:, None] for name in _KEYS)
+        noise: npt.NDArray[np.float64] = torch_gumbel(seed, position, choice, torch.from_numpy(ids)).numpy()
+        return noise
+
+
+_KEYS = ("seed", "position", "choice")
+
+
+class TritonShard(TorchShard):
+    """On a GPU: the noise by one kernel (engine/sampling/noise_triton.py), where torch writes some 40 bytes a logit.
+    Raises ImportError without Triton."""
+
+    _needs_scratch = MASS
+
+    def __init__(self, first: int) -> None:
+        super().__init__(first)
+        from .noise_triton import noisiest
+
+        self._kernel = noisiest
+
+    def _noisiest(self, x: Tensor, scale: Tensor, keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernel(x if x.stride(1) == 1 else x.contiguous(), scale.flatten(), keys.contiguous(), self.first)
+
+
+class NativeShard:
+    """engine/sampling/noise.c over float32 and bfloat16 logits in host memory; other dtypes are made float32 first."""
+
+    def __init__(self, library: ctypes.CDLL, first: int) -> None:
+        self.first = first
+        size, pointer = ctypes.c_long, ctypes.c_void_p
+        self._scan = library.laddertron_scan
+        self._scan.argtypes, self._scan.restype = [pointer, size, size, size], None
+        self._top = library.laddertron_top
+        self._top.argtypes, self._top.restype = [pointer, ctypes.c_int, size, size, pointer], ctypes.c_int
+        self._gumbel = library.laddertron_gumbel
+        self._gumbel.argtypes, self._gumbel.restype = [*[pointer] * 5, size], None
+
+    def _point(self, logits: Logits, picked: npt.NDArray[np.int64]) -> tuple[Logits, Any, Any]:
+        """Address and dtype of each picked row; the Logits returned must outlive them."""
+        raw = logits.raw
+        if raw.dtype not in _DTYPES or (raw.shape[1] > 1 and raw.stride(1) != 1):
+            logits = Logits(raw.float().contiguous(), logits.changed, logits.where)
+            raw = logits.raw
+        address = raw.data_ptr() + picked * (raw.stride(0) * raw.element_size())
+        kind = np.full(len(picked), _DTYPES[raw.dtype])
+        if logits.changed is not None and logits.where is not None:
+            source, changed = logits.where[picked], logits.changed
+            hit = source >= 0
+            address = np.where(hit, changed.data_ptr() + source * (changed.stride(0) * 4), address)
+            kind[hit] = 0
+        return logits, address, kind
+
+    def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
+        logits, rows["logits"], rows["dtype"] = self._point(logits, picked)
+        self._scan(rows.ctypes.data, len(rows), logits.raw.shape[1], self.first)
+
+    def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+        logits, address, kind = self._point(logits, picked)
+        out = np.empty((len(picked), k), np.int32)
+        for row, (at, dtype) in enumerate(zip(address.tolist(), kind.tolist(), strict=True)):
+            if self._top(at, dtype, logits.raw.shape[1], k, out.ctypes.data + row * k * 4) != 0:
+                raise MemoryError(f"no memory for {k} candidates of one row")
+        return out.astype(np.int64)
+
+    def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        repeat = ids.shape[1]
+        seed, position, choice = (np.repeat(rows[name], repeat) for name in _KEYS)
+        flat = np.ascontiguousarray(ids, np.uint32).ravel()
+        out = np.empty(ids.shape, np.float64)
+        arrays = [a.ctypes.data for a in (seed, position, choice, flat, out)]
+        self._gumbel(*arrays, out.size)
+        return out
+
+
+def make_shard(first: int, device: torch.device) -> LogitsShard:
+    """The fastest that this device and build have."""
+    if device.type == "cpu":
+        library = native.load("laddertron.engine.sampling._noise")
+        return TorchShard(first) if library is None else NativeShard(library, first)
+    try:
+        return TritonShard(first)
+    except ImportError:
+        return TorchShard(first)

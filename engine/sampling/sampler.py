@@ -1,0 +1,212 @@
+"""logits -> ids: the same function on every rank, over one small all-gather a step.
+
+Every rank brings a few numbers about its vocabulary shard (engine/sampling/logits_shard.py), and decides alone what all
+decide alike (engine/sampling/decide.py). Order of a row's edits: penalties, logit_bias, min_tokens, grammar mask,
+temperature, top_k, top_p, min_p. Log-probabilities are those of the untouched logits at temperature 1. What crosses the
+network is O(rows x candidates); rows whose filters keep more than the candidates show are settled by further small
+gathers (engine/sampling/step.py). Knows the runner's slots, nothing of schedules, text or transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...models.transfer import Arriving, download
+from ..batch import NewSequence
+from ..request import TokenLogprob
+from . import decide as rule
+from .decide import Array
+from .device_sampler import DeviceDraw, Fetch, Gathered
+from .digest import Digests, row_digests
+from .logits_shard import TorchShard, make_shard
+from .logprobs import Scorer
+from .slots import Grammars, SlotTable
+from .step import Sampled, Step, StepContext
+
+__all__ = ["DesyncError", "Gather", "Grammars", "OnDevice", "Sampled", "Sampler"]
+
+Gather = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
+"""payload [n] of this rank -> [tp, n] of all ranks, in rank order, the same on every rank."""
+
+
+class DesyncError(RuntimeError):
+    """Ranks drew different ids. `ranks` are those to blame (all, if no majority says which), `step` the sampling
+    step, counted from 0, whose ids differ."""
+
+    def __init__(self, ranks: tuple[int, ...], majority: bool, step: int, tp: int) -> None:
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        if majority:
+            what = f"{who} of {tp} drew other ids than the majority"
+        else:
+            what = f"{who} disagree with one another about the ids drawn, with no majority"
+        super().__init__(f"sampling step {step}: {what}; nothing of this step may be released: restart the job")
+        self.ranks, self.step = ranks, step
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """What a rank needs to draw plain rows without its host: gathers between devices, and how results are fetched."""
+
+    gather: Gathered
+    fetch: Fetch = download
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """Ids on their way to the host: of the sampling step `step`, for the slots `at`."""
+
+    step: int
+    at: Array
+    read: Arriving
+
+
+class Sampler:
+    """One rank's sampler. `shard`: global ids of this rank's columns; those >= vocab_size are padding and never seen.
+    Every rank must make the same calls with the same sequences and slots."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        shard: range,
+        max_slots: int,
+        gather: Gather,
+        device: torch.device,
+        grammars: Grammars | None = None,
+        on_device: OnDevice | None = None,
+    ) -> None:
+        """on_device: how `start` draws; without it every draw passes through the host."""
+        self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
+        self.step = 0
+        self._gather = gather
+        self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
+        work = make_shard(shard.start, device)
+        scorer = Scorer(vocab_size, shard.start, self.columns, work, self._exchange)
+        self._tools = StepContext(work, scorer, self._slots, self._first_exchange, self._exchange)
+        self._digest = np.zeros(8, np.uint8)
+        self._under_way: _Draw | None = None
+        self._on_device: DeviceDraw | None = None
+        if on_device is not None and isinstance(work, TorchShard):
+            self._on_device = DeviceDraw(self.columns, max_slots, work, device, on_device.gather, on_device.fetch)
+
+    @property
+    def latest(self) -> Tensor | None:
+        """Of each slot the id that `start` drew last, int64 [max_slots] on the device; None where it never does."""
+        return None if self._on_device is None else self._on_device.latest
+
+    def admit(self, sequence: NewSequence) -> None:
+        """Fills a slot; the noise goes on at output position len(tokens) - prompt_len. Raises ValueError if the slot is
+        taken, or it wants a grammar and there are none."""
+        self._slots.admit(sequence)
+
+    def release(self, slot: int) -> None:
+        """Empties a slot (an empty one stays empty)."""
+        self._slots.release(slot)
+
+    def sample(self, logits_BV: Tensor, slots: Sequence[int], fed: Array | None = None) -> Sampled:
+        """Draws one id for each row of logits [B, len(shard)] (model dtype or fp32, rows in the order of `slots`) and
+        appends it to the slot's state. fed [B], where slots have drafts: the id behind which each row is drawn; a row
+        behind a draft is taken if the row before was, and drew that very id. Raises DesyncError if the ranks' last ids
+        differ."""
+        if logits_BV.shape[0] != len(slots):
+            raise ValueError(f"{logits_BV.shape[0]} rows of logits for {len(slots)} slots: one id a row")
+        plan = self._slots.plan(slots)
+        sampled = Step(self._tools, plan, logits_BV[:, : self.columns], fed).run()
+        if fed is not None:
+            sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
+        self._slots.append(plan, sampled.ids, sampled.nonfinite, sampled.taken)
+        self._add_digests(sampled, logits_BV, slots)
+        self._digest = _digest(self.step, plan.at, sampled.ids)
+        self.step += 1
+        return sampled
+
+    def start(self, logits_BV: Tensor, slots: Sequence[int]) -> bool:
+        """Sets off, on the device, what `sample` does; `finish` gives the result, `latest` has the ids for the next
+        step. False where nothing was done, since these rows need the host (filters, edits, masks, log-probabilities)
+        or this sampler always does: then `sample` them."""
+        if self._on_device is None or self._under_way is not None:
+            return False
+        plan = self._slots.plan(slots)
+        if not plan.plain:
+            return False
+        read = self._on_device.start(logits_BV[:, : self.columns], plan, self._slots.position, self._digest)
+        self._slots.advance(plan)
+        self._under_way = _Draw(self.step, plan.at, read)
+        self.step += 1
+        return True
+
+    def finish(self) -> Sampled:
+        """What `start` set off, once it is on the host; to be called before any other draw. Raises DesyncError as
+        `sample` does, RuntimeError if nothing is under way."""
+        draw, self._under_way = self._under_way, None
+        if draw is None:
+            raise RuntimeError("finish without start: no draw is under way")
+        found, count = draw.read(), len(draw.at)
+        ranks = len(found) - 2 * count
+        self._agreed(found[:ranks].view("<u8"), draw.step)
+        ids = found[ranks : ranks + count].astype(np.int32)
+        self._digest = _digest(draw.step, draw.at, ids)
+        return Sampled(ids, [None] * count, found[ranks + count :] != 0)
+
+    def score(self, logits_TV: Tensor, targets: npt.ArrayLike, top: int) -> list[TokenLogprob]:
+        """Log-probabilities of targets [T] under logits [T, len(shard)], and of the `top` likeliest ids of each row;
+        NaN for a row of non-finite logits. Memory is bounded whatever T is. Raises ValueError for a target outside the
+        vocabulary."""
+        ids = targets.cpu().numpy() if isinstance(targets, Tensor) else targets
+        return self._tools.scorer.score(logits_TV[:, : self.columns], np.asarray(ids, np.int64), top)
+
+    def _add_digests(self, sampled: Sampled, logits_BV: Tensor, slots: Sequence[int]) -> None:
+        wanted = [row for row, slot in enumerate(slots) if slot in self._slots.digested]
+        if not wanted:
+            return
+        for row, digest in zip(wanted, self.digests(logits_BV[wanted]).tolist(), strict=True):
+            item = sampled.logprobs[row]
+            if item is not None:
+                sampled.logprobs[row] = item._replace(digest=digest)
+
+    def digests(self, logits_TV: Tensor) -> Digests:
+        """Of whole rows of logits, of which this rank holds [T, len(shard)]: the same on every rank. One gather."""
+        own = row_digests(logits_TV[:, : self.columns], self._slots.first)
+        whole: Digests = self._exchange([own])[0].sum(0)
+        return whole
+
+    def flush(self) -> None:
+        """The empty gather after the last step: proves that its ids agree. Raises DesyncError."""
+        self._first_exchange([])
+
+    def _first_exchange(self, parts: list[Array]) -> list[Array]:
+        """A step's own gather, headed by the digest of the last ids."""
+        if self._under_way is not None:
+            raise RuntimeError("a draw is under way, its digest is not known yet: finish it first")
+        digests, *rest = self._exchange([self._digest, *parts])
+        self._agreed(digests.view("<u8")[:, 0], self.step)
+        return rest
+
+    @staticmethod
+    def _agreed(digests: Array, step: int) -> None:
+        """digests [tp]: those that the gather of the sampling step `step` carried, of the ids before."""
+        found = rule.disagreement(digests)
+        if found is not None:
+            raise DesyncError(*found, step=step - 1, tp=len(digests))
+
+    def _exchange(self, parts: list[Array]) -> list[Array]:
+        """One gather of several arrays: each part [...] comes back as [tp, ...]."""
+        flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
+        everyone = self._gather(np.concatenate(flat))
+        out, at = [], 0
+        for part, piece in zip(parts, flat, strict=True):
+            own = np.ascontiguousarray(everyone[:, at : at + len(piece)])
+            out.append(own.view(part.dtype).reshape(len(everyone), *part.shape))
+            at += len(piece)
+        return out
+
+
+def _digest(step: int, slots: Array, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+    drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes()))
+    return np.frombuffer(blake2b(drawn, digest_size=8).digest(), np.uint8)

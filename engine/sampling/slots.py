@@ -1,0 +1,209 @@
+"""How each slot's sequence is drawn, and how far it is: the sampler's state, alike on every rank but for the columns.
+
+Turns SamplingParams into table entries once, at admission, and a step's slots into a SamplingPlan, kept as long as the
+same slots run: a steady decode pays for neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..batch import NewSequence
+from ..request import MAX_CANDIDATES, SamplingParams
+from .decide import Array, Filters
+from .logits_shard import MASS, NOISE, ROW, Rows
+from .penalties import SlotEdits
+
+MIN_TEMPERATURE = 1e-5
+"""Below it a temperature means greedy, as in vLLM."""
+FEWEST_CANDIDATES = 32
+
+_SLOT = np.dtype(
+    [
+        ("live", "?"),
+        ("filtered", "?"),
+        ("edited", "?"),
+        ("top_k", "<i8"),
+        ("top_p", "<f8"),
+        ("log_min_p", "<f8"),
+        ("candidates", "<i8"),
+        ("logprobs", "<i8"),
+    ]
+)
+
+
+class Grammars(Protocol):
+    """Structured output (engine/sampling/grammar.py), by slot."""
+
+    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
+        """A sequence of grammar `spec` that has put out `output` so far. A spec that fails allows nothing."""
+
+    def release(self, slot: int) -> None: ...
+
+    def allowed(self, slot: int, ids: range) -> npt.NDArray[np.bool_]:
+        """Which of these global ids may come next; none at all if the grammar failed."""
+
+    def advance(self, slot: int, token: int) -> None: ...
+
+    def failure(self, slot: int) -> str | None:
+        """Why nothing may come next, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """B slots and what is fixed about their rows. `rows` is scratch of the step (ROW); `groups`: indices of filtered
+    rows and how many candidates each rank sends for them; `scored`, `edited`, `masked`: indices of rows with
+    log-probabilities, with edits or a grammar, with a grammar; `noisy` [B], None if no row takes noise over the whole
+    shard."""
+
+    at: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    """Rows of the same slot before this one: it is drawn so many positions later."""
+    rows: Rows
+    filters: Filters
+    groups: tuple[tuple[npt.NDArray[np.int64], int], ...]
+    scored: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.int64]
+    edited: npt.NDArray[np.int64]
+    masked: npt.NDArray[np.int64]
+    noisy: npt.NDArray[np.bool_] | None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row's best, noise added or not, is its id: no filter, edit, mask or log-probability."""
+        return not self.groups and not len(self.scored) and not len(self.edited)
+
+
+class SlotTable:
+    """max_slots slots; this rank's columns are the ids [first, first + columns)."""
+
+    def __init__(self, vocab_size: int, first: int, columns: int, max_slots: int, grammars: Grammars | None) -> None:
+        self.vocab_size, self.first, self.columns, self.grammars = vocab_size, first, columns, grammars
+        self.edits: dict[int, SlotEdits] = {}
+        self.grammatical: set[int] = set()
+        self.digested: set[int] = set()
+        """Slots whose rows' digests are wanted."""
+        self.position = np.zeros(max_slots, np.int64)
+        self._rows: Rows = np.zeros(max_slots, ROW)
+        self._slots = np.zeros(max_slots, _SLOT)
+        self._last: tuple[tuple[int, ...], SamplingPlan] | None = None
+
+    def admit(self, sequence: NewSequence) -> None:
+        """Raises ValueError if the slot is taken, or a grammar wanted where there are none."""
+        slot, params = sequence.slot, sequence.params
+        if self._slots["live"][slot]:
+            raise ValueError(f"slot {slot} is taken: release it before admitting another sequence")
+        if params.grammar is not None:
+            if self.grammars is None:
+                raise ValueError("a request with a grammar, but no grammar library: install laddertron[grammar]")
+            self.grammars.admit(slot, params.grammar, sequence.tokens[sequence.prompt_len :])
+            self.grammatical.add(slot)
+        if params.return_digest:
+            self.digested.add(slot)
+        if params.edits:
+            self.edits[slot] = SlotEdits(sequence, self.first, self.columns)
+        row, state = self._rows[slot : slot + 1], self._slots[slot : slot + 1]
+        resolve_row(params, self.vocab_size, row, state)
+        row["choice"] = sequence.choice
+        state["edited"] = slot in self.edits or slot in self.grammatical
+        self.position[slot] = len(sequence.tokens) - sequence.prompt_len
+        self._last = None
+
+    def release(self, slot: int) -> None:
+        """An empty slot stays empty."""
+        self._slots[slot] = np.zeros((), _SLOT)
+        self.edits.pop(slot, None)
+        self.digested.discard(slot)
+        if slot in self.grammatical and self.grammars is not None:
+            self.grammatical.discard(slot)
+            self.grammars.release(slot)
+        self._last = None
+
+    def plan(self, slots: Sequence[int]) -> SamplingPlan:
+        """Of rows in the order of `slots`; those of one slot, several where it has drafts, lie together. Raises
+        ValueError for an empty slot."""
+        key = tuple(slots)
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        at = np.asarray(key, np.int64)
+        state, rows = self._slots[at], self._rows[at]
+        if not state["live"].all():
+            raise ValueError(f"slot {at[~state['live']][0]} is empty: admit a sequence before sampling it")
+        filtered = np.flatnonzero(state["filtered"])
+        wanted = state["candidates"][filtered]
+        noisy = (rows["flags"] & NOISE) != 0
+        plan = SamplingPlan(
+            at=at,
+            offset=_offsets(at),
+            rows=rows,
+            filters=Filters(rows["inv_temperature"], state["top_k"], state["top_p"], state["log_min_p"]),
+            groups=tuple((filtered[wanted == k], int(k)) for k in np.unique(wanted)),
+            scored=np.flatnonzero(state["logprobs"] >= 0),
+            logprobs=state["logprobs"],
+            edited=np.flatnonzero(state["edited"]),
+            masked=np.flatnonzero([slot in self.grammatical for slot in key]),
+            noisy=noisy if noisy.any() else None,
+        )
+        self._last = key, plan
+        return plan
+
+    def advance(self, plan: SamplingPlan) -> None:
+        """Each row's next id is drawn at the next position. All there is to do for the ids of a plain plan."""
+        self.position[plan.at] += 1
+
+    def append(
+        self,
+        plan: SamplingPlan,
+        ids: npt.NDArray[np.int32],
+        nonfinite: npt.NDArray[np.bool_],
+        taken: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """One drawn id for each row; of rows with drafts only those taken count."""
+        if taken is None:
+            self.advance(plan)
+        else:
+            np.add.at(self.position, plan.at[taken], 1)
+        for row in plan.edited.tolist():
+            if taken is not None and not taken[row]:
+                continue
+            slot, token = int(plan.at[row]), int(ids[row])
+            if slot in self.edits:
+                self.edits[slot].append(token)
+            if slot in self.grammatical and self.grammars is not None and not nonfinite[row]:
+                self.grammars.advance(slot, token)
+
+
+def _offsets(at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    row = np.arange(len(at))
+    begins = np.concatenate(([True], at[1:] != at[:-1]))[: len(at)]
+    return row - np.maximum.accumulate(np.where(begins, row, 0))
+
+
+def resolve_row(params: SamplingParams, vocab_size: int, row: Rows, state: Array) -> None:
+    """Writes how a request is drawn into its entries (arrays of one) of the slot tables."""
+    row[:] = np.zeros(1, ROW)
+    state[:] = np.zeros(1, _SLOT)
+    top_k = 0 if params.top_k >= vocab_size else max(0, params.top_k)
+    greedy = params.temperature < MIN_TEMPERATURE or top_k == 1
+    filtered = not greedy and (top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+    row["inv_temperature"] = 0.0 if greedy else 1.0 / params.temperature
+    row["seed"] = params.seed
+    row["reference"] = np.nan
+    wanted = FEWEST_CANDIDATES
+    while wanted < min(top_k, MAX_CANDIDATES):
+        wanted *= 2
+    if not greedy and not filtered:
+        row["flags"] = NOISE
+    elif filtered and params.top_p < 1.0 and (top_k == 0 or top_k > wanted):
+        row["flags"] = MASS
+    state["live"], state["filtered"] = True, filtered
+    state["top_k"], state["top_p"] = top_k, params.top_p
+    state["log_min_p"] = math.log(params.min_p) if params.min_p > 0.0 else -np.inf
+    state["candidates"] = wanted
+    state["logprobs"] = -1 if params.logprobs is None else params.logprobs

@@ -1,0 +1,258 @@
+"""One step's draw: edit, sum up the shard, gather, decide, and settle by further small gathers what that left open.
+
+The effects of engine/sampling/sampler.py's rule between a SamplingPlan and its ids; the decisions are
+engine/sampling/decide.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..request import TokenLogprob
+from . import decide as rule
+from .decide import CANDIDATE, MAIN, NO_ID, WALK, Array
+from .logits_shard import LIMIT, MASS, NOISE, ROW, Logits, LogitsShard
+from .logprobs import Scorer, pick
+from .penalties import SlotEdits, apply
+from .slots import SamplingPlan, SlotTable
+
+Exchange = Callable[[list[Array]], list[Array]]
+"""One gather of several arrays: each [...] comes back as [tp, ...]."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Of the rows of one step, in order. `nonfinite`: the row's logits held NaN or +inf, or nothing above -inf (also:
+    its masks left no id); its id is 0 and means nothing. `failures`: for those of them whose grammar is to blame, why.
+    """
+
+    ids: npt.NDArray[np.int32]
+    logprobs: list[TokenLogprob | None]
+    nonfinite: npt.NDArray[np.bool_]
+    failures: dict[int, str] = field(default_factory=dict)
+    taken: npt.NDArray[np.bool_] | None = None
+    """Rows whose id is the sequence's: not those behind a draft that was not drawn. None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step works with: `first_exchange` carries the digest too and comes once, `exchange` as often as needed."""
+
+    shard: LogitsShard
+    scorer: Scorer
+    slots: SlotTable
+    first_exchange: Exchange
+    exchange: Exchange
+
+
+class Step:
+    """Draws for the rows of one plan from raw logits [B, columns]. fed [B]: the id behind which each row is drawn,
+    where there are drafts."""
+
+    def __init__(self, tools: StepContext, plan: SamplingPlan, raw: Tensor, fed: Array | None = None) -> None:
+        self.tools, self.plan, self.fed = tools, plan, fed
+        self.first, self.columns = tools.slots.first, tools.slots.columns
+        self.rows = plan.rows
+        self.rows["position"] = tools.slots.position[plan.at] + plan.offset
+        self.logits = self._edited(raw)
+
+    def run(self) -> Sampled:
+        plan, scored = self.plan, self.plan.scored
+        own = self._main()
+        parts = [own, *(self._candidates(rows, k) for rows, k in plan.groups)]
+        if len(scored):
+            parts += self._raw_parts(own)
+        main, *rest = self.tools.first_exchange(parts)
+
+        bad: npt.NDArray[np.bool_] = main["bad"].any(0) | (main["peak"].max(0) == -np.inf)
+        self.ids, rank = rule.winner(main["best"], main["best_id"])
+        self.raw = np.zeros(len(plan.at))  # the untouched logit of the id, of rows that want it
+        if len(scored):
+            self.raw[scored] = rest[-2]["best"][rank[scored], np.arange(len(scored))]
+        if plan.groups:
+            self.peak, self.mass = rule.total_mass(main["peak"], main["mass"], self.rows["inv_temperature"])
+            for (rows, k), lists in zip(plan.groups, rest, strict=False):
+                fine = ~bad[rows]
+                self._filter(rows[fine], k, lists[:, fine])
+        if bad.any():
+            self.ids[bad] = 0
+        logprobs: list[TokenLogprob | None] = [None] * len(plan.at)
+        if len(scored):
+            head, tops = rest[-2:]
+            entries = self.tools.scorer.report(head, tops, self.ids[scored], self.raw[scored], plan.logprobs[scored])
+            for row, entry in zip(scored.tolist(), entries, strict=True):
+                logprobs[row] = None if bad[row] else entry
+        return Sampled(self.ids.astype(np.int32), logprobs, bad, self._failures(bad, main) if bad.any() else {})
+
+    def _failures(self, bad: npt.NDArray[np.bool_], main: Array) -> dict[int, str]:
+        """Of rows whose logits are sound: why what the request asks for leaves no id to draw."""
+        slots, found = self.tools.slots, {}
+        for row in np.flatnonzero(bad).tolist():
+            slot = int(self.plan.at[row])
+            why = slots.grammars.failure(slot) if slots.grammars is not None and slot in slots.grammatical else None
+            if why is None and not main["bad"][:, row].any() and row in self.plan.edited:
+                why = "grammar, allowed_token_ids and min_tokens together forbid every token"
+            if why is not None:
+                found[row] = why
+        return found
+
+    # ---- before the gather ----
+
+    def _edited(self, raw: Tensor) -> Logits:
+        edited, slots = self.plan.edited, self.tools.slots
+        if len(edited) == 0:
+            return Logits(raw)
+        changed = raw[torch.from_numpy(edited).to(raw.device)].float()
+        names = self.plan.at[edited].tolist()
+        held = np.flatnonzero([slot in slots.edits for slot in names])
+        if len(held):
+            positions = self.rows["position"][edited[held]].tolist()
+            apply(changed, held, self._edits(edited[held].tolist()), positions)
+        where = np.full(len(self.plan.at), -1, np.int64)
+        where[edited] = np.arange(len(edited))
+        if slots.grammars is not None:
+            ids = range(self.first, self.first + self.columns)
+            for row in self.plan.masked.tolist():
+                allowed = torch.from_numpy(slots.grammars.allowed(int(self.plan.at[row]), ids)).to(raw.device)
+                changed[int(where[row])].masked_fill_(~allowed, -torch.inf)
+        return Logits(raw, changed, where)
+
+    def _edits(self, rows: list[int]) -> list[SlotEdits]:
+        """Of each row: the slot's, and behind a draft as if that had been drawn."""
+        found: list[SlotEdits] = []
+        for row in rows:
+            if self.plan.offset[row] and self.fed is not None:
+                found.append(found[-1].after(int(self.fed[row])))
+            else:
+                found.append(self.tools.slots.edits[int(self.plan.at[row])])
+        return found
+
+    def _main(self) -> Array:
+        """[B] of MAIN."""
+        rows, noisy = self.rows, self.plan.noisy
+        main: Array = np.zeros(len(rows), MAIN)
+        if self.columns == 0:
+            main["best"] = main["peak"] = -np.inf
+            main["best_id"] = NO_ID
+            return main
+        self.tools.shard.scan(self.logits, np.arange(len(rows)), rows)
+        main["peak"], main["mass"], main["bad"] = rows["peak"], rows["mass"], rows["bad"]
+        if noisy is None:
+            main["best"], main["best_id"] = rows["peak"], rows["peak_id"]
+        else:
+            main["best"] = np.where(noisy, rows["best"], rows["peak"])
+            main["best_id"] = np.where(noisy, rows["best_id"], rows["peak_id"])
+        if len(self.plan.masked):
+            # A mask must not hide what is wrong with a row (adding -inf, as min_tokens does, hides nothing).
+            untouched = np.zeros(len(self.plan.masked), ROW)
+            self.tools.shard.scan(Logits(self.logits.raw), self.plan.masked, untouched)
+            main["bad"][self.plan.masked] |= untouched["bad"]
+        return main
+
+    def _candidates(self, rows: Array, k: int) -> Array:
+        """[R, K] of CANDIDATE."""
+        out: Array = np.zeros((len(rows), k), CANDIDATE)
+        out["x"], out["id"] = -np.inf, NO_ID
+        held = min(k, self.columns)
+        if held and len(rows):
+            columns = self.tools.shard.top(self.logits, rows, held)
+            out["x"][:, :held], out["raw"][:, :held] = self._values(rows, columns)
+            out["id"][:, :held] = columns + self.first
+        return out
+
+    def _values(self, rows: Array, columns: Array) -> tuple[Array, Array]:
+        """Processed and untouched logits of columns [R, K]."""
+        raw = pick(self.logits.raw, rows, columns)
+        if self.logits.changed is None or self.logits.where is None:
+            return raw, raw
+        x = raw.copy()
+        hit = np.flatnonzero(self.logits.where[rows] >= 0)
+        if len(hit):
+            x[hit] = pick(self.logits.changed, self.logits.where[rows[hit]], columns[hit])
+        return x, raw
+
+    def _raw_parts(self, main: Array) -> list[Array]:
+        """[S] of RAW and [S, top] of CANDIDATE, about the untouched logits of the rows that want log-probabilities."""
+        scored = self.plan.scored
+        head, tops = self.tools.scorer.summary(self.logits.raw, scored, int(self.plan.logprobs.max()))
+        own = main["best_id"][scored].astype(np.int64) - self.first
+        held = np.flatnonzero(own >= 0)
+        if len(held):
+            head["best"][held] = pick(self.logits.raw, scored[held], own[held, None])[:, 0]
+        return [head, tops]
+
+    # ---- after the gather ----
+
+    def _filter(self, rows: Array, k: int, lists: Array) -> None:
+        """Settles filtered rows, whose candidates are lists [tp, R, K]."""
+        while len(rows):
+            filters = self.plan.filters.take(rows)
+            merged, safe, complete = rule.merge(lists)
+            kept, certain = rule.prefix(merged["x"], self.peak[rows], self.mass[rows], filters, safe, complete)
+            self._draw(rows[certain], merged[certain], kept[certain])
+            # Without top_k, or without top_p, an id can be judged alone; with both, the k-th must be seen.
+            both = (filters.top_k > 0) & (filters.top_p < 1.0)
+            self._walk(rows[~certain & ~both])
+            rows = rows[~certain & both]
+            k *= 2
+            if len(rows):
+                (lists,) = self.tools.exchange([self._candidates(rows, k)])
+
+    def _draw(self, rows: Array, merged: Array, kept: Array) -> None:
+        """The best of each row's first `kept` merged candidates, noise added."""
+        if len(rows) == 0:
+            return
+        merged = merged[:, : kept.max()]
+        ids = merged["id"].astype(np.int64)
+        noise = self.tools.shard.gumbel(self.rows[rows], ids)
+        score = merged["x"].astype(np.float64) * self.rows["inv_temperature"][rows][:, None] + noise
+        score[(np.arange(merged.shape[1])[None] >= kept[:, None]) | (ids < 0)] = -np.inf
+        self.ids[rows], at = rule.winner(score.T, ids.T)
+        self.raw[rows] = merged["raw"][np.arange(len(rows)), at]
+
+    def _walk(self, rows: Array) -> None:
+        """Settles rows whose kept set is too large to send. The kept set is a prefix: if the best of all ids (noise
+        added) is in it, that is the drawn one; if not, the drawn one is the best of those that come before it, and so
+        on. Each round asks the shards about the ids before a limit; it ends at the very first id at the latest."""
+        limit: Array = np.full(len(rows), -np.inf, np.float32)
+        limit_id: Array = np.full(len(rows), np.iinfo(np.int32).max, np.int64)
+        raw: Array = np.zeros(len(rows))
+        judged = False
+        while len(rows):
+            (found,) = self.tools.exchange([self._before(rows, limit, limit_id)])
+            inside: Array = np.zeros(len(rows), np.bool_)
+            if judged:
+                count, mass = found["count"].sum(0), found["mass"].sum(0)
+                filters = self.plan.filters.take(rows)
+                inside = rule.passes_filters(limit, count, mass, self.peak[rows], self.mass[rows], filters)
+            self.ids[rows[inside]], self.raw[rows[inside]] = limit_id[inside], raw[inside]
+            best, rank = rule.winner(found["best"], found["best_id"])
+            held = rank, np.arange(len(rows))
+            limit, limit_id, raw = found["x"][held], best, found["raw"][held].astype(np.float64)
+            rows, limit, limit_id, raw = rows[~inside], limit[~inside], limit_id[~inside], raw[~inside]
+            judged = True
+
+    def _before(self, rows: Array, limit: Array, limit_id: Array) -> Array:
+        """[R] of WALK, about this shard's ids that come before (limit, limit_id)."""
+        out: Array = np.zeros(len(rows), WALK)
+        out["best"], out["best_id"] = -np.inf, NO_ID
+        if self.columns == 0:
+            return out
+        work = self.rows[rows]
+        work["flags"] = NOISE | MASS | LIMIT
+        work["limit"], work["limit_id"], work["reference"] = limit, limit_id, self.peak[rows]
+        self.tools.shard.scan(self.logits, rows, work)
+        for name in ("best", "best_id", "mass", "count"):
+            out[name] = work[name]
+        held = np.flatnonzero(work["best_id"] >= 0)
+        if len(held):
+            columns = work["best_id"][held].astype(np.int64)[:, None] - self.first
+            x, raw = self._values(rows[held], columns)
+            out["x"][held], out["raw"][held] = x[:, 0], raw[:, 0]
+        return out

@@ -1,0 +1,121 @@
+"""Who is on the ranks: slots, and the KV blocks behind them, taken, shared, copied and given back.
+
+Knows how a sequence's known tokens can be had without computing them (prefix cache, a sibling's prompt), not who
+deserves to run: that is engine/schedule/scheduler.py, its only caller. Everything given back may be handed out again at
+once, since plans run strictly in order: whatever an earlier plan still does to a block, it does first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from dataclasses import dataclass
+
+from .block_pool import BlockPool
+from .sequence import RequestGroup, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Positions [0, start) need no computing: `shared` full blocks, then a copy of block `copied`, if any."""
+
+    shared: tuple[int, ...] = ()
+    start: int = 0
+    copied: int | None = None
+    cached: bool = False
+    """What the prefix cache said, not what a sibling holds."""
+
+
+class Residency:
+    """`running` is sorted by `Sequence.order`: its last one is the first to be preempted."""
+
+    def __init__(self, max_num_seqs: int, block_size: int, num_blocks: int, caching: bool) -> None:
+        self.block_size = block_size
+        self.caching = caching
+        self.pool = BlockPool(num_blocks)
+        self.running: list[Sequence] = []
+        self.slots = list(range(max_num_seqs))
+        self.released: list[int] = []
+        """Slots to be emptied by the next plan."""
+        self.holders: dict[int, RequestGroup] = {}
+        """Groups that hold their prompt for choices to come, by number."""
+
+    def blocks_for(self, positions: int) -> int:
+        return -(-positions // self.block_size)
+
+    def reuse(self, sequence: Sequence) -> Reuse:
+        """The longest beginning that is there already; at least one known token is left to compute."""
+        if not sequence.prompt_scored:
+            return Reuse()
+        size, group = self.block_size, sequence.group
+        shared: list[int] = []
+        if self.caching and sequence.chain is not None:
+            full = (len(sequence.tokens) - 1) // size
+            shared = self.pool.match(sequence.chain.upto(full, sequence.tokens)[:full])
+        last = group.prompt_len - 1
+        if group.held and last > len(shared) * size:
+            # The last prompt position is computed again, for the choice's own first token, so its block is written.
+            full = last // size
+            return Reuse(tuple(group.held[:full]), last, group.held[full] if last % size else None)
+        return Reuse(tuple(shared), len(shared) * size, None, True)
+
+    def need(self, sequence: Sequence, reuse: Reuse) -> int:
+        """What entering takes from `pool.available`: blocks for all known tokens, so that a prompt never stalls."""
+        fresh = self.blocks_for(len(sequence.tokens)) - len(reuse.shared)
+        return fresh + self.pool.unheld(reuse.shared)
+
+    def enter(self, sequence: Sequence, rank: int, reuse: Reuse) -> None:
+        """Slot and blocks for all known tokens. The caller has seen to it that there are enough."""
+        self.pool.share(reuse.shared)
+        fresh = self.blocks_for(len(sequence.tokens)) - len(reuse.shared)
+        sequence.blocks = [*reuse.shared, *self.pool.take(fresh)]
+        sequence.room = len(sequence.blocks) * self.block_size
+        sequence.registered = len(reuse.shared)
+        sequence.computed = reuse.start
+        sequence.slot = heapq.heappop(self.slots)
+        sequence.rank = rank
+        sequence.state = "running"
+        insort(self.running, sequence, key=Sequence.order)
+
+    def grow(self, sequence: Sequence) -> int:
+        """One more block, which it returns."""
+        self.register(sequence)
+        (block,) = self.pool.take(1)
+        sequence.blocks.append(block)
+        sequence.room += self.block_size
+        return block
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Gives slot and blocks back. The caller sets the new state and takes it out of `running`."""
+        self.register(sequence)
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        sequence.room = sequence.registered = 0
+        heapq.heappush(self.slots, sequence.slot)
+        self.released.append(sequence.slot)
+        sequence.slot = -1
+
+    def register(self, sequence: Sequence) -> None:
+        """Full blocks whose tokens are known and planned become known by content. Called only between plans and for
+        blocks that earlier plans fill, so that whoever takes them up reads what is there."""
+        chain = sequence.chain
+        if chain is None:
+            return
+        full = min(sequence.computed, len(sequence.tokens)) // self.block_size
+        if full > sequence.registered:
+            digests = chain.upto(full, sequence.tokens)
+            for i in range(sequence.registered, full):
+                self.pool.register(sequence.blocks[i], digests[i])
+            sequence.registered = full
+
+    def hold(self, sequence: Sequence) -> None:
+        """The group holds this sequence's prompt, computed by now, until every choice has had it."""
+        group = sequence.group
+        group.held = sequence.blocks[: self.blocks_for(group.prompt_len)]
+        self.pool.share(group.held)
+        self.holders[group.number] = group
+
+    def unhold(self, group: RequestGroup) -> None:
+        if self.holders.pop(group.number, None) is not None:
+            self.pool.give_back(group.held)
+            group.held = []

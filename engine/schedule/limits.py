@@ -1,0 +1,90 @@
+"""What one replica can hold, and the rule at the door: a request that could never run is refused before it waits.
+
+Data and pure checks; the scheduler applies them, whoever builds an engine makes the limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..request import Request
+from .sequence import end_position
+from .speculation import SpeculationRule
+from .split import SplitRule
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Tokens, sequences and blocks of one replica. `ageing_s` seconds of waiting outweigh one priority;
+    `watermark` is the share of the blocks that admission leaves free for those who run already."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    ageing_s: float = 60.0
+    watermark: float = 0.01
+    microbatches: int = 1
+    """Plans that are on their way at once in a pipeline; a sequence is in one of them."""
+    max_scored_positions: int = 1 << 30
+    """Prompt positions whose logits are wanted in one step (`prompt_logprobs`): they cost a vocabulary of memory each.
+    Without chunked prefill a prompt is scored whole all the same."""
+    split: SplitRule | None = None
+    """Which steps may be computed in two streams; None: none."""
+    speculation: SpeculationRule | None = None
+    """How decodes get drafts; None: they get none."""
+
+    def __post_init__(self) -> None:
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks", "microbatches")
+        for name in (*sizes, "max_scored_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is below 1: a step needs at least one of each")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
+                "every running sequence needs one token a step, raise the one or lower the other"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_model_len="
+                f"{self.max_model_len}: a prompt must fit a step, enable chunked prefill or raise the former"
+            )
+
+
+class RequestTooLarge(ValueError):
+    """The request could never run, however empty the engine: `value` is what was asked, `rule` what it breaks, `fix`
+    what would do."""
+
+    def __init__(self, value: str, rule: str, fix: str) -> None:
+        super().__init__(f"{value}: {rule}; {fix}")
+        self.value, self.rule, self.fix = value, rule, fix
+
+
+def check_request(request: Request, limits: SchedulerLimits) -> None:
+    """Raises ValueError if it asks for nothing, RequestTooLarge if it can never fit."""
+    params, prompt_len = request.params, len(request.prompt)
+    if not prompt_len or params.n < 1 or params.max_tokens < 0:
+        raise ValueError(
+            f"request {request.request_id}: {prompt_len} prompt tokens, n={params.n}, "
+            f"max_tokens={params.max_tokens}: at least one, one and none are needed"
+        )
+    room = limits.max_model_len - (params.max_tokens > 0)
+    if prompt_len > room:
+        raise RequestTooLarge(
+            f"a prompt of {prompt_len} tokens",
+            f"max_model_len={limits.max_model_len} leaves room for {room}",
+            "shorten the prompt",
+        )
+    end = end_position(prompt_len, params.max_tokens, limits.max_model_len)
+    needed = -(-end // limits.block_size)
+    if needed > limits.num_blocks:
+        has = limits.num_blocks * limits.block_size
+        raise RequestTooLarge(
+            f"a prompt of {prompt_len} tokens with max_tokens={params.max_tokens}",
+            f"it may need {end} KV positions, {needed} blocks of {limits.block_size}, and there are "
+            f"{limits.num_blocks} ({has} tokens)",
+            f"keep the prompt and max_tokens together below {has + 2}, or give the cache more memory",
+        )

@@ -1,0 +1,411 @@
+"""Who runs next: requests in, one Batch a step out, sampled tokens in, events out. No torch; data in and data out.
+
+Rank 0 alone has one. The same calls with the same times give the same plans. A plan may be made while the one before
+it is still unknown: it takes every running sequence to go on, and `commit` discards what that had too much. Admission
+is strict in its order (engine/schedule/waiting_queue.py): who does not fit is waited for, so that nobody is passed over
+for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from ..batch import Batch, Chunk, StepResult
+from ..request import FinishReason, Request, TokenLogprob, TokensEvent
+from .kv_manager import Residency
+from .limits import RequestTooLarge, SchedulerLimits, check_request
+from .prefix_hash import DigestChain
+from .sequence import RequestGroup, RequestTimes, Sequence
+from .speculation import Speculation
+from .split import SplitChoice
+from .step_planner import Counters, Planner
+from .waiting_queue import WaitingQueues
+
+__all__ = ["RequestTimes", "RequestTooLarge", "Scheduler", "SchedulerLimits"]
+
+_RECORDS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Uncommitted:
+    batch: Batch
+    sequences: list[Sequence]
+    prefills: bool
+    planned: float
+
+
+class Scheduler:
+    """`add`, `cancel` and `stop_choice` at any moment; `schedule` and `commit` in turns, at most limits.microbatches +
+    1 plans ahead."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self._groups: dict[str, RequestGroup] = {}
+        self._waiting = WaitingQueues(limits.ageing_s)
+        self._residency = Residency(
+            limits.max_num_seqs, limits.block_size, limits.num_blocks, limits.enable_prefix_caching
+        )
+        self._planner = Planner(limits, self._waiting, self._residency, self.counters)
+        self._split = None if limits.split is None else SplitChoice(limits.split)
+        self._uncommitted: deque[_Uncommitted] = deque()
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._events: list[TokensEvent] = []
+        self._ended: deque[RequestTimes] = deque(maxlen=_RECORDS)
+        self._arrivals = 0
+        self._now = self._committed = 0.0
+
+    def add(self, request: Request, now: float) -> None:
+        """`now` in unix seconds, like the request's deadline. Raises RequestTooLarge if it can never fit, ValueError
+        if it is no request at all or its id is in use."""
+        check_request(request, self.limits)
+        if request.request_id in self._groups:
+            raise ValueError(f"request {request.request_id} is running: ids are unique, choose another")
+        group = RequestGroup(request, self._arrivals, now)
+        self._arrivals += 1
+        self._groups[request.request_id] = group
+        self._waiting.join(group)
+        chain = DigestChain(request.salt, self.limits.block_size) if self.limits.enable_prefix_caching else None
+        group.sequences.append(Sequence(group, 0, chain, self.limits.max_model_len))
+        self._waiting.push(group.sequences[0])
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, group.number, request.request_id))
+
+    def cancel(self, request_id: str) -> None:
+        """All choices that have not ended do so with "cancelled"; unknown ids are ignored: it may just have ended."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._end_group(group, "cancelled")
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        """The choice ends with "stop" after `n_tokens`; unknown or ended ones are ignored."""
+        group = self._groups.get(request_id)
+        if group is not None and 0 <= choice < group.request.params.n:
+            self._planner.spawn(group)
+            sequence = group.sequences[choice]
+            if sequence.state != "ended":
+                group.output_tokens -= max(0, sequence.outputs - n_tokens)
+                self._finish(sequence, "stop", start=n_tokens)
+
+    def take_events(self) -> list[TokensEvent]:
+        """Ends that no step brought (cancelled, timeout, stop), for whenever `schedule` returns None; `commit` returns
+        them too. They follow all events returned before."""
+        events, self._events = self._events, []
+        return events
+
+    def take_ended(self) -> list[RequestTimes]:
+        """Requests ended since the last call, the latest 4096 of them."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is open or an event is pending; plans of ended requests may still be uncommitted."""
+        return bool(self._groups or self._events)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots."""
+        return len(self._residency.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, preempted ones included."""
+        return len(self._waiting)
+
+    def request_ids(self, slots: Iterable[int]) -> list[str]:
+        """Who runs in these slots; slots that nobody runs in are left out."""
+        there = {sequence.slot: sequence.group.request.request_id for sequence in self._residency.running}
+        return [there[slot] for slot in slots if slot in there]
+
+    @property
+    def parked(self) -> list[str]:
+        """Requests that the last plan put back to wait, none of whose choices still runs."""
+        if not self._planner.parked:
+            return []
+        running = {sequence.group.request.request_id for sequence in self._residency.running}
+        return [request_id for request_id in dict.fromkeys(self._planner.parked) if request_id not in running]
+
+    @property
+    def num_uncommitted(self) -> int:
+        return len(self._uncommitted)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that somebody holds; cached ones that nobody holds count as free."""
+        return 1.0 - self._residency.pool.available / self.limits.num_blocks
+
+    def oldest_waiting_age(self, now: float) -> float:
+        """Seconds; 0 if nobody waits."""
+        arrival = self._waiting.oldest_arrival()
+        return 0.0 if arrival is None else max(0.0, now - arrival)
+
+    def snapshot(self, now: float | None = None) -> dict[str, float]:
+        """Gauges as of `now` (default: the last call's time) and counters, by the names of their series."""
+        counters, speculation = self.counters, self._planner.speculation
+        drafts = (0, 0, 0) if speculation is None else speculation.counts
+        return {
+            "num_requests_running": float(len({sequence.number for sequence in self._residency.running})),
+            "num_requests_waiting": float(len(self._waiting)),
+            "kv_cache_usage_ratio": self.kv_usage,
+            "kv_cached_blocks": float(self._residency.pool.cached),
+            "engine_oldest_waiting_age_seconds": self.oldest_waiting_age(self._now if now is None else now),
+            "prompt_tokens_total": float(counters.prompt_tokens),
+            "prefix_cache_queries_total": float(counters.prefix_queries),
+            "prefix_cache_hits_total": float(counters.prefix_hits),
+            "num_preemptions_total": float(counters.preemptions),
+            "surplus_tokens_total": float(counters.surplus_tokens),
+            "spec_decode_num_drafts_total": float(drafts[0]),
+            "spec_decode_num_draft_tokens_total": float(drafts[1]),
+            "spec_decode_num_accepted_tokens_total": float(drafts[2]),
+            "split_steps_total": 0.0 if self._split is None else float(self._split.steps),
+        }
+
+    def schedule(self, now: float) -> Batch | None:
+        """The next step, or None when nothing can be planned now: there is no work, or what there is waits for a
+        commit. Raises RuntimeError when one more than limits.microbatches plans are uncommitted already."""
+        if len(self._uncommitted) > self.limits.microbatches:
+            raise RuntimeError(f"{len(self._uncommitted)} plans are uncommitted: commit one before the next is made")
+        self._now = now
+        self._expire(now)
+        planned = self._planner.plan(now)
+        if planned is None:
+            return None
+        batch, plan = planned
+        if self._split is not None:
+            batch = replace(batch, split=self._split.cut(batch))
+        self._uncommitted.append(_Uncommitted(batch, plan.sequences, bool(plan.prefilled), now))
+        return batch
+
+    def commit(self, batch: Batch, result: StepResult, now: float) -> list[TokensEvent]:
+        """The oldest uncommitted plan's tokens, in; what is to be released, out, in order. A batch without chunks is
+        nobody's plan: it only releases pending events. Raises RuntimeError on another plan's, ValueError where the
+        tokens are not one for each chunk that samples."""
+        if not batch.chunks:
+            self._now = now
+            self._expire(now)
+            return self.take_events()
+        if not self._uncommitted or self._uncommitted[0].batch.step != batch.step:
+            expected = self._uncommitted[0].batch.step if self._uncommitted else "none"
+            raise RuntimeError(f"step {batch.step} is committed, {expected} is due: commit plans in their order")
+        done = self._uncommitted[0]
+        chunks = done.batch.chunks
+        drawn = sum([chunk.samples for chunk in chunks])
+        if drawn != len(result.tokens):
+            raise ValueError(f"step {batch.step}: {len(result.tokens)} tokens for {drawn} chunks that sample")
+        self._uncommitted.popleft()
+        seconds = now - max(self._committed, done.planned)  # it began once it was planned, the one before it known
+        if self._split is not None:
+            self._split.observe(done.batch, seconds)
+        speculation = self._planner.speculation
+        if speculation is not None and not done.prefills:
+            came = drawn + sum(map(len, result.more.values()))
+            speculation.observe_step(len(chunks), sum(result.drafted.values()), came, seconds)
+        self._now = self._committed = now
+        if done.prefills or result.nonfinite or drawn != len(chunks):
+            self._commit_prefills(done, result)
+        tokens = iter(result.tokens)
+        generated = surplus = 0
+        for chunk, sequence in zip(chunks, done.sequences, strict=True):
+            if not chunk[3]:
+                continue
+            token = next(tokens)
+            more = result.more.get(chunk[0], ()) if speculation is not None else ()
+            if sequence.state == "ended":
+                surplus += 1 + len(more)
+                continue
+            group, known = sequence.group, sequence.tokens
+            sequence.inflight -= 1
+            if speculation is not None:
+                kept, dropped = self._commit_drafts(speculation, chunk, sequence, token, result, now)
+                generated, surplus = generated + kept, surplus + dropped
+                continue
+            outputs = len(known) - group.prompt_len
+            scored: tuple[TokenLogprob, ...] | None = None
+            if group.logprobs:
+                scored = (result.logprobs[chunk[0]],)
+            if token in group.stops and outputs >= group.min_tokens:
+                self._finish(sequence, "stop", logprobs=scored, stop_token=token)
+                continue
+            known.append(token)
+            generated += 1
+            group.count(outputs, now)
+            if len(known) > sequence.end:
+                self._finish(sequence, "length", tokens=(token,), logprobs=scored)
+            elif outputs == 0:
+                self._tell(sequence, None, (token,), outputs, scored)
+            else:
+                request = group.request
+                self._events.append(
+                    TokensEvent(
+                        request.request_id,
+                        sequence.choice,
+                        outputs,
+                        (token,),
+                        None,
+                        scored,
+                        None,
+                        None,
+                        None,
+                        group.cached_tokens,
+                        request.epoch,
+                    )
+                )
+        self.counters.generation_tokens += generated
+        self.counters.surplus_tokens += surplus
+        self._expire(now)
+        return self.take_events()
+
+    def _commit_drafts(
+        self, speculation: Speculation, chunk: Chunk, sequence: Sequence, token: int, result: StepResult, now: float
+    ) -> tuple[int, int]:
+        """A sequence's tokens of one step, `token` and those behind drafts that were right: how many count, and how
+        many came behind its end."""
+        slot, more = chunk.slot, result.more.get(chunk.slot, ())
+        sequence.slack -= chunk.drafts
+        sequence.acceptance = speculation.observe_drafts(sequence.acceptance, result.drafted.get(slot, 0), len(more))
+        if sequence.state != "waiting":  # preempted, it is computed from its beginning
+            sequence.computed = min(sequence.computed + len(more), sequence.end)
+        group, known, kept = sequence.group, sequence.tokens, 0
+        for after, (drawn, score) in enumerate(((token, result.logprobs.get(slot)), *more)):
+            outputs = len(known) - group.prompt_len
+            scored = (score,) if group.logprobs and score is not None else None
+            if drawn in group.stops and outputs >= group.min_tokens:
+                self._finish(sequence, "stop", logprobs=scored, stop_token=drawn)
+                return kept, len(more) - after
+            known.append(drawn)
+            kept += 1
+            group.count(outputs, now)
+            if len(known) > sequence.end:
+                self._finish(sequence, "length", tokens=(drawn,), logprobs=scored)
+                return kept, len(more) - after
+            self._tell(sequence, None, (drawn,), outputs, scored)
+        return kept, 0
+
+    def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:
+        """The rarer parts of a result: logits that are no numbers, prompt logprobs, prompts that nothing follows."""
+        bad = set(result.nonfinite)
+        for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
+            if sequence.state == "ended":
+                continue
+            if chunk.slot in bad:
+                self._fail(sequence, result.failures.get(chunk.slot))
+                continue
+            if chunk.prompt_logprobs and sequence.prompt_logprobs is not None:
+                count = min(chunk.count, sequence.group.prompt_len - 1 - chunk.start)
+                scores = result.prompt_logprobs[chunk.slot]
+                if len(scores) != count:
+                    raise ValueError(f"slot {chunk.slot}: {len(scores)} prompt logprobs for {count} positions")
+                sequence.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = scores
+            if chunk.start + chunk.count >= sequence.group.prompt_len:
+                sequence.prompt_scored = True
+            if not sequence.draws and chunk.start + chunk.count == sequence.end:
+                self._finish(sequence, "length")
+
+    def _fail(self, sequence: Sequence, constraint: str | None) -> None:
+        """Logits were NaN or Inf, or what the request allows cannot be kept: the choice ends, what it computed is
+        forgotten. Before the prompt was through there is only one sequence, and its fate is every choice's."""
+        group = sequence.group
+        reason: FinishReason = "numerical_error" if constraint is None else "constraint_error"
+        message = f"logits were NaN or Inf after {sequence.outputs} tokens: only this choice was ended"
+        if constraint is not None:
+            message = f"what the request allows could not be kept after {sequence.outputs} tokens: {constraint}"
+        if sequence.chain is not None:
+            full = min(sequence.computed, len(sequence.tokens)) // self.limits.block_size
+            digests = sequence.chain.upto(full, sequence.tokens)
+        else:
+            digests = []
+        self._residency.unhold(group)
+        if group.open > 1 and len(group.sequences) == 1:
+            self._end_group(group, reason, message)
+        else:
+            self._finish(sequence, reason, message=message)
+        self._residency.pool.forget(digests)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        *,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        stop_token: int | None = None,
+        start: int | None = None,
+        message: str | None = None,
+    ) -> None:
+        """The choice's last event; slot and blocks are given back. `start` defaults to the tokens already sent."""
+        group = sequence.group
+        if sequence.state == "running":
+            self._residency.running.remove(sequence)
+            self._residency.vacate(sequence)
+        elif sequence.state == "waiting":
+            self._waiting.remove(sequence)
+        sequence.state = "ended"
+        if sequence.fresh:
+            sequence.fresh = False
+            group.unforked -= 1
+        first = sequence.outputs - len(tokens) if start is None else start
+        self._tell(sequence, reason, tokens, first, logprobs, stop_token, message)
+        group.open -= 1
+        if group.open == 0:
+            self._close(group)
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        finish: FinishReason | None,
+        tokens: tuple[int, ...],
+        start: int,
+        logprobs: tuple[TokenLogprob, ...] | None = None,
+        stop_token: int | None = None,
+        message: str | None = None,
+    ) -> None:
+        request = sequence.group.request
+        prompt: Seq[TokenLogprob | None] | None = sequence.prompt_logprobs if sequence.prompt_scored else None
+        if prompt is not None:
+            sequence.prompt_logprobs = None
+        self._events.append(
+            TokensEvent(
+                request.request_id,
+                sequence.choice,
+                start,
+                tokens,
+                finish,
+                logprobs,
+                None if prompt is None else tuple(prompt),
+                stop_token,
+                message,
+                sequence.group.cached_tokens,
+                request.epoch,
+            )
+        )
+
+    def _end_group(self, group: RequestGroup, reason: FinishReason, message: str | None = None) -> None:
+        """Every choice that has not ended does, those that never came to be included."""
+        self._planner.spawn(group)
+        for sequence in group.sequences:
+            if sequence.state != "ended":
+                self._finish(sequence, reason, message=message)
+
+    def _close(self, group: RequestGroup) -> None:
+        self._residency.unhold(group)
+        self._waiting.leave(group)
+        del self._groups[group.request.request_id]
+        self._ended.append(group.times(self._now))
+
+    def _expire(self, now: float) -> None:
+        deadlines = self._deadlines
+        while deadlines and deadlines[0][0] <= now:
+            _, number, request_id = heapq.heappop(deadlines)
+            group = self._groups.get(request_id)
+            if group is not None and group.number == number:
+                self._end_group(group, "timeout")
+        if len(deadlines) > 2 * len(self._groups) + 64:
+            numbers = {group.number for group in self._groups.values()}
+            self._deadlines = [entry for entry in deadlines if entry[1] in numbers]
+            heapq.heapify(self._deadlines)

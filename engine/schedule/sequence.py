@@ -1,0 +1,233 @@
+"""The scheduler's own record of a request (`RequestGroup`) and of each of its choices (`Sequence`): mutable, seen by no
+rank but the one that plans. Knows no policy; engine/schedule/scheduler.py changes it, engine/schedule/waiting_queue.py
+orders it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Literal
+
+from ..request import Request, TokenLogprob
+from .prefix_hash import DigestChain
+from .speculation import FIRST_ACCEPTANCE
+
+State = Literal["waiting", "running", "leaving", "ended"]
+"""leaving: its last token is planned, so slot and blocks are given back already, but the token is not known yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """One ended request, for the histograms; unix seconds, None for what never came."""
+
+    request_id: str
+    priority: int
+    arrival: float
+    admitted: float | None
+    first_token: float | None
+    finished: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+
+
+class RequestGroup:
+    """One request. `number` counts arrivals; `arrival`, `admitted`, `first_token` are unix seconds (None: not yet)."""
+
+    __slots__ = (
+        "admitted",
+        "arrival",
+        "cached_tokens",
+        "first_token",
+        "flow",
+        "held",
+        "logprobs",
+        "min_tokens",
+        "number",
+        "open",
+        "output_tokens",
+        "prompt_len",
+        "request",
+        "sequences",
+        "stops",
+        "unforked",
+    )
+
+    def __init__(self, request: Request, number: int, arrival: float) -> None:
+        self.request = request
+        # What every step asks of every sequence stands here, one attribute away.
+        self.prompt_len = len(request.prompt)
+        self.stops = frozenset(request.params.stop_token_ids)
+        self.min_tokens = request.params.min_tokens
+        self.logprobs = request.params.logprobs is not None
+        self.number = number
+        self.arrival = arrival
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.flow: Flow
+        self.sequences: list[Sequence] = []
+        self.open = request.params.n
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.unforked = request.params.n - 1
+        """Choices that have not had the prompt yet, neither shared nor computed."""
+        self.held: list[int] = []
+        """The prompt's blocks, referenced in the name of the choices still to be forked from them."""
+
+    def count(self, before: int, now: float) -> None:
+        """A token of one of its choices, which had `before`: its queue and its owner are served by one more."""
+        self.output_tokens += 1
+        self.flow.served += 1
+        self.flow.owner.served += 1
+        if before == 0 and self.first_token is None:
+            self.first_token = now
+
+    def times(self, finished: float) -> RequestTimes:
+        return RequestTimes(
+            self.request.request_id,
+            self.request.priority,
+            self.arrival,
+            self.admitted,
+            self.first_token,
+            finished,
+            self.prompt_len,
+            self.output_tokens,
+            self.cached_tokens,
+        )
+
+
+class Sequence:
+    """One choice. All counts are in tokens. With `len(tokens)` known and `inflight` planned but not yet known,
+    positions [0, computed) have been planned; the next plan goes on from there, up to `end`. Where plans under way have
+    drafts, both are the least that can be, and the next plan may begin up to `slack` positions later."""
+
+    __slots__ = (
+        "acceptance",
+        "blocks",
+        "chain",
+        "choice",
+        "computed",
+        "draws",
+        "end",
+        "fresh",
+        "group",
+        "inflight",
+        "lockstep",
+        "number",
+        "planned",
+        "prompt_len",
+        "prompt_logprobs",
+        "prompt_scored",
+        "rank",
+        "registered",
+        "room",
+        "slack",
+        "slot",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, group: RequestGroup, choice: int, chain: DigestChain | None, max_model_len: int) -> None:
+        params = group.request.params
+        self.group = group
+        self.number = group.number
+        self.choice = choice
+        self.prompt_len = group.prompt_len
+        self.state: State = "waiting"
+        self.rank = group.request.priority
+        self.tokens = list(group.request.prompt)
+        self.inflight = 0
+        self.planned = -1
+        """The last plan that draws a token of it."""
+        self.computed = self.slack = 0
+        self.acceptance = FIRST_ACCEPTANCE
+        self.end = end_position(len(self.tokens), params.max_tokens, max_model_len)
+        self.draws = params.max_tokens > 0
+        """False for max_tokens=0: the prompt is computed, nothing is drawn."""
+        self.fresh = choice > 0
+        """A further choice that was not admitted yet: it waits for the prompt's blocks."""
+        self.lockstep = params.grammar is not None
+        """Never planned ahead: the grammar's next mask depends on the token that is not known yet."""
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.room = 0
+        """Positions that `blocks` hold: len(blocks) * block_size."""
+        self.registered = 0
+        self.chain = chain
+        scored = params.prompt_logprobs is not None and choice == 0
+        self.prompt_scored = not scored
+        """False while prompt logprobs are still to be computed."""
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] * len(self.tokens) if scored else None
+
+    @property
+    def outputs(self) -> int:
+        """Known output tokens."""
+        return len(self.tokens) - self.group.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Positions that the next plans are to compute before a token can be drawn."""
+        return len(self.tokens) + self.inflight - self.computed
+
+    @property
+    def finishing(self) -> bool:
+        """Every position that it may ever compute is planned: it is certain to end with what is in flight."""
+        return self.computed >= self.end
+
+    def age(self) -> tuple[int, int]:
+        """Orders sequences by arrival."""
+        return self.number, self.choice
+
+    def order(self) -> tuple[int, int, int]:
+        """Orders running sequences: the last one is the first to be preempted."""
+        return self.rank, self.number, self.choice
+
+
+def end_position(prompt_len: int, max_tokens: int, max_model_len: int) -> int:
+    """How many positions a choice computes at most. The last token drawn is never computed; with max_tokens=0 the
+    prompt is, for its logprobs."""
+    return prompt_len + max(min(max_tokens, max_model_len - prompt_len), 1) - 1
+
+
+class Share:
+    """Who takes turns with others by the tokens it was served; `listed` while it stands among those that wait."""
+
+    __slots__ = ("listed", "name", "number", "served")
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self.served = 0
+        self.listed = False
+
+
+class Flow(Share):
+    """One queue of one owner within one priority: its waiting sequences in their order."""
+
+    __slots__ = ("_latest", "_order", "groups", "items", "owner")
+
+    def __init__(self, name: str, number: int, owner: Share) -> None:
+        super().__init__(name, number)
+        self.owner = owner
+        self.groups = 0
+        self.items: dict[int, Sequence] = {}
+        self._order: list[tuple[float, int]] = []
+        self._latest = 0.0
+
+    def push(self, sequence: Sequence, ageing_s: float) -> None:
+        """Waits behind those that arrived before it; `ageing_s` seconds of waiting outweigh one step of `order`."""
+        group = sequence.group
+        if len(self._order) > 2 * len(self.items) + 64:  # of those that left before their turn
+            self._order = [entry for entry in self._order if entry[1] in self.items]
+            heapq.heapify(self._order)
+        self.items[sequence.number] = sequence
+        self._latest = max(self._latest, group.arrival)  # a clock that is set back reorders nobody
+        heapq.heappush(self._order, (self._latest + ageing_s * group.request.order, sequence.number))
+
+    def first(self) -> Sequence | None:
+        """Of those that wait."""
+        if not self.items:
+            return None
+        while self._order[0][1] not in self.items:
+            heapq.heappop(self._order)
+        return self.items[self._order[0][1]]

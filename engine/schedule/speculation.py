@@ -1,0 +1,145 @@
+"""How many drafts a decode gets: from how often its own were right, and from what a further row costs a step. Pure.
+
+A draft is verified by a row of the same step, so that a step of N sequences gives more than N tokens where drafts are
+right. The j-th draft of a sequence whose drafts are right with probability a comes to count with a^j; its row takes
+the step t1 seconds, in which N t1 / T tokens would have come at the rate of steps without drafts. It pays while a^j is
+more. t1 is next to nothing while weights or the link between nodes bind the step: slow links draft further.
+
+A line through steps of all sizes does not know where one row more begins another pass of the products. So what decides
+whether there are drafts at all is measured: seconds a token of steps with and without them, among as many sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf, log
+
+MOST = 8
+"""Drafts of a sequence in one step."""
+FIRST_ACCEPTANCE = 0.7
+"""Of a sequence that had no draft yet."""
+MEMORY = 0.75
+"""What a draft's outcome weighs against the one after it."""
+RECOVERY = 0.01
+"""By which share of what is missing the acceptance rises in a step without drafts: a sequence that gave them up tries
+again."""
+TRIAL, FIRST_PAUSE, LONGEST_PAUSE = 3, 128, 4096
+"""Steps of the slower kind, and those before it is tried again: more while the same kind wins."""
+_FORGET, _LEAST = 0.98, 1e-9
+_NEWEST = 0.2
+"""What the newest step of a kind weighs in its mean."""
+_FIRST_PRICE = 0.1
+_SPREAD = 0.01
+"""Of the rows' squares, that must be spread: from steps of like size a row's price cannot be fitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationRule:
+    """priced: drafts are given where they pay, by measured steps; else always as many as there are."""
+
+    priced: bool = True
+
+
+@dataclass(slots=True)
+class StepPrice:
+    """Seconds of decode steps as t0 + t1 rows, fitted to the last hundred or so. `row`: t1, once it can be fitted."""
+
+    weight: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+    row: float | None = None
+
+    def observe(self, rows: int, seconds: float) -> None:
+        self.weight = _FORGET * self.weight + 1.0
+        self.rows = _FORGET * self.rows + rows
+        self.seconds = _FORGET * self.seconds + seconds
+        self.squares = _FORGET * self.squares + rows * rows
+        self.products = _FORGET * self.products + rows * seconds
+        spread = self.squares - self.rows**2 / self.weight
+        if self.weight > 4 and spread > _SPREAD * self.squares:
+            self.row = max(0.0, (self.products - self.rows / self.weight * self.seconds) / spread)
+
+    def row_share(self, sequences: int) -> float:
+        """A row's seconds in tokens that come meanwhile: N t1 / T of a step of N rows."""
+        if self.row is None:
+            return _FIRST_PRICE
+        step = (self.seconds + self.row * (self.weight * sequences - self.rows)) / self.weight
+        return min(1.0, self.row * sequences / max(_LEAST, step))
+
+
+@dataclass(slots=True)
+class _Kinds:
+    """Steps among as many sequences, with drafts (True) and without: seconds a token, the newest counting most."""
+
+    seconds: dict[bool, float] = field(default_factory=dict)
+    since: int = 0
+    pause: int = FIRST_PAUSE
+
+    @property
+    def wins(self) -> bool:
+        return self.seconds[True] < self.seconds[False]
+
+    def next(self) -> bool:
+        """Whether the next step may have drafts."""
+        if len(self.seconds) < 2:
+            return True not in self.seconds
+        self.since += 1
+        if self.since <= self.pause:
+            return self.wins
+        if self.since >= self.pause + TRIAL:
+            self.since, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
+        return not self.wins
+
+    def observe(self, drafted: bool, seconds: float) -> None:
+        both = len(self.seconds) == 2
+        before = both and self.wins
+        self.seconds[drafted] = (1.0 - _NEWEST) * self.seconds.get(drafted, seconds) + _NEWEST * seconds
+        if both and self.wins != before:
+            self.since, self.pause = 0, FIRST_PAUSE
+
+
+class Speculation:
+    """The planner asks it, commit reports to it."""
+
+    def __init__(self, rule: SpeculationRule) -> None:
+        self._rule = rule
+        self._price = StepPrice()
+        self._kinds: dict[int, _Kinds] = {}
+        self._drafts = self._tokens = self._accepted = 0
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Decodes that had drafts, these drafts, and those of them that were right."""
+        return self._drafts, self._tokens, self._accepted
+
+    def threshold(self, sequences: int) -> float:
+        """The least probability to count with which a draft of the next step, of so many sequences, pays."""
+        if not self._rule.priced:
+            return 0.0
+        return self._price.row_share(sequences) if self._kinds.setdefault(sequences, _Kinds()).next() else inf
+
+    def wanted(self, acceptance: float, threshold: float) -> int:
+        """Drafts of one sequence."""
+        if threshold <= 0.0 or (acceptance >= 1.0 and threshold <= 1.0):
+            return MOST
+        if acceptance <= threshold:
+            return 0
+        return min(MOST, int(log(threshold) / log(acceptance)))
+
+    def observe_step(self, sequences: int, drafts: int, tokens: int, seconds: float) -> None:
+        """A step without prompts: rows of sequences and of drafts, and the tokens that came of them."""
+        self._price.observe(sequences + drafts, seconds)
+        self._kinds.setdefault(sequences, _Kinds()).observe(drafts > 0, seconds / max(1, tokens))
+
+    def observe_drafts(self, acceptance: float, drafted: int, right: int) -> float:
+        """The sequence's acceptance after a step in which the first `right` of its drafts were; counts them."""
+        if not drafted:
+            return acceptance + RECOVERY * max(0.0, FIRST_ACCEPTANCE - acceptance)
+        self._drafts += 1
+        self._tokens += drafted
+        self._accepted += right
+        trials = right + (right < drafted)
+        kept = MEMORY**trials
+        return kept * acceptance + (1.0 - kept) * right / trials

@@ -1,0 +1,222 @@
+"""Who waits, and whose turn it is: priorities with ageing, fair between owners and their queues, O(log n) a request.
+
+Knows requests by the `Sequence` that stands for them, nothing of slots or blocks. Only the scheduler calls it. Within a
+priority, sequences that ran before come first, oldest first; then the owner that was served fewest tokens has its turn,
+with that one of its queues that was, and the request whose `order` and arrival say so.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .sequence import Flow, RequestGroup, Sequence, Share
+
+AGED_TURN = 4
+"""While lines wait for longer than the ageing time, every fourth admission at least is theirs."""
+
+
+class Turn(NamedTuple):
+    """Whose turn it is, with which rank (priority after ageing), and whether lines waited past the ageing time."""
+
+    sequence: Sequence
+    rank: int
+    aged: bool
+
+
+class _Turns:
+    """Flows, or owners of flows, that wait: the one that was served fewest tokens comes first."""
+
+    __slots__ = ("clock", "heap")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, int, Flow | _Owner]] = []
+        self.clock = 0
+
+    def add(self, one: Flow | _Owner, away: bool) -> None:
+        if away:
+            # One that was away, or is new, starts level: it has neither turns saved up nor turns to wait for.
+            one.served = max(one.served, self.clock)
+        if not one.listed:
+            one.listed = True
+            heapq.heappush(self.heap, (one.served, one.number, one))
+
+    def first(self) -> Sequence | None:
+        heap = self.heap
+        while heap:
+            served, number, one = heap[0]
+            if one.served != served:
+                # Only ever served more, so the other entries are lower bounds and this lazy repair finds the least.
+                heapq.heapreplace(heap, (one.served, number, one))
+            elif (found := one.first()) is not None:
+                return found
+            else:
+                heapq.heappop(heap)
+                one.listed = False
+        return None
+
+
+class _Owner(Share):
+    """All flows of one owner within one priority; they take turns among themselves."""
+
+    __slots__ = ("flows", "turns", "waiting")
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(name, number)
+        self.waiting = 0
+        self.flows: dict[str, Flow] = {}
+        self.turns = _Turns()
+
+    def first(self) -> Sequence | None:
+        return self.turns.first()
+
+
+class _Class:
+    """All owners of one priority."""
+
+    __slots__ = ("arrivals", "made", "owners", "priority", "resumed", "turns")
+
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+        self.owners: dict[str, _Owner] = {}
+        self.turns = _Turns()
+        self.arrivals: OrderedDict[int, Sequence] = OrderedDict()
+        self.resumed: list[Sequence] = []
+        self.made = 0
+
+    def __len__(self) -> int:
+        return len(self.arrivals) + len(self.resumed)
+
+    def flow(self, owner: str, name: str) -> Flow:
+        self.made += 1
+        of = self.owners.get(owner)
+        if of is None:
+            of = self.owners[owner] = _Owner(owner, self.made)
+        flow = of.flows.get(name)
+        if flow is None:
+            flow = of.flows[name] = Flow(name, self.made, of)
+        return flow
+
+    def forget(self, flow: Flow) -> None:
+        owner = self.owners[flow.owner.name]
+        del owner.flows[flow.name]
+        if not owner.flows:
+            del self.owners[owner.name]
+
+    def push(self, sequence: Sequence, ageing_s: float) -> None:
+        flow = sequence.group.flow
+        owner = self.owners[flow.owner.name]
+        owner.turns.add(flow, not flow.items)
+        self.turns.add(owner, not owner.waiting)
+        flow.push(sequence, ageing_s)
+        owner.waiting += 1
+        self.arrivals[sequence.number] = sequence
+
+    def head(self) -> Sequence | None:
+        return self.resumed[0] if self.resumed else self.turns.first()
+
+    def taken(self, flow: Flow) -> None:
+        """Its first in line has had its turn."""
+        owner = self.owners[flow.owner.name]
+        owner.turns.clock = max(owner.turns.clock, flow.served)
+        self.turns.clock = max(self.turns.clock, owner.served)
+
+    def remove(self, sequence: Sequence) -> bool:
+        """True if it had its first turn still before it."""
+        if self.arrivals.get(sequence.number) is sequence:
+            flow = sequence.group.flow
+            del self.arrivals[sequence.number], flow.items[sequence.number]
+            self.owners[flow.owner.name].waiting -= 1
+            return True
+        self.resumed.remove(sequence)
+        return False
+
+    def oldest(self) -> float:
+        """Arrival of who has waited longest; there is one."""
+        times = [sequence.group.arrival for sequence in self.resumed[:1]]
+        if self.arrivals:
+            times.append(next(iter(self.arrivals.values())).group.arrival)
+        return min(times)
+
+
+class WaitingQueues:
+    """`peek` says whose turn it is, `pop` takes it. A waiting class of lower priority is aged once its oldest has
+    waited `ageing_s` for each priority between; it then has every AGED_TURN-th turn, and what it sends runs as if it
+    had the better priority."""
+
+    def __init__(self, ageing_s: float) -> None:
+        self.ageing_s = ageing_s
+        self._classes: list[_Class] = []
+        self._passed_over = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._classes))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for waiting in self._classes:
+            yield from waiting.resumed
+            yield from waiting.arrivals.values()
+
+    def join(self, group: RequestGroup) -> None:
+        """A request enters: it gets its flow, which lives as long as one of its requests does."""
+        request = group.request
+        group.flow = self._class(request.priority).flow(request.owner, request.queue)
+        group.flow.groups += 1
+
+    def leave(self, group: RequestGroup) -> None:
+        """The request has ended."""
+        flow = group.flow
+        flow.groups -= 1
+        if flow.groups == 0:
+            self._class(group.request.priority).forget(flow)
+
+    def push(self, sequence: Sequence) -> None:
+        """A request's first sequence waits."""
+        self._class(sequence.group.request.priority).push(sequence, self.ageing_s)
+
+    def push_back(self, sequence: Sequence) -> None:
+        """A sequence of an admitted request waits: preempted, or a further choice. It goes before new requests."""
+        insort(self._class(sequence.group.request.priority).resumed, sequence, key=Sequence.age)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._class(sequence.group.request.priority).remove(sequence)
+
+    def peek(self, now: float) -> Turn | None:
+        """Whose turn it is; None if nobody waits."""
+        waiting = [candidate for candidate in self._classes if len(candidate)]
+        if not waiting:
+            return None
+        best = waiting[0]
+        aged = [
+            other for other in waiting[1:] if now - other.oldest() >= self.ageing_s * (other.priority - best.priority)
+        ]
+        turn = min(aged, key=_Class.oldest) if aged and self._passed_over >= AGED_TURN - 1 else best
+        head = turn.head()
+        assert head is not None
+        return Turn(head, best.priority, bool(aged))
+
+    def pop(self, turn: Turn) -> None:
+        """The turn is taken: by what `peek` said now or, for a sequence that still waits, a moment ago."""
+        sequence = turn.sequence
+        if turn.rank != sequence.group.request.priority:
+            self._passed_over = 0
+        elif turn.aged:
+            self._passed_over += 1
+        waiting = self._class(sequence.group.request.priority)
+        if waiting.remove(sequence):
+            waiting.taken(sequence.group.flow)
+
+    def oldest_arrival(self) -> float | None:
+        """Unix seconds; None if nobody waits."""
+        return min((waiting.oldest() for waiting in self._classes if len(waiting)), default=None)
+
+    def _class(self, priority: int) -> _Class:
+        for found in self._classes:
+            if found.priority == priority:
+                return found
+        made = _Class(priority)
+        insort(self._classes, made, key=lambda waiting: waiting.priority)
+        return made

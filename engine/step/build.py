@@ -1,0 +1,303 @@
+"""From a deployment and a communicator to a loaded runner: what fits, what is refused, in which order.
+
+Every rank runs this with the same Deployment. What differs between ranks (free memory) is agreed on over the group
+before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...models.attention import AttentionBackend, Capturable
+from ...models.attention_choice import make_attention
+from ...models.config.model_config import ModelConfig, from_folder
+from ...models.config.shapes import check_everywhere, check_shapes, replicates_embedding
+from ...models.config.wiring import check_split, choose_wiring
+from ...models.kv_cache import KVCache, block_bytes
+from ...models.llama import LlamaModel
+from ...models.ops_choice import make_ops, make_stored_products
+from ...models.rank_shard import RankShard
+from ...models.stages import Stage, choose_layers, make_stages
+from ...models.transfer import Arriving, download
+from ...models.weights.mapping import open_source
+from ...models.weights.slices import plan_fills
+from ...models.weights.tensor_reader import FP8
+from ...topology.comm.collectives import device_gather
+from ...topology.comm.groups import Communicator
+from ...topology.hardware import cpu_tier
+from ..config.schema import Deployment
+from ..request import ModelLimits
+from ..sampling.grammar import GrammarSlots, NoGrammars
+from ..sampling.sampler import Grammars, OnDevice, Sampler
+from ..schedule.scheduler import SchedulerLimits
+from ..schedule.speculation import SpeculationRule
+from ..schedule.split import SplitRule
+from . import malloc as heap
+from .cuda_graphs import DecodeGraphs, make_graphs
+from .kv_capacity import (
+    CapacityError,
+    agreed_budget,
+    available_bytes,
+    check_memory,
+    count_blocks,
+    describe_budget,
+    working_bytes,
+)
+from .loading import load_weights
+from .runner import Runner
+from .stage_runner import NoDraws, StageRunner
+from .timeouts import CollectiveTimeouts, StepTimes
+
+log = logging.getLogger(__name__)
+
+
+SCORED_LOGITS = 1 << 26
+"""A rank's logits of prompt positions in one step: some 400 MB beside the caches, whatever is asked for."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8": FP8}
+
+
+FIRST_TIMEOUT_S = 60.0
+"""A collective's timeout until a step has been measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A rank ready to step. scheduler_limits is what rank 0 makes its scheduler from; warnings are for people."""
+
+    runner: Runner
+    config: ModelConfig
+    limits: ModelLimits
+    scheduler_limits: SchedulerLimits
+    warnings: tuple[str, ...]
+    digest: str
+    """Of the checkpoint's tensors by name, type, shape and place (and bytes, with a manifest): ranks that read
+    different files differ here."""
+
+
+def model_config(deployment: Deployment) -> tuple[ModelConfig, list[str]]:
+    """The checkpoint's configuration with its wiring settled and its shapes accepted.
+
+    Raises ConfigError, WiringError or ShapeError.
+    """
+    keys = deployment.model
+    config, warnings = choose_wiring(
+        from_folder(Path(keys.path)), keys.wiring, keys.ladder_layers, keys.allow_untrained_ladder
+    )
+    check_shapes(config, deployment.parallel.tensor_parallel_size)
+    check_split(config.wiring, deployment.parallel.split_steps)
+    if deployment.parallel.deterministic == "everywhere":
+        check_everywhere(config, deployment.parallel.tensor_parallel_size)
+    return config, warnings
+
+
+def stage_here(deployment: Deployment, config: ModelConfig, communicator: Communicator) -> Stage:
+    """The stage that this rank's group is; of a group alone, all there is. Raises StageError."""
+    if communicator.pipeline is None:
+        return Stage(config)
+    parallel = deployment.parallel
+    layers = choose_layers(config, parallel.pipeline_parallel_size, parallel.pipeline_layers)
+    return make_stages(config, layers)[communicator.pipeline.stage]
+
+
+def model_length(config: ModelConfig, wanted: int | None) -> int:
+    """The longest sequence that is served. Raises CapacityError."""
+    most = config.max_position_embeddings
+    if config.rope.kind == "dynamic" and config.rope.original_max_position_embeddings:
+        most = min(most, config.rope.original_max_position_embeddings)
+    if wanted is not None and wanted > most:
+        raise CapacityError(f"model.max_model_len={wanted}: the checkpoint knows {most} positions; use at most {most}")
+    return wanted or most
+
+
+def drawn_on_device(
+    communicator: Communicator, device: torch.device, attention: AttentionBackend
+) -> tuple[OnDevice | None, str]:
+    """How plain rows are drawn without the host, so that a step may be set off before the ids of the one before are
+    known; None where every id passes through the host; why, in a few words."""
+    if communicator.pipeline is not None:
+        return None, "through the host: the first stage embeds what the last one draws"
+    gather = device_gather(communicator.gathers, communicator.size)
+    if device.type != "cuda":
+        return None, f"through the host: it is the {device.type} that computes"
+    if not isinstance(attention, Capturable):
+        return None, f"through the host: attention {attention.name} may read what lies behind a sequence's end"
+    if gather is None:
+        return None, f"through the host: gathers of backend {communicator.backend} do, it needs nccl"
+
+    def fetch(x: Tensor) -> Arriving:
+        arriving = download(x)
+
+        def read() -> NDArray[Any]:
+            # Where the host waits for the device, and with it for every all-reduce before.
+            communicator.ledger.waiting = "gather"
+            values = arriving()
+            communicator.ledger.waiting = ""
+            return values
+
+        return read
+
+    return OnDevice(gather, fetch), "stay on the device"
+
+
+def split_rule(
+    deployment: Deployment, communicator: Communicator, config: ModelConfig, graphs: DecodeGraphs | None
+) -> SplitRule | None:
+    """Which steps may be computed in two streams; None where none may, or `auto` expects nothing of it: inside a node
+    an all-reduce is over before half a sub-block is."""
+    keys = deployment.parallel
+    near = len(communicator.layout.nodes) == 1 and keys.collective != "emulated"
+    if keys.split_steps == "never" or communicator.size == 1 or not keys.overlap or not config.wiring.waits:
+        return None
+    if keys.split_steps == "auto" and near:
+        return None
+    products = config.hidden_size * (config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads))
+    products += 3 * config.hidden_size * config.ffn_size
+    return SplitRule(
+        keys.split_steps == "always",
+        attention_share=2 * config.num_heads * config.head_dim / products,
+        whole_decodes=0 if graphs is None else graphs.sizes[-1],
+    )
+
+
+def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
+    """Structured output with the model's tokenizer, or what refuses it request by request."""
+    folder = Path(deployment.text_folder)
+    try:
+        return GrammarSlots(folder, config.vocab_size, config.eos_token_ids)
+    except (ValueError, OSError) as fault:
+        return NoGrammars(f"structured output cannot be had here: {fault}")
+
+
+def build(
+    deployment: Deployment,
+    communicator: Communicator,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> Built:
+    """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
+    StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
+    heap.give_back_freed()
+    pipeline = communicator.pipeline
+    say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
+    if device.type == "cpu":
+        say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
+    config, warnings = model_config(deployment)
+    keys, deterministic = deployment.engine, deployment.parallel.deterministic
+    dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
+    length = model_length(config, deployment.model.max_model_len)
+    stage = stage_here(deployment, config, communicator)
+    if pipeline is not None:
+        first = stage.first_layer
+        say(f"stage {stage.index} of {stage.count}: layers {first} to {first + stage.config.num_layers - 1}")
+    shard = RankShard.of(stage, communicator.size, communicator.rank)
+    source = open_source(Path(deployment.model.path), shard, config)
+    stored = make_stored_products(source, shard, device)
+    ops = make_ops(device, dtype, deployment.model.weights, deterministic)
+    mine = None if shard.stage is None else {fill.tensor for fill in plan_fills(shard) if fill.tensor is not None}
+    needed = source.rank_bytes(dtype.itemsize, shard.size, stored is not None, ops.matrix_bytes, mine)
+    widens = stored is not None and stored.widens
+    warnings += () if stored is None else stored.warnings
+    if deterministic and device.type != "cpu":
+        warnings += (
+            "parallel.deterministic=true fixes no more than the order of sums between ranks on a GPU: a row's last "
+            "bits may depend on the other rows of its step",
+        )
+    if keys.speculation and device.type != "cpu":
+        raise CapacityError(
+            f"engine.speculation={keys.speculation} needs engine.device: cpu: on a GPU steps are set off before the "
+            "ids that drafts follow are known; use false"
+        )
+    working = working_bytes(deployment, stage.config, shard.size, communicator.backend, dtype, length, device, widens)
+    check_memory(deployment, shard.size, needed, available_bytes(device), working)
+
+    wanted = deployment.parallel.embedding
+    spans_nodes = len(communicator.layout.nodes) > 1
+    replicate = wanted == "replicate" or (
+        wanted == "auto" and replicates_embedding(config, dtype.itemsize, spans_nodes)
+    )
+    model = LlamaModel(
+        stage,
+        communicator.tp,
+        communicator.all_reduce,
+        ops,
+        dtype=dtype,
+        device=device,
+        positions=length + 1,
+        replicate_embedding=replicate,
+        stored=stored,
+        everywhere=deterministic == "everywhere",
+        boundary=None if pipeline is None else pipeline.boundary,
+    )
+    load_weights(model, source, deployment, communicator, progress, say)
+    heap.keep_freed()
+
+    kv_dtype = dtype if keys.kv_cache_dtype == "auto" else KV_DTYPES[keys.kv_cache_dtype]
+    budget = agreed_budget(keys, communicator, device, working)
+    one = block_bytes(shard, keys.block_size, kv_dtype)
+    # On a GPU one block more, nobody's: what pads a recorded step writes there.
+    spare = int(device.type == "cuda")
+    num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, length, spare)
+    if pipeline is not None:
+        num_blocks = pipeline.least(num_blocks)
+    say(describe_budget(budget, num_blocks, keys.block_size))
+    cache = KVCache(shard, num_blocks + spare, keys.block_size, kv_dtype, device)
+    attention, why = make_attention(keys.attention, shard, cache, dtype, bool(deterministic))
+    say(f"attention: {why}")
+    on_device, why = drawn_on_device(communicator, device, attention)
+    if device.type == "cuda":
+        say(f"drawn ids: {why}")
+    sampler: Any = NoDraws()
+    if shard.samples:
+        grammars = make_grammars(deployment, config)
+        sampler = Sampler(
+            config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars, on_device
+        )
+    reserved = working.get("CUDA graphs", 0)
+    graphs = make_graphs(deployment, communicator, model, attention, cache, sampler.latest, reserved, say)
+    make_runner = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank)
+    runner = make_runner(
+        model,
+        cache,
+        attention,
+        sampler,
+        max_slots=keys.max_num_seqs,
+        max_model_len=length,
+        # A limit that the deployment names is kept to.
+        patience=CollectiveTimeouts(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
+        if deployment.parallel.collective_timeout is None
+        else None,
+        graphs=graphs,
+    )
+    limits = ModelLimits(
+        max_model_len=length,
+        vocab_size=config.vocab_size,
+        max_num_seqs=keys.max_num_seqs,
+        kv_tokens=num_blocks * keys.block_size,
+        eos_token_ids=config.eos_token_ids,
+    )
+    scheduler_limits = SchedulerLimits(
+        max_num_seqs=keys.max_num_seqs,
+        max_num_batched_tokens=keys.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=keys.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=keys.enable_prefix_caching,
+        enable_chunked_prefill=keys.enable_chunked_prefill,
+        ageing_s=keys.priority_ageing,
+        microbatches=deployment.parallel.microbatches,
+        max_scored_positions=max(1, SCORED_LOGITS // len(shard.vocab)),
+        split=split_rule(deployment, communicator, config, graphs),
+        speculation=SpeculationRule(priced=keys.speculation == "auto") if keys.speculation else None,
+    )
+    return Built(runner, config, limits, scheduler_limits, tuple(warnings), source.digest)

@@ -1,0 +1,244 @@
+"""Decode steps as recorded graphs, one for each padded size: a replay costs the host one call instead of hundreds.
+
+What is captured is all of a decode step from token ids to logits, all-reduces included (their stream forks and joins by
+events). Outside stay the attention plan, the copy of the step's integers into buffers that never move, and everything
+else that a step may hold: prompts run eagerly. Knows no requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...models.attention import AttentionBackend, Capturable, StepLayout
+from ...models.kv_cache import KVCache
+from ...models.llama import LlamaModel
+from ...models.refusal import Refusal
+from ...models.transfer import stage
+from ...topology.comm.groups import Communicator
+from ..config.schema import Deployment
+from ..estimate.cuda_graph_sizes import graph_sizes, padded_size
+from ..sampling.device_sampler import feed
+
+Replay = Callable[[], None]
+
+
+class GraphsError(Refusal, ValueError):
+    """engine.cuda_graphs: true cannot be had; the message says why."""
+
+
+def graphed(
+    wanted: bool | str, device: str, capturable: bool, attention: str, collectives: str | None
+) -> tuple[bool, str]:
+    """Whether decode steps are recorded, and why in a few words. wanted: engine.cuda_graphs; device: its type;
+    capturable: whether `attention` (its name) may be recorded; collectives: why they may not, None if they may. Raises
+    GraphsError where graphs are insisted on and cannot be had."""
+    if wanted is False:
+        return False, "off, as configured"
+    if device != "cuda":
+        reason = f"the device is a {device}"
+    elif not capturable:
+        reason = f"attention {attention} plans within the step: it needs flashinfer"
+    elif collectives is not None:
+        reason = collectives
+    else:
+        return True, "on"
+    if wanted is True:
+        raise GraphsError(f"engine.cuda_graphs=true: {reason}; use auto or false")
+    return False, f"off: {reason}"
+
+
+def collectives_refuse(backend: str, size: int, emulated: bool, stages: int = 1) -> str | None:
+    """Why the steps of a group of `size`, one of so many stages, cannot be recorded, or None. Those of nccl run on a
+    stream; other backends work on the host, where a group of one has nothing to do unless it plays a larger one."""
+    if stages > 1:
+        return "a pipeline's stages are not recorded yet"
+    if backend == "nccl" or (size == 1 and not emulated):
+        return None
+    return f"collectives of backend {backend} run on the host: it needs nccl"
+
+
+class GraphRecorder(Protocol):
+    """What records device work: CudaRecorder, or a stand-in on the CPU in the tests."""
+
+    def record(self, compute: Callable[[], None]) -> Replay:
+        """Runs `compute` (at least once), recorded; what is returned repeats its device work on the same memory."""
+
+    def memory(self) -> int:
+        """Bytes of device memory held by now."""
+
+
+class CudaRecorder:
+    """CUDA graphs that share one memory pool; recorded largest first, the smaller ones fit into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        stream: Any = torch.cuda.Stream
+        self._stream = stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], None]) -> Replay:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Libraries choose algorithms, compile and connect at their first call, which none may do in a capture.
+            for _ in range(2):
+                compute()
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize(self._device)
+        graph: Any = torch.cuda.CUDAGraph()
+        # thread_local: the heartbeat's thread and NCCL's watchdog ask for events meanwhile, which is none of ours.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            compute()
+        replay: Replay = graph.replay
+        return replay
+
+    def memory(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
+
+
+class DecodeGraphs:
+    """The graphs of one rank. All ranks of a group record, and later replay, the same sizes in the same order."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        attention: Capturable,
+        recorder: GraphRecorder,
+        sizes: Sequence[int],
+        *,
+        scratch_block: int,
+        most_blocks: int,
+        latest: Tensor | None = None,
+        reserved: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """scratch_block: a block of the cache that no sequence ever has: padding writes its keys there. most_blocks:
+        of one sequence. latest: the ids drawn last on the device, by slot (Sampler.latest), which steps take theirs
+        from where they are told to. reserved: bytes kept free for the graphs. say: who is told how it goes."""
+        self.sizes = tuple(sorted(sizes))
+        self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
+        self._latest, self._reserved = latest, reserved
+        self._attention = attention.captured(self.sizes, most_blocks)
+        device, most = model.norm.weight.device, self.sizes[-1]
+        # Token ids, positions, blocks and offsets of a step lie one behind the other: they cross in one copy.
+        self._staged = torch.zeros(4 * most, dtype=torch.int64)
+        self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=device)
+        table = model.rotary.cos
+        self._cos, self._sin = (table.new_zeros((most, *table.shape[1:])) for _ in range(2))
+        self._logits = torch.zeros((most, len(model.shard.vocab)), dtype=torch.float32, device=device)
+        self._replays: dict[int, Replay] = {}
+
+    def record(self) -> None:
+        """Records all sizes, the largest first. Steps may run only after it."""
+        before, began = self._recorder.memory(), time.monotonic()
+        with torch.inference_mode():
+            for count, size in enumerate(reversed(self.sizes), 1):
+                self._stage(self._padding(size), size)
+                self._replays[size] = self._recorder.record(partial(self._compute, size))
+                self._say(f"CUDA graphs: {count} of {len(self.sizes)} recorded, {size} sequences")
+        held, took = self._recorder.memory() - before, time.monotonic() - began
+        sizes = ", ".join(map(str, self.sizes))
+        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {self._room(held)}")
+
+    def _room(self, held: int) -> str:
+        words = f"{held >> 20} MiB"
+        if self._reserved is None:
+            return words
+        words += f" of the {self._reserved >> 20} kept free for them"
+        return words if held <= self._reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
+
+    def fits(self, sequences: int) -> bool:
+        return sequences <= self.sizes[-1]
+
+    def run(self, layout: StepLayout, tokens: Tensor) -> Tensor:
+        """Sets off a step of decodes: layout and token ids [B], or what device_draw.feed takes for them, on the host ->
+        logits [B, V / tp], fp32, on the device, which the next run overwrites."""
+        count = layout.decode
+        size = padded_size(self.sizes, count)
+        if size is None or count != len(layout.kv_len):
+            raise ValueError(f"{len(layout.kv_len)} sequences, {count} of them decodes: no graph was recorded for that")
+        staged = self._part(self._staged, size)
+        for row, values, padding in zip(
+            staged, (tokens, layout.positions, layout.blocks, layout.offsets), (0, 0, self._scratch, 0), strict=True
+        ):
+            row[:count] = values
+            row[count:] = padding
+        padding_rows = size - count
+        table = torch.nn.functional.pad(layout.block_table, (0, 0, 0, padding_rows), value=self._scratch)
+        self._stage((layout.kv_len + [1] * padding_rows, table), size)
+        self._replays[size]()
+        return self._logits[:count]
+
+    def _padding(self, size: int) -> tuple[list[int], Tensor]:
+        """Lengths and block table of a step that is nothing but padding."""
+        staged = self._part(self._staged, size)
+        staged.zero_()
+        staged[2] = self._scratch
+        return [1] * size, torch.full((size, 1), self._scratch)
+
+    @staticmethod
+    def _part(buffer: Tensor, size: int) -> Tensor:
+        """[4, size] of a buffer: ids, positions, blocks, offsets."""
+        return buffer[: 4 * size].view(4, size)
+
+    def _stage(self, sequences: tuple[list[int], Tensor], size: int) -> None:
+        """Copies the staged integers and plans: all that must happen before a replay."""
+        stage(self._inputs[: 4 * size], self._staged[: 4 * size])
+        _, positions, blocks, offsets = self._part(self._inputs, size)
+        kv_len, table = sequences
+        layout = StepLayout(positions, list(range(size + 1)), kv_len, table, blocks, offsets, size)
+        self._attention[size].plan(layout, self._cos[:size], self._sin[:size])
+
+    def _compute(self, size: int) -> None:
+        """What is recorded."""
+        tokens, positions, _, _ = self._part(self._inputs, size)
+        if self._latest is not None:
+            tokens = feed(tokens, self._latest)
+        rotary = self._model.rotary
+        torch.index_select(rotary.cos, 0, positions, out=self._cos[:size])
+        torch.index_select(rotary.sin, 0, positions, out=self._sin[:size])
+        backend: AttentionBackend = self._attention[size]
+        self._logits[:size].copy_(self._model.compute(tokens, backend, None))
+
+
+def make_graphs(
+    deployment: Deployment,
+    communicator: Communicator,
+    model: LlamaModel,
+    attention: AttentionBackend,
+    cache: KVCache,
+    latest: Tensor | None = None,
+    reserved: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> DecodeGraphs | None:
+    """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
+    be nobody's. latest: see DecodeGraphs. reserved: bytes that were kept free for them. say: who is told. Raises
+    GraphsError."""
+    keys, device, parallel = deployment.engine, model.rotary.cos.device, deployment.parallel
+    emulated, stages = parallel.collective == "emulated", parallel.pipeline_parallel_size
+    host = collectives_refuse(communicator.backend, communicator.size, emulated, stages)
+    use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
+    if device.type == "cuda":
+        say(f"CUDA graphs: {why}")
+    if not use or not isinstance(attention, Capturable):
+        return None
+    graphs = DecodeGraphs(
+        model,
+        attention,
+        CudaRecorder(device),
+        graph_sizes(keys.max_num_seqs),
+        scratch_block=cache.num_blocks - 1,
+        most_blocks=-(-len(model.rotary.cos) // cache.block_size),
+        latest=latest,
+        reserved=reserved,
+        say=say,
+    )
+    graphs.record()
+    return graphs

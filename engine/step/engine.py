@@ -1,0 +1,258 @@
+"""The step loop: schedule, run, commit on rank 0; receive and run on the others.
+
+Plan n+1 is made and broadcast while step n's first all-reduce travels, so planning costs no step time. Tokens of step n
+are released only when step n+1's gather has proved that every rank drew the same (an empty step does it when nothing
+else is left to run). Where the runner overlaps steps, step n's result comes while step n+1 computes, and plan n+2 is
+made then; of a pipeline, as many steps are on their way as it has micro-batches. What may be shown is the same. Knows
+requests and batches; neither text nor tensors nor processes. Called by launchers/rank/worker.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..batch import Batch, StepResult, decode, encode
+from ..metrics.histogram import STEP_SECONDS, STEP_TOKENS, Buckets
+from ..request import Request, TokensEvent
+from ..schedule.scheduler import RequestTooLarge, Scheduler
+
+Ahead = Callable[[Sequence[StepResult]], None]
+
+
+class StepRunner(Protocol):
+    """engine/step/runner.py, as seen from the loop."""
+
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
+        """Sets off a step and returns its result, or None where it is pending; `ahead` is called meanwhile, with
+        the results of the steps before that were pending and are there, oldest first."""
+
+    def wait_result(self) -> StepResult | None:
+        """Waits for the oldest result that is pending, if one is."""
+
+
+class PlanSender(Protocol):
+    def send(self, frame: bytes) -> None:
+        """To every other rank, in order; returns at once."""
+
+
+class PlanReceiver(Protocol):
+    def receive(self) -> bytes:
+        """The next frame from rank 0; sleeps until it is there."""
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """Where this rank stands, in plain attributes that a heartbeat thread may read at any moment. Seconds."""
+
+    step: int = 0
+    busy_since: float | None = None
+    """When the step under way began; None outside a step."""
+    turn_since: float | None = None
+    """Outside a step: since when this thread has been at something other than waiting for work; None while it waits.
+    A thread that hangs there would otherwise look idle."""
+    step_tokens: int = 0
+    behind: deque[int] = field(default_factory=deque)
+    """Tokens of further steps that are set off while the first is under way."""
+    last_tokens: int = 0
+    last_seconds: float = 0.0
+    finished_at: float = 0.0
+    total_seconds: float = 0.0
+    durations: Buckets = field(default_factory=lambda: Buckets(STEP_SECONDS))
+    sizes: Buckets = field(default_factory=lambda: Buckets(STEP_TOKENS))
+
+    def start(self, tokens: int) -> None:
+        """A step is set off; the one before may still be under way."""
+        if self.busy_since is None:
+            self.step_tokens, self.busy_since = tokens, time.monotonic()
+        else:
+            self.behind.append(tokens)
+
+    def turn(self, working: bool) -> None:
+        """The loop leaves its wait for work (True), or enters it."""
+        self.turn_since = time.monotonic() if working else None
+
+    def finish(self) -> None:
+        """The older step's result is there: if another is under way, it counts from now."""
+        now = time.monotonic()
+        if self.turn_since is not None:
+            self.turn_since = now
+        self.last_seconds = now - (self.busy_since or now)
+        self.total_seconds += self.last_seconds
+        self.durations.observe(self.last_seconds)
+        self.sizes.observe(self.step_tokens)
+        self.last_tokens, self.step_tokens = self.step_tokens, 0
+        self.step, self.busy_since, self.finished_at = self.step + 1, None, time.time()
+        if self.behind:
+            self.step_tokens, self.busy_since = self.behind.popleft(), now
+
+
+def _timed(runner: StepRunner, batch: Batch, progress: StepProgress, hook: Ahead | None = None) -> StepResult | None:
+    """runner.run, with the progress of this step and of those before it."""
+
+    def ahead(known: Sequence[StepResult]) -> None:
+        for _ in known:
+            progress.finish()
+        if hook is not None:
+            hook(known)
+
+    progress.start(batch.num_tokens)
+    try:
+        result = runner.run(batch, ahead)
+    except BaseException:
+        while progress.busy_since is not None:
+            progress.finish()
+        raise
+    if result is not None:
+        progress.finish()
+    return result
+
+
+def _settled(runner: StepRunner, progress: StepProgress) -> StepResult | None:
+    """runner.wait_result, likewise."""
+    result = runner.wait_result()
+    if result is not None:
+        progress.finish()
+    return result
+
+
+class Engine:
+    """Rank 0's side. Every method is called on the thread that steps."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        plans: PlanSender,
+        progress: StepProgress,
+        on_running: Callable[[list[str], list[str]], None] | None = None,
+    ) -> None:
+        """on_running is told the requests that enter a slot and those put back to wait, before the step is run."""
+        self.scheduler, self.runner, self.plans, self.progress = scheduler, runner, plans, progress
+        self._on_running = on_running
+        self._planned: Batch | None = None
+        self._pending: deque[Batch] = deque()
+        """Set off, their results not known yet."""
+        self._alone = False
+        """The last step's result was waited for here; the other ranks wait for the next plan first."""
+        self._unverified_events: list[TokensEvent] = []
+        self._refused: list[TokensEvent] = []
+
+    def add(self, request: Request) -> None:
+        """Queues a request; one that can never run ends at once with finish "error"."""
+        try:
+            self.scheduler.add(request, time.time())
+        except (RequestTooLarge, ValueError) as fault:
+            self._refused.extend(
+                TokensEvent(request.request_id, choice, 0, (), "error", message=str(fault), epoch=request.epoch)
+                for choice in range(request.params.n)
+            )
+
+    def cancel(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        self.scheduler.stop_choice(request_id, choice, n_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do or release anything."""
+        return bool(
+            self.scheduler.has_work
+            or self._unverified_events
+            or self._refused
+            or self._planned
+            or self._pending
+            or self._alone
+        )
+
+    def step(self) -> list[TokensEvent]:
+        """One step; returns the events that are safe to show. Raises what the runner raises: then nothing of the
+        step, nor of the one before it, has been shown."""
+        batch, self._planned = self._planned or self._plan(), None
+        if batch is None:
+            if self._pending:
+                self._alone = True
+                return self._commit(_settled(self.runner, self.progress))
+            if self._unverified_events or self._alone:
+                self._prove()
+            return self._release(self.scheduler.take_events())
+        shown: list[TokensEvent] = []
+
+        def ahead(known: Sequence[StepResult]) -> None:
+            for result in known:
+                shown.extend(self._commit(result))
+            self._planned = self._plan()
+
+        try:
+            result = _timed(self.runner, batch, self.progress, ahead)
+        except BaseException:
+            self._planned = None  # the group is broken: nobody runs it any more
+            self._pending.clear()
+            raise
+        self._pending.append(batch)
+        return shown if result is None else shown + self._commit(result)
+
+    def _commit(self, result: StepResult | None) -> list[TokensEvent]:
+        """The oldest pending step's result is there, and with it the proof of the step before: the events of that
+        one."""
+        if not self._pending or result is None:
+            raise RuntimeError("a result without a step, or a step without its result: the runner lost count")
+        return self._release(self.scheduler.commit(self._pending.popleft(), result, time.time()))
+
+    def _prove(self) -> None:
+        """An empty step: its gather carries the digests of the last one, and its plan lets the other ranks take that
+        one's result: with it pending they would seem to hang in the step for as long as there is no work."""
+        self._alone = False
+        frame = Batch(step=self.progress.step)
+        self.plans.send(encode(frame))
+        _timed(self.runner, frame, self.progress)
+
+    def _release(self, newly: list[TokensEvent]) -> list[TokensEvent]:
+        ready = self._refused + self._unverified_events
+        self._refused, self._unverified_events = [], newly
+        return ready
+
+    def _plan(self) -> Batch | None:
+        if self.scheduler.num_uncommitted > self.scheduler.limits.microbatches:
+            return None  # all that may be planned is
+        batch = self.scheduler.schedule(time.time())
+        parked = self.scheduler.parked
+        if self._on_running is not None and (parked or (batch is not None and batch.admitted)):
+            entered = () if batch is None else (sequence.slot for sequence in batch.admitted)
+            self._on_running(self.scheduler.request_ids(entered), parked)
+        if batch is not None:
+            self._alone = False
+            self.plans.send(encode(batch))
+        return batch
+
+    def close(self) -> None:
+        """Ends the followers. A plan that they have been sent is run first: they are in its collectives already, and
+        would take this rank for lost."""
+        batch, self._planned = self._planned, None
+        if batch is not None:
+            _timed(self.runner, batch, self.progress)
+            self._pending.append(batch)
+        while self._pending:
+            _settled(self.runner, self.progress)  # nothing is under way when the group ends
+            self._pending.popleft()
+        self.plans.send(b"")
+
+
+def follow(runner: StepRunner, plans: PlanReceiver, progress: StepProgress) -> None:
+    """The other ranks: obeys plans until rank 0 ends them. Raises what the runner raises."""
+    while frame := plans.receive():
+        progress.turn(True)
+        _timed(runner, decode(frame), progress)
+        progress.turn(False)
+    while _settled(runner, progress) is not None:
+        pass
+
+
+def drain(engine: Engine) -> Iterable[TokensEvent]:
+    """Steps until nothing is left; for benchmarks and tests."""
+    while engine.has_work:
+        yield from engine.step()

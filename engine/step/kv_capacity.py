@@ -1,0 +1,136 @@
+"""How much KV a rank has room for: what is free, what steps will take of it, what is left, with the numbers in words.
+
+Before loading it refuses what cannot fit; after loading it counts the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...models.attention_choice import flashinfer_serves
+from ...models.config.model_config import ModelConfig
+from ...models.refusal import Refusal
+from ...topology.comm.groups import Communicator
+from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment
+from ..config.schema import EngineConfig as EngineKeys
+from ..estimate.memory import GIB, MemoryKeys, working_memory
+from .cuda_graphs import collectives_refuse, graphed
+
+
+class CapacityError(Refusal, ValueError):
+    """The model, or its longest sequence, does not fit; the message has need and have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bytes of KV cache on a rank. `words`: where they come from; `fixes`: what would make them more."""
+
+    kv: int
+    words: str
+    fixes: str
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory on this rank's device, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise CapacityError("/proc/meminfo has no MemAvailable: set engine.kv_cache_memory")
+
+
+def total_bytes(device: torch.device) -> int:
+    """All of a CUDA device's memory."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def working_bytes(
+    deployment: Deployment, config: ModelConfig, size: int, backend: str, dtype: torch.dtype, length: int,
+    device: torch.device, widens_fp8: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """What steps will take of a GPU, by name, with what the deployment and the device lead to; nothing on a CPU, whose
+    KV cache has a size of its own. backend: the collectives' of a group of `size`. Raises GraphsError."""
+    if device.type != "cuda":
+        return {}
+    keys = deployment.engine
+    flashinfer = flashinfer_serves(keys.attention, device, dtype, config.head_dim)
+    emulated, stages = deployment.parallel.collective == "emulated", deployment.parallel.pipeline_parallel_size
+    refused = collectives_refuse(backend, size, emulated, stages)
+    name = "flashinfer" if flashinfer else "torch"
+    graphs, _ = graphed(keys.cuda_graphs, device.type, flashinfer, name, refused)
+    wanted = MemoryKeys(
+        max_num_seqs=keys.max_num_seqs,
+        max_num_batched_tokens=keys.max_num_batched_tokens,
+        max_model_len=length,
+        block_size=keys.block_size,
+        graphs=graphs,
+        flashinfer=flashinfer,
+        widens_fp8=widens_fp8,
+    )
+    return working_memory(config, size, dtype.itemsize, wanted)
+
+
+def check_memory(deployment: Deployment, size: int, weights: int, free: int, working: Mapping[str, int]) -> None:
+    """Refuses before loading what cannot fit. weights: bytes on a rank; working: what steps take besides, by name.
+    Raises CapacityError with need and have."""
+    kv = deployment.engine.kv_cache_memory or 0
+    if weights + kv + sum(working.values()) > free:
+        others = "".join(f", {held >> 20} MiB for {name}" for name, held in working.items() if held)
+        raise CapacityError(
+            f"a rank needs about {weights >> 20} MiB for weights and {kv >> 20} MiB for KV{others}, {free >> 20} MiB "
+            f"are free: use more ranks than {size}, a smaller kv_cache_memory or another dtype"
+        )
+
+
+def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[str, int]) -> Budget:
+    """total: the GPU's memory, None on a CPU; free: bytes left after the weights; working: what steps will take of
+    them, by name."""
+    if keys.kv_cache_memory is not None or total is None:
+        wanted = CPU_KV_CACHE_MEMORY if keys.kv_cache_memory is None else keys.kv_cache_memory
+        return Budget(wanted, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")
+    kept = int(total * (1.0 - keys.gpu_memory_utilization))
+    left = max(0, free - kept - sum(working.values()))
+    parts = [f"{kept / GIB:.2f} unused by engine.gpu_memory_utilization={keys.gpu_memory_utilization:g}"]
+    parts += [f"{held / GIB:.2f} for {name}" for name, held in working.items() if held]
+    words = f"{free / GIB:.2f} GiB free beside the weights, less {', '.join(parts)}"
+    return Budget(left, words, "raise engine.gpu_memory_utilization, lower engine.max_num_seqs, use more ranks")
+
+
+def agreed_budget(
+    keys: EngineKeys, communicator: Communicator, device: torch.device, working: Mapping[str, int]
+) -> Budget:
+    """What every rank of the group has room for, measured now."""
+    gpu = device.type == "cuda"
+    if gpu:
+        communicator.gather(np.zeros(1, np.uint8))  # what the group's first collective allocates is not free any more
+    own = kv_budget(keys, total_bytes(device) if gpu else None, available_bytes(device), working)
+    every = communicator.gather(np.array([own.kv], np.int64).view(np.uint8))
+    least = int(np.ascontiguousarray(every).view(np.int64).min())
+    return own if least == own.kv else replace(own, kv=least, words=f"another rank has less than this one: {own.words}")
+
+
+def count_blocks(
+    budget: Budget, one: int, block_size: int, max_num_seqs: int, max_model_len: int, spare: int = 0
+) -> int:
+    """Blocks of `one` bytes that fit beside `spare` others, but no more than all slots can ever use. Raises
+    CapacityError if the longest sequence does not fit: it could never run."""
+    longest = -(-(max_model_len + 1) // block_size)
+    fit = max(0, budget.kv // one - spare)
+    if fit < longest:
+        raise CapacityError(
+            f"model.max_model_len={max_model_len} needs {longest} KV blocks of {one} bytes "
+            f"({-(-longest * one >> 20)} MiB) and there is room for {fit} ({budget.kv >> 20} MiB: {budget.words}): "
+            f"{budget.fixes}, or set max_model_len to at most {max(0, fit * block_size - 1)}"
+        )
+    return min(fit, max_num_seqs * longest)
+
+
+def describe_budget(budget: Budget, blocks: int, block_size: int) -> str:
+    """The start's line about it."""
+    return f"KV cache: {budget.kv / GIB:.2f} GiB ({budget.words}); {blocks} blocks of {block_size} positions"

@@ -1,0 +1,175 @@
+"""Whether a row's result depends on what else is in its step: `parallel.deterministic` says that it does not.
+
+Sequences are computed alone, then in random company: in chunks of random lengths, in random order, some preempted and
+computed anew, some going on from full blocks as after a hit in the prefix cache, every other step in two streams.
+Whatever a sub-block yields, summed over the ranks, must be the same to the last bit. Every rank runs this with the same
+seed. Knows no scheduler: its schedules are wilder.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..batch import Batch, Chunk, NewSequence, in_order
+from ..request import SamplingParams
+from ..sampling.digest import Digests, row_digests
+from .runner import Runner
+
+NAMED_ROWS = (1, 2, 7, 64, 65, 300)
+"""Where code paths change: every other case has one of these as its limit of rows a step."""
+_PREEMPTED, _HITS = 0.05, 0.3
+
+Trace = list[tuple[str, Digests]]
+"""What each sub-block yields, in order, and the logits: name and digests of the rows [T]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first bits that differ in a case. `step` counts from 0 within it; `place` as "layer 3 mlp"; `rows` of the
+    step; `position` in the sequence."""
+
+    case: int
+    step: int
+    place: str
+    rows: int
+    sequence: int
+    position: int
+
+    def __str__(self) -> str:
+        return (
+            f"case {self.case}, step {self.step} ({self.rows} rows): {self.place} of sequence {self.sequence}, "
+            f"position {self.position}, has other bits than alone"
+        )
+
+
+@dataclass(slots=True)
+class _Going:
+    """A sequence in a case: in `slot`, `done` of its tokens computed; `hit`: it has had its chance of a second turn
+    over its own full blocks."""
+
+    slot: int
+    sequence: int
+    done: int = 0
+    hit: bool = False
+
+
+class RowCheck:
+    """Over a runner that nobody else uses meanwhile. sequences: token ids; each must fit the runner's cache."""
+
+    def __init__(self, runner: Runner, sequences: list[list[int]]) -> None:
+        self.runner, self.sequences = runner, sequences
+        self._most = -(-max(map(len, sequences)) // runner.size)
+        self._slots = min(len(runner.length), runner.cache.keys[0].shape[0] // self._most)
+        self._step = 0
+        self._alone: dict[int, Trace] = {}
+
+    def run(self, cases: int, seed: int) -> Iterator[Difference | None]:
+        """One result a case; None where all bits are equal."""
+        random = Random(seed)
+        for case in range(cases):
+            rows = random.choice(NAMED_ROWS) if case % 2 == 0 else random.randint(1, 300)
+            yield self._case(case, rows, random)
+
+    def digests(self, sequence: int) -> list[tuple[str, list[int]]]:
+        """Of a sequence computed alone: the name of each sub-block, and the head, with its rows' digests: the same for
+        every layout that promises the same bits. All ranks call it at once."""
+        self._reference(sequence)
+        return [(name, rows.tolist()) for name, rows in self._alone[sequence]]
+
+    def _case(self, case: int, most_rows: int, random: Random) -> Difference | None:
+        going = [_Going(slot, random.randrange(len(self.sequences))) for slot in range(self._count(most_rows, random))]
+        for one in going:  # the reference first: it uses the same cache
+            self._reference(one.sequence)
+        self._admit(going)
+        first: tuple[int, int, Difference] | None = None
+        for step in itertools.count():  # to its end whatever is found: other ranks may have found nothing
+            chunks = self._schedule(going, most_rows, random)
+            if not chunks:
+                return None if first is None else first[2]
+            chunks = in_order(chunks)
+            rows = sum(chunk.count for chunk in chunks)
+            trace, row = self._forward(chunks, random.choice((0, random.randrange(rows)))), 0
+            for chunk in chunks:
+                sequence = going[chunk.slot].sequence
+                found = self._differs(trace, row, chunk, sequence)
+                if found is not None and (first is None or (step, found[0]) < first[:2]):
+                    first = step, found[0], Difference(case, step, trace[found[0]][0], rows, sequence, found[1])
+                row += chunk.count
+        raise AssertionError("a case has an end")
+
+    def _count(self, most_rows: int, random: Random) -> int:
+        """Sequences of a case: enough that its steps are full, of decodes alone too."""
+        return min(self._slots, random.choice((most_rows, max(1, most_rows // 16))))
+
+    def _schedule(self, going: list[_Going], most_rows: int, random: Random) -> list[Chunk]:
+        chunks, left = [], most_rows
+        decodes = random.random() < 0.3
+        for one in random.sample(going, len(going)):
+            length = len(self.sequences[one.sequence])
+            if one.done and random.random() < _PREEMPTED / len(going):
+                one.done = 0
+            if one.done == length and not one.hit:
+                one.hit, keep = True, random.random() < _HITS
+                one.done = random.randrange(length) // self.runner.size * self.runner.size if keep else length
+            todo = length - one.done
+            count = min(left, todo, 1 if decodes or random.random() < 0.3 else random.randint(1, todo or 1))
+            if count:
+                chunks.append(Chunk(one.slot, one.done, count, samples=False, prompt_logprobs=True))
+                one.done, left = one.done + count, left - count
+        return chunks
+
+    def _admit(self, going: list[_Going]) -> None:
+        """Each sequence into its slot, with blocks of its own: permuted, so that no case has the same places."""
+        admitted, blocks = [], []
+        for one in going:
+            tokens = tuple(self.sequences[one.sequence])
+            params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+            admitted.append(NewSequence(one.slot, 0, len(tokens), tokens, params))
+            blocks.append((one.slot, tuple(range(one.slot * self._most, (one.slot + 1) * self._most))[::-1]))
+        self.runner._apply(Batch(self._step, tuple(range(self._slots)), tuple(admitted), tuple(blocks), (), ()))
+
+    def _reference(self, sequence: int) -> None:
+        if sequence not in self._alone:
+            self._admit([_Going(0, sequence)])
+            tokens = len(self.sequences[sequence])
+            self._alone[sequence] = self._forward([Chunk(0, 0, tokens, samples=False, prompt_logprobs=True)])
+
+    def _forward(self, chunks: list[Chunk], split: int = 0) -> Trace:
+        runner = self.runner
+        trace: dict[str, list[Tensor]] = {}
+        model = runner.model
+        parts = {name: getattr(model, name) for name in ("attention", "mlp", "attention_and_mlp")}
+
+        def traced(name: str, layer: int, residual: Tensor) -> Tensor:
+            out: Tensor = parts[name](layer, residual)
+            # the all-reduce is in place: in the end it is the sum
+            trace.setdefault(f"layer {layer} {name}", []).append(out)
+            return out
+
+        self._step += 1
+        with torch.inference_mode():
+            try:
+                for name in parts:
+                    setattr(model, name, partial(traced, name))
+                logits = runner._forward(chunks, None, split)
+            finally:
+                for name in parts:
+                    delattr(model, name)
+        digests = [(name, row_digests(torch.cat(streams))) for name, streams in trace.items()]
+        return [*digests, ("logits", runner.sampler.digests(logits))]
+
+    def _differs(self, trace: Trace, row: int, chunk: Chunk, sequence: int) -> tuple[int, int] | None:
+        """Which entry of the trace, and the position."""
+        for number, ((_, got), (_, alone)) in enumerate(zip(trace, self._alone[sequence], strict=True)):
+            a, b = got[row : row + chunk.count], alone[chunk.start : chunk.start + chunk.count]
+            if not np.array_equal(a, b):
+                return number, chunk.start + int((a != b).argmax())
+        return None

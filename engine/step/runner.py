@@ -1,0 +1,387 @@
+"""One rank's model and cache: obeys a Batch, returns the ids that every rank drew.
+
+Mirrors the slots (tokens, block tables) that rank 0's plans speak of; decides nothing. Where the sampler draws on the
+device, a step is set off before the ids of the one before it are on the host: it finds them in the device's memory,
+and the host reads them meanwhile. All ranks see the same
+Batches in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...models.attention import AttentionBackend, StepLayout
+from ...models.kv_cache import KVCache
+from ...models.llama import LlamaModel, Stream
+from ...models.transfer import upload
+from ..batch import Batch, Chunk, StepResult, in_order, streams
+from ..request import TokenLogprob
+from ..sampling.device_sampler import fed_by, feed
+from ..sampling.ngrams import look_up
+from ..sampling.sampler import Sampled, Sampler
+from ..schedule.sequence import end_position
+from .cuda_graphs import DecodeGraphs
+from .timeouts import CollectiveTimeouts
+
+_HOST = torch.device("cpu")
+
+
+Ahead = Callable[[Sequence[StepResult]], None]
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step whose ids are not here yet. `at`: the positions [B] that they take in `slots`; `released`: slots that were
+    since, and `blocks` theirs."""
+
+    batch: Batch
+    slots: list[int]
+    at: NDArray[np.int64]
+    began: float
+    blocks: list[int] = field(default_factory=list)
+    released: set[int] = field(default_factory=set)
+
+
+class Runner:
+    """State: `tokens` [slots, positions] int32 and `blocks` [slots, blocks a sequence] int32, on the host."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cache: KVCache,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        *,
+        max_slots: int,
+        max_model_len: int,
+        patience: CollectiveTimeouts | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
+        self.device = model.rotary.cos.device
+        self.size = cache.block_size
+        # One position more than the model has: the surplus token of an optimistic step lands there.
+        self.tokens = np.zeros((max_slots, max_model_len + 1), np.int32)
+        self.length = np.zeros(max_slots, np.int64)
+        self.blocks = np.zeros((max_slots, -(-(max_model_len + 1) // self.size)), np.int32)
+        self.num_blocks = np.zeros(max_slots, np.int64)
+        self._prompt_top = [0] * max_slots
+        self._end = np.zeros(max_slots, np.int64)  # positions that the slot's sequence computes at most
+        self._patience, self._graphs = patience, graphs
+        self._second: AttentionBackend | None = None
+        self._pending_step: PendingStep | None = None
+        # Of each slot the position of its id that is not on the host yet; -1 for none.
+        self._due = np.full(max_slots, -1, np.int64)
+        self._known_at = 0.0
+        self._speculated = False
+
+    @property
+    def graphed(self) -> bool:
+        """Whether decode steps are recorded ones."""
+        return self._graphs is not None
+
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
+        """Applies the Batch and computes its chunks. Returns their result, or None where it is still on the device:
+        then the next `run` gives it to its `ahead`, or `wait_result` returns it.
+
+        ahead is called once, when this step is on its way and the one before it is known: with that one's result if it
+        was pending, else with none. Host work that fits there costs nothing. Raises DesyncError if ranks disagreed
+        about ids: of the step before, or, where that one's result was pending, of the one before that.
+        """
+        self._apply(batch)
+        if not batch.chunks:
+            pending = self.wait_result()
+            if ahead is not None:
+                ahead(() if pending is None else (pending,))
+            self.sampler.flush()
+            return StepResult(())
+        began = time.monotonic()
+        if self._patience is not None:
+            self._patience.before(batch.num_tokens)
+        overlaps = self.sampler.latest is not None
+        early = None if ahead is None or overlaps else partial(ahead, ())
+        with torch.inference_mode():
+            drafted, chunks, split = self._draft(batch), in_order(batch.chunks), batch.split
+            if drafted is not None:
+                split += sum(drafted[chunk.slot] for chunk in chunks[:split])  # decodes lie first, each with its drafts
+                chunks = in_order(self._with_drafts(batch, drafted))
+            logits = self._forward(chunks, early, split)
+            known = self._settle()
+            drawing = overlaps and self._start(batch, chunks, logits, began)
+            if ahead is not None and early is None:
+                ahead(() if known is None else (known,))
+            if drawing:
+                return None
+            result = self._draw(batch, chunks, logits, drafted)
+        self._observe(batch, began)
+        return result
+
+    def _draft(self, batch: Batch) -> dict[int, int] | None:
+        """Looks up drafts, behind the known tokens of the slots that may have some; how many by slot. None: nobody may,
+        nor may have had in the step before."""
+        last, self._speculated = self._speculated, any(chunk.drafts for chunk in batch.chunks)
+        if not (last or self._speculated):
+            return None
+        found = {}
+        for chunk in batch.chunks:
+            slot, known = chunk.slot, int(self.length[chunk.slot])
+            drafts = look_up(self.tokens[slot, :known], min(chunk.drafts, int(self._end[slot]) - known))
+            self.tokens[slot, known : known + len(drafts)] = drafts
+            found[slot] = len(drafts)
+        return found
+
+    def _with_drafts(self, batch: Batch, drafted: dict[int, int]) -> Iterator[Chunk]:
+        """The chunks as they are computed: a decode begins at the last known token, wherever the step before has left
+        that, and each of its drafts is a row like another decode's. A sequence that has come to its end meanwhile
+        computes its last position again: its blocks have room for no other."""
+        for chunk in batch.chunks:
+            if chunk.count > 1 or not chunk.samples:
+                yield chunk
+                continue
+            start = int(min(self.length[chunk.slot], self._end[chunk.slot])) - 1
+            for row in range(drafted[chunk.slot] + 1):
+                yield chunk._replace(start=start + row)
+
+    def wait_result(self) -> StepResult | None:
+        """The result that is still pending, once it is there; None if none is. Raises as `run`."""
+        with torch.inference_mode():
+            return self._settle()
+
+    def run_through(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
+        """`run`, and the wait for its result: for who times single steps, or has several engines take turns."""
+        result = self.run(batch, ahead) or self.wait_result()
+        assert result is not None
+        return result
+
+    def _observe(self, batch: Batch, began: float) -> None:
+        """A step is known: it took from when it began, or from when the one before it was known."""
+        now = time.monotonic()
+        if self._patience is not None:
+            self._patience.after(batch.num_tokens, now - max(began, self._known_at))
+        self._known_at = now
+
+    def _forward(self, chunks: list[Chunk], on_travelling: Callable[[], None] | None, split: int = 0) -> Tensor:
+        """Logits [R, V / tp] of the rows that are sampled or scored."""
+        graphs = self._graphs
+        if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
+            parts = zip(streams(chunks, split) if split else [chunks], self._attentions(), strict=False)
+            return self.model.forward_streams([self._stream(*part) for part in parts], on_travelling)
+        layout, tokens, rows = self._layout(chunks, _HOST)
+        logits = graphs.run(layout, tokens)
+        if on_travelling is not None:
+            on_travelling()  # the device has the whole step by now
+        return logits if len(rows) == len(chunks) else logits[upload(rows.numpy(), self.device)]
+
+    def _attentions(self) -> Iterator[AttentionBackend]:
+        yield self.attention
+        if self._second is None:
+            self._second = self.attention.twin()
+        yield self._second
+
+    def _stream(self, chunks: list[Chunk], attention: AttentionBackend) -> Stream:
+        layout, tokens, rows = self._layout(chunks)
+        if self._pending_step is not None and self.sampler.latest is not None:
+            tokens = feed(tokens, self.sampler.latest)
+        return Stream(tokens, layout, attention, rows)
+
+    def _apply(self, batch: Batch) -> None:
+        for slot in batch.released:
+            self.sampler.release(slot)
+            if self._due[slot] >= 0 and self._pending_step is not None:
+                self._pending_step.blocks += self.blocks[slot, : self.num_blocks[slot]].tolist()
+                self._due[slot] = -1
+            self.length[slot] = self.num_blocks[slot] = 0
+        for sequence in batch.admitted:
+            slot, count = sequence.slot, len(sequence.tokens)
+            self.tokens[slot, :count] = sequence.tokens
+            self.length[slot], self.num_blocks[slot] = count, 0
+            self._prompt_top[slot] = sequence.params.prompt_logprobs or 0
+            self._end[slot] = end_position(sequence.prompt_len, sequence.params.max_tokens, self.tokens.shape[1] - 1)
+            self.sampler.admit(sequence)
+        for slot, blocks in batch.blocks:
+            have = int(self.num_blocks[slot])
+            self.blocks[slot, have : have + len(blocks)] = blocks
+            self.num_blocks[slot] = have + len(blocks)
+        self.cache.copy(batch.copies)
+
+    def _layout(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
+        """The step's layout, its token ids [T] (of those that only the device knows, what `feed` takes for them), and
+        the rows whose logits are needed [R]; on the model's device unless another is named."""
+
+        def place(values: NDArray[np.integer]) -> Tensor:
+            return upload(values.astype(np.int64), device or self.device)
+
+        slots = np.array([chunk.slot for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        counts = np.array([chunk.count for chunk in chunks])
+        ends = starts + counts
+        decode = int(np.count_nonzero(counts == 1))
+        if decode == len(chunks):
+            slot_of, positions = slots, starts
+        else:
+            slot_of = np.repeat(slots, counts)
+            first = np.repeat(np.cumsum(counts) - counts, counts)
+            positions = np.arange(len(slot_of)) - first + np.repeat(starts, counts)
+        tokens = self.tokens[slot_of, positions]
+        if self._pending_step is not None:
+            tokens = np.where(self._due[slot_of] == positions, fed_by(slot_of), tokens)
+        most = -(-int(ends.max()) // self.size)
+        query_start = [0, *np.cumsum(counts).tolist()]
+        rows = [
+            row
+            for chunk, first_row, after in zip(chunks, query_start, query_start[1:], strict=False)
+            for row in (range(first_row, after) if chunk.prompt_logprobs else (after - 1,) if chunk.samples else ())
+        ]
+        layout = StepLayout(
+            positions=place(positions),
+            chained=decode > 1 and bool((slots[1:decode] == slots[: decode - 1]).any()),
+            query_start=query_start,
+            kv_len=ends.tolist(),
+            block_table=place(self.blocks[slots, :most]),
+            blocks=place(self.blocks[slot_of, positions // self.size]),
+            offsets=place(positions % self.size),
+            decode=decode,
+        )
+        return layout, place(tokens), place(np.array(rows, np.int64))
+
+    def _start(self, batch: Batch, chunks: list[Chunk], logits: Tensor, began: float) -> bool:
+        """Sets off the draw on the device, if it can be done there; the ids are pending."""
+        if any(chunk.prompt_logprobs for chunk in chunks):
+            return False
+        slots = [chunk.slot for chunk in chunks if chunk.samples]
+        if not slots or not self.sampler.start(logits, slots):
+            return False
+        at = self._lengthen(slots)
+        self._due[slots] = at
+        self._pending_step = PendingStep(batch, slots, at, began)
+        return True
+
+    def _lengthen(self, slots: Sequence[int]) -> NDArray[np.int64]:
+        """The positions that the slots' next ids take."""
+        at = self.length[slots]
+        self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
+        return at
+
+    def _settle(self) -> StepResult | None:
+        pending, self._pending_step = self._pending_step, None
+        if pending is None:
+            return None
+        drawn = self.sampler.finish()
+        slots = np.asarray(pending.slots)
+        held = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released, and may be somebody else's
+        self.tokens[slots[held], pending.at[held]] = drawn.ids[held]
+        self._due[slots] = -1
+        poisoned = {pending.slots[row] for row in np.flatnonzero(drawn.nonfinite)}
+        if poisoned:
+            # Released blocks may be another's by now. It saw nothing of what is healed: backends under which steps
+            # overlap read nothing behind a sequence's own last position (build.py).
+            self._zero_sequences(poisoned.intersection(slots[held].tolist()))
+            self.cache.zero_blocks(pending.blocks)
+        self._observe(pending.batch, pending.began)
+        return self._result(pending.batch, pending.slots, drawn, poisoned, {})
+
+    def _draw(
+        self, batch: Batch, chunks: list[Chunk], logits: Tensor, drafted: dict[int, int] | None = None
+    ) -> StepResult:
+        """Samples and scores; appends what was drawn to the slots."""
+        scored: dict[int, list[TokenLogprob]] = {}
+        slots, sampled = [chunk.slot for chunk in chunks if chunk.samples], logits
+        if any(chunk.prompt_logprobs for chunk in chunks):
+            sampled, scored = self._score(chunks, logits)
+        poisoned = {slot for slot, scores in scored.items() if any(math.isnan(score.logprob) for score in scores)}
+        if not slots:
+            self.sampler.flush()
+            self._zero_sequences(poisoned)
+            return StepResult((), nonfinite=poisoned, prompt_logprobs=scored)
+        if drafted is not None:
+            return self._take(batch, chunks, self._sample_drafts(chunks, slots, sampled), drafted, poisoned, scored)
+        drawn = self.sampler.sample(sampled, slots)
+        self.tokens[slots, self._lengthen(slots)] = drawn.ids
+        poisoned |= {slots[row] for row in np.flatnonzero(drawn.nonfinite)}
+        self._zero_sequences(poisoned - {slots[row] for row in drawn.failures})
+        return self._result(batch, slots, drawn, poisoned, scored)
+
+    def _sample_drafts(self, chunks: list[Chunk], slots: list[int], logits: Tensor) -> Sampled:
+        at = [chunk.start + chunk.count - 1 for chunk in chunks if chunk.samples]
+        return self.sampler.sample(logits, slots, self.tokens[slots, at])
+
+    def _take(
+        self,
+        batch: Batch,
+        chunks: list[Chunk],
+        drawn: Sampled,
+        drafted: dict[int, int],
+        poisoned: set[int],
+        scored: dict[int, list[TokenLogprob]],
+    ) -> StepResult:
+        """What a step with drafts gave: each slot's tokens up to the first draft that was wrong, and the one in its
+        place. What was computed behind it will be overwritten."""
+        assert drawn.taken is not None
+        given: dict[int, list[tuple[int, TokenLogprob | None]]] = {}
+        failures: dict[int, str] = {}
+        rows = [chunk.slot for chunk in chunks if chunk.samples]
+        for row, slot in enumerate(rows):
+            if not drawn.taken[row]:
+                if drawn.nonfinite[row]:
+                    self._zero_sequences([slot])  # its keys may be no numbers, and lie behind a sequence that goes on
+                continue
+            given.setdefault(slot, []).append((int(drawn.ids[row]), drawn.logprobs[row]))
+            if drawn.nonfinite[row]:
+                poisoned.add(slot)
+            if row in drawn.failures:
+                failures[slot] = drawn.failures[row]
+            if self.length[slot] <= self._end[slot]:
+                self.tokens[slot, self.length[slot]] = drawn.ids[row]
+                self.length[slot] += 1
+        self._zero_sequences(poisoned - failures.keys())
+        return StepResult(
+            tokens=[given[chunk.slot][0][0] for chunk in batch.chunks if chunk.samples],
+            nonfinite=poisoned,
+            more={slot: tokens[1:] for slot, tokens in given.items() if len(tokens) > 1},
+            drafted={slot: count for slot, count in drafted.items() if count},
+            failures=failures,
+            logprobs={slot: tokens[0][1] for slot, tokens in given.items() if tokens[0][1] is not None},
+            prompt_logprobs=scored,
+        )
+
+    @staticmethod
+    def _result(
+        batch: Batch, slots: list[int], drawn: Sampled, poisoned: set[int], scored: dict[int, list[TokenLogprob]]
+    ) -> StepResult:
+        ids = dict(zip(slots, drawn.ids.tolist(), strict=True))
+        return StepResult(
+            tokens=[ids[chunk.slot] for chunk in batch.chunks if chunk.samples],
+            nonfinite=poisoned,
+            failures={slots[row]: why for row, why in drawn.failures.items()},
+            logprobs={slot: p for slot, p in zip(slots, drawn.logprobs, strict=True) if p is not None},
+            prompt_logprobs=scored,
+        )
+
+    def _zero_sequences(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.cache.zero_blocks(self.blocks[slot, : self.num_blocks[slot]].tolist())
+
+    def _score(self, chunks: list[Chunk], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
+        """Splits logits rows into those to sample from and those to score against the prompt's next token."""
+        picked, scored, row = [], {}, 0
+        for chunk in chunks:
+            count = chunk.count if chunk.prompt_logprobs else int(chunk.samples)
+            if chunk.prompt_logprobs:
+                # The chunk's last position has a next token only if the prompt goes on behind it.
+                known = min(chunk.count, int(self.length[chunk.slot]) - chunk.start - 1)
+                targets = self.tokens[chunk.slot, chunk.start + 1 : chunk.start + 1 + known]
+                top = self._prompt_top[chunk.slot]
+                scored[chunk.slot] = self.sampler.score(logits[row : row + known], targets, top) if known else []
+            row += count
+            if chunk.samples:
+                picked.append(row - 1)
+        return logits[picked], scored

@@ -1,0 +1,124 @@
+"""A checkpoint's chat template: messages to the prompt's text, in Jinja's immutable sandbox.
+
+Gives templates what they expect of their usual home (raise_exception, strftime_now, tojson, loop controls, generation
+blocks). The sandbox keeps a template away from Python's insides, not from endless loops: render in a process that can
+be killed (engine/text/pool.py).
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+
+MAX_TEMPLATE_BYTES = 1 << 20
+_MARK = "\ue0c0\ue0c1 "  # private-use characters: no message's own words
+
+
+class TemplateError(ValueError):
+    """The checkpoint has no usable chat template, or it refused these messages; the message says why."""
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training: here its body alone counts."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Unlike Jinja's own, without HTML escapes."""
+    allowed = {k: v for k, v in options.items() if k in ("separators", "sort_keys")}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **allowed)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens it may name (bos_token, eos_token, …)."""
+
+    def __init__(self, source: str, special: dict[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControlExtension]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the checkpoint's chat template does not compile: {error}") from error
+        self._special = special
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. `continue_final_message` leaves the last message open, for the model to go on with.
+        Raises TemplateError with the template's own words."""
+        if continue_final_message:
+            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
+        names = {"tools": None, "documents": None, **self._special, **(variables or {})}
+        try:
+            text = self._template.render(
+                **{**names, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the checkpoint's chat template refused the messages: {error.message}") from error
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error}"[:300]
+            raise TemplateError(f"the checkpoint's chat template failed on the messages: {said}") from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def _cut_at_mark(text: str) -> str:
+    """`text` up to the end of the last message's words. The mark ends in a space: where that is gone, the template
+    strips its messages, and would have stripped the words too."""
+    at = text.rfind(_MARK.strip())
+    if at < 0:
+        raise TemplateError("continue_final_message: the chat template does not render the last message's words")
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
+
+
+def template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """The template of a checkpoint folder: chat_template.jinja, else tokenizer_config.json's `chat_template` (a
+    string, or a list of named ones, of which "default"), else chat_template.json; None where there is none."""
+    beside = folder / "chat_template.jinja"
+    found: object = None
+    if beside.is_file():
+        if beside.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise TemplateError(f"{beside} has {beside.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read")
+        found = beside.read_text(encoding="utf-8")
+    if found is None:
+        found = config.get("chat_template")
+    if found is None and (folder / "chat_template.json").is_file():
+        found = json.loads((folder / "chat_template.json").read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):
+        named = {t["name"]: t["template"] for t in found if isinstance(t, dict) and {"name", "template"} <= t.keys()}
+        if "default" not in named:
+            raise TemplateError(f'chat_template is a list of {sorted(named)} without "default": name one so')
+        found = named["default"]
+    if found is not None and not isinstance(found, str):
+        raise TemplateError(f"chat_template is a {type(found).__name__}; a string or a list of named ones is read")
+    if found is not None and len(found) > MAX_TEMPLATE_BYTES:
+        raise TemplateError(f"the chat template has {len(found)} characters; at most {MAX_TEMPLATE_BYTES} are read")
+    return found

@@ -1,0 +1,384 @@
+"""Text to ids in worker processes that can be killed: `await pool.encode(…)`, in order, a few texts a round trip.
+
+A template that loops, a text that explodes: the worker dies, its item alone gets an error, a fresh worker takes over.
+Fair between owners: each has its turn, and items that may take long leave one worker to the others. asyncio; no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from .tokenizer import ChatOptions, TextError
+from .worker import MAX_FRAME, frame
+
+_BATCH_ITEMS, _BATCH_BYTES = 64, 1 << 20
+LARGE_BYTES = 64 << 10
+"""An item larger than this may take long: it travels alone, and never to every worker at once."""
+_START_SECONDS = 120.0
+_MAX_FAILED_STARTS = 3
+
+
+class PromptError(ValueError):
+    """This text cannot become a prompt; `code` is for the error object: chat_template_error, prompt_too_costly,
+    context_length_exceeded (`n_tokens` then says how long it is), invalid_grammar, server_error."""
+
+    def __init__(self, message: str, code: str, n_tokens: int | None = None) -> None:
+        super().__init__(message)
+        self.code, self.n_tokens = code, n_tokens
+
+
+class Encoder(Protocol):
+    """What the doors need of a text pool."""
+
+    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
+        """Ids of a plain prompt, `longer` times the tokens otherwise taken at most. Raises PromptError."""
+
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> list[int]:
+        """Ids of a chat. Raises PromptError."""
+
+    async def check_grammar(self, spec: str) -> None:
+        """Raises PromptError if a grammar (llguidance's JSON) cannot be used, or the library is not installed."""
+
+
+def ids_of(reply: dict[str, Any]) -> list[int]:
+    """The ids of a worker's answer to one text. Raises PromptError."""
+    if "ids" in reply:
+        (ids,) = reply["ids"]
+        return list(ids)
+    raise PromptError(reply["error"], reply["code"], reply.get("long"))
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What one item may cost: `cpu_seconds` of processor time (and four times that on the clock), `memory_bytes` of
+    address space a worker, `max_ids` tokens."""
+
+    workers: int = 2
+    cpu_seconds: float = 10.0
+    memory_bytes: int = 4 << 30
+    max_ids: int = 1 << 20
+
+
+@dataclass(slots=True)
+class _Item:
+    payload: dict[str, Any]
+    size: int
+    future: asyncio.Future[dict[str, Any]]
+    owner: str = ""
+    stream: str = ""
+    blob: bytes = b""
+    answered: bool = False
+    deaths: int = 0
+
+    @property
+    def large(self) -> bool:
+        return self.size > LARGE_BYTES
+
+
+class _Queues:
+    """What waits, by owner, stream and whether it is large. Owners take turns, and so do the streams of each."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, OrderedDict[tuple[str, bool], deque[_Item]]] = OrderedDict()
+        self.count = 0
+
+    def put(self, item: _Item, first: bool = False) -> None:
+        queue = self._owners.setdefault(item.owner, OrderedDict()).setdefault((item.stream, item.large), deque())
+        (queue.appendleft if first else queue.append)(item)
+        self.count += 1
+
+    def next(self, small: bool = False) -> _Item | None:
+        """The next item, `small`: of those that are not large. None: there is none."""
+        for owner, queues in self._owners.items():
+            for key, queue in queues.items():
+                if not (small and key[1]):
+                    item = queue.popleft()
+                    self.count -= 1
+                    queues.move_to_end(key)
+                    self._owners.move_to_end(owner)
+                    if not queue:
+                        del queues[key]
+                    if not queues:
+                        del self._owners[owner]
+                    return item
+        return None
+
+
+class _Died(Exception):
+    """The worker ended in the middle of an item; `overran`: because of it, beyond doubt."""
+
+    def __init__(self, why: str, overran: bool = False) -> None:
+        super().__init__(why)
+        self.overran = overran
+
+
+class TextPool:
+    """Workers over one checkpoint folder. `async with TextPool(folder) as pool:`, or `start` and `close`. `module`: the
+    worker, for those that answer more than this package's (`ask`). The pool itself is the encoder of the owner ""."""
+
+    def __init__(self, folder: Path, limits: PoolLimits = PoolLimits(), module: str = f"{__package__}.worker") -> None:
+        self._folder, self._limits, self._module = folder, limits, module
+        self._waiting = _Queues()
+        self._large = 0
+        self._arrived = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    async def __aenter__(self) -> TextPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Starts the workers. Raises TextError if the first one cannot read the checkpoint."""
+        first = await self._spawn()
+        self._tasks = [asyncio.create_task(self._serve(first))]
+        self._tasks += [asyncio.create_task(self._serve(None)) for _ in range(self._limits.workers - 1)]
+
+    async def close(self) -> None:
+        """Ends the workers; what still waits gets an error."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_waiting("the text workers are closed")
+
+    def of(self, owner: str, stream: str = "") -> OwnedPool:
+        """The pool as this owner sees it; the streams of one owner share its turns."""
+        return OwnedPool(self, owner, stream)
+
+    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
+        return await self.of("").encode(text, add_special_tokens, longer)
+
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        options: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
+        longer: int = 1,
+    ) -> list[int]:
+        return await self.of("").encode_chat(messages, options, longer)
+
+    async def check_grammar(self, spec: str) -> None:
+        await self.of("").check_grammar(spec)
+
+    async def ask(
+        self, owner: str, stream: str, payload: dict[str, Any], size: int, blob: bytes = b""
+    ) -> dict[str, Any]:
+        """A worker's answer, as it stands (see worker.py). Raises PromptError where there is none."""
+        if self._closed or not self._tasks or all(task.done() for task in self._tasks):
+            raise PromptError("the text workers are not running", "server_error")
+        if size * 4 > MAX_FRAME:
+            raise PromptError(f"the prompt has {size} characters; at most {MAX_FRAME // 4}", "prompt_too_costly")
+        item = _Item(payload, size, asyncio.get_running_loop().create_future(), owner, stream, blob)
+        self._waiting.put(item)
+        self._arrived.set()
+        return await item.future
+
+    async def _serve(self, worker: _Worker | None) -> None:
+        """One worker after another, for as long as the pool lives."""
+        items: list[_Item] = []
+        try:
+            while True:
+                if worker is None:
+                    worker = await self._spawn()
+                items = await self._take()
+                large = items[0].large
+                self._large += large
+                try:
+                    await self._run(worker, items)
+                except _Died as died:
+                    await worker.kill()
+                    worker = None
+                    self._blame(items, died)
+                finally:
+                    self._large -= large
+                    self._arrived.set()
+                items = []
+        except asyncio.CancelledError:
+            self._again(items)  # closing fails them with what waits
+            raise
+        except Exception as error:  # no process to be had, or a worker that talks nonsense: nobody may wait for ever
+            self._again(items)
+            if sum(not task.done() for task in self._tasks) <= 1:
+                self._fail_waiting(str(error))
+            self._arrived.set()
+        finally:
+            if worker is not None:
+                await worker.kill()
+
+    async def _take(self) -> list[_Item]:
+        """What one worker is to do next: a fair share of what waits, so that it does not queue what another could do
+        now. A large item goes alone, and one worker is kept for the small ones."""
+        while (first := self._waiting.next(self._large >= max(1, self._limits.workers - 1))) is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        share = max(1, min(_BATCH_ITEMS, -(-(self._waiting.count + 1) // self._limits.workers)))
+        items, size = [first], first.size
+        while not first.large and len(items) < share and size < _BATCH_BYTES:
+            item = self._waiting.next(small=True)
+            if item is None:
+                break
+            items.append(item)
+            size += item.size
+        return items
+
+    async def _run(self, worker: _Worker, items: list[_Item]) -> None:
+        await worker.send([{**item.payload, "blob": len(item.blob)} if item.blob else item.payload for item in items])
+        for item in items:
+            await worker.send_raw(item.blob)
+        for item in items:
+            reply = await worker.receive(4 * self._limits.cpu_seconds)
+            item.answered = True
+            if not item.future.done():  # cancelled by whoever asked
+                item.future.set_result(reply)
+
+    def _blame(self, items: list[_Item], died: _Died) -> None:
+        """The first unanswered item was being worked on: its error if it overran, or if a second worker died of it
+        (the first may have been killed by something else). The others wait for the next worker."""
+        left = [item for item in items if not item.answered]
+        if left:
+            left[0].deaths += 1
+            if died.overran or left[0].deaths > 1:
+                future = left.pop(0).future
+                if not future.done():
+                    future.set_exception(PromptError(f"the prompt could not be made: {died}", "prompt_too_costly"))
+        self._again(left)
+        self._arrived.set()
+
+    def _again(self, items: list[_Item]) -> None:
+        for item in reversed(items):
+            if not item.future.done():
+                self._waiting.put(item, first=True)
+
+    def _fail_waiting(self, why: str) -> None:
+        while (item := self._waiting.next()) is not None:
+            if not item.future.done():
+                item.future.set_exception(PromptError(why, "server_error"))
+
+    async def _spawn(self) -> _Worker:
+        """A worker that has read the checkpoint. Raises TextError after a few failed starts."""
+        settings = {
+            "folder": str(self._folder),
+            "cpu_seconds": self._limits.cpu_seconds,
+            "memory_bytes": self._limits.memory_bytes,
+            "max_ids": self._limits.max_ids,
+        }
+        said = ""
+        for _ in range(_MAX_FAILED_STARTS):
+            worker = await _Worker.start(self._module, settings)
+            try:
+                hello = await worker.receive(_START_SECONDS)
+            except _Died as died:
+                said = str(died)
+                await worker.kill()
+                continue
+            except asyncio.CancelledError:
+                await worker.kill()
+                raise
+            if hello.get("ready"):
+                return worker
+            await worker.kill()
+            raise TextError(hello.get("failed", "the text worker said nothing"))
+        raise TextError(f"a text worker for {self._folder} ended {_MAX_FAILED_STARTS} times while starting: {said}")
+
+
+class OwnedPool:
+    """A pool's workers, in the turns of one owner."""
+
+    def __init__(self, pool: TextPool, owner: str, stream: str) -> None:
+        self._pool, self._owner, self._stream = pool, owner, stream
+
+    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
+        return await self._ids({"text": text, "add_special_tokens": add_special_tokens, "longer": longer}, len(text))
+
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        options: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
+        longer: int = 1,
+    ) -> list[int]:
+        payload = {"messages": messages, "options": asdict(options), "longer": longer}
+        return await self._ids(payload, sum(len(str(m.get("content", ""))) for m in messages))
+
+    async def check_grammar(self, spec: str) -> None:
+        await self._ids({"grammar": spec}, len(spec))
+
+    async def ask(self, payload: dict[str, Any], blob: bytes) -> dict[str, Any]:
+        """See TextPool.ask."""
+        return await self._pool.ask(self._owner, self._stream, payload, len(blob), blob)
+
+    async def _ids(self, payload: dict[str, Any], size: int) -> list[int]:
+        return ids_of(await self._pool.ask(self._owner, self._stream, payload, size))
+
+
+class _Worker:
+    """One process and its two pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, module: str, settings: dict[str, Any]) -> _Worker:
+        # a session of its own: the terminal's ^C is for the parent, which then ends its workers in order
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            json.dumps(settings),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 22,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def send(self, value: Any) -> None:
+        await self.send_raw(frame(value))
+
+    async def send_raw(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(ConnectionError):  # its death shows when the answer is read
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+
+    async def receive(self, seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(seconds):
+                value: dict[str, Any] = json.loads(await self._frame())
+                if "ids" in value:
+                    packed, ends = array("I", await self._frame()), list(accumulate(value["ids"], initial=0))
+                    value["ids"] = [packed[start:end].tolist() for start, end in pairwise(ends)]
+                return value
+        except TimeoutError:
+            raise _Died(f"it took longer than {seconds:g} s", overran=True) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._process.wait()
+            if code == -signal.SIGPROF:
+                raise _Died("it took too much processor time", overran=True) from None
+            raise _Died(f"its text worker ended with exit code {code} (too much memory?)") from None
+
+    async def _frame(self) -> bytes:
+        assert self._process.stdout is not None
+        length = int.from_bytes(await self._process.stdout.readexactly(4), "little")
+        if length > MAX_FRAME:
+            raise _Died(f"its text worker announced {length} bytes")
+        return await self._process.stdout.readexactly(length)
+
+    async def kill(self) -> None:
+        """Ends the process and waits for it."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()

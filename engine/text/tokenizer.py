@@ -1,0 +1,196 @@
+"""A checkpoint's text side: its tokenizer, special tokens and chat template. Text to ids and back, nothing else.
+
+No torch and no transformers: the same ids as its AutoTokenizer gives, from the same files. Whoever has untrusted or
+long text encodes through engine/text/pool.py, which runs this file in processes that can be killed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from .chat_template import ChatTemplate, TemplateError, template_source
+from .detokenizer import Detokeniser, OutputText, Pieces
+
+MAX_TOKENIZER_BYTES = 1 << 28
+MAX_CONFIG_BYTES = 1 << 24
+MAX_ID = 1 << 24
+"""The library walks through all ids up to the largest: one of two thousand million holds it up for 12 s."""
+ToolFormat = Literal["hermes", "llama", "array"]
+"""How calls stand in a text; see engine/openai/chat_parts.py."""
+_LLAMA_CLASSES = {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
+
+
+class TextError(ValueError):
+    """The checkpoint's tokenizer files cannot be used; the message names the file and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a chat becomes a prompt: the fields of vLLM's chat requests that act on the template."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: dict[str, Any] | None = None
+
+
+class TextModel:
+    """One tokenizer and template. `eos_ids`: what tokenizer_config.json and generation_config.json call the end."""
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, config: dict[str, Any], template: str | None, eos_ids: tuple[int, ...]
+    ) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.folder, self.tokenizer = folder, tokenizer
+        self.pieces = Pieces(tokenizer)
+        self.special = _special_tokens(config)
+        self.bos_id = tokenizer.token_to_id(self.special["bos_token"]) if "bos_token" in self.special else None
+        self.eos_ids = eos_ids
+        self._template_source = template
+        self._template: ChatTemplate | None = None
+        source = template or ""
+        self.takes_tools = "tools" in source
+        self.tool_format: ToolFormat | None = None  # of calls that are made by choice
+        if self.takes_tools and "<tool_call>" in source:
+            self.tool_format = "hermes"
+        elif self.takes_tools and '"parameters"' in source and "[TOOL_CALLS]" not in source:
+            self.tool_format = "llama"
+        self.reasons = "</think>" in source
+        self._bos_rule = _bos_rule(config)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TextModel:
+        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json and the chat
+        template. Raises TextError naming the file that is missing or unreadable."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            also = " (tokenizer.model alone is not read)" if (folder / "tokenizer.model").is_file() else ""
+            raise TextError(
+                f"{path} is missing{also}: save it there with transformers' AutoTokenizer(…).save_pretrained(folder)"
+            )
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise TextError(f"{path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exceptions
+            raise TextError(f"{path} cannot be read as a tokenizer: {error}") from error
+        if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
+            raise TextError(f"{path} has a token with the id {largest}; at most {MAX_ID} is read: fetch the file again")
+        config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+        try:
+            template = template_source(folder, config)
+        except (TemplateError, ValueError) as error:
+            raise TextError(f"{folder}: {error}") from error
+        eos_ids = _eos_ids(tokenizer, config, _read_json(folder / "generation_config.json"))
+        return cls(folder, tokenizer, config, template, eos_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows (the model's own vocabulary may be padded beyond)."""
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a plain prompt, with the beginning-of-sequence token where the checkpoint says so."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._bos_rule is not None and self.bos_id is not None:
+            has = bool(ids) and ids[0] == self.bos_id
+            if self._bos_rule and not has:
+                return [self.bos_id, *ids]
+            if not self._bos_rule and has:
+                return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The ids that spell each word: as a text begins with it, and behind a space where that is as many other ids.
+        vLLM's rule for `bad_words`."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            plain, spaced = (
+                tuple(self.tokenizer.encode(before + word.lstrip(), add_special_tokens=False).ids)
+                for before in ("", " ")
+            )
+            if plain:
+                found[plain] = None
+                if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                    found[spaced] = None
+        return tuple(found)
+
+    def render(self, messages: list[dict[str, Any]], options: ChatOptions = ChatOptions()) -> str:
+        """The prompt that the template makes of the messages. Raises TemplateError. May never return: see the top."""
+        if self._template_source is None:
+            raise TemplateError("this checkpoint has no chat template: send plain prompts to /v1/completions")
+        if self._template is None:
+            self._template = ChatTemplate(self._template_source, self.special)
+        return self._template.render(
+            messages, options.add_generation_prompt, options.continue_final_message, options.variables
+        )
+
+    def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = ChatOptions()) -> list[int]:
+        """Ids of a chat: the template names its own special tokens, so none are added unless asked for."""
+        return self.encode(self.render(messages, options), options.add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+    def stream(self, skip_special: bool = True, continues: bool = True) -> Detokeniser:
+        """A detokeniser for the ids of one answer (which continues its prompt)."""
+        return self.pieces.stream(skip_special, continues)
+
+    def output(
+        self,
+        stops: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special: bool = True,
+    ) -> OutputText:
+        """The text of one choice, ended by its stop strings."""
+        return OutputText(self.stream(skip_special), stops, include_stop, min_tokens)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise TextError(f"{path} has {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise TextError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise TextError(f"{path} holds a {type(data).__name__}; an object is expected")
+    return data
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Name (bos_token, …) -> text; the files write a token as a string or as an object with `content`."""
+    found = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _bos_rule(config: dict[str, Any]) -> bool | None:
+    """True or False where the config decides on the beginning token, None where tokenizer.json does."""
+    rule = config.get("add_bos_token")
+    return rule if isinstance(rule, bool) and config.get("tokenizer_class") in _LLAMA_CLASSES else None
+
+
+def _eos_ids(tokenizer: Tokenizer, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    listed = generation.get("eos_token_id")
+    ids = [i for i in (listed if isinstance(listed, list) else [listed]) if isinstance(i, int)]
+    eos = _special_tokens(config).get("eos_token")
+    named = tokenizer.token_to_id(eos) if eos is not None else None
+    return tuple(dict.fromkeys([*([named] if named is not None else []), *ids]))

@@ -1,0 +1,142 @@
+"""One process that renders chat templates and tokenises, for engine/text/pool.py: frames in, frames out, nothing else.
+
+A frame is a 4-byte little-endian length and that much JSON; an item with `blob` has that many bytes after its frame, an
+answer with `ids` (how many each text has) a frame of 32-bit integers. The process bounds itself (address space,
+processor time an item, end of its input), so that it dies alone whatever a template or a text makes it do.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from .chat_template import TemplateError
+from .tokenizer import ChatOptions, TextError, TextModel
+
+if TYPE_CHECKING:
+    from ..sampling.grammar import GrammarSlots
+
+MAX_FRAME = 1 << 28
+_LENGTH = struct.Struct("<I")
+
+
+def read_frame(stream: BinaryIO) -> Any:
+    """The next frame's value, or None at the end. Raises ValueError on a length beyond MAX_FRAME."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME:
+        raise ValueError(f"text worker: a frame of {length} bytes; at most {MAX_FRAME}")
+    body = stream.read(length)
+    return json.loads(body) if len(body) == length else None
+
+
+def frame(value: Any) -> bytes:
+    """One value as a frame."""
+    body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
+    """{"ids": [them]} (none for a grammar that can be used) or {"error", "code"} for one item; too long: also "long",
+    how many there are."""
+    try:
+        if "grammar" in item:
+            _grammars(model).check(item["grammar"])
+            return {"ids": [[]]}
+        max_ids *= item.get("longer", 1)
+        text, options = item.get("text", ""), ChatOptions(add_special_tokens=item.get("add_special_tokens", True))
+        if "messages" in item:
+            options = ChatOptions(**item["options"])
+            text = model.render(item["messages"], options)
+        count = _least_ids(model, text, max_ids)
+        ids = [] if count > max_ids else model.encode(text, options.add_special_tokens)
+    except TemplateError as error:
+        return {"error": str(error), "code": "chat_template_error"}
+    except ValueError as error:
+        return {"error": str(error), "code": "invalid_grammar"}
+    except MemoryError:
+        return {"error": "the prompt needs more memory than a text worker may have", "code": "prompt_too_costly"}
+    count = max(count, len(ids))
+    if count <= max_ids:
+        return {"ids": [ids]}
+    message = f"the prompt has {count} tokens, more than the {max_ids} that are taken here"
+    if not ids:
+        message = f"the prompt has {len(text)} characters, more than {max_ids} tokens, which is what is taken here"
+    return {"error": message, "code": "context_length_exceeded", "long": count}
+
+
+@functools.cache
+def _grammars(model: TextModel) -> GrammarSlots:
+    """Raises ValueError where the library is missing, or cannot read the tokenizer."""
+    from ..sampling.grammar import GrammarSlots  # numpy and llguidance: only where one asks for structured output
+
+    return GrammarSlots(model.folder, model.vocab_size, model.eos_ids)
+
+
+_PIECE_CHARS, _CUT_IDS = 1 << 14, 64
+_USUAL_CHARS = 4  # a token
+
+
+def _least_ids(model: TextModel, text: str, max_ids: int) -> int:
+    """A number of ids that `text` has at least; 0 where that is not asked, since it is short enough. Pieces are
+    tokenised until they are too many: a text of megabytes costs what the longest one allowed costs."""
+    count = 0
+    if len(text) > _USUAL_CHARS * max_ids:
+        for start in range(0, len(text), _PIECE_CHARS):
+            ids = model.encode(text[start : start + _PIECE_CHARS], False)
+            count += max(0, len(ids) - _CUT_IDS)  # a cut may make a few more than the whole has
+            if count > max_ids:
+                break
+    return count
+
+
+Answer = Callable[[TextModel, dict[str, Any], int], dict[str, Any]]
+
+
+def main(settings: dict[str, Any], answer: Answer = answer) -> int:
+    resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends this process, even inside native code
+    out = sys.stdout.buffer
+    try:
+        model = TextModel.from_folder(Path(settings["folder"]))
+    except TextError as error:
+        out.write(frame({"failed": str(error)}))
+        out.flush()
+        return 1
+    out.write(frame({"ready": True}))
+    out.flush()
+    while (items := read_frame(sys.stdin.buffer)) is not None:
+        for item in items:
+            if "blob" in item:
+                item["blob"] = sys.stdin.buffer.read(item["blob"])
+            signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
+            reply = _reply(answer(model, item, settings["max_ids"]))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            out.write(reply)
+            out.flush()
+    return 0
+
+
+def _reply(value: dict[str, Any]) -> bytes:
+    ids = value.get("ids")
+    if ids is None:
+        return frame(value)
+    packed = array("I", (i for one in ids for i in one)).tobytes()
+    return frame({**value, "ids": [len(one) for one in ids]}) + _LENGTH.pack(len(packed)) + packed
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,163 @@
+"""`laddertron`: the command line's front door. Knows the commands' names and one-line helps; loads a command's module,
+launchers/cli/commands/<name>.py (or weights/<name>.py) with its `command`, only when that command is called.
+
+A configuration that cannot be ends here: its faults on stderr, one a line, exit code 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pwd
+import sys
+from collections.abc import Mapping, MutableMapping
+
+import click
+
+from ... import __version__
+from ...engine.config.yaml_tree import ConfigError
+from ...topology.hardware.cpu_tier import TierError, limit_libraries
+
+PACKAGE = f"{__package__}.commands"
+
+ROLES: Mapping[str, Mapping[str, str]] = {
+    "Answer a file of prompts": {
+        "run": "Compute a JSONL file of requests over the model's ranks.",
+        "batch": "Submit, watch and fetch batches on a running daemon.",
+        "bench": "Measure latency, throughput and what the wirings hide.",
+    },
+    "Run the service": {
+        "serve": "The batch daemon: HTTP, store, and ranks that are relaunched when lost.",
+        "keys": "Add, revoke and list API keys.",
+        "metrics": "Print the catalogue of metrics.",
+        "monitoring": "Write out alert rules, dashboards and Prometheus configuration.",
+        "bundle": "Collect what a night call needs into one archive.",
+    },
+    "Plan and deploy": {
+        "config": "Print a deployment file to begin with.",
+        "check": "Validate a deployment file without running anything.",
+        "plan": "Say whether and how a model fits, and how fast it will be.",
+        "launch": "Print, emit or run the launcher's command line.",
+        "topo": "Show nodes, devices, links and where ranks go.",
+        "verify": "Prove that answers do not depend on what runs beside them.",
+        "preflight": "Measure the fabric and refuse a broken one.",
+        "simulate": "Step times of machines that are not there.",
+    },
+    "Weights": {
+        "train": "Train a small model with any wiring.",
+        "scan": "What laddering each layer of a checkpoint costs, and gains.",
+        "adapt": "Retrain a checkpoint for another wiring.",
+        "evaluate": "Held-out loss of model folders, side by side.",
+        "convert": "Write a model folder in another checkpoint format.",
+        "manifest": "Checksums of a model folder.",
+        "shard": "Write per-rank files for the fastest restart.",
+    },
+    "Look inside": {
+        "profile": "A trace of compute, all-reduces and waits for Perfetto.",
+        "timeline": "Draw such a trace as a picture.",
+    },
+}
+
+EPILOG = """\b
+Examples:
+  laddertron config > deploy.yaml
+  laddertron check deploy.yaml
+  laddertron run deploy.yaml -i prompts.jsonl -o answers.jsonl
+  laddertron run deploy.yaml -i prompts.jsonl -o answers.jsonl --set engine.max_num_seqs=8
+  laddertron launch deploy.yaml serve --dry-run
+  laddertron serve models/Llama-3.1-8B-Instruct
+
+One YAML file describes a deployment, or a model's folder with every key at its default; `laddertron config` explains
+each key, and `--set section.key=value` overrides one. `laddertron COMMAND --help` teaches the rest."""
+
+
+def module_of(name: str) -> str:
+    """Where a command is: those on weights have a folder of their own."""
+    return f"{PACKAGE}.weights.{name}" if name in ROLES["Weights"] else f"{PACKAGE}.{name}"
+
+
+def available(name: str) -> bool:
+    """Whether the command's module is part of this installation; imports nothing."""
+    return any(name in commands for commands in ROLES.values()) and bool(importlib.util.find_spec(module_of(name)))
+
+
+class LazyGroup(click.Group):
+    """Commands by name; grouped by role in the help; a misspelt one answered with its neighbour."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for commands in ROLES.values() for name in commands if available(name)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if not available(cmd_name):
+            return None
+        command: click.Command = importlib.import_module(module_of(cmd_name)).command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not near:
+                raise
+            raise click.UsageError(f"No such command {args[0]!r}. Did you mean {near[0]!r}?", ctx) from error
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for role, commands in ROLES.items():
+            rows = [(name, text) for name, text in commands.items() if available(name)]
+            if rows:
+                with formatter.section(role):
+                    formatter.write_dl(rows)
+
+
+@click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="laddertron")
+def group() -> None:
+    """Cross-node LLM inference: one model over several nodes, its all-reduces hidden behind the next sub-block.
+
+    A model is spread by tensor parallelism over the ranks that a deployment file names. Ladder models compute on
+    while an all-reduce travels; laddertron measures how much of it was hidden, and serves batches that survive
+    whatever dies."""
+
+
+def give_home(environ: MutableMapping[str, str]) -> None:
+    """A bare service unit has no HOME, and Open MPI's mpirun does not start without one: the user's own, else where
+    temporary files go (a user without an entry, as in containers)."""
+    if not environ.get("HOME"):
+        try:
+            environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+        except KeyError:
+            import tempfile  # not for every --help
+
+            environ["HOME"] = tempfile.gettempdir()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code of the command: 2 for a faulty configuration or command line, faults on stderr, one a line."""
+    give_home(os.environ)
+    try:
+        limit_libraries(os.environ)
+        result = group.main(args=argv, prog_name="laddertron", standalone_mode=False)
+    except ConfigError as error:
+        for fault in error.faults:
+            click.echo(fault, err=True)
+        return 2
+    except TierError as error:
+        click.echo(f"laddertron: {error}", err=True)
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return 130
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The Batch API from the client's side, on the standard library: against any server of that API, ours or another.
+
+Knows HTTP and JSON, no terminal. Uploads and downloads are streamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+_CHUNK = 1 << 18
+_MAX_JSON = 64 << 20
+_TRIES = 8
+_AWAY = (0, 429, 502, 503, 504, 507)
+"""Statuses of a server that cannot be reached, or cannot answer now."""
+
+
+class ApiError(RuntimeError):
+    """The server's refusal, or that it cannot be reached; `status` 0 then."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """`url` ends in /v1, or wherever the API begins. Seconds."""
+
+    url: str
+    key: str | None = None
+    timeout: float = 60.0
+
+
+class BatchClient:
+    """Every method raises ApiError. Reads are tried again while the server is away or busy."""
+
+    def __init__(self, server: ServerAddress) -> None:
+        parts = urlsplit(server.url.rstrip("/"))
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ApiError(f"{server.url!r} is no URL: such as http://127.0.0.1:8000/v1")
+        self._server, self._parts = server, parts
+
+    def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
+        """The file's object. `sent` is told the bytes of every piece."""
+        boundary = secrets.token_hex(16)
+        name = path.name.replace('"', "_").replace("\r", "_").replace("\n", "_")
+        head = (
+            f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+            f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+            f"Content-Type: application/jsonl\r\n\r\n"
+        ).encode()
+        tail = f"\r\n--{boundary}--\r\n".encode()
+        size = path.stat().st_size
+
+        def body() -> Iterator[bytes]:
+            yield head
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    yield chunk
+                    sent(len(chunk))
+            yield tail
+
+        headers = {
+            "content-type": f"multipart/form-data; boundary={boundary}",
+            "content-length": str(len(head) + size + len(tail)),
+        }
+        return self._json("POST", "/files", body(), headers)
+
+    def create(
+        self, file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None, repeat_key: str
+    ) -> dict[str, Any]:
+        """The batch; the same one again for the same `repeat_key`."""
+        wanted: dict[str, Any] = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+        if metadata:
+            wanted["metadata"] = metadata
+        headers = {"content-type": "application/json", "idempotency-key": repeat_key}
+        return self._again(lambda: self._json("POST", "/batches", json.dumps(wanted).encode(), headers))
+
+    def batch(self, batch_id: str) -> dict[str, Any]:
+        return self._again(lambda: self._json("GET", f"/batches/{batch_id}"))
+
+    def cancel(self, batch_id: str) -> dict[str, Any]:
+        return self._json("POST", f"/batches/{batch_id}/cancel")
+
+    def list(self, limit: int) -> list[dict[str, Any]]:
+        """The newest, over as many pages as it takes."""
+        found: list[dict[str, Any]] = []
+        after = ""
+        while len(found) < limit:
+            path = f"/batches?limit={min(100, limit - len(found))}{after}"
+            page = self._again(lambda path=path: self._json("GET", path))  # type: ignore[misc]
+            found += page["data"]
+            if not page.get("has_more") or not page["data"]:
+                break
+            after = f"&after={page['data'][-1]['id']}"
+        return found
+
+    def download(self, file_id: str, path: Path) -> int:
+        """Its bytes; the file is whole or not there."""
+        temporary = path.with_name(f".{path.name}.part")
+        size = 0
+        try:
+            with temporary.open("wb") as file:
+                connection, response = self._send("GET", f"/files/{file_id}/content", None, {})
+                try:
+                    while chunk := response.read(_CHUNK):
+                        file.write(chunk)
+                        size += len(chunk)
+                except (OSError, http.client.HTTPException) as error:
+                    raise ApiError(f"the download of {file_id} broke off: {error}") from error
+                finally:
+                    connection.close()
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return size
+
+    def wait(
+        self,
+        batch_id: str,
+        shown: Callable[[dict[str, Any]], None],
+        away: Callable[[ApiError], None] = lambda error: None,
+        pause: Callable[[float], None] = time.sleep,
+        patience: float = 600.0,
+    ) -> dict[str, Any]:
+        """The batch once it has ended, asking at growing intervals of at most 5 s. `away` is called while the server
+        does not answer; ApiError after `patience` seconds of that."""
+        seconds = 0.2
+        silent = 0.0
+        while True:
+            try:
+                batch = self._json("GET", f"/batches/{batch_id}")
+            except ApiError as error:
+                if error.status not in _AWAY or silent >= patience:
+                    raise
+                away(error)
+                silent += seconds
+            else:
+                silent = 0.0
+                shown(batch)
+                if batch["status"] in ENDED:
+                    return batch
+            pause(seconds)
+            seconds = min(5.0, seconds * 1.3)
+
+    def _again(self, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        for left in range(_TRIES, -1, -1):
+            try:
+                return ask()
+            except ApiError as error:
+                if not left or error.status not in _AWAY:
+                    raise
+                time.sleep(min(5.0, 0.25 * 2 ** (_TRIES - left)))
+        raise AssertionError
+
+    def _json(
+        self, method: str, path: str, body: bytes | Iterator[bytes] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        connection, response = self._send(method, path, body, headers or {})
+        try:
+            value = json.loads(response.read(_MAX_JSON))
+        except (ValueError, OSError, http.client.HTTPException) as error:
+            raise ApiError(f"{method} {path}: not an answer in JSON ({error})") from error
+        finally:
+            connection.close()
+        if not isinstance(value, dict):
+            raise ApiError(f"{method} {path}: not an object")
+        return value
+
+    def _send(
+        self, method: str, path: str, body: bytes | Iterator[bytes] | None, headers: dict[str, str]
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        connection = self._connection()
+        if self._server.key is not None:
+            headers = {**headers, "authorization": f"Bearer {self._server.key}"}
+        try:
+            with contextlib.suppress(BrokenPipeError):  # refused before all of it was sent: the answer says why
+                connection.request(method, self._parts.path + path, body, headers)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ApiError(f"{self._server.url}: {error or type(error).__name__}") from error
+        if response.status >= 400:
+            message = _message(response)
+            connection.close()
+            raise ApiError(f"{response.status}: {message}", response.status)
+        return connection, response
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host = self._parts.hostname or ""
+        if self._parts.scheme == "https":
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(host, self._parts.port, timeout=self._server.timeout, context=context)
+        return http.client.HTTPConnection(host, self._parts.port, timeout=self._server.timeout)
+
+
+def _message(response: http.client.HTTPResponse) -> str:
+    raw = response.read(1 << 16)
+    try:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return raw[:200].decode(errors="replace") or response.reason

@@ -1,0 +1,95 @@
+"""What `laddertron bench` prints and draws of its measurements. Takes plain rows, the same that --json writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from ..measure.bench_measure import Row
+
+
+def _figure(spread: Sequence[float], digits: int = 1) -> str:
+    """The median, and half of what lies between the lowest and the highest."""
+    median, low, high = spread
+    half = f"±{(high - low) / 2 / median:.0%}" if median else ""
+    return f"[bold]{median:,.{digits}f}[/] [dim]{half}[/]"
+
+
+def case_table(rows: Sequence[Row]) -> Table:
+    """One line a case: rates, the share of the floor, what was hidden."""
+    table = Table(
+        title="tokens a second: median, ± half the spread of the runs", title_style="dim", padding=(0, 1), box=SIMPLE
+    )
+    table.add_column("variant", min_width=14)
+    for name in ("batch", "tokens", "prefill", "decode", "step", "floor", "share", "hidden"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row["variant"],
+            str(row["batch"]),
+            f"{row['prompt']}+{row['generate']}",
+            _figure(row["prefill_tok_s"], 0),
+            _figure(row["decode_tok_s"]),
+            f"{row['step_ms'][0]:,.1f} ms",
+            "" if row["floor_tok_s"] is None else f"{row['floor_tok_s']:,.0f}",
+            "" if row["floor_share"] is None else f"{row['floor_share']:.0%}",
+            "" if row["hidden_share"] is None else f"{row['hidden_share']:.0%}",
+        )
+    return table
+
+
+def mix_table(rows: Sequence[Row]) -> Table:
+    table = Table(title="a mix of requests: median, ± half the spread of the runs", title_style="dim", box=SIMPLE)
+    table.add_column("variant")
+    for name in (
+        "requests",
+        "generated tok/s",
+        "all tok/s",
+        "of pure decode",
+        "first token p50 / p99",
+        "between p50 / p99",
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        share = row["pure_decode_share"]
+        table.add_row(
+            row["variant"],
+            str(row["requests"]),
+            _figure(row["generated_tok_s"]),
+            _figure(row["total_tok_s"]),
+            "" if share is None else f"{share:.0%}",
+            *(f"{row[name][0] * 1e3:,.0f} / {row[name][1] * 1e3:,.0f} ms" for name in ("first_s", "between_s")),
+        )
+    return table
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Decode rates by batch, a line a variant and pair of lengths, under the floor. PNG, SVG or PDF by the name's end.
+    Raises RuntimeError where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RuntimeError("--plot needs matplotlib: install laddertron[plot]") from error
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    lines = sorted({(row["variant"], row["prompt"], row["generate"]) for row in rows})
+    for colour, line in enumerate(lines):
+        mine = sorted((r for r in rows if (r["variant"], r["prompt"], r["generate"]) == line), key=lambda r: r["batch"])
+        batches, figures = [r["batch"] for r in mine], [r["decode_tok_s"] for r in mine]
+        middle = [f[0] for f in figures]
+        bars = [[f[0] - f[1] for f in figures], [f[2] - f[0] for f in figures]]
+        name = f"{line[0]}, {line[1]} + {line[2]}"
+        axes.errorbar(batches, middle, yerr=bars, marker="o", capsize=3, color=f"C{colour}", label=name)
+        if all(r["floor_tok_s"] for r in mine):
+            axes.plot(batches, [r["floor_tok_s"] for r in mine], ":", color=f"C{colour}", alpha=0.6)
+    axes.set(xlabel="sequences at once", ylabel="decoded tokens a second", xscale="log", yscale="log")
+    axes.set_xticks(sorted({row["batch"] for row in rows}), [str(b) for b in sorted({row["batch"] for row in rows})])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(title="dotted: the floor of memory bandwidth", fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,252 @@
+"""`laddertron batch`: batches on a running server, from a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from ..batch_client import ENDED, ApiError, BatchClient, ServerAddress
+from ..run_view import clock
+from .run import UsageError
+
+_URL = "http://127.0.0.1:8000/v1"
+_LIST_WIDTH = 100
+
+
+class _Failed(click.ClickException):
+    """Exit code 1, one line."""
+
+    exit_code = 1
+
+
+@click.group(short_help="Submit, watch and fetch batches on a running daemon.")
+@click.option("--url", help=f"The API.  [default: OPENAI_BASE_URL, else {_URL}]")
+@click.pass_context
+def command(context: click.Context, url: str | None) -> None:
+    """Work with batches on a laddertron daemon, or any server of OpenAI's Batch API.
+
+    The key is read from LADDERTRON_API_KEY or OPENAI_API_KEY.
+
+    \b
+      laddertron batch submit prompts.jsonl --wait -o answers.jsonl
+      laddertron batch list
+      laddertron batch wait batch_1f…
+      laddertron batch fetch batch_1f… -o answers.jsonl
+    """
+    environ = os.environ
+    key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
+    try:
+        context.obj = BatchClient(ServerAddress(url or environ.get("OPENAI_BASE_URL") or _URL, key))
+    except ApiError as error:
+        raise UsageError(str(error)) from error
+
+
+@command.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--endpoint", help="/v1/chat/completions or /v1/completions.  [default: the first line's url]")
+@click.option("--window", default="24h", show_default=True, help="When it expires: such as 90m, 24h, 7d.")
+@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept with the batch; up to 16.")
+@click.option("--wait", is_flag=True, help="Until it has ended.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="With --wait: where answers go.")
+@click.pass_obj
+def submit(
+    client: BatchClient,
+    file: Path,
+    endpoint: str | None,
+    window: str,
+    metadata: tuple[str, ...],
+    wait: bool,
+    output: Path | None,
+) -> int:
+    """Upload FILE and start a batch over it; prints the batch's id."""
+    if output is not None and not wait:
+        raise UsageError("-o needs --wait (or fetch later)")
+    pairs = dict(_pair(word) for word in metadata)
+    chosen = endpoint or _first_url(file)
+    console = Console(stderr=True)
+    with _told():
+        with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
+            task = bar.add_task("upload", total=file.stat().st_size)
+            uploaded = client.upload(file, lambda size: bar.advance(task, size))
+        batch = client.create(uploaded["id"], chosen, window, pairs, secrets.token_hex(16))
+        click.echo(batch["id"])
+        if not wait:
+            return 0
+        return _finish(client, _watched(client, batch["id"], output, console), output, console)
+
+
+@command.command()
+@click.argument("batch_id")
+@click.pass_obj
+def status(client: BatchClient, batch_id: str) -> None:
+    """Print the batch as JSON."""
+    with _told():
+        click.echo(json.dumps(client.batch(batch_id), indent=1))
+
+
+@command.command()
+@click.argument("batch_id")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where answers go, once it has ended.")
+@click.pass_obj
+def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:
+    """Watch a batch until it has ended. Exit code 0 if it completed, 1 otherwise."""
+    console = Console(stderr=True)
+    with _told():
+        return _finish(client, _watched(client, batch_id, output, console), output, console)
+
+
+@command.command()
+@click.argument("batch_id")
+@click.pass_obj
+def cancel(client: BatchClient, batch_id: str) -> None:
+    """Cancel a batch; what is finished stays."""
+    with _told():
+        click.echo(client.cancel(batch_id)["status"])
+
+
+@command.command()
+@click.argument("batch_id")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go.")
+@click.pass_obj
+def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
+    """Download a batch's answers, and its errors beside them (OUT.errors.jsonl)."""
+    with _told():
+        batch = client.batch(batch_id)
+        if batch["status"] not in ENDED:
+            raise _Failed(f"{batch_id} is {batch['status']}: wait for it")
+        return _finish(client, batch, output, Console(stderr=True))
+
+
+@command.command("list")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
+@click.pass_obj
+def show(client: BatchClient, limit: int) -> None:
+    """Your batches, newest first."""
+    titles = ("id", "status", "lines", "done", "failed", "made")
+    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
+    with _told():
+        for batch in client.list(limit):
+            counts = batch.get("request_counts") or {}
+            made = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
+            numbers = [str(counts.get(name, 0)) for name in ("total", "completed", "failed")]
+            table.add_row(batch["id"], batch["status"], *numbers, made)
+    Console(width=max(Console().width, _LIST_WIDTH)).print(table)  # a cut id is no use, in a pipe least of all
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """ApiErrors become one line and exit code 1."""
+    try:
+        yield
+    except ApiError as error:
+        raise _Failed(str(error)) from error
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise UsageError(f"--metadata {word!r}: KEY=VALUE")
+    return key, value
+
+
+def _first_url(file: Path) -> str:
+    with file.open("rb") as lines:
+        for raw in lines:
+            if raw.strip():
+                try:
+                    return str(json.loads(raw)["url"])
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    break
+    raise UsageError(f"{file}: its first line says no url: name --endpoint")
+
+
+def _watched(client: BatchClient, batch_id: str, output: Path | None, console: Console) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+    pace = BatchPace()
+    try:
+        with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+            task = bar.add_task("waiting", total=None, text="")
+
+            def shown(batch: dict[str, Any]) -> None:
+                counts = batch.get("request_counts") or {}
+                bar.update(
+                    task,
+                    description=batch["status"],
+                    total=counts.get("total") or None,
+                    completed=counts.get("completed", 0) + counts.get("failed", 0),
+                    text=pace.text(batch, time.monotonic()),
+                )
+
+            def away(error: ApiError) -> None:
+                bar.update(task, description="no answer", text=f"asking again: {error}")
+
+            return client.wait(batch_id, shown, away)
+    except KeyboardInterrupt:
+        again = _command_line("wait", batch_id, *(() if output is None else ("-o", str(output))))
+        _print(console, f"the batch goes on; come back with\n  {again}")
+        raise
+
+
+class BatchPace:
+    """How fast a watched batch goes, from its counts since it was first seen in progress."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int, int] | None = None
+
+    def text(self, batch: dict[str, Any], now: float) -> str:
+        """`2 failed, 340 tokens/s, 0:30 left`, as far as it can be known; `now` in monotonic seconds."""
+        counts = batch.get("request_counts") or {}
+        failed, tokens = counts.get("failed", 0), (batch.get("usage") or {}).get("output_tokens", 0)
+        done = counts.get("completed", 0) + failed
+        parts = [f"{failed} failed"] if failed else []
+        if batch["status"] == "in_progress":
+            began, first_done, first_tokens = self._first = self._first or (now, done, tokens)
+            if now > began and tokens > first_tokens:
+                parts.append(f"{(tokens - first_tokens) / (now - began):,.0f} tokens/s")
+            if now > began and done > first_done:
+                parts.append(f"{clock((counts['total'] - done) * (now - began) / (done - first_done))} left")
+        return ", ".join(parts)
+
+
+def _command_line(*words: str) -> str:
+    """A batch command for the server that this one asks."""
+    parent = click.get_current_context().parent
+    url = None if parent is None else parent.params["url"]
+    return shlex.join(["laddertron", "batch", *(() if url is None else ("--url", url)), *words])
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, console: Console) -> int:
+    """Says how it ended, fetches what is wanted; the exit code."""
+    for error in ((batch.get("errors") or {}).get("data") or [])[:20]:
+        _print(console, f"{error.get('code')}: {error.get('message')}")
+    if output is not None:
+        errors = output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
+        for file_id, path in ((batch.get("output_file_id"), output), (batch.get("error_file_id"), errors)):
+            if file_id:
+                size = client.download(file_id, path)
+                _print(console, f"{path}: {size} bytes")
+    counts = batch.get("request_counts") or {}
+    console.print(
+        f"{batch['status']}: {counts.get('completed', 0)} of {counts.get('total', 0)} answered, "
+        f"{counts.get('failed', 0)} failed",
+        highlight=False,
+    )
+    if output is None and batch.get("output_file_id"):
+        _print(console, f"fetch the answers with\n  {_command_line('fetch', batch['id'], '-o', 'answers.jsonl')}")
+    return 0 if batch["status"] == "completed" else 1

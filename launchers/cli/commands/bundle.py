@@ -1,0 +1,104 @@
+"""`laddertron bundle`: everything a night call needs in one archive, from a running daemon or without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import click
+
+from ....engine.config.load import Deployment, load
+from ...control.processes import start_time
+from ...job.bundle import log_tails, newest, parts_of, write_bundle
+
+ANSWER_S = 20.0
+WORKER = "laddertron.launchers.rank.worker"
+
+
+def daemon_pid(data_dir: Path) -> int | None:
+    """The daemon that holds the data folder, if it runs on this host."""
+    try:
+        said = json.loads((data_dir / "lock").read_text())
+        pid, host = int(said["pid"]), said["host"]
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return pid if host == socket.gethostname() and b"laddertron" in command and start_time(pid) else None
+
+
+def ask_daemon(pid: int, folder: Path, timeout_s: float = ANSWER_S) -> Path | None:
+    """SIGUSR1 makes the daemon write a bundle; its path, or None if it does not come."""
+    before = set(newest(folder))
+    os.kill(pid, signal.SIGUSR1)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if new := [path for path in newest(folder) if path not in before]:
+            return new[0]
+        time.sleep(0.1)  # a file that appears wakes nobody
+    return None
+
+
+def local_ranks() -> dict[str, bytes]:
+    """Rank processes of this user on this host as the kernel sees them, with py-spy's stacks where it is installed."""
+    out = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            if WORKER.encode() not in (folder / "cmdline").read_bytes() or folder.stat().st_uid != os.getuid():
+                continue
+            text = (folder / "status").read_text() + "\nwchan: " + (folder / "wchan").read_text() + "\n"
+        except OSError:
+            continue
+        if shutil.which("py-spy"):
+            spied = subprocess.run(
+                ["py-spy", "dump", "--pid", folder.name], capture_output=True, text=True, timeout=20, check=False
+            )
+            text += f"\n{spied.stdout}{spied.stderr}"
+        out[f"processes/{folder.name}.txt"] = text.encode()
+    return out
+
+
+def collect(deployment: Deployment, output: Path) -> tuple[Path, str]:
+    """The archive, and where its insides came from."""
+    data_dir = Path(deployment.daemon.data_dir)
+    folder = data_dir / "bundles"
+    pid = daemon_pid(data_dir)
+    if pid is not None and (made := ask_daemon(pid, folder)) is not None:
+        shutil.copyfile(made, output)
+        output.chmod(0o600)
+        return output, f"from the daemon (pid {pid})"
+    parts = parts_of(deployment, {}) | log_tails(data_dir) | local_ranks()
+    found = newest(folder) if folder.is_dir() else []
+    if found:
+        parts["last-failure.tar.gz"] = found[0].read_bytes()
+    why = "no daemon runs here" if pid is None else f"the daemon (pid {pid}) did not answer within {ANSWER_S:g} s"
+    return write_bundle(output, parts), why
+
+
+@click.command(short_help="Collect what a night call needs into one archive.")
+@click.argument("config", type=click.Path())
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: laddertron-bundle-TIME.tar.gz]")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> int:
+    """Write one archive of what CONFIG's ranks, daemon and host know: last collectives, stacks, counters, logs.
+
+    A running daemon on this host asks its ranks; without one (or if it hangs) the kernel's view of the rank processes,
+    the logs and the newest bundle that was written by itself are taken. Secrets are taken out of the configuration.
+    """
+    deployment = load(config, overrides)
+    path = output or Path(time.strftime("laddertron-bundle-%Y%m%dT%H%M%S.tar.gz"))
+    if not path.name.endswith(".tar.gz"):
+        raise click.UsageError(f"--output {path}: the name must end in .tar.gz")
+    try:
+        written, source = collect(deployment, path)
+    except OSError as error:
+        raise click.ClickException(f"the bundle cannot be written: {error}") from error
+    click.echo(f"{written}: {source}")
+    return 0

@@ -1,0 +1,240 @@
+"""`laddertron check`: a deployment file and the files it names, validated without running anything.
+
+No torch, no MPI: quick enough for an editor's save hook and for CI.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Set
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, by_line, draft
+from ....engine.daemon.http.tls import TlsFault, check_pair
+from ....topology.hardware import fabric as fabrics
+from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
+from ..fabric_option import fabric_option
+
+FILES = (
+    "model.tokenizer",
+    "parallel.tuning_file",
+    "launch.hostfile",
+    "launch.fabric",
+    "daemon.api_key_file",
+    "daemon.tls_cert",
+    "daemon.tls_key",
+)
+
+
+def _value(deployment: Deployment, key: str) -> str | None:
+    section, name = key.split(".")
+    value: str | None = getattr(getattr(deployment, section), name)
+    return value
+
+
+def missing_files(loaded: LoadedDeployment) -> Iterator[str]:
+    """One fault for each file that the deployment names and this machine has not."""
+    for key in FILES:
+        path = _value(loaded.deployment, key)
+        if path is not None and not Path(path).exists():
+            yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
+
+
+def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """What a start would refuse of the tokenizer, where the model's folder is one."""
+    from ....engine.text.tokenizer import TextError, TextModel
+
+    d = loaded.deployment
+    folder = Path(d.text_folder)
+    if (Path(d.model.path) / "config.json").is_file() and folder.is_dir():
+        try:
+            TextModel.from_folder(folder)
+        except TextError as error:
+            key = "model.path" if d.model.tokenizer is None else "model.tokenizer"
+            yield loaded.fault(key, " ".join(str(error).split()))
+
+
+def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """What a rank would refuse of the weights: every header is read and held to config.json. For a model and shapes
+    that model_faults has accepted."""
+    from ....models.config.model_config import from_folder
+    from ....models.rank_shard import RankShard
+    from ....models.stages import choose_layers, make_stages
+    from ....models.weights.checkpoint import CheckpointError
+    from ....models.weights.mapping import open_source
+
+    folder, p = Path(loaded.deployment.model.path), loaded.deployment.parallel
+    size = p.tensor_parallel_size
+    try:
+        config = from_folder(folder)
+        stages = make_stages(config, choose_layers(config, p.pipeline_parallel_size, p.pipeline_layers))
+        for shard in (RankShard.of(stage, size, rank) for stage in stages for rank in range(size)):
+            if not open_source(folder, shard, config).sharded_over:
+                return  # the checkpoint itself, the same for each rank
+    except (CheckpointError, OSError) as error:
+        yield loaded.fault("model.path", " ".join(str(error).split()))
+
+
+def unmeasured_weights(deployment: Deployment) -> str | None:
+    """A warning for weights that declare another wiring and have no evaluation record beside them."""
+    from ....models.config.model_config import from_folder
+    from ....models.evaluation import missing_record
+
+    folder = Path(deployment.model.path)
+    return missing_record(folder, from_folder(folder)) if (folder / "config.json").is_file() else None
+
+
+def tls_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """What is wrong with the daemon's certificate and key, where both are there."""
+    daemon = loaded.deployment.daemon
+    if daemon.tls_cert and daemon.tls_key and Path(daemon.tls_cert).exists() and Path(daemon.tls_key).exists():
+        try:
+            check_pair(daemon.tls_cert, daemon.tls_key)
+        except TlsFault as fault:
+            yield loaded.fault(f"daemon.{fault.key}", str(fault))
+
+
+def host_tiers(deployment: Deployment) -> dict[Tier, str]:
+    """The CPU tiers of the deployment's hosts, as far as they are known from here, each with one host that has it: of
+    the fabric's, or of this one where no others are named."""
+    launch = deployment.launch
+    if launch.fabric is not None:
+        nodes = fabrics.load(Path(launch.fabric)).nodes if Path(launch.fabric).exists() else ()
+        return {node.cpu_tier: node.hostname for node in reversed(nodes) if node.cpu_tier is not None}
+    return {} if launch.hosts or launch.hostfile else {own(): "this host"}
+
+
+def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """What the hosts' processors cannot do."""
+    d = loaded.deployment
+    try:
+        found = host_tiers(d)
+    except (OSError, ValueError) as error:
+        yield loaded.fault("launch.fabric", str(error))
+        return
+    forced = d.launch.env.get(VARIABLE) or os.environ.get(VARIABLE)
+    for tier, host in found.items():
+        key = "launch.env"
+        try:
+            played = lowered(forced, tier) if forced else tier
+            key = "model.weights"
+            if d.model.weights == "int8":
+                require_int8(played)
+        except TierError as error:
+            yield loaded.fault(key, f"{host}: {error}")
+
+
+def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """A KV cache that this host cannot hold, where all ranks are on it: found here, not by each rank."""
+    d = loaded.deployment
+    launch, wanted = d.launch, d.engine.kv_cache_memory
+    elsewhere = launch.hosts or launch.hostfile or launch.fabric or "SLURM_JOB_ID" in os.environ
+    if wanted is None or elsewhere or d.engine.device == "cuda":
+        return
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted * d.world_size > have:
+        text = f"{wanted >> 20} MiB for each of {d.world_size} ranks, and this host has {have >> 20} MiB: lower it"
+        yield loaded.fault("engine.kv_cache_memory", text)
+
+
+def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = frozenset()) -> Iterator[str]:
+    """What the model and the deployment ask of each other: readable, splits over the ranks, long enough. Unless `look`,
+    the model is taken by its folder's name, if that is known. Keys in `bad` are not judged."""
+    from ....models.config.known_models import by_folder
+    from ....models.config.model_config import from_folder
+    from ....models.config.shapes import ShapeError, check_everywhere, check_shapes
+    from ....models.config.wiring import WiringError, check_split, choose_wiring
+    from ....models.stages import StageError, choose_layers
+
+    d = loaded.deployment
+    folder, guess = Path(d.model.path), by_folder(Path(d.model.path).name)
+    model, taken = (None, "") if guess is None else (guess.config, f" ({guess.name} by its folder's name)")
+    if "model.path" in bad:
+        return
+    if look and not folder.is_dir():
+        yield loaded.fault("model.path", f"{folder}: no such folder (check --no-model skips the model)")
+    elif look:
+        try:
+            model, taken = from_folder(folder), ""
+        except (OSError, ValueError) as error:
+            yield loaded.fault("model.path", " ".join(str(error).split()))
+            return
+    if model is None:
+        return
+    if "parallel.tensor_parallel_size" not in bad:
+        try:
+            check_shapes(model, d.parallel.tensor_parallel_size)
+        except ShapeError as error:
+            yield loaded.fault("parallel.tensor_parallel_size", f"{error}{taken}")
+        if d.parallel.deterministic == "everywhere":
+            try:
+                check_everywhere(model, d.parallel.tensor_parallel_size)
+            except ShapeError as error:
+                yield loaded.fault("parallel.deterministic", f"{error}{taken}")
+    if bad.isdisjoint(("parallel.pipeline_parallel_size", "parallel.pipeline_layers")):
+        try:
+            choose_layers(model, d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers)
+        except StageError as error:
+            key = "pipeline_layers" if d.parallel.pipeline_layers else "pipeline_parallel_size"
+            yield loaded.fault(f"parallel.{key}", f"{error}{taken}")
+    if d.model.max_model_len is not None and d.model.max_model_len > model.max_position_embeddings:
+        yield loaded.fault(
+            "model.max_model_len",
+            f"{d.model.max_model_len} is more than the model's "
+            f"max_position_embeddings={model.max_position_embeddings}{taken}",
+        )
+    with suppress(WiringError):  # of the wiring itself: a start says it
+        wiring = choose_wiring(model, d.model.wiring, d.model.ladder_layers, True)[0].wiring
+        try:
+            check_split(wiring, d.parallel.split_steps)
+        except WiringError as error:
+            yield loaded.fault("parallel.split_steps", f"{error}{taken}")
+    layers = d.model.ladder_layers
+    last = layers if isinstance(layers, int) else max((n + 1 for n in layers or ()), default=0)
+    if last > model.num_layers:
+        yield loaded.fault("model.ladder_layers", f"names {last} layers, the model has {model.num_layers}{taken}")
+
+
+def summary(loaded: LoadedDeployment) -> str:
+    """What the deployment is, in one line."""
+    d = loaded.deployment
+    p = d.parallel
+    pipeline = f" x pp {p.pipeline_parallel_size}" if p.pipeline_parallel_size > 1 else ""
+    where = f"{len(d.launch.hosts)} hosts" if d.launch.hosts else d.launch.hostfile or "this host or the allocation"
+    return (
+        f"{loaded.name}: OK: {d.served_model_name}, tp {p.tensor_parallel_size}{pipeline} x {p.replicas} "
+        f"= {d.world_size} ranks on {where}, wiring {d.model.wiring}, collective {p.collective}"
+    )
+
+
+@click.command(short_help="Validate a deployment file without running anything.")
+@click.argument("config", type=click.Path())
+@fabric_option
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@click.option("--no-model", is_flag=True, help="The weights and other files are elsewhere: check the file alone.")
+def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
+    """Validate CONFIG, the files it names, how its model splits over the ranks, its tokenizer and its weights' headers.
+
+    \b
+    Every fault is one line, FILE:LINE: KEY: what is wrong, what is allowed; exit code 2.
+      laddertron check deploy.yaml
+      laddertron check configs/llama-3.1-405b-tp16.yaml --no-model
+      laddertron check deploy.yaml --set parallel.tensor_parallel_size=4
+    """
+    found = draft(config, overrides)
+    loaded = found.loaded
+    faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
+    if not no_model:
+        faults += [*missing_files(loaded), *tls_faults(loaded), *cpu_faults(loaded), *memory_faults(loaded)]
+        if "model.path" not in found.bad:
+            faults += tokenizer_faults(loaded)
+    if not faults and not no_model:
+        faults += weights_faults(loaded)
+    if faults:
+        raise ConfigError(sorted(faults, key=by_line))
+    if not no_model and (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
+        click.echo(f"warning: {unmeasured}", err=True)
+    click.echo(summary(loaded))

@@ -1,0 +1,29 @@
+"""`laddertron config`: a deployment file to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+FOLDER = Path(__file__).parents[3] / "configs"
+
+
+@click.command(short_help="Print a deployment file to begin with.")
+@click.argument("name", default="reference")
+@click.option("--list", "as_list", is_flag=True, help="Names of what there is.")
+def command(name: str, as_list: bool) -> None:
+    """Print the deployment file NAME: the reference, every key with its default and a comment, or a shipped one.
+
+    \b
+      laddertron config > deploy.yaml
+      laddertron config --list
+      laddertron config llama-3.1-405b-tp16 > deploy.yaml
+    """
+    names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    if as_list:
+        click.echo("\n".join(names))
+        return
+    if name not in names:
+        raise click.UsageError(f"no deployment file {name!r}: there are {', '.join(names)}")
+    click.echo((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), nl=False)

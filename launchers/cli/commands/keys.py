@@ -1,0 +1,105 @@
+"""`laddertron keys`: the API keys of a daemon, in a file that holds their digests alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ....engine.daemon.http.keys import Key, KeyFileError, add_key, limit_key, read_keys, revoke_key
+from .run import UsageError
+
+_FILE = click.argument("file", type=click.Path(path_type=Path))
+
+
+@click.group(short_help="Add, revoke and list API keys.")
+def command() -> None:
+    """Manage the API keys in FILE, which daemon.api_key_file names.
+
+    \b
+    A running daemon sees a change within a second or two.
+      laddertron keys add keys.json alice
+      laddertron keys list keys.json
+      laddertron keys revoke keys.json alice
+      laddertron keys add keys.json prometheus --kind metrics
+      laddertron keys limit keys.json alice --requests-per-minute 60 --tokens-per-day 1000000
+    """
+
+
+@command.command()
+@_FILE
+@click.argument("name")
+@click.option("--kind", type=click.Choice(["client", "metrics"]), default="client", show_default=True)
+def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
+    """Make a key for NAME and print it: it is shown this once. A client's opens the API, one of the kind metrics opens
+    /metrics and nothing else."""
+    if not 1 <= len(name) <= 128 or not name.isprintable():
+        raise UsageError(f"NAME={name!r}: 1 to 128 printable characters")
+    try:
+        key, secret = add_key(file, name, kind)
+    except (KeyFileError, OSError) as error:
+        raise UsageError(str(error)) from error
+    click.echo(f"{key.id} for {name}, kept in {file} as a digest. The key, shown only now:", err=True)
+    click.echo(secret)
+
+
+@command.command()
+@_FILE
+@click.argument("which", metavar="ID|NAME")
+def revoke(file: Path, which: str) -> None:
+    """End a key. What its holder made stays theirs alone."""
+    try:
+        key = revoke_key(file, which)
+    except (KeyFileError, OSError) as error:
+        raise UsageError(str(error)) from error
+    click.echo(f"{key.id} of {key.name} is revoked", err=True)
+
+
+def _limit(name: str, text: str) -> Callable[[Any], Any]:
+    return click.option(f"--{name}", type=click.IntRange(0), metavar="N", help=f"{text}; 0: no limit.")
+
+
+@command.command()
+@_FILE
+@click.argument("which", metavar="ID|NAME")
+@_limit("requests-per-minute", "POST requests a minute")
+@_limit("concurrent-requests", "POST requests at once")
+@_limit("tokens-per-day", "Tokens of prompts and answers a day (UTC); lines of batches wait for the next")
+@_limit("stored-bytes", "Bytes of all files")
+def limit(file: Path, which: str, **limits: int | None) -> None:
+    """Say what a key may: what is not named stays as it is. Beyond it requests are 429."""
+    named = {name: most or None for name, most in limits.items() if most is not None}
+    try:
+        key = limit_key(file, which, named)
+    except (KeyFileError, OSError) as error:
+        raise UsageError(str(error)) from error
+    click.echo(f"{key.id} of {key.name}: {_limits(key)}", err=True)
+
+
+def _limits(key: Key) -> str:
+    return ", ".join(f"{name} {most}" for name, most in asdict(key.limits).items() if most is not None) or "no limits"
+
+
+@command.command("list")
+@_FILE
+def show(file: Path) -> None:
+    """Who has a key, and since when."""
+    try:
+        keys = read_keys(file)
+    except KeyFileError as error:
+        raise UsageError(str(error)) from error
+    table = Table("id", "name", "kind", "limits", "made", "revoked")
+    for key in keys:
+        revoked = "" if key.revoked_at is None else _day(key.revoked_at)
+        table.add_row(key.id, key.name, key.kind, _limits(key), _day(key.created_at), revoked)
+    Console().print(table)
+
+
+def _day(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))

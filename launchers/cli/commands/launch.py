@@ -1,0 +1,178 @@
+"""`laddertron launch`: the launcher's command for a deployment, printed, emitted for a batch system, or run.
+
+`serve`, and `run` over several replicas, start a job for each replica themselves: they are run as they are. Everything
+else is started as ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from ....engine.config.load import ConfigError, Deployment, read
+from ....topology.hardware import fabric as fabrics
+from ...compose.detect_launcher import assume, survey
+from ...compose.host_allocation import Share, divide, together
+from ...compose.hosts import HostAllocation, LaunchError, read_hosts
+from ...compose.kubernetes import gaps, leader_worker_set, mpijob
+from ...compose.mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
+from ...compose.slurm import sbatch
+from ..fabric_option import fabric_option
+from ..render import render
+
+SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
+
+
+def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
+    """Whether the command launches its ranks itself: so that a lost replica does not end the others, and `preflight`,
+    which ends them where hosts fall silent, as no launcher does."""
+    several = arguments[0] == "run" and deployment.parallel.replicas > 1
+    return arguments[0] in (*SERVICES, "preflight") or several
+
+
+def divided(deployment: Deployment, allotment: HostAllocation, site: Site) -> tuple[Share, ...]:
+    """Each replica's share of the hosts."""
+    p = deployment.parallel
+    return divide(allotment, p.tensor_parallel_size, p.replicas, site.fabric, p.pipeline_parallel_size)
+
+
+def before_its_fabric(deployment: Deployment, arguments: Sequence[str], environ: Mapping[str, str]) -> Deployment:
+    """For `topo --save`, which writes launch.fabric's file: the deployment without it, unless hosts stand there alone.
+    The file may be missing still, or older than the hosts."""
+    launch = deployment.launch
+    if launch.fabric is None or arguments[0] != "topo" or not any(w.partition("=")[0] == "--save" for w in arguments):
+        return deployment
+    bare = replace(deployment, launch=replace(launch, fabric=None))
+    known = launch.hosts or launch.hostfile or read_hosts(bare, environ, None).allocation
+    return bare if known or not Path(launch.fabric).exists() else deployment
+
+
+def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -> Site:
+    """This machine; a dry run goes on where the launcher is not installed."""
+    try:
+        return survey(deployment, environ)
+    except LaunchError:
+        if not dry_run:
+            raise
+        return assume(deployment, environ)
+
+
+def job_command(deployment: Deployment, site: Site, shares: Sequence[Share], program: Sequence[str]) -> LaunchCommand:
+    """All replicas as ranks of one job."""
+    return compose(deployment, site, together(shares), program)
+
+
+def replica_commands(deployment: Deployment, site: Site, shares: Sequence[Share]) -> list[LaunchCommand]:
+    """What will be started by the command itself, one job a replica."""
+    return [compose(deployment, site, share, worker_program(site), CONTROL) for share in shares]
+
+
+def printed(
+    deployment: Deployment,
+    site: Site,
+    program: Sequence[str],
+    alone: bool,
+    environ: Mapping[str, str],
+    again: bool = False,
+) -> str:
+    """The dry run: every command that would be started, with its reasons. `alone`: the program starts its ranks itself,
+    a job for each replica, or, `again`, one in which each rank is the same program."""
+    allotment = read_hosts(deployment, environ, site.fabric)
+    shares = divided(deployment, allotment, site)
+    if not alone or again:
+        if site.kind == "torchrun" and len(together(shares).hosts) > 1:
+            commands = torchrun_hosts(deployment, site, together(shares), program)
+            return "\n\n".join(
+                render(c, f"start this on {h.name}") for c, h in zip(commands, together(shares).hosts, strict=True)
+            )
+        job = job_command(deployment, site, shares, program)
+        if not again:
+            return render(job, f"hosts: {allotment.source}")
+        command = LaunchCommand((Part(tuple(program), "on this host; it starts its ranks and holds them:"),))
+        return "\n\n".join(
+            (render(command, f"hosts: {allotment.source}"), render(job, "the ranks (started by the command above)"))
+        )
+    command = LaunchCommand((Part(tuple(program), "on this host; it starts a job for each replica:"),))
+    texts = [render(command, f"hosts: {allotment.source}")]
+    for number, job in enumerate(replica_commands(deployment, site, shares)):
+        texts.append(render(job, f"replica {number} of {len(shares)} (started by the command above)"))
+    return "\n\n".join(texts)
+
+
+def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program: Sequence[str]) -> str:
+    """The script or manifests of `--emit kind`."""
+    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
+    if kind == "slurm":
+        return sbatch(deployment, fabric, program, arguments[0] in SERVICES)
+    return (mpijob if kind == "mpijob" else leader_worker_set)(deployment, fabric, arguments)
+
+
+@click.command(
+    short_help="Print, emit or run the launcher's command line.", context_settings={"ignore_unknown_options": True}
+)
+@click.argument("config", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|profile|topo [ARGS]…")
+@fabric_option
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@click.option("--dry-run", is_flag=True, help="Print the command, quoted, with a reason for each choice.")
+@click.option(
+    "--emit", type=click.Choice(["slurm", "mpijob", "lws"]), help="Print a batch script or manifests instead."
+)
+def command(
+    config: str, arguments: tuple[str, ...], overrides: tuple[str, ...], dry_run: bool, emit: str | None
+) -> None:
+    """Start a laddertron command over CONFIG's hosts (default: serve).
+
+    \b
+      laddertron launch deploy.yaml --dry-run
+      laddertron launch deploy.yaml run -i in.jsonl -o out.jsonl
+      laddertron launch deploy.yaml serve --emit slurm > serve.sbatch
+      laddertron launch deploy.yaml serve --emit mpijob | kubectl apply -f -
+
+    Hosts come from launch.hosts, launch.hostfile or the allocation (Slurm, PBS, LSF); else this host is meant.
+    """
+    arguments = arguments or ("serve",)
+    if arguments[0] not in (*SERVICES, *JOBS):
+        raise click.UsageError(f"{arguments[0]} is not launched over hosts: use {', '.join((*SERVICES, *JOBS))}")
+    loaded = read(config, overrides)
+    deployment, environ = loaded.deployment, dict(os.environ)
+    tail = [word for override in overrides for word in ("--set", override)]
+    try:
+        deployment = before_its_fabric(deployment, arguments, environ)
+        if emit is not None:
+            python = deployment.launch.python or sys.executable
+            if arguments[0] == "run" and "--resume" not in arguments:
+                # a job that is requeued begins again from its first line
+                arguments = (*arguments, "--resume")
+            program = _laddertron(python, arguments, os.path.abspath(config), tail)
+            for gap in gaps(deployment, arguments) if emit != "slurm" else ():
+                click.echo(f"warning: {gap}", err=True)
+            click.echo(emitted(emit, deployment, arguments, program), nl=False)
+            return
+        site = site_of(deployment, environ, dry_run)
+        program = _laddertron(site.python, arguments, os.path.abspath(config), tail)
+        alone = starts_its_own(arguments, deployment)
+        if dry_run:
+            click.echo(printed(deployment, site, program, alone, environ, arguments[0] == "preflight"))
+            return
+        allotment = read_hosts(deployment, environ, site.fabric)
+        shares = divided(deployment, allotment, site)
+        argv, extra = program, {}
+        if not alone:
+            job = job_command(deployment, site, shares, program)
+            argv, extra = job.argv, job.env
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"{config}: launch: {error}"]) from None
+    click.echo(f"+ {shlex.join(argv)}", err=True)
+    sys.stdout.flush()
+    os.execvpe(argv[0], argv, {**environ, **extra})
+
+
+def _laddertron(python: str, arguments: Sequence[str], config: str, tail: Sequence[str]) -> tuple[str, ...]:
+    return (python, "-m", "laddertron.launchers.cli", arguments[0], config, *arguments[1:], *tail)

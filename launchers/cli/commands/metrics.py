@@ -1,0 +1,50 @@
+"""`laddertron metrics`: the catalogue of series, for people, for docs/metrics.md and for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from ....configs.monitoring.generate.dashboards import write_all
+from ....configs.monitoring.generate.dashboards_content import BOARDS
+from ....engine.metrics.catalogue import GROUPS
+from ....engine.metrics.markdown import as_json, markdown
+
+
+@click.command(short_help="Print the catalogue of metrics.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="As docs/metrics.md.")
+@click.option("--dashboards", type=click.Path(path_type=Path), help="Write Grafana's dashboards into this folder.")
+@click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")
+def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int:
+    """Print every series that `/metrics` may hold: its name, type, labels and meaning.
+
+    \b
+      laddertron metrics
+      laddertron metrics --json | jq -r '.[].name'
+      laddertron metrics --dashboards configs/monitoring/grafana
+    """
+    if as_markdown:
+        click.echo(markdown(), nl=False)
+        return 0
+    if dashboards is not None:
+        for path in write_all(BOARDS, dashboards):
+            click.echo(str(path))
+        return 0
+    if as_objects:
+        click.echo(json.dumps(as_json(), indent=1))
+        return 0
+    # A name that is folded is found by no search: rather let a narrow terminal break lines.
+    console = Console()
+    console = Console(width=max(console.width, 200))
+    for title, group in GROUPS.items():
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for column in ("name", "type", "labels", "meaning"):
+            table.add_column(column, overflow="fold", no_wrap=column in ("name", "type"))
+        for series in group:
+            table.add_row(series.full_name, series.kind, ", ".join(series.labels), series.help)
+        console.print(table, "")
+    return 0

@@ -1,0 +1,36 @@
+"""`laddertron monitoring`: the shipped alert rules, dashboards and Prometheus configuration, as files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from .config import FOLDER
+
+
+@click.group(short_help="Write out alert rules, dashboards and Prometheus configuration.")
+def command() -> None:
+    """Alert rules, Grafana dashboards and a Prometheus configuration, as they come with this version."""
+
+
+@command.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--overwrite", is_flag=True, help="Replace files that exist.")
+def export(folder: Path, overwrite: bool) -> None:
+    """Write them into FOLDER.
+
+    \b
+      laddertron monitoring export monitoring
+      promtool check rules monitoring/alerts.yml
+    """
+    source = FOLDER / "monitoring"
+    files = [path.relative_to(source) for kind in ("*.yml", "grafana/**/*") for path in sorted(source.glob(kind))]
+    files = [path for path in files if (source / path).is_file()]
+    if not overwrite and (there := [path for path in files if (folder / path).exists()]):
+        raise click.UsageError(f"{folder / there[0]} exists: name another folder, or replace with --overwrite")
+    for path in files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / path, folder / path)
+        click.echo(folder / path)

@@ -1,0 +1,139 @@
+"""`laddertron preflight`: measures the fabric under a deployment, writes its tuning file, refuses a broken one.
+
+Called plainly it launches one rank for each of the deployment's; as one of them it measures. Here launcher, ranks and
+terminal meet; the measuring is launchers/measure/preflight.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from ....engine.config.load import Deployment, LoadedDeployment, read
+from ....engine.config.yaml_tree import ConfigError
+from ....topology.placement.identity import Identity, IdentityError, identify
+from ...compose.detect_launcher import survey
+from ...compose.host_allocation import divide, together
+from ...compose.hosts import read_hosts
+from ...compose.mpi import compose
+from ...control.processes import die_with_parent
+from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
+from ..fabric_option import fabric_option
+
+
+class UsageError(click.ClickException):
+    """Exit code 2, one line."""
+
+    exit_code = 2
+
+
+def launch(loaded: LoadedDeployment, words: list[str]) -> int:
+    """The same command as ranks of a job; its exit status. Raises UsageError where it cannot be launched."""
+    deployment = loaded.deployment
+    try:
+        site = survey(deployment, os.environ)
+        parallel = deployment.parallel
+        shares = divide(
+            read_hosts(deployment, os.environ, site.fabric),
+            parallel.tensor_parallel_size,
+            parallel.replicas,
+            site.fabric,
+            parallel.pipeline_parallel_size,
+        )
+        program = (site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
+        whole = together(shares)
+        job = compose(deployment, site, whole, program, (SIGNS,))
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    try:
+        hosts = [host.name for host in whole.hosts for _ in range(host.slots)]
+        env = {**os.environ, **job.env, SIGNS: "1"}
+        code = hold(job.argv, env, hosts, lambda line: click.echo(line, nl=False, err=True))
+        return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
+    except KeyboardInterrupt:
+        return 130
+
+
+def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> int:
+    """Measures as one rank; rank 0 prints and writes. Ends the process at once on an error, as others wait for it."""
+    from ...measure.preflight import UnlikeRanks, run_preflight  # with torch, which may take long from a cold disk
+
+    sign(identity.rank, "started")
+    try:
+        status, outcome = run_preflight(deployment, identity, lambda text: end(identity, text, 1))
+        signal.alarm(int(DONE_S))  # MPI's own end waits for all ranks, and cannot be ended from Python
+        if outcome is not None:
+            from ..preflight_view import show
+
+            if outcome.tuning is not None and save is not None:
+                outcome.tuning.save(save)
+            show(outcome, save if outcome.tuning is not None else None)
+            sign(identity.rank, "done")
+        return status
+    except UnlikeRanks as error:
+        if identity.rank == 0:
+            click.echo(str(error), err=True)
+        return 1
+    except IdentityError as error:
+        end(identity, str(error), 2)
+    except BaseException as error:
+        expected = isinstance(error, ValueError | RuntimeError | OSError)
+        text = f"{type(error).__name__}: {error}" if expected else traceback.format_exc()
+        end(identity, text, 1)
+
+
+def end(identity: Identity, text: str, code: int) -> NoReturn:
+    """Ends this process at once: MPI's own end waits for the other ranks."""
+    click.echo(f"error: rank {identity.rank} on {identity.node}: {text}", err=True)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@click.command(short_help="Measure the fabric and refuse a broken one.")
+@click.argument("config", type=click.Path())
+@click.option(
+    "--save",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Where the tuning file goes.  [default: parallel.tuning_file]",
+)
+@fabric_option
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
+    """Measure what CONFIG's ranks have between them: every link, every all-reduce over the model's message sizes and
+    32 KiB to 8 MiB, every rank's clock, libraries, transport and speed.
+
+    \b
+      laddertron preflight deploy.yaml --save fabric-tuning.json
+      mpirun -np 16 --hostfile hosts laddertron preflight deploy.yaml
+
+    The tuning file tells `collective: auto` which all-reduce to use for which size: name it as parallel.tuning_file.
+
+    \b
+    Exit codes: 0 all is well; 1 something is broken, and the culprit is named; 2 the command line or CONFIG is wrong.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        identity = identify()
+    except IdentityError as error:
+        raise UsageError(str(error)) from error
+    try:
+        loaded = read(config, overrides)
+    except ConfigError as error:
+        if identity is None:
+            raise
+        end(identity, str(error), 2)  # this rank's file: the others' may be right
+    if identity is None:
+        words = [os.path.abspath(config)]
+        words += ["--save", os.path.abspath(save)] if save is not None else []
+        return launch(loaded, words + [word for override in overrides for word in ("--set", override)])
+    die_with_parent()
+    configured = loaded.deployment.parallel.tuning_file
+    return be_rank(loaded.deployment, identity, save or (Path(configured) if configured else None))

@@ -1,0 +1,92 @@
+"""`laddertron profile`: a short decode under the eye of a recorder, written as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from ....engine.config.load import Deployment, load, to_json
+from ...compose.mpi import compose
+from ...control.processes import ended_by_term
+from ...job import supervised_process as kept
+from ...job.fleet import Fleet
+from ..fabric_option import fabric_option
+
+
+def run_profile(deployment: Deployment, options: dict[str, object], timeout_s: float = 600.0) -> None:
+    """Launches the deployment's ranks once and waits for the trace. Raises ClickException with the ranks' words."""
+    try:
+        fleet = Fleet(deployment, os.environ)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    with tempfile.TemporaryDirectory(prefix="laddertron-") as folder:
+        config = Path(folder) / "deployment.json"
+        config.write_text(json.dumps(to_json(fleet.deployment)))
+        program = (sys.executable, "-m", "laddertron.launchers.measure.profile_rank", str(config))
+        command = compose(deployment, fleet.site, fleet.shares[0], (*program, json.dumps(options)))
+        with (Path(folder) / "log").open("w+") as log:
+            job = kept.start(command.argv, command.env, stdout=log, stderr=log)
+            try:
+                status = job.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                status = 124
+            finally:
+                kept.end(job)
+            if status != 0:
+                log.seek(0)
+                raise click.ClickException(f"the ranks ended with status {status}:\n{log.read()[-4000:].strip()}")
+
+
+@click.command(short_help="A trace of compute, all-reduces and waits for Perfetto.")
+@click.argument("config", type=click.Path())
+@click.option("--steps", default=8, show_default=True, type=click.IntRange(1, 1000), help="Decode steps to record.")
+@click.option("--batch", type=click.IntRange(1), help="Sequences.  [default: engine.max_num_seqs]")
+@click.option("--prompt", default=32, show_default=True, type=click.IntRange(1), help="Prompt tokens of each.")
+@click.option("--rank", "ranks", multiple=True, type=int, help="Record this rank; repeatable.  [default: all]")
+@click.option("--ops", is_flag=True, help="Each rank's operators and kernels too (torch.profiler), in files beside.")
+@click.option("-o", "--output", default="trace.json", show_default=True, type=click.Path(path_type=Path))
+@fabric_option
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+def command(
+    config: str,
+    steps: int,
+    batch: int | None,
+    prompt: int,
+    ranks: tuple[int, ...],
+    ops: bool,
+    output: Path,
+    overrides: tuple[str, ...],
+) -> int:
+    """Decode a few steps with CONFIG's ranks and write who computed, travelled and waited when.
+
+    \b
+    Open the file at https://ui.perfetto.dev, or draw it:
+      laddertron profile deploy.yaml --steps 4 -o ladder.json
+      laddertron timeline ladder.json -o ladder.svg
+
+    Every span is named by layer and sub-block. On GPUs the host's spans are launches: add --ops for the kernels.
+    """
+    deployment = load(config, overrides)
+    size = deployment.parallel.tensor_parallel_size
+    if deployment.parallel.pipeline_parallel_size > 1:
+        raise click.UsageError("profile times one group of ranks: add --set parallel.pipeline_parallel_size=1")
+    if unknown := [rank for rank in ranks if not 0 <= rank < size]:
+        raise click.UsageError(f"--rank {unknown[0]}: the deployment has ranks 0 to {size - 1}")
+    options = {
+        "steps": steps,
+        "batch": batch or deployment.engine.max_num_seqs,
+        "prompt": prompt,
+        "ranks": list(ranks or range(size)),
+        "ops": ops,
+        "output": str(output.resolve()),
+    }
+    with ended_by_term():
+        run_profile(deployment, options)
+    click.echo(f"{output}: {steps} steps of {len(options['ranks'])} ranks; open it at https://ui.perfetto.dev")  # type: ignore[arg-type]
+    return 0

@@ -1,0 +1,322 @@
+"""`laddertron run`: a JSONL file of requests in, answers out, over the model's ranks.
+
+Called plainly it launches its own ranks; under mpirun, srun or torchrun it takes its place among them and rank 0 does
+the rest. Here files, configuration, job and terminal meet; the work is engine/run/run.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.logging import RichHandler
+
+from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
+from ....engine.job import EngineJob
+from ....engine.run.files import RunFileError, RunFiles, open_run
+from ....engine.run.job_group import JobGroup
+from ....engine.run.progress import Summary
+from ....engine.run.run import RunOptions, run_batch
+from ....engine.text.pool import PoolLimits, TextPool
+from ....engine.text.tokenizer import TextError, TextModel
+from ....topology.placement.identity import Identity, IdentityError, identify, require_world
+from ...job.bundle import FailureBundles
+from ...job.detect import JobFailure
+from ..fabric_option import fabric_option
+from ..run_view import RunView, summary_table
+from .check import memory_faults, missing_files, model_faults
+
+
+class UsageError(click.ClickException):
+    """Exit code 2, one line."""
+
+    exit_code = 2
+
+
+_SHOWN_CAUSES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The command line, for running and for saying how to resume."""
+
+    config: str
+    input: Path
+    output: Path
+    errors: Path
+    resume: bool
+    overwrite: bool
+    overrides: tuple[str, ...]
+    strict: bool = False
+
+    def resume_line(self) -> str:
+        words = ["laddertron", "run", self.config, "-i", str(self.input), "-o", str(self.output)]
+        if self.errors != default_errors(self.output):
+            words += ["--errors", str(self.errors)]
+        for override in self.overrides:
+            words += ["--set", override]
+        if self.strict:
+            words.append("--strict")
+        return shlex.join([*words, "--resume"])
+
+
+def default_errors(output: Path) -> Path:
+    """`<out>.errors.jsonl` beside the output."""
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What a run needs beside its job, looked at and opened."""
+
+    deployment: Deployment
+    text: TextModel
+    text_folder: Path
+    files: RunFiles
+
+    @property
+    def options(self) -> RunOptions:
+        deployment = self.deployment
+        return RunOptions(
+            served_model_name=deployment.served_model_name,
+            run_id=f"run-{deployment.engine.seed}",
+            window=4 * deployment.engine.max_num_seqs * deployment.parallel.replicas,
+            max_line_bytes=deployment.daemon.limits.max_line_bytes,
+            max_choices=deployment.daemon.limits.max_choices,
+            drain_s=deployment.daemon.drain_timeout,
+        )
+
+
+def read_text(loaded: LoadedDeployment) -> tuple[TextModel, Path]:
+    """The deployment's text side, its model folder having been looked at too. Raises ConfigError."""
+    if faults := [*missing_files(loaded), *model_faults(loaded), *memory_faults(loaded)]:
+        raise ConfigError(faults)
+    key = "model.path" if loaded.deployment.model.tokenizer is None else "model.tokenizer"
+    folder = Path(loaded.deployment.text_folder)
+    try:
+        return TextModel.from_folder(folder), folder
+    except TextError as error:
+        raise ConfigError([loaded.fault(key, str(error))]) from error
+
+
+def open_files(arguments: Arguments) -> RunFiles:
+    """The last thing before anything is launched: `--overwrite` empties here. Raises UsageError."""
+    try:
+        return open_run(arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite)
+    except RunFileError as error:
+        raise UsageError(str(error)) from error
+
+
+def bundles_of(deployment: Deployment) -> FailureBundles:
+    """Where the daemon's would go too, and `laddertron bundle` looks."""
+    return FailureBundles(deployment, Path(deployment.daemon.data_dir) / "bundles")
+
+
+def launched_job(deployment: Deployment) -> EngineJob:
+    """The ranks that the deployment's `launch:` asks for; not started. A launch that fails leaves a bundle. Raises
+    ValueError where they cannot be."""
+    from ...job.fleet import Fleet
+    from ...job.supervisor import JobHooks, MpiJob
+
+    fleet = Fleet(deployment, os.environ)
+    config, bundles = json.dumps(to_json(fleet.deployment)), bundles_of(deployment)
+
+    def replica(index: int) -> MpiJob:
+        def failed(failure: JobFailure) -> None:
+            bundles.failed(index, failure)
+
+        options = fleet.options(index, restart=False)
+        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, JobHooks(failed=failed))
+
+    jobs = [replica(index) for index in range(deployment.parallel.replicas)]
+    return jobs[0] if len(jobs) == 1 else JobGroup(jobs, deployment.parallel.ranks)
+
+
+async def drive(
+    job: EngineJob,
+    prepared: Prepared,
+    arguments: Arguments,
+    console: Console,
+    bundles: FailureBundles | None = None,
+) -> int:
+    """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are).
+    `bundles`: for a job that writes none itself when it fails."""
+    deployment = prepared.deployment
+    limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
+    caught: list[signal.Signals] = []
+    stopping = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop(number: signal.Signals) -> None:
+        if caught:
+            os._exit(128 + number)  # asked twice: at once; the ranks' keeper sees this process go
+        caught.append(number)
+        if number == signal.SIGTERM:
+            stopping.set()  # a batch system's: there is time to finish what is under way
+        else:
+            task.cancel()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        with RunView(console) as view:
+            async with TextPool(prepared.text_folder, limits) as pool:
+                summary = await run_batch(job, prepared.text, pool, prepared.files, prepared.options, view, stopping)
+    except TextError as error:
+        console.print(f"failed: {error}", highlight=False, soft_wrap=True, markup=False)
+        return 1
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        return _interrupted(arguments, caught[0], console)
+    if summary.stopped and caught and summary.reason is None:
+        console.print(summary_table(summary))
+        return _interrupted(arguments, caught[0], console)
+    if bundles is not None and (state := job.state).phase == "failed":
+        failure = JobFailure("rank_error", state.reason, state.rank, state.node, exit_code=state.exit_code)
+        await asyncio.to_thread(bundles.write, await job.bundle(), failure)
+    return report(summary, arguments, console)
+
+
+def _interrupted(arguments: Arguments, number: signal.Signals, console: Console) -> int:
+    words = f"interrupted: resume with\n  {arguments.resume_line()}"
+    console.print(words, highlight=False, soft_wrap=True, markup=False)
+    return 128 + number
+
+
+def report(summary: Summary, arguments: Arguments, console: Console) -> int:
+    """Prints what the run did; its exit code."""
+    console.print(summary_table(summary))
+    if summary.failed:
+        console.print(f"errors: {arguments.errors}", highlight=False, soft_wrap=True)
+    for cause in summary.causes[:_SHOWN_CAUSES]:
+        text = f"  {cause.count:,} x {cause.code}: {cause.message}"
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+    if summary.reason is None:
+        if summary.failed and not summary.ok + summary.skipped:
+            console.print("[red]failed:[/] no line was answered", highlight=False)
+            return 1
+        return 1 if summary.failed and arguments.strict else 0
+    console.print(f"[red]failed:[/] {_escaped(summary.reason)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{summary.lost} requests under way were lost, what was answered is kept; resume with\n"
+        f"  {arguments.resume_line()}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+    return 1
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Console) -> int:
+    """In this process and ranks of its own."""
+    text, folder = read_text(loaded)
+    try:
+        job = launched_job(loaded.deployment)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
+    prepared = Prepared(loaded.deployment, text, folder, open_files(arguments))
+    try:
+        return asyncio.run(drive(job, prepared, arguments, console))
+    finally:
+        prepared.files.release()
+
+
+def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Identity, console: Console) -> int:
+    """As one of an outer mpirun's ranks; rank 0 alone opens the files."""
+    from ...rank.outer_job import run_inside
+
+    deployment = loaded.deployment
+    try:
+        if deployment.parallel.replicas > 1 and identity.launcher == "torchrun":
+            raise IdentityError(
+                f"replicas={deployment.parallel.replicas} under torchrun: call `laddertron run` plainly (it launches "
+                f"every replica), start it with mpirun or srun, or set parallel.replicas=1"
+            )
+        p = deployment.parallel
+        require_world(identity, p.tensor_parallel_size, p.replicas, p.pipeline_parallel_size)
+    except IdentityError as error:
+        if identity.rank == 0:
+            raise UsageError(str(error)) from error
+        return 2
+    if identity.rank != 0:
+        return run_inside(deployment, identity, lambda job: asyncio.sleep(0, 0))
+    prepared = Prepared(deployment, *read_text(loaded), open_files(arguments))
+    try:
+        bundles = bundles_of(deployment)
+        return run_inside(deployment, identity, lambda job: drive(job, prepared, arguments, console, bundles))
+    finally:
+        prepared.files.release()
+
+
+@click.command(short_help="Compute a JSONL file of requests over the model's ranks.")
+@click.argument("config", type=click.Path())
+@click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go, one a line, as they end."
+)
+@click.option("--errors", type=click.Path(path_type=Path), help="Where failed lines go.  [default: OUT.errors.jsonl]")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped; finished lines are not redone.")
+@click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+@click.option("--strict", is_flag=True, help="Exit with 1 where any line failed.")
+@fabric_option
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+def command(
+    config: str,
+    source: Path,
+    output: Path,
+    errors: Path | None,
+    resume: bool,
+    overwrite: bool,
+    strict: bool,
+    overrides: tuple[str, ...],
+) -> int:
+    """Answer every line of a JSONL file with the model that CONFIG describes.
+
+    \b
+    Lines have the Batch API's form, for /v1/chat/completions or /v1/completions:
+      {"custom_id": "r-1", "method": "POST", "url": "/v1/completions",
+       "body": {"model": "NAME", "prompt": "Once upon", "max_tokens": 32}}
+
+    \b
+    A line that cannot be answered goes to the error file, the rest runs. Launches its ranks as CONFIG's launch
+    section says; under mpirun it takes its place among them:
+      laddertron run deploy.yaml -i in.jsonl -o out.jsonl
+      laddertron run deploy.yaml -i in.jsonl -o out.jsonl --resume
+      mpirun -np 2 laddertron run deploy.yaml -i in.jsonl -o out.jsonl
+
+    \b
+    Exit codes: 0 every line has its answer or error line; 1 the job failed, no line was answered, or with --strict
+    one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by TERM, what was
+    under way having been finished (daemon.drain_timeout). A second signal ends it at once.
+    """
+    console = Console(stderr=True)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
+    )
+    try:
+        identity = identify()
+    except IdentityError as error:
+        raise UsageError(str(error)) from error
+    arguments = Arguments(
+        config, source, output, errors or default_errors(output), resume, overwrite, overrides, strict
+    )
+    loaded = read(config, overrides)
+    if identity is None:
+        return run_launched(arguments, loaded, console)
+    return run_among_ranks(arguments, loaded, identity, console)

@@ -1,0 +1,51 @@
+"""`laddertron serve`: the batch daemon."""
+
+from __future__ import annotations
+
+import click
+
+from ....engine.config.load import read
+from ....topology.placement.identity import IdentityError, identify
+from ..fabric_option import fabric_option
+from .check import unmeasured_weights
+from .run import UsageError, read_text
+
+
+@click.command(short_help="The batch daemon: HTTP, store, and ranks that are relaunched when lost.")
+@click.argument("config", type=click.Path())
+@fabric_option
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@click.option("--adopt", is_flag=True, help="Take daemon.data_dir though its store is missing, empty or another's.")
+def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
+    """Serve the model that CONFIG describes over the OpenAI API: files, batches, chats, completions.
+
+    \b
+    Launches its ranks itself, watches them, and launches them again when one is lost; every batch goes on from the
+    store in daemon.data_dir. SIGTERM drains (daemon.drain_timeout), a second one ends at once.
+      laddertron serve deploy.yaml
+      laddertron serve deploy.yaml --set daemon.port=8080
+      laddertron batch submit prompts.jsonl
+
+    \b
+    Exit codes: 0 stopped; 1 the ranks failed again and again, or refused the model; 2 the command line, CONFIG or
+    the data folder is wrong; 143 ended at once by a second SIGTERM (130: ^C).
+    """
+    from ...serve import ServeError, serve
+
+    try:
+        identity = identify()
+    except IdentityError as error:
+        raise UsageError(str(error)) from error
+    if identity is not None:
+        raise UsageError(
+            f"serve under an outer {identity.launcher}: the daemon launches its own ranks; call it plainly: "
+            f"laddertron serve {config} (or, for one file inside your own launch: laddertron run {config} -i … -o …)"
+        )
+    loaded = read(config, overrides)
+    text, folder = read_text(loaded)
+    if (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
+        click.echo(f"warning: {unmeasured}", err=True)
+    try:
+        return serve(loaded, text, folder, adopt=adopt)
+    except ServeError as error:
+        raise UsageError(str(error)) from error

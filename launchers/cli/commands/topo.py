@@ -1,0 +1,173 @@
+"""`laddertron topo`: nodes, devices and links as they are (or as a saved fabric says), and where a deployment's ranks
+go.
+
+Under mpirun, srun or torchrun every rank looks at its own host and rank 0 speaks for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ....engine.config.load import ConfigError, load
+from ....engine.config.schema import PLACEMENT
+from ....topology.comm.bootstrap import bootstrap_of
+from ....topology.cost.cost import Backend, Shape, choose, predict, shape_of, untuned
+from ....topology.cost.prices import reference
+from ....topology.hardware.cpu_tier import VARIABLE
+from ....topology.hardware.discover import DiscoveryError, discover, gather
+from ....topology.hardware.fabric import Fabric
+from ....topology.json_codec import ReadError, unbuild
+from ....topology.placement.identity import Identity, IdentityError, identify
+from ....topology.placement.mapping import explain
+from ....topology.placement.placement import Placement, PlacementError
+from ...compose.hosts import LaunchError
+from ..fabric_source import backend_of, lay_out, read_fabric
+
+MESSAGE_BYTES = 32 << 10
+"""The size for which an all-reduce is predicted: one token of a model 16,384 wide, in bf16."""
+
+
+def live_fabric(environ: Mapping[str, str], me: Identity | None) -> tuple[Fabric, tuple[str, ...]]:
+    """The hosts of all ranks, or this host alone, and notes on what could not be looked at. Every rank calls it."""
+    found = discover(environ.get("CUDA_VISIBLE_DEVICES"))
+    if me is None or me.world_size == 1:
+        return Fabric((found.node,)), found.notes
+    bootstrap = bootstrap_of(me, environ)
+    try:
+        return gather(found.node, bootstrap.all_gather), found.notes
+    finally:
+        bootstrap.close()
+
+
+def predicted(backend: Backend, shape: Shape) -> str:
+    """One line: the untuned price of a small all-reduce, flat and by the cheapest strategy."""
+    if shape.size == 1:
+        return ""
+    costs = reference(backend, shape)
+    flat = predict(costs, shape, "flat", MESSAGE_BYTES)
+    best, seconds = choose(costs, shape, MESSAGE_BYTES, untuned(backend, shape, MESSAGE_BYTES))
+    cheaper = f", {best} {seconds * 1e6:.0f} us" if seconds < flat else ""
+    return (
+        f"  all-reduce of {MESSAGE_BYTES >> 10} KiB, predicted ({backend}, untuned): flat {flat * 1e6:.0f} us{cheaper}"
+    )
+
+
+def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], forced: str | None) -> dict[str, Any]:
+    """Everything that the tables show, and the whole fabric. `forced`: the CPU tier that ranks play in place of their
+    hosts' own."""
+    found: dict[str, Any] = {"fabric": json.loads(fabric.to_json()), "digest": fabric.digest, "forced_cpu_tier": forced}
+    if placement is not None:
+        found["placement"] = {
+            "tensor_parallel_size": placement.tensor_parallel_size,
+            "replicas": placement.replicas,
+            "stages": placement.stages,
+            "hosts": [{"hostname": host, "ranks": ranks} for host, ranks in placement.hosts],
+            "groups": [
+                {"nodes": g.nodes, "rails": g.rails, "shape": unbuild(s)}
+                for g, s in zip(placement.groups, shapes, strict=True)
+            ],
+            "ranks": [unbuild(row) for row in explain(placement)],
+            "notes": placement.notes,
+        }
+    return found
+
+
+@click.command(short_help="Show nodes, devices, links and where ranks go.")
+@click.argument("config", required=False, type=click.Path())
+@click.option("--plan", "plan", type=click.Path(), metavar="CONFIG", help="Show where this deployment's ranks go.")
+@click.option(
+    "--fabric",
+    "fabric_file",
+    metavar="FILE",
+    help="A saved fabric, or a preset such as 2x8xH100, instead of this machine.",
+)
+@click.option(
+    "--save", type=click.Path(dir_okay=False), metavar="FILE", help="Write the fabric for other commands' --fabric."
+)
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@click.option("--json", "json_out", is_flag=True, help="Everything as JSON.")
+def command(
+    config: str | None,
+    plan: str | None,
+    fabric_file: str | None,
+    save: str | None,
+    overrides: tuple[str, ...],
+    json_out: bool,
+) -> None:
+    """Show what there is: hosts, GPUs, HCAs, NUMA nodes and the paths between them; with a CONFIG, where its ranks go.
+
+    \b
+      laddertron topo
+      laddertron topo --fabric 2x8xH100 --plan deploy.yaml
+      mpirun --hostfile hosts --map-by ppr:1:node laddertron topo --save fabric.json
+      laddertron launch deploy.yaml topo
+    """
+    environ = dict(os.environ)
+    wanted = plan or config
+    deployment = load(wanted, overrides) if wanted else None
+    what = wanted or "topo"
+    try:
+        me = identify(environ)
+        # The deployment's own file is what --save makes anew.
+        source = fabric_file or (deployment.launch.fabric if deployment and save is None else None)
+        notes: tuple[str, ...] = ()
+        forced = environ.get(VARIABLE) or None
+        if source is not None:
+            if me is not None and me.rank:
+                return
+            fabric = read_fabric(source)
+        else:
+            fabric, notes = live_fabric(environ, me)
+            if me is not None and me.rank:
+                return
+        if save is not None:
+            fabric.save(Path(save))
+        placed, shapes, lines = None, [], []
+        if deployment is not None:
+            # A fabric named on the command line stands for the machines: an allocation's are not asked about.
+            part, placed = lay_out(deployment, fabric, environ if fabric_file is None else {})
+            shapes = [shape_of(part, placed, g) for g in range(placed.replicas)]
+            lines = [predicted(backend_of(deployment, s), s) for s in shapes]
+    except PlacementError as error:
+        raise ConfigError([f"{what}: parallel: {error}"]) from None
+    except (LaunchError, ReadError, IdentityError, DiscoveryError, ValueError, OSError) as error:
+        raise ConfigError([f"{what}: {error}"]) from None
+    if json_out:
+        click.echo(json.dumps(as_json(fabric, placed, shapes, forced), indent=1))
+        return
+    if forced is not None:
+        notes = (*notes, f"{VARIABLE}: ranks play the CPU tier {forced}")
+    bound = deployment is not None and deployment.launch.bind_to == PLACEMENT
+    show(fabric, placed, shapes, lines, notes, save, bound)
+
+
+def show(
+    fabric: Fabric,
+    placement: Placement | None,
+    shapes: list[Shape],
+    lines: list[str],
+    notes: tuple[str, ...],
+    saved: str | None,
+    bound: bool,
+) -> None:
+    """Prints tables; the fabric only if there is no placement to explain. `bound`: ranks keep to their seats' cores."""
+    from rich.console import Console
+
+    from ..topo_view import fabric_view, placement_view
+
+    # A matrix row that is cut or folded cannot be read: rather let the terminal break lines, as nvidia-smi does.
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(console.width, 240))
+    console.print(fabric_view(fabric) if placement is None else placement_view(placement, shapes, lines, bound))
+    for note in notes:
+        console.print(f"note: {note}", style="yellow")
+    if saved is not None:
+        console.print(
+            f"saved {saved}: {len(fabric.nodes)} host{'s' if len(fabric.nodes) > 1 else ''}, digest {fabric.digest}"
+        )

@@ -1,0 +1,104 @@
+"""`laddertron verify`: that a request has the same bits alone and in any company, and under another layout."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from ....engine.config.load import ConfigError, Deployment, read
+from ...compose.hosts import LaunchError
+from ...control.processes import ended_by_term
+from ...measure.bench_job import BenchError, BenchJob
+
+WIDTH = 80
+Digests = list[list[tuple[str, list[int]]]]
+"""Of each request, each sub-block's name and its rows' digests."""
+
+
+class Trouble(click.ClickException):
+    """It could not be checked."""
+
+    exit_code = 2
+
+
+def _load(config: str, overrides: Sequence[str] = ()) -> Deployment:
+    from .check import model_faults
+
+    loaded = read(config, overrides)
+    if faults := list(model_faults(loaded)):
+        raise ConfigError(faults)
+    return replace(loaded.deployment, parallel=replace(loaded.deployment.parallel, replicas=1))
+
+
+def compare(one: Digests, other: Digests) -> str:
+    """The first place, by layer and then by position, where two layouts' digests differ; "" if nowhere."""
+    first: tuple[int, int, str] | None = None
+    for request, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        for place, ((name, a), (its, b)) in enumerate(zip(mine, theirs, strict=False)):
+            at = next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+            if its != name or at is not None:
+                found = place, at or 0, f"request {request}, position {at or 0}: {name} has other bits"
+                first = found if first is None else min(first, found)
+                break
+    return "" if first is None else first[2]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--against", metavar="OTHER", help="A second deployment file, of another layout, for the same bits.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of CONFIG.")
+@click.option("--requests", type=click.IntRange(1, 1000), default=12, show_default=True, help="Random prompts.")
+@click.option("--longest", type=click.IntRange(1, 10**6), default=96, show_default=True, help="Tokens of the longest.")
+@click.option("--cases", type=click.IntRange(0, 10**6), default=20, show_default=True, help="Random mixes of them.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of prompts and mixes; default: a new one, printed.")
+@click.argument("config")
+def command(config: str, against: str | None, overrides: tuple[str, ...], requests: int, longest: int, cases: int,
+            seed: int | None) -> int:  # fmt: skip
+    """Prove that what a request yields depends on nothing else.
+
+    Starts the ranks of CONFIG, computes random prompts alone and then in random mixes: of 1 to 300 tokens a step, in
+    chunks, preempted, going on from cached blocks. What every sub-block and the head yield must have the same bits.
+    With --against, the prompts computed alone must have those of OTHER's ranks, too.
+
+    Exit code 0: all bits are equal; 1: some differ, and where first is said; 2: it could not be checked."""
+    deployments = [(config, _load(config, overrides)), *([(against, _load(against))] if against else [])]
+    seed = secrets.randbits(32) if seed is None else seed
+    order = {"requests": requests, "longest": longest, "cases": cases, "seed": seed, "digests": bool(against)}
+    _say(f"{requests} requests of up to {longest} tokens, --seed {seed}")
+    different, digests = False, list[Digests]()
+    try:
+        with ended_by_term():
+            for name, deployment in deployments:
+                found = _run(name, deployment, order)
+                different |= found[0]
+                digests += found[1]
+                order["cases"] = 0  # the other layout's own mixes are a check of its own
+    except (BenchError, LaunchError, RuntimeError, ValueError) as error:
+        raise Trouble(str(error)) from error
+    if against:
+        where = compare(*digests)
+        different |= bool(where)
+        _say(f"{config} against {against}: {where or 'all bits are equal'}")
+    return int(different)
+
+
+def _run(name: str, deployment: Deployment, order: dict[str, Any]) -> tuple[bool, list[Digests]]:
+    keys = deployment.parallel
+    title = f"{name}: tp {keys.tensor_parallel_size}, deterministic {str(keys.deterministic).lower()}"
+    with BenchJob(deployment, name, "verify_rank", (json.dumps(order),)) as job:
+        found = [said for _ in range(order["cases"]) if (said := job.answer()["difference"])]
+        digests = [job.answer()["digests"]] if order["digests"] else []
+    if not found:
+        _say(title + (f", {order['cases']} mixes: all bits are equal" if order["cases"] else ""))
+        return False, digests
+    _say(f"{title}: bits differ in {len(found)} of {order['cases']} mixes, first:")
+    _say(f"  {found[0]}")
+    return True, digests
+
+
+def _say(text: str) -> None:
+    click.echo(click.wrap_text(text, WIDTH, subsequent_indent="  ", preserve_paragraphs=True))

@@ -1,0 +1,109 @@
+"""`laddertron scan`: which layers of a checkpoint bear to be laddered, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...training import token_file, training_ranks
+
+
+@click.command(short_help="What laddering each layer costs, and gains.", context_settings={"show_default": True})
+@click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--text", multiple=True, required=True, type=click.Path(path_type=Path, exists=True), help="UTF-8 text or JSONL."
+)
+@click.option("--context", type=click.IntRange(8), help="Tokens read at once.  [default: the model's, at most 4096]")
+@click.option("--tokens", type=click.IntRange(2), default=32_768, help="Of the text at most.")
+@click.option("--model", "known", metavar="NAME", help="Known architecture to plan with.  [default: by FROM's name]")
+@click.option("--nodes", metavar="SPEC", default="2x8xH100", help="Fabric to plan for.")
+@click.option("--batch", type=click.IntRange(1), default=1, help="Sequences that decode.")
+@click.option("--most", type=click.FloatRange(0), default=1.0, help="Loss that a recommended suffix may add (nats).")
+@click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: torch's choice]")
+def command(source: Path, **o: Any) -> None:
+    """How the loss on the text moves when each layer of FROM alone is laddered, and each suffix of layers, untrained;
+    beside the speed-up that `plan` predicts for the suffix: quality against speed.
+
+    \b
+    What training brings back is not in it: the damage ranks the layers, it does not price them.
+      laddertron scan models/llama-3.1-8b --text notes/ --nodes 2x8xH100
+    """
+    try:
+        with training_ranks(threads=o["threads"]) as ranks:
+            rows = _scan(source, o, ranks)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    if ranks.rank:
+        return
+    fit = [row for row in rows if row["layers"] and row["suffix_loss"] - rows[0]["suffix_loss"] <= o["most"]]
+    best = max(fit, key=lambda row: row["layers"], default=None)
+    words = "no suffix" if best is None else f"ladder_layers: {best['layers']}"
+    if o["as_json"]:
+        click.echo(json.dumps({"rows": rows, "recommended": best and best["layers"]}, indent=1))
+        return
+    click.echo(f"{'layer':>6} {'alone':>9}   {'last n':>6} {'loss':>9} {'added':>9} {'speed-up':>9}")
+    for row in rows:
+        layer = "" if row["layer"] is None else f"{row['layer']:6} {row['alone_loss'] - rows[0]['suffix_loss']:+9.4f}"
+        speed = "" if row["speed_up"] is None else f"{row['speed_up']:8.2f}x"
+        added = row["suffix_loss"] - rows[0]["suffix_loss"]
+        click.echo(f"{layer:>16}   {row['layers']:6} {row['suffix_loss']:9.4f} {added:+9.4f} {speed:>9}")
+    click.echo(f"recommended: {words} (adds at most {o['most']:g} nats before training; --most)")
+
+
+def _scan(source: Path, o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
+    from .....models.config.model_config import from_folder
+    from .....models.training.build import load_all
+    from .....models.training.loss import held_out
+
+    config = from_folder(source)
+    if config.wiring.name != "standard":
+        raise ValueError(
+            f"{source} declares {config.wiring.name} wiring; what laddering costs is asked of a standard model"
+        )
+    context = o["context"] or min(4096, config.max_position_embeddings)
+    ids_N, _ = token_file(source, o["text"], o["tokens"], ranks)
+    model = load_all(source, ranks)
+    layers = config.num_layers
+
+    def loss(chosen: range) -> float:
+        model.ladder(chosen)
+        return held_out(model, ids_N, context, ranks).loss
+
+    speed = _speed_ups(source, o, layers)
+    rows = [{"layers": 0, "suffix_loss": loss(range(0)), "layer": None, "alone_loss": None, "speed_up": speed[0]}]
+    for count in range(1, layers + 1):
+        layer = layers - count
+        alone, suffix = loss(range(layer, layer + 1)), loss(range(layer, layers))
+        rows.append(
+            {"layers": count, "suffix_loss": suffix, "layer": layer, "alone_loss": alone, "speed_up": speed[count]}
+        )
+    return rows
+
+
+def _speed_ups(source: Path, o: dict[str, Any], layers: int) -> list[float | None]:
+    """Of each suffix over standard, as `plan` predicts it; None where nobody knows the architecture."""
+    from .....engine.estimate.estimate import group_in
+    from .....engine.estimate.layouts import Work
+    from .....engine.estimate.roofline import Load
+    from .....models.config.known_models import by_folder, known
+    from .....models.config.parts import make_wiring
+    from .....topology.hardware.presets import preset
+    from ...plan_source import Asked, from_names
+
+    guess = by_folder(source.name)
+    name = o["known"] or (guess.name if guess else None)
+    if name is None:
+        return [None] * (layers + 1)
+    if known(name).num_layers != layers:
+        raise ValueError(f"{name} has {known(name).num_layers} layers, {source} {layers}: --model another")
+    fabric = preset(o["nodes"])
+    devices = sum(len(node.devices) for node in fabric.nodes)
+    group = group_in(from_names(name, Asked(fabric, Work()), size=devices, replicas=1))
+    load = Load(decodes=o["batch"], context=1280)
+    wirings = [make_wiring("hybrid", layers, range(layers - count, layers)) for count in range(layers + 1)]
+    times = [group.step(load, wiring).total_s for wiring in wirings]
+    return [times[0] / time for time in times]

@@ -1,0 +1,169 @@
+"""`laddertron train`: a few-million-parameter Llama of any wiring, on this machine's CPU. Turns options into settings,
+shows progress; models/training/train.py trains."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from .....models.config.model_config import ModelConfig
+
+EPILOG = """\b
+Examples:
+  laddertron train -o models/ladder --wiring ladder
+  laddertron train -o models/standard --wiring standard --tokenizer models/ladder
+  laddertron train -o models/late --wiring hybrid --ladder-layers 4,5,6,7
+  laddertron train -o models/mine --text notes/ --tokens 10000000
+
+Without --text it learns from the documentation strings of Python's standard library. A model can only be compared
+with another that had the same text, tokenizer, budget and seed."""
+
+
+def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """0,2,3: layers, counted from 0."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} must be layer numbers with commas between, such as 4,5,6,7") from error
+
+
+def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
+    from .....models.config.model_config import ModelConfig, Rope, make_wiring
+
+    hidden, heads, kv_heads = options["hidden"], options["heads"], options["kv_heads"]
+    if hidden % (2 * heads):
+        raise ValueError(f"--hidden {hidden} must be an even multiple of --heads {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    wiring = make_wiring(
+        options["wiring"],
+        options["layers"],
+        options["ladder_layers"],
+        tensor_parallel_size=options["tensor_parallel_size"],
+    )
+    return ModelConfig(
+        family="llama",
+        num_layers=options["layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden // heads,
+        ffn_size=options["ffn"],
+        vocab_size=vocab_size,
+        max_position_embeddings=options["context"],
+        norm_eps=1e-5,
+        rope=Rope(),
+        wiring=wiring,
+        dtype="float32",
+        tied_embeddings=True,
+        declares_wiring=True,
+    )
+
+
+@click.command(epilog=EPILOG, context_settings={"show_default": True})
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder to write.")
+@click.option(
+    "--wiring",
+    default="ladder",
+    help="How sub-blocks read the residual: standard, parallel, ladder, hybrid, delay-2 to delay-7, desync-n.",
+)
+@click.option("--ladder-layers", callback=_layers, help="hybrid: the layers that are ladder.")
+@click.option("--tensor-parallel-size", type=click.IntRange(1), default=None, help="desync: ranks to train for.")
+@click.option("--layers", type=click.IntRange(1), default=6)
+@click.option("--hidden", type=click.IntRange(2), default=96)
+@click.option("--heads", type=click.IntRange(1), default=4)
+@click.option("--kv-heads", type=click.IntRange(1), default=4)
+@click.option("--ffn", type=click.IntRange(1), default=256)
+@click.option("--vocab", type=click.IntRange(300), default=2048, help="Size of a tokenizer trained anew.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder that this command wrote, whose tokenizer.json to use in place of a new one.",
+)
+@click.option(
+    "--text",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="UTF-8 files, or folders of *.txt and *.md, to learn from.  [default: Python's documentation]",
+)
+@click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
+@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step.")
+@click.option("--context", type=click.IntRange(8), default=256, help="Tokens of a sequence, in training and after.")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Draws the initial weights and the order of the text.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of matrix products.")
+@click.option(
+    "--save-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", help="Of the weights."
+)
+@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads.  [default: torch's choice]")
+def command(out: Path, text: tuple[Path, ...], tokenizer: Path | None, threads: int | None, **options: Any) -> None:
+    """Train a small Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from tokenizers import Tokenizer
+
+    from .....models.training import corpus, train
+
+    if (out / "model.safetensors").exists():
+        raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
+    if threads:
+        torch.set_num_threads(threads)
+    console = Console(stderr=True)
+    settings = train.Settings(
+        tokens=options["tokens"],
+        batch=options["batch"],
+        context=options["context"],
+        learning_rate=options["learning_rate"],
+        seed=options["seed"],
+        dtype=options["dtype"],
+        save_dtype=options["save_dtype"],
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+    try:
+        documents = corpus.text_files(text) if text else corpus.python_documentation()
+        words = (
+            Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+            if tokenizer
+            else corpus.train_tokenizer(documents, options["vocab"])
+        )
+        config = _model(options, words.get_vocab_size())
+        console.print(
+            f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
+            f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens"
+        )
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task("training", total=settings.steps, loss=float("nan"), speed=0.0)
+            smooth = 0.0
+
+            def show(progress: train.TrainProgress) -> None:
+                nonlocal smooth
+                smooth = progress.loss if progress.step == 1 else 0.95 * smooth + 0.05 * progress.loss
+                speed = (bar.tasks[task].speed or 0.0) * settings.batch * settings.context
+                bar.update(task, completed=progress.step, loss=smooth, speed=speed)
+
+            trained = train.train(config, settings, words, documents, show)
+    except (ValueError, FloatingPointError) as error:
+        raise click.ClickException(str(error)) from error
+    about = {
+        "corpus": [str(path) for path in text] or ["Python's standard library documentation"],
+        "corpus_sha256": corpus.digest(documents),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "parameters": config.num_parameters,
+    }
+    train.save(out, trained, settings, words, about)
+    click.echo(f"{out}: held-out perplexity {trained.held_out_perplexity:.3f} over {trained.held_out_tokens:,} tokens")

@@ -1,0 +1,74 @@
+"""A deployment's fabric and where its ranks go on it, for the commands that plan. Reads files, measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...engine.config.load import Deployment
+from ...topology.cost.cost import Backend, Shape
+from ...topology.hardware import fabric as fabrics
+from ...topology.hardware.fabric import Fabric
+from ...topology.hardware.presets import preset
+from ...topology.placement.grid import Suits
+from ...topology.placement.placement import Placement, place
+from ..compose.hosts import read_hosts
+
+
+def read_fabric(text: str) -> Fabric:
+    """A fabric file, or a preset such as 2x8xH100 where no file is called so. Raises ReadError, OSError, ValueError."""
+    path = Path(text)
+    if path.suffix == ".json" or path.exists():
+        return fabrics.load(path)
+    return preset(text)
+
+
+def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) -> tuple[Fabric, Placement]:
+    """The deployment's placement, and the part of the fabric that it was asked to use. Raises PlacementError,
+    LaunchError, ValueError."""
+    parallel = deployment.parallel
+    allotment = read_hosts(deployment, environ, fabric)
+    slots: dict[str, int] | None = None
+    if deployment.launch.hosts or deployment.launch.hostfile or allotment.allocation:
+        slots = {host.name: host.slots for host in allotment.hosts}
+        fabric = fabric.only(slots)
+    placement = place(
+        fabric,
+        parallel.tensor_parallel_size,
+        parallel.replicas,
+        stages=parallel.pipeline_parallel_size,
+        slots=slots,
+        ranks_per_node=deployment.launch.ranks_per_node,
+        suits=model_suits(deployment),
+    )
+    return fabric, placement
+
+
+def model_suits(deployment: Deployment) -> Suits | None:
+    """Whether the deployment's model splits over so many ranks; None where its folder is not on this machine."""
+    from ...models.config.model_config import from_folder
+    from ...models.config.shapes import ShapeError, check_shapes, splits
+
+    folder = Path(deployment.model.path)
+    if not (folder / "config.json").is_file():
+        return None
+    model = from_folder(folder)
+
+    def suits(size: int) -> str | None:
+        if splits(model, size):
+            return None
+        try:
+            check_shapes(model, size)
+        except ShapeError as error:
+            return str(error).partition(": ")[2].rpartition(": use ")[0]
+        return None
+
+    return suits
+
+
+def backend_of(deployment: Deployment, shape: Shape) -> Backend:
+    """The backend whose prices hold: the configured one, or what `auto` comes to on these links."""
+    said = deployment.parallel.backend
+    if said != "auto":
+        return said
+    return "nccl" if shape.intra in ("nvlink", "pcie") and deployment.engine.device != "cpu" else "native"

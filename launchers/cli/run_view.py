@@ -1,0 +1,133 @@
+"""What a run shows on the terminal: a progress bar (or, without one, a line now and then) and a table at the end.
+
+Data in, text out; decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from ...engine.run.progress import Snapshot, Summary
+
+_BAR_SECONDS, _LINE_SECONDS = 0.1, 10.0
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:34, 1:02:03."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def speed(snapshot: Snapshot) -> str:
+    """Tokens a second and time left, as far as they can be known."""
+    if snapshot.phase != "ready" or snapshot.seconds <= 0 or not snapshot.tokens:
+        return ""
+    text = f"{snapshot.tokens / snapshot.seconds:,.0f} tokens/s"
+    here = snapshot.ok + snapshot.failed
+    if here:
+        text += f", {clock(snapshot.seconds * (snapshot.total - snapshot.done) / here)} left"
+    return text
+
+
+def plain_line(snapshot: Snapshot) -> str:
+    """One line for logs."""
+    parts = [f"{snapshot.done} of {snapshot.total} lines"]
+    if snapshot.skipped:
+        parts.append(f"{snapshot.skipped} done earlier")
+    if snapshot.failed:
+        parts.append(f"{snapshot.failed} failed")
+    if text := speed(snapshot):
+        parts.append(text)
+    return f"laddertron: {snapshot.phase}: " + ", ".join(parts)
+
+
+class RunView:
+    """Shows snapshots (engine/run/progress.py's Progress) on `console`; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Bar | None = None
+        self._due = 0.0
+        self._phase = ""
+        self._last: Snapshot | None = None
+        self._printed: Snapshot | None = None
+        if console.is_terminal:
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[speed]}"),
+                console=console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=None, speed="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._last is not None and self._last != self._printed:
+            self._console.print(plain_line(self._last), highlight=False, soft_wrap=True)
+
+    def update(self, snapshot: Snapshot) -> None:
+        now = time.monotonic()
+        self._last = snapshot
+        phase = snapshot.phase.partition(":")[0]  # behind it stands how far the phase is
+        if now < self._due and phase == self._phase:
+            return
+        self._phase = phase
+        if self._bar is not None:
+            self._due = now + _BAR_SECONDS
+            failed = f" [red]({snapshot.failed} failed)" if snapshot.failed else ""
+            self._bar.update(
+                self._task,
+                description=("running" if snapshot.phase == "ready" else snapshot.phase) + failed,
+                completed=snapshot.done,
+                total=snapshot.total if snapshot.phase == "ready" else None,
+                speed=speed(snapshot),
+            )
+        else:
+            self._due, self._printed = now + _LINE_SECONDS, snapshot
+            self._console.print(plain_line(snapshot), highlight=False, soft_wrap=True)
+
+
+def summary_table(summary: Summary) -> Table:
+    """What a run did, in a few rows."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    answered = f"{summary.ok:,} answered"
+    if summary.failed:
+        answered += f", {summary.failed:,} failed"
+    if summary.skipped:
+        answered += f", {summary.skipped:,} done earlier"
+    table.add_row("requests", f"{summary.requests:,}: {answered}")
+    table.add_row("tokens", f"{summary.prompt_tokens:,} prompt, {summary.tokens:,} generated")
+    table.add_row("speed", f"{summary.tokens_per_second:,.1f} tokens/s over {summary.seconds:,.1f} s")
+    for number, kind in enumerate(summary.computed):
+        tier = f", tier {kind.cpu_tier}" if kind.device == "cpu" else ""
+        threads = "1 thread" if kind.threads == "1" else f"{kind.threads} threads"
+        table.add_row("" if number else "ranks", f"{kind.ranks} x {kind.device}{tier}, {threads}")
+    table.add_row("communication", _communication(summary.hidden_seconds, summary.exposed_seconds))
+    for each in summary.layers:
+        table.add_row(f"  {each.layer}, {each.link}", _communication(each.hidden_seconds, each.exposed_seconds))
+    return table
+
+
+def _communication(hidden: float | None, exposed: float | None) -> str:
+    if hidden is None or exposed is None:
+        return "n/a"
+    share = f" ({hidden / (hidden + exposed):.0%} hidden)" if hidden + exposed > 0 else ""
+    return f"{hidden:.2f} s hidden, {exposed:.2f} s exposed{share}"

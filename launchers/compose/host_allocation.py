@@ -1,0 +1,139 @@
+"""Which hosts, devices, interfaces and HCAs each replica gets: by placement or by slots, in order.
+
+Pure. Without a fabric a group stays inside one host where it fits, else spans the fewest whole hosts with equally many
+ranks on each; with one, topology/placement/placement.py decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ...topology.hardware.fabric import Fabric
+from ...topology.placement.placement import Placement, place
+from .hosts import Host, HostAllocation, LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One job's hosts in the order of its ranks. `interfaces` and `hcas` (port keys, `mlx5_0`, `mlx5_0:2`) are what
+    the placement chose; () where no fabric says."""
+
+    hosts: tuple[Host, ...]
+    interfaces: tuple[str, ...] = ()
+    hcas: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+
+def divide(
+    allotment: HostAllocation, tp: int, replicas: int, fabric: Fabric | None, stages: int = 1
+) -> tuple[Share, ...]:
+    """Each replica's share, stage after stage. Raises LaunchError or PlacementError where they do not fit, and
+    LaunchError where nodes of an allocation would be left unused."""
+    if fabric is not None:
+        slots = {h.name: h.slots for h in allotment.hosts}
+        try:
+            known = fabric.only(slots)
+        except ValueError as error:
+            raise LaunchError(f"{error}; or leave launch.fabric out") from None
+        placement = place(known, tp, replicas, stages=stages, slots=slots)
+        shares = tuple(_placed(placement.replica(index), known) for index in range(replicas))
+    else:
+        shares = _in_order(allotment, tp, replicas, stages)
+    used = {h.name for share in shares for h in share.hosts}
+    idle = [h.name for h in allotment.hosts if h.name not in used]
+    if allotment.allocation and idle:
+        total = len(allotment.hosts)
+        raise LaunchError(
+            f"{_product(tp, stages, replicas)} ranks use {total - len(idle)} of {total} allocated nodes: "
+            f"{', '.join(idle[:8])}{' …' if len(idle) > 8 else ''} would be billed and never used: allocate fewer, or "
+            f"raise parallel.tensor_parallel_size or parallel.replicas, or lower launch.ranks_per_node"
+        )
+    return shares
+
+
+def _product(tp: int, stages: int, replicas: int) -> str:
+    return f"{tp}{f' x {stages}' if stages > 1 else ''} x {replicas} = {tp * stages * replicas}"
+
+
+def _placed(placement: Placement, fabric: Fabric) -> Share:
+    hosts = []
+    all_devices = {n.hostname: tuple(d.index for d in n.devices) for n in fabric.nodes}
+    for name, count in placement.hosts:
+        seats = [seat for seat in placement.seats if seat.hostname == name]
+        devices = tuple(seat.device for seat in seats if seat.device is not None)
+        usual = not devices or devices == all_devices[name]
+        cores = tuple(seat.cores for seat in seats)
+        hosts.append(Host(name, count, None if usual else devices, seats[0].interface, cores))
+    interfaces = dict.fromkeys(seat.interface for seat in placement.seats if seat.interface)
+    hcas = dict.fromkeys(seat.hca for seat in placement.seats if seat.hca)
+    if len(hosts) == 1:
+        return Share(tuple(hosts))
+    return Share(tuple(hosts), tuple(interfaces), tuple(sorted(hcas)))
+
+
+def _in_order(allotment: HostAllocation, tp: int, replicas: int, stages: int) -> tuple[Share, ...]:
+    hosts = allotment.hosts
+    used = [0] * len(hosts)
+    shares: list[Share] = []
+    at = 0
+    for replica, stage in product(range(replicas), range(stages)):
+        chosen = _next(hosts, used, at, tp)
+        if chosen is None:
+            have = " + ".join(str(h.slots) for h in hosts[:12]) + (" + …" if len(hosts) > 12 else "")
+            which = f"stage {stage} of replica {replica}" if stages > 1 else f"replica {replica}"
+            raise LaunchError(
+                f"{which} of {replicas} does not fit: {tp} ranks, inside a host or in equal shares of whole hosts, but "
+                f"there are {have} slots on {len(hosts)} hosts (hosts: {allotment.source}) and {replica} "
+                f"replicas on them: add hosts or slots, or lower parallel.tensor_parallel_size or parallel.replicas"
+            )
+        if stage == 0:
+            begun: dict[int, tuple[int, int]] = {}  # host -> its first slot of this replica, and how many
+        for index, count in chosen:
+            first, before = begun.get(index, (used[index], 0))
+            begun[index] = first, before + count
+            used[index] += count
+        at = chosen[-1][0]
+        if stage == stages - 1:
+            shares.append(Share(tuple(_part(hosts[index], *slots) for index, slots in begun.items())))
+    return tuple(shares)
+
+
+def _part(host: Host, first: int, count: int) -> Host:
+    return Host(host.name, count, None if count == host.slots else tuple(range(first, first + count)))
+
+
+def _next(hosts: Sequence[Host], used: Sequence[int], at: int, tp: int) -> list[tuple[int, int]] | None:
+    for index in range(at, len(hosts)):
+        if hosts[index].slots - used[index] >= tp:
+            return [(index, tp)]
+    free = [i for i in range(at, len(hosts)) if used[i] == 0]
+    for count in range(2, len(free) + 1):
+        part, rest = divmod(tp, count)
+        if rest == 0 and part and all(hosts[i].slots >= part for i in free[:count]):
+            return [(i, part) for i in free[:count]]
+    return None
+
+
+def together(shares: Sequence[Share]) -> Share:
+    """All replicas as one job: each host once, its ranks and devices added up. Raises LaunchError if hosts differ."""
+    found: dict[str, Host] = {}
+    for host in (h for share in shares for h in share.hosts):
+        before = found.get(host.name)
+        if before is None:
+            found[host.name] = host
+        else:
+            both = before.devices is not None and host.devices is not None
+            devices = (*(before.devices or ()), *(host.devices or ())) if both else None
+            cores = (*before.cores, *host.cores)
+            found[host.name] = replace(before, slots=before.slots + host.slots, devices=devices, cores=cores)
+    if len({h.slots for h in found.values()}) > 1:
+        counts = ", ".join(f"{h.name} {h.slots}" for h in found.values())
+        raise LaunchError(f"one job needs equally many ranks on each host, got {counts}: choose hosts or replicas so")
+    interfaces = dict.fromkeys(name for share in shares for name in share.interfaces)
+    hcas = {name for share in shares for name in share.hcas}
+    return Share(tuple(found.values()), tuple(interfaces), tuple(sorted(hcas)))

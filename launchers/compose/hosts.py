@@ -1,0 +1,163 @@
+"""Which hosts there are: config, hostfile, the batch system's allocation or the fabric, as data.
+
+Pure but for `read_hosts`, which opens the files that config and environment name. Who gets which of them is
+launchers/compose/host_allocation.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...engine.config.load import Deployment
+from ...topology.hardware.fabric import Fabric
+
+MAX_HOSTS = 100_000
+
+
+class LaunchError(ValueError):
+    """A deployment that cannot be launched here: the values, the rule and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """`slots` ranks on `name`. `devices` are those of its GPUs that the ranks use, in the order of ranks; None: the
+    first `slots` ones. `interface` is the one that the placement chose to meet the other hosts on, "" where it did
+    not; `cores` those of its seats, by local rank, () where no fabric says."""
+
+    name: str
+    slots: int
+    devices: tuple[int, ...] | None = None
+    interface: str = ""
+    cores: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostAllocation:
+    """The hosts that a deployment may use. `source` says where they were named; of an `allocation` every node is paid
+    for, so every node must be used."""
+
+    hosts: tuple[Host, ...]
+    source: str
+    allocation: bool = False
+
+
+_GROUP = re.compile(r"([^\[\],]*)\[([^\[\]]*)\]")
+
+
+def expand_nodelist(text: str) -> tuple[str, ...]:
+    """Slurm's `gpu[01-03,7],login` -> gpu01, gpu02, gpu03, gpu7, login. Raises LaunchError."""
+    names: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text):
+        names.extend(_expand(part, text))
+        if len(names) > MAX_HOSTS:
+            raise LaunchError(f"node list {text[:80]!r}… names more than {MAX_HOSTS} hosts")
+    if not names or text.count("[") != text.count("]"):
+        raise LaunchError(f"node list {text!r}: expected the form of SLURM_JOB_NODELIST, such as gpu[01-03,7],login")
+    return tuple(names)
+
+
+def _expand(part: str, whole: str) -> list[str]:
+    match = _GROUP.search(part)
+    if match is None:
+        return [part]
+    found: list[str] = []
+    for item in match[2].split(","):
+        low, dash, high = item.partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()) or int(high or low) - int(low) > MAX_HOSTS:
+            raise LaunchError(f"node list {whole!r}: {item!r} is no range such as 01-03")
+        for number in range(int(low), int(high or low) + 1):
+            head, rest = part[: match.start()] + match[1] + str(number).zfill(len(low)), part[match.end() :]
+            found.extend(head + tail for tail in (_expand(rest, whole) if rest else [""]))
+            if len(found) > MAX_HOSTS:
+                raise LaunchError(f"node list {whole[:80]!r}… names more than {MAX_HOSTS} hosts")
+    return found
+
+
+def parse_hostfile(text: str, default_slots: int, where: str) -> tuple[Host, ...]:
+    """Lines `name slots=8`, `name:8` or `name`; `#` begins a comment. Raises LaunchError with `where` and the line."""
+    found: list[Host] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        name, _, count = words[0].partition(":")
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key in ("slots", "max_slots", "max-slots"):
+                count = value if key == "slots" else count
+            else:
+                raise LaunchError(f"{where}:{number}: {word!r} is not slots=N; a line is `node1 slots=8` or `node1:8`")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or (count and not count.isdecimal()) or count == "0":
+            raise LaunchError(f"{where}:{number}: {line.strip()!r}: a line is `node1 slots=8` or `node1:8`")
+        if any(host.name == name for host in found):
+            raise LaunchError(f"{where}:{number}: {name} stands twice: name each host once")
+        found.append(Host(name, int(count or default_slots)))
+    if not found:
+        raise LaunchError(f"{where}: no hosts in it; a line is `node1 slots=8`")
+    return tuple(found)
+
+
+def parse_nodefile(text: str, where: str) -> tuple[Host, ...]:
+    """PBS_NODEFILE and LSB_DJOB_HOSTFILE: a host's name once for each of its slots. Raises LaunchError."""
+    counts: dict[str, int] = {}
+    for name in text.split():
+        counts[name] = counts.get(name, 0) + 1
+    if not counts:
+        raise LaunchError(f"{where}: no hosts in it")
+    return tuple(Host(name, count) for name, count in counts.items())
+
+
+def spread(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
+    """The hosts with equally many of the ranks each where that fits them; else as they are."""
+    share, rest = divmod(ranks, len(hosts))
+    if rest == 0 and share and all(h.slots == 0 or h.slots >= share for h in hosts):
+        return tuple(replace(h, slots=share) for h in hosts)
+    # a host that does not say how many it takes can take them all
+    return tuple(replace(h, slots=h.slots or ranks) for h in hosts)
+
+
+def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabric | None) -> HostAllocation:
+    """Hosts of the config, its hostfile, the allocation that `environ` describes, the fabric, or else this one."""
+    launch, world = deployment.launch, deployment.world_size
+    devices = {n.hostname: len(n.devices) for n in fabric.nodes} if fabric is not None else {}
+
+    def filled(hosts: Sequence[Host], gpus: int = 0) -> tuple[Host, ...]:
+        per_node = launch.ranks_per_node
+        known = [replace(h, slots=per_node or devices.get(h.name) or gpus or h.slots) for h in hosts]
+        return tuple(known) if all(devices.get(h.name) or gpus or per_node for h in hosts) else spread(known, world)
+
+    if launch.hosts:
+        named = [(name, int(slots or 0)) for name, _, slots in (h.partition(":") for h in launch.hosts)]
+        said = tuple(Host(name, slots) for name, slots in named)
+        if all(h.slots for h in said):
+            return HostAllocation(said, "launch.hosts")
+        filled_in = filled([replace(h, slots=0) for h in said])
+        return HostAllocation(tuple(s if s.slots else f for s, f in zip(said, filled_in, strict=True)), "launch.hosts")
+    if launch.hostfile is not None:
+        said = parse_hostfile(_text(launch.hostfile, "launch.hostfile"), 0, launch.hostfile)
+        filled_in = filled([replace(h, slots=0) for h in said])
+        return HostAllocation(
+            tuple(s if s.slots else f for s, f in zip(said, filled_in, strict=True)), "launch.hostfile"
+        )
+    if environ.get("SLURM_JOB_NODELIST"):
+        names = expand_nodelist(environ["SLURM_JOB_NODELIST"])
+        gpus = environ.get("SLURM_GPUS_ON_NODE", "")
+        hosts = filled([Host(name, 0) for name in names], int(gpus) if gpus.isdecimal() else 0)
+        return HostAllocation(hosts, "SLURM_JOB_NODELIST", allocation=True)
+    for variable in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
+        if environ.get(variable):
+            hosts = parse_nodefile(_text(environ[variable], variable), f"{variable}={environ[variable]}")
+            return HostAllocation(filled(hosts), variable, allocation=True)
+    if fabric is not None:
+        return HostAllocation(filled([Host(n.hostname, 0) for n in fabric.nodes]), "launch.fabric")
+    return HostAllocation((Host("localhost", launch.ranks_per_node or world),), "this one alone, since none are named")
+
+
+def _text(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{what}: {path} cannot be read: {error}") from None

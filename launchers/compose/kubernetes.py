@@ -1,0 +1,298 @@
+"""A deployment as Kubernetes manifests: an MPIJob (Kubeflow's operator, v2beta1) or a LeaderWorkerSet. Pure.
+
+Both hold the deployment in a ConfigMap, its hosts rewritten to the pods' names; ranks are started by mpirun over the
+pods' sshd, as on any cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from ...engine.config.load import Deployment, from_json, to_json
+from ...topology.hardware.fabric import Fabric
+from .hosts import LaunchError
+from .slurm import node_shape
+
+MOUNT = "/etc/laddertron"
+CONFIG = f"{MOUNT}/deploy.yaml"
+_SSH_CONFIG = "Host *\n  StrictHostKeyChecking accept-new\n  LogLevel ERROR\n"
+# a mounted Secret's folder is writable by all as sshd sees it: StrictModes would refuse its keys
+_SSHD = "ssh-keygen -A && {exec}/usr/sbin/sshd {flags}-o StrictModes=no"
+_SSHD_BESIDE, _SSHD_ALONE = _SSHD.format(exec="", flags=""), _SSHD.format(exec="exec ", flags="-De ")
+
+
+_PROBES = 9464
+"""The port of /health, /ready and /metrics where metrics.port names none."""
+_PATHS = (
+    "model.tokenizer",
+    "parallel.tuning_file",
+    "launch.fabric",
+    "daemon.export_dir",
+    "daemon.tls_cert",
+    "daemon.tls_key",
+)
+
+
+def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
+    """What the manifests leave out that the deployment counts on, each with its fix."""
+    kube, daemon = deployment.launch.kubernetes, deployment.daemon
+    serves = arguments[0] == "serve"
+    found = []
+    if kube.model_claim is None:
+        found.append(f"launch.kubernetes.model_claim is null: the image itself must hold {deployment.model.path}")
+    if serves and kube.data_claim is None:
+        found.append("launch.kubernetes.data_claim is null: batches and answers go with the pod")
+    if deployment.parallel.require_transport == "ib" and kube.rdma_resource is None:
+        found.append(
+            "parallel.require_transport=ib, and launch.kubernetes.rdma_resource is null: pods see no InfiniBand "
+            "device, and every start is refused"
+        )
+    if serves and daemon.api_key_file is None:
+        found.append("daemon.api_key_file is null: the daemon listens on its pod's loopback, and no Service is made")
+    mounted = [PurePosixPath(mount["mountPath"]) for mount in _mounts(deployment, serves)[0]]
+    for key in _PATHS:
+        section, name = key.split(".")
+        path = getattr(getattr(deployment, section), name)
+        if path is not None and not any(PurePosixPath(path).is_relative_to(place) for place in mounted):
+            found.append(f"{key}={path} lies in no volume of the pods: the image itself must hold it")
+    return found
+
+
+def changed(deployment: Deployment) -> dict[str, Any]:
+    """What the deployment says beyond the defaults, as a deployment file would."""
+    mine = to_json(deployment)
+    usual = to_json(from_json({"model": {"path": deployment.model.path}}))
+
+    def beyond(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in ours.items():
+            if isinstance(value, dict) and isinstance(theirs.get(key), dict) and key != "env":
+                if inner := beyond(value, theirs[key]):
+                    found[key] = inner
+            elif value != theirs.get(key):
+                found[key] = value
+        return found
+
+    found = beyond(mine, usual)
+    return {"model": {"path": deployment.model.path} | found.pop("model", {})} | found
+
+
+def _config_map(deployment: Deployment, launch: Mapping[str, Any]) -> dict[str, Any]:
+    said = changed(deployment)
+    section = {k: v for k, v in said.get("launch", {}).items() if k not in ("hosts", "hostfile", "launcher", "slurm")}
+    said["launch"] = {k: v for k, v in section.items() if k != "kubernetes"} | {"launcher": "openmpi", **launch}
+    kube = deployment.launch.kubernetes
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{kube.name}-config", "namespace": kube.namespace},
+        "data": {
+            "deploy.yaml": yaml.safe_dump(said, sort_keys=False, allow_unicode=True),
+            "ssh_config": _SSH_CONFIG,
+        },
+    }
+
+
+def _mounts(deployment: Deployment, serves: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(mounts, volumes) of claims, and of the Secret with a daemon's keys. Raises LaunchError."""
+    kube, keys = deployment.launch.kubernetes, deployment.daemon.api_key_file
+    mounts: list[dict[str, Any]] = []
+    volumes: list[dict[str, Any]] = []
+    for name, claim, path, read_only in (
+        ("model", kube.model_claim, str(PurePosixPath(deployment.model.path).parent), True),
+        ("data", kube.data_claim, deployment.daemon.data_dir, False),
+    ):
+        if claim is not None:
+            mounts.append({"name": name, "mountPath": path, "readOnly": read_only})
+            volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": read_only}})
+    if serves and keys is not None:
+        folder = str(PurePosixPath(keys).parent)
+        if folder in [MOUNT, *(mount["mountPath"] for mount in mounts)]:
+            raise LaunchError(f"daemon.api_key_file={keys}: its folder is a volume already: give it one of its own")
+        mounts.append({"name": "keys", "mountPath": folder, "readOnly": True})
+        volumes.append({"name": "keys", "secret": {"secretName": kube.keys_secret, "defaultMode": 0o400}})
+    return mounts, volumes
+
+
+def _pod(
+    deployment: Deployment, command: Sequence[str], per_node: int, ranks: bool, ssh: bool, serves: bool = False
+) -> dict[str, Any]:
+    """A pod's spec. `ranks`: it holds devices; `ssh`: it brings its own keys (an MPIJob's operator mounts them);
+    `serves`: it holds the daemon."""
+    kube = deployment.launch.kubernetes
+    limits: dict[str, Any] = {}
+    if ranks and deployment.engine.device != "cpu":
+        limits[kube.gpu_resource] = per_node
+    if ranks and kube.rdma_resource is not None:
+        limits[kube.rdma_resource] = kube.rdma_count
+    mounts: list[dict[str, Any]] = [
+        {"name": "config", "mountPath": MOUNT, "readOnly": True},
+        {
+            "name": "config",
+            "mountPath": "/etc/ssh/ssh_config.d/laddertron.conf",
+            "subPath": "ssh_config",
+            "readOnly": True,
+        },
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": f"{kube.name}-config"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(kube.shm_size)}},
+    ]
+    if ssh:
+        mounts.append({"name": "ssh", "mountPath": "/root/.ssh", "readOnly": True})
+        volumes.append({"name": "ssh", "secret": {"secretName": kube.ssh_secret, "defaultMode": 0o400}})
+    for own, more in zip((mounts, volumes), _mounts(deployment, serves), strict=True):
+        own.extend(more)
+    container: dict[str, Any] = {
+        "name": "laddertron",
+        "image": kube.image,
+        "command": list(command),
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "volumeMounts": mounts,
+        # registering memory with an HCA locks it
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+    }
+    if limits:
+        container["resources"] = {"limits": limits}
+    if serves and deployment.metrics.enabled:
+        port = deployment.metrics.port or _PROBES
+        container["ports"] = [{"name": "probes", "containerPort": port}]
+        scheme = {"scheme": "HTTPS"} if deployment.daemon.tls_cert is not None else {}
+        alive = {"httpGet": {"path": "/health", "port": port, **scheme}}
+        # an older version's store is brought up to date before the door opens
+        container["startupProbe"] = {**alive, "failureThreshold": 360}
+        container["livenessProbe"] = {**alive, "failureThreshold": 6}
+        container["readinessProbe"] = {"httpGet": {"path": "/ready", "port": port, **scheme}, "periodSeconds": 5}
+    return {"containers": [container], "volumes": volumes}
+
+
+def _program(deployment: Deployment, arguments: Sequence[str]) -> tuple[str, ...]:
+    # $(POD_IP) is expanded by the kubelet: ranks in other pods, probes and clients must reach the daemon
+    overrides = ["daemon.control_host=$(POD_IP)"]
+    if arguments[0] == "serve":
+        if deployment.metrics.enabled:
+            port = deployment.metrics.port or _PROBES
+            overrides += ["metrics.host=$(POD_IP)", f"metrics.port={port}"]
+        if deployment.daemon.api_key_file is not None:
+            overrides.append("daemon.host=$(POD_IP)")
+    return (
+        deployment.launch.python or "python3",
+        "-m",
+        "laddertron.launchers.cli",
+        *arguments,
+        *(word for override in overrides for word in ("--set", override)),
+    )
+
+
+def _service(deployment: Deployment, arguments: Sequence[str], selector: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Where clients find the daemon: where it has keys, and so listens beyond its pod."""
+    kube = deployment.launch.kubernetes
+    if arguments[0] != "serve" or deployment.daemon.api_key_file is None:
+        return []
+    spec = {"selector": dict(selector), "ports": [{"name": "api", "port": deployment.daemon.port}]}
+    # a LeaderWorkerSet's controller makes a Service of the set's own name
+    metadata = {"name": f"{kube.name}-api", "namespace": kube.namespace}
+    return [{"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}]
+
+
+def _subcommand(arguments: Sequence[str]) -> tuple[str, ...]:
+    return (arguments[0], CONFIG, *arguments[1:])
+
+
+def mpijob(deployment: Deployment, fabric: Fabric | None, arguments: Sequence[str]) -> str:
+    """The manifests for `laddertron <arguments>` in an MPIJob's launcher pod. Raises LaunchError."""
+    nodes, per_node = node_shape(deployment, fabric)
+    kube = deployment.launch.kubernetes
+    job = {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": kube.name, "namespace": kube.namespace},
+        "spec": {
+            "slotsPerWorker": per_node,
+            "mpiImplementation": "OpenMPI",
+            "runPolicy": {"cleanPodPolicy": "Running"},
+            "mpiReplicaSpecs": {
+                "Launcher": {
+                    "replicas": 1,
+                    "restartPolicy": "OnFailure",
+                    "template": {
+                        "spec": _pod(
+                            deployment,
+                            _program(deployment, _subcommand(arguments)),
+                            per_node,
+                            False,
+                            False,
+                            arguments[0] == "serve",
+                        )
+                    },
+                },
+                "Worker": {
+                    "replicas": nodes,
+                    "template": {
+                        "spec": _pod(
+                            deployment,
+                            ("sh", "-c", _SSHD_ALONE),
+                            per_node,
+                            True,
+                            False,
+                        )
+                    },
+                },
+            },
+        },
+    }
+    labels = {"training.kubeflow.org/job-name": kube.name, "training.kubeflow.org/job-role": "launcher"}
+    config_map = _config_map(deployment, {"hostfile": "/etc/mpi/hostfile"})
+    return _documents(config_map, job, *_service(deployment, arguments, labels))
+
+
+def leader_worker_set(deployment: Deployment, fabric: Fabric | None, arguments: Sequence[str]) -> str:
+    """The manifests for `laddertron <arguments>` in the leader's pod, which holds ranks itself. Raises LaunchError."""
+    nodes, per_node = node_shape(deployment, fabric)
+    kube = deployment.launch.kubernetes
+    if len(f"{kube.name}-0-{nodes}") > 63:
+        raise LaunchError(f"launch.kubernetes.name={kube.name}: pod names would pass 63 letters: use a shorter one")
+    pods = [f"{kube.name}-0", *(f"{kube.name}-0-{index}" for index in range(1, nodes))]
+    leader = ("sh", "-c", f'{_SSHD_BESIDE} && exec "$@"', "sh", *_program(deployment, _subcommand(arguments)))
+    worker = ("sh", "-c", _SSHD_ALONE)
+    group = {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "kind": "LeaderWorkerSet",
+        "metadata": {"name": kube.name, "namespace": kube.namespace},
+        "spec": {
+            "replicas": 1,
+            "leaderWorkerTemplate": {
+                "size": nodes,
+                # the daemon relaunches ranks itself; recreating the group would end the daemon as well
+                "restartPolicy": "None",
+                "leaderTemplate": {"spec": _pod(deployment, leader, per_node, True, True, arguments[0] == "serve")},
+                "workerTemplate": {"spec": _pod(deployment, worker, per_node, True, True)},
+            },
+        },
+    }
+    hosts = [f"{pod}.{kube.name}.{kube.namespace}:{per_node}" for pod in pods]
+    labels = {
+        "leaderworkerset.sigs.k8s.io/name": kube.name,
+        "leaderworkerset.sigs.k8s.io/worker-index": "0",
+    }
+    return _documents(_config_map(deployment, {"hosts": hosts}), group, *_service(deployment, arguments, labels))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Text of several lines as a block, so that people can read it."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _documents(*documents: Mapping[str, Any]) -> str:
+    return "---\n".join(yaml.dump(d, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120) for d in documents)

@@ -1,0 +1,293 @@
+"""The one composer of launcher command lines: (Deployment, Site, Share, program, forward) -> LaunchCommand. Pure.
+
+`launch` prints or execs what it makes, `run` and `serve` start it. Values of variables never stand on a command line,
+only names; every word has its reason. Finding the launcher is launchers/compose/detect_launcher.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...engine.config.load import Deployment
+from ...engine.config.schema import PLACEMENT
+from ...topology.hardware import cpu_tier
+from ...topology.hardware.fabric import Fabric
+from .host_allocation import Share
+from .hosts import LaunchError
+from .network import NetworkChoice, Variable, choose_network, environment, variables
+from .rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_text, interfaces_text, seats_text
+
+Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
+WORKER = "laddertron.launchers.rank.worker"
+ENV_LISTEN = "LADDERTRON_LISTEN"
+CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
+"""What a rank needs to find and convince its supervisor; set by whoever starts the command
+(launchers/control/control.py)."""
+INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH", cpu_tier.VARIABLE)
+"""Of the launching shell, forwarded where set: without them other hosts may not find the same libraries, or compute
+otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What composing must know of the launching machine. `version` of the launcher's program; `cores` of this host,
+    `fabric` the other hosts'; `shell` the names in its environment."""
+
+    kind: Kind
+    program: str
+    version: tuple[int, ...]
+    python: str
+    as_root: bool = False
+    cores: int | None = None
+    fabric: Fabric | None = None
+    shell: frozenset[str] = frozenset()
+    host: str = "localhost"
+    listen: str | None = None
+    """The library that keeps a job's sockets on loopback or the chosen interface (listen.c), where it was built."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Words of the command line that belong together, and why they are there."""
+
+    words: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCommand:
+    """`env` is what the launcher's own environment must hold beyond the shell's; ranks get it by name. Names alone
+    are here of what is `inherited` from the shell and of what whoever starts the command adds (`forward`): secrets."""
+
+    parts: tuple[Part, ...]
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    inherited: tuple[str, ...] = ()
+    forward: tuple[str, ...] = ()
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return tuple(word for part in self.parts for word in part.words)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {name: variable.value for name, variable in self.variables.items()}
+
+    @property
+    def comments(self) -> tuple[tuple[tuple[str, ...], str], ...]:
+        return tuple((part.words, part.reason) for part in self.parts)
+
+
+def worker_program(site: Site) -> tuple[str, ...]:
+    """A rank's command; CONTROL must be in its environment."""
+    return (site.python, "-m", WORKER)
+
+
+def compose(
+    deployment: Deployment, site: Site, share: Share, program: Sequence[str], forward: Sequence[str] = ()
+) -> LaunchCommand:
+    """The command that starts `program` once for each slot of the share (one replica's, or a whole job's), with what
+    config and fabric say in its environment and, by name, `forward`, which the caller sets. Raises LaunchError on
+    hosts that this launcher cannot be given."""
+    if not share.hosts or len({h.slots for h in share.hosts}) != 1:
+        raise LaunchError(
+            f"a job needs equally many ranks on each host, got {[(h.name, h.slots) for h in share.hosts]}"
+        )
+    wires = choose_network(deployment, share)
+    env = _environment(deployment, site, share, wires)
+    asked = dict.fromkeys((*INHERITED, *deployment.launch.forward_env))
+    inherited = tuple(name for name in asked if name in site.shell and name not in env)
+    parts = _COMPOSERS[site.kind](deployment, site, share, wires, (*env, *inherited, *forward))
+    if deployment.launch.extra_args:
+        parts.append(Part(deployment.launch.extra_args, "launch.extra_args"))
+    parts.append(Part(tuple(program), "what each rank runs"))
+    return LaunchCommand(tuple(parts), env, inherited, tuple(forward))
+
+
+def _environment(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice) -> dict[str, Variable]:
+    env = environment(deployment, variables(deployment, wires, share)) | _listening(deployment, site, share, wires)
+    if site.fabric is None:
+        return env
+    env[ENV_SEATS] = Variable(seats_text(share.hosts), "each rank looks whether it is where the fabric has it")
+    interfaces = interfaces_text(share.hosts)
+    if interfaces and deployment.launch.interface is None:
+        env[ENV_INTERFACES] = Variable(interfaces, "the fabric: what ranks bind their sockets to, host by host")
+    cores = cores_text(share.hosts)
+    if cores and deployment.launch.bind_to == PLACEMENT:
+        env[ENV_CORES] = Variable(cores, "launch.bind_to: each rank binds itself to its seat's")
+    return env
+
+
+def _listening(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice) -> dict[str, Variable]:
+    """What keeps an MPI, which binds to every address, on loopback where all ranks are on this host, else on the
+    interface that was chosen."""
+    if site.kind not in ("openmpi", "mpich") or site.listen is None:
+        return {}
+    if "LD_PRELOAD" in site.shell or "LD_PRELOAD" in deployment.launch.env:
+        return {}
+    where, why = ",".join(wires.interfaces), f"{wires.interface_reason}: nobody else may connect"
+    if [host.name for host in share.hosts] in (["localhost"], [site.host]):
+        where, why = "lo", "all ranks are on this host: nobody else may connect"
+    return {ENV_LISTEN: Variable(where, why), "LD_PRELOAD": Variable(site.listen, why)} if where else {}
+
+
+def _binding(deployment: Deployment) -> tuple[str, str]:
+    """The word for the launcher's own binding, and why."""
+    if deployment.launch.bind_to == PLACEMENT:
+        return "none", "launch.bind_to: placement: each rank binds itself"
+    return deployment.launch.bind_to, "launch.bind_to: unless told, threads run on any core"
+
+
+def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
+    """Whether ranks must share cores: said by the config, or more ranks than cores on some host without devices. Of
+    another host only the fabric knows the cores."""
+    if deployment.launch.oversubscribe is not None:
+        return deployment.launch.oversubscribe
+    nodes = {n.hostname: n for n in site.fabric.nodes} if site.fabric is not None else {}
+    for host in share.hosts:
+        node = nodes.get(host.name)
+        here = site.cores if host.name in ("localhost", site.host) else None
+        cores = here if node is None else len(node.cores)
+        if (node is None or not node.devices) and cores is not None and host.slots > cores:
+            return True
+    return False
+
+
+def _version(site: Site) -> str:
+    return ".".join(map(str, site.version)) or "(not found on this machine)"
+
+
+def _openmpi(
+    deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]
+) -> list[Part]:
+    launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
+    word, why = _binding(deployment)
+    parts = [
+        Part((site.program,), f"Open MPI {_version(site)}"),
+        Part(("-np", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
+        Part(("--host", seats_text(share.hosts)), "hosts and the ranks that each takes"),
+        Part(
+            ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
+            "launch.map_by" if launch.map_by else "neighbouring ranks share a node: a group spans nodes last",
+        ),
+        Part(("--bind-to", word), why),
+    ]
+    if site.as_root:
+        parts.append(Part(("--allow-run-as-root",), "this user is root, which Open MPI refuses unasked"))
+    if crowded(deployment, site, share):
+        parts.append(Part(("--oversubscribe",), "more ranks than cores on a host"))
+        parts.append(
+            Part(("--mca", "mpi_yield_when_idle", "1"), "ranks that wait give their core to those that compute")
+        )
+    if launch.rsh_agent is not None:
+        parts.append(Part(("--mca", "plm_rsh_agent", launch.rsh_agent), "launch.rsh_agent"))
+    if len(share.hosts) > 1 and wires.interfaces:
+        reason = wires.interface_reason
+        parts.append(Part(("--mca", "oob_tcp_if_include", ",".join(wires.interfaces)), reason))
+        parts.append(Part(("--mca", "btl_tcp_if_include", ",".join(wires.interfaces)), reason))
+    if len(share.hosts) > 1 and ENV_LISTEN in names and site.listen is not None:
+        prefix, daemon = ("orte", "orted") if site.version[:1] in ((3,), (4,)) else ("prte", "prted")
+        agent = f"env LD_PRELOAD={site.listen} {ENV_LISTEN}={','.join(wires.interfaces)} {daemon}"
+        reason = "the other hosts' daemons listen there, too"
+        parts.append(Part((f"--{'prtemca' if prefix == 'prte' else 'mca'}", f"{prefix}_launch_agent", agent), reason))
+    if len(share.hosts) > 1 and not wires.hcas:
+        shared = "vader" if site.version[:1] in ((3,), (4,)) else "sm"
+        parts.append(Part(("--mca", "pml", "ob1"), "no RDMA port is known: TCP between nodes, not a guess of UCX"))
+        parts.append(Part(("--mca", "btl", f"self,{shared},tcp"), "itself, shared memory inside a node, TCP between"))
+    parts.extend(Part(("-x", name), "by name: its value stays off the command line") for name in names)
+    return parts
+
+
+def _mpich(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]) -> list[Part]:
+    launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
+    word, why = _binding(deployment)
+    parts = [
+        Part((site.program,), f"MPICH {_version(site)} (Hydra)"),
+        Part(("-n", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
+        Part(("-hosts", seats_text(share.hosts)), "hosts and the ranks that each takes"),
+        Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
+        Part(("-bind-to", word), why),
+    ]
+    if launch.map_by:
+        parts.append(Part(("-map-by", launch.map_by), "launch.map_by"))
+    if launch.rsh_agent is not None:
+        parts.append(Part(("-launcher", "ssh", "-launcher-exec", launch.rsh_agent), "launch.rsh_agent"))
+    if len(share.hosts) > 1 and len(wires.interfaces) == 1:
+        parts.append(Part(("-iface", wires.interfaces[0]), wires.interface_reason))
+    if names:
+        parts.append(Part(("-genvlist", ",".join(names)), "by name: their values stay off the command line"))
+    return parts
+
+
+def _slurm(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]) -> list[Part]:
+    slurm, ranks, per_node = deployment.launch.slurm, share.ranks, share.hosts[0].slots
+    parts = [
+        Part((site.program,), f"Slurm {_version(site)}"),
+        Part((f"--mpi={slurm.mpi}",), "launch.slurm.mpi: how ranks find one another"),
+        Part((f"--nodes={len(share.hosts)}", f"--ntasks={ranks}"), f"{len(share.hosts)} nodes x {per_node} ranks"),
+        Part((f"--ntasks-per-node={per_node}", "--distribution=block"), "neighbouring ranks share a node"),
+    ]
+    if [h.name for h in share.hosts] != ["localhost"]:
+        parts.append(Part((f"--nodelist={','.join(h.name for h in share.hosts)}",), "this replica's nodes"))
+    if slurm.gpus and deployment.engine.device != "cpu":
+        if not all(h.devices is None for h in share.hosts):
+            raise LaunchError(
+                f"{share.hosts[0].name} would hold several replicas: srun hands GPUs to a step by itself, so steps "
+                f"cannot divide a node's: use launch.launcher: openmpi inside the allocation, or a whole node a replica"
+            )
+        # a step that sees only its own GPU cannot use peer-to-peer copies
+        parts.append(Part((f"--gpus-per-node={per_node}",), "one task a GPU, all of a node's visible to each"))
+    bound = deployment.launch.bind_to == PLACEMENT
+    why = _binding(deployment)[1] if bound else "threads run on any core that the step has"
+    parts.append(Part(("--cpu-bind=none",), why))
+    parts.append(Part(("--kill-on-bad-exit=1",), "a group that lost a rank cannot go on"))
+    parts.append(Part(("--overlap",), "replicas share an allocation, and a relaunch does not wait for what is dying"))
+    parts.append(Part(("--export=ALL",), "the environment as it is: no value stands on the command line"))
+    if slurm.container_image is not None:
+        parts.append(Part((f"--container-image={slurm.container_image}",), "launch.slurm.container_image (Pyxis)"))
+        if slurm.container_mounts:
+            mounts = ",".join(slurm.container_mounts)
+            parts.append(Part((f"--container-mounts={mounts}",), "launch.slurm.container_mounts"))
+        inside = ",".join(names)
+        if inside:
+            parts.append(Part((f"--container-env={inside}",), "these win over the image's own"))
+    return parts
+
+
+def _torchrun(
+    deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]
+) -> list[Part]:
+    if len(share.hosts) > 1:
+        raise LaunchError(
+            f"torchrun starts ranks on its own host alone, the job has {len(share.hosts)}: `laddertron launch "
+            f"--dry-run` prints the command of each host; or use launch.launcher: openmpi, mpich or slurm"
+        )
+    return [
+        Part((site.python, "-m", "torch.distributed.run"), "torchrun, of the same Python as the ranks"),
+        Part(("--standalone",), "one host: no rendezvous with others"),
+        Part((f"--nproc-per-node={share.hosts[0].slots}",), f"{share.hosts[0].slots} ranks on this host"),
+        Part(("--no-python",), "what follows is a whole command"),
+    ]
+
+
+def torchrun_hosts(
+    deployment: Deployment, site: Site, share: Share, program: Sequence[str], port: int = 29500
+) -> tuple[LaunchCommand, ...]:
+    """One command a host, each to be started there; host 0 is the meeting place. For `launch --dry-run`."""
+    found = []
+    env = _environment(deployment, site, share, choose_network(deployment, share))
+    for index, host in enumerate(share.hosts):
+        parts = (
+            Part((site.python, "-m", "torch.distributed.run"), f"on {host.name}"),
+            Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "the order of hosts is the order of ranks"),
+            Part((f"--nproc-per-node={host.slots}",), f"{host.slots} ranks on this host"),
+            Part((f"--master-addr={share.hosts[0].name}", f"--master-port={port}"), "where the hosts meet"),
+            Part(("--no-python",), "what follows is a whole command"),
+            Part(tuple(program), "what each rank runs"),
+        )
+        found.append(LaunchCommand(parts, env))
+    return tuple(found)
+
+
+_COMPOSERS = {"openmpi": _openmpi, "mpich": _mpich, "slurm": _slurm, "torchrun": _torchrun}

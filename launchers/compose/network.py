@@ -1,0 +1,79 @@
+"""Which interface and HCAs a job's ranks use, and how NCCL, gloo, UCX and MPI learn it: pure.
+
+From config and placement, never a hard-coded name: what neither of them says is left to the libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...engine.config.load import Deployment
+from .host_allocation import Share
+from .hosts import LaunchError
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkChoice:
+    """`interfaces` (one, unless hosts call theirs differently) and `hcas` (port keys) with the reason for each; ()
+    where nobody knows better than the libraries."""
+
+    interfaces: tuple[str, ...] = ()
+    interface_reason: str = ""
+    hcas: tuple[str, ...] = ()
+    hcas_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable of the ranks and why it is set."""
+
+    value: str
+    reason: str = field(compare=False)
+
+
+def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
+    """What the config names, else what the placement chose."""
+    launch = deployment.launch
+    interfaces, why = (
+        ((launch.interface,), "launch.interface") if launch.interface else (share.interfaces, "the fabric")
+    )
+    hcas, why_hcas = (launch.hcas, "launch.hcas") if launch.hcas else (share.hcas, "the fabric: nearest to the devices")
+    return NetworkChoice(interfaces, why if interfaces else "", hcas, why_hcas if hcas else "")
+
+
+def variables(deployment: Deployment, wires: NetworkChoice, share: Share) -> dict[str, Variable]:
+    """The ranks' derived environment; what `launch.env` names is left to it. Raises LaunchError where ranks of one job
+    would need different values."""
+    found: dict[str, Variable] = {}
+    if wires.interfaces:
+        # `=`: exactly this name; without it NCCL takes every interface that begins so
+        found["NCCL_SOCKET_IFNAME"] = Variable(f"={','.join(wires.interfaces)}", wires.interface_reason)
+        if len(wires.interfaces) == 1:
+            found["GLOO_SOCKET_IFNAME"] = Variable(wires.interfaces[0], wires.interface_reason)
+    if deployment.parallel.require_transport == "socket":
+        found["NCCL_IB_DISABLE"] = Variable("1", "parallel.require_transport: socket")
+    elif wires.hcas:
+        ports = ",".join(hca if ":" in hca else f"{hca}:1" for hca in wires.hcas)
+        found["NCCL_IB_HCA"] = Variable(f"={ports}", wires.hcas_reason)
+        found["UCX_NET_DEVICES"] = Variable(ports, wires.hcas_reason)
+    if "UCX_NET_DEVICES" not in found and wires.interfaces:
+        found["UCX_NET_DEVICES"] = Variable(",".join(wires.interfaces), "no RDMA port: UCX would look for a way round")
+    if deployment.engine.threads is not None:
+        found["OMP_NUM_THREADS"] = Variable(str(deployment.engine.threads), "engine.threads")
+    if deployment.engine.device != "cpu":
+        used = {h.devices for h in share.hosts}
+        if len(used) > 1:
+            shown = "; ".join(f"{h.name}: {h.devices or 'the first'}" for h in share.hosts)
+            raise LaunchError(f"ranks of one job need the same devices on each host, got {shown}: use whole hosts")
+        devices = share.hosts[0].devices
+        if devices is not None:
+            text = ",".join(map(str, devices))
+            found["CUDA_VISIBLE_DEVICES"] = Variable(text, "this job's part of the host's devices")
+    return {name: found[name] for name in sorted(found) if name not in deployment.launch.env}
+
+
+def environment(deployment: Deployment, derived: Mapping[str, Variable]) -> dict[str, Variable]:
+    """Derived variables and those of `launch.env`, by name."""
+    said = {name: Variable(value, "launch.env") for name, value in deployment.launch.env.items()}
+    return dict(sorted({**derived, **said}.items()))

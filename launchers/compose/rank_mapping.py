@@ -1,0 +1,108 @@
+"""Where each rank of a launch belongs: said by the composer in the ranks' environment, verified by the ranks when they
+meet. Pure. Only where a fabric was given: its host names are those that hosts call themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...topology.hardware.fabric import format_cpus, parse_cpus
+from ...topology.placement.identity import Launcher
+from ...topology.placement.layout import GroupLayout
+from ...topology.placement.mapping import MappingError, Observed, same_host, verify
+from ...topology.placement.placement import Placement, Seat
+from .hosts import Host
+
+ENV_SEATS = "LADDERTRON_SEATS"
+"""`node1:8,node2:8`: the hosts in the order of ranks."""
+ENV_INTERFACES = "LADDERTRON_INTERFACES"
+"""`node1=ib0,node2=bond0`: where the placement has each host's ranks meet those of others."""
+
+ENV_CORES = "LADDERTRON_CORES"
+"""`node1=0-13/14-27,node2=0-3+8/4-7`: the cores of each host's seats by local rank, where launch.bind_to asks."""
+
+_FORMS = {ENV_INTERFACES: "node1=ib0,node2=ib0", ENV_CORES: "node1=0-13/14-27,node2=0-3+8/4-7"}
+
+
+def seats_text(hosts: Sequence[Host]) -> str:
+    """The value of ENV_SEATS."""
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+def expected(text: str) -> Placement:
+    """What ENV_SEATS says, as a placement of one group. Raises MappingError on a value that is none of ours."""
+    seats: list[Seat] = []
+    nodes: list[tuple[int, ...]] = []
+    for part in text.split(","):
+        name, _, count = part.partition(":")
+        if not name or not count.isdecimal() or not 1 <= int(count) <= 65536:
+            raise MappingError(
+                f"{ENV_SEATS}={text[:200]!r}: expected node1:8,node2:8; it is laddertron's to set, unset it"
+            )
+        first = len(seats)
+        seats += [Seat(first + local, name, local, None, None, "", None, (), "") for local in range(int(count))]
+        nodes.append(tuple(range(first, len(seats))))
+    if len({len(ranks) for ranks in nodes}) > 1:
+        raise MappingError(f"{ENV_SEATS}={text[:200]!r}: hosts with unequal numbers of ranks; unset it")
+    return Placement(len(seats), 1, tuple(seats), (GroupLayout(tuple(nodes)),))
+
+
+def verify_seats(text: str | None, observed: Sequence[Observed], launcher: Launcher) -> None:
+    """Raises MappingError, with the launcher's option that fixes it, unless every rank runs where `text` has it; None:
+    nobody has said where."""
+    if text is not None:
+        verify(expected(text), observed, launcher)
+
+
+def interfaces_text(hosts: Sequence[Host]) -> str:
+    """The value of ENV_INTERFACES; "" where the placement names none for some host, or there is one host alone."""
+    if len(hosts) < 2 or not all(host.interface for host in hosts):
+        return ""
+    return ",".join(f"{host.name}={host.interface}" for host in hosts)
+
+
+def interface_here(text: str | None, hostname: str) -> str | None:
+    """What ENV_INTERFACES says of this host; None: nobody has said. Raises MappingError on a value that is none of
+    ours."""
+    return _of_host(ENV_INTERFACES, text, hostname)
+
+
+def cores_text(hosts: Sequence[Host]) -> str:
+    """The value of ENV_CORES; "" where the placement does not say some seat's."""
+    if not all(len(host.cores) == host.slots for host in hosts):
+        return ""
+    return ",".join(f"{host.name}={'/'.join(_listed(cores) for cores in host.cores)}" for host in hosts)
+
+
+def _listed(cores: Sequence[int]) -> str:
+    return format_cpus(cores).replace(",", "+")
+
+
+def cores_here(text: str | None, hostname: str, local_rank: int) -> tuple[int, ...] | None:
+    """What ENV_CORES says of this rank; None: nobody has said. Raises MappingError on a value that is none of ours."""
+    said = _of_host(ENV_CORES, text, hostname)
+    if said is None:
+        return None
+    try:
+        cores = parse_cpus(said.split("/")[local_rank].replace("+", ","))
+    except (ValueError, IndexError):
+        cores = ()
+    if not cores:
+        raise MappingError(
+            f"{ENV_CORES}={said[:200]!r} for {hostname}: no cores of local rank {local_rank}; it is laddertron's to "
+            "set, unset it"
+        )
+    return cores
+
+
+def _of_host(name: str, text: str | None, hostname: str) -> str | None:
+    if text is None:
+        return None
+    found = None
+    for part in text.split(","):
+        host, sign, said = part.partition("=")
+        if not host or not sign or not said:
+            raise MappingError(f"{name}={text[:200]!r}: expected {_FORMS[name]}; it is laddertron's to set, unset it")
+        if same_host(host, hostname):
+            found = said
+    return found

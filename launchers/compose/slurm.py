@@ -1,0 +1,101 @@
+"""The sbatch script of a deployment, as text: pure. It drains five minutes before its time ends, and is requeued.
+
+The batch script is no rank: it runs `laddertron serve` or `run` on the first node, which starts ranks with srun.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from ...engine.config.load import Deployment
+from ...topology.hardware.fabric import Fabric
+from .host_allocation import divide
+from .hosts import Host, HostAllocation, LaunchError
+
+DRAIN_NOTICE_S = 300
+
+
+def node_shape(deployment: Deployment, fabric: Fabric | None) -> tuple[int, int]:
+    """(nodes, ranks a node) that the deployment asks a batch system for, before any host is known. Raises LaunchError
+    where nothing says how many ranks a node takes."""
+    d, launch = deployment.parallel, deployment.launch
+    devices = {len(n.devices) for n in fabric.nodes} - {0} if fabric is not None else set()
+    per_node = launch.ranks_per_node or (devices.pop() if len(devices) == 1 else None)
+    if per_node is None and launch.hosts and all(":" in h for h in launch.hosts):
+        per_node = min(int(h.partition(":")[2]) for h in launch.hosts)
+    if per_node is None and deployment.world_size == 1:
+        per_node = 1
+    if per_node is None:
+        raise LaunchError(
+            f"{deployment.world_size} ranks on how many nodes? Set launch.ranks_per_node (8 on a node of 8 GPUs), or "
+            f"launch.fabric"
+        )
+    tp, groups = d.tensor_parallel_size, d.pipeline_parallel_size * d.replicas
+    count = groups * -(-tp // per_node) if tp > per_node else -(-groups // (per_node // tp))
+    hosts = tuple(Host(f"node{i}", per_node) for i in range(count))
+    shares = divide(
+        HostAllocation(hosts, f"launch.ranks_per_node={per_node}"), tp, d.replicas, None, groups // d.replicas
+    )
+    per_host: dict[str, int] = {}
+    for host in (h for share in shares for h in share.hosts):
+        per_host[host.name] = per_host.get(host.name, 0) + host.slots
+    return len(per_host), max(per_host.values())
+
+
+def wall_time(seconds: float) -> str:
+    """Slurm's D-HH:MM:SS."""
+    whole = int(seconds)
+    return f"{whole // 86400}-{whole // 3600 % 24:02}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str], service: bool) -> str:
+    """The script; `program` is the laddertron command that it runs, `service` whether that is to go on for ever.
+    Raises LaunchError."""
+    nodes, per_node = node_shape(deployment, fabric)
+    slurm = deployment.launch.slurm
+    head = [
+        f"--job-name=laddertron-{deployment.served_model_name}",
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={per_node}",
+        *([f"--gpus-per-node={per_node}"] if slurm.gpus and deployment.engine.device != "cpu" else []),
+        *(f"--{key}={value}" for key in ("partition", "account", "qos") if (value := getattr(slurm, key))),
+        f"--time={wall_time(slurm.time_limit)}",
+        "--exclusive",
+        "--requeue",
+        "--open-mode=append",
+        f"--signal=B:USR1@{DRAIN_NOTICE_S}",
+        *slurm.extra_args,
+    ]
+    for line in head:
+        if "\n" in line:
+            raise LaunchError(f"launch.slurm: {line!r}: a #SBATCH line is one line")
+    again = "" if service else ' && [ "$code" -ne 0 ]'
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in head),
+            "",
+            f"# {nodes} nodes x {per_node} ranks; laddertron starts them with srun from the first node.",
+            "# USR1 arrives before the time is up: admission stops, what runs ends, results are committed, and the job",
+            "# is requeued; it goes on where it stopped. Keep daemon.export_dir and output files on a shared disk.",
+            "set -u",
+            "draining=0 stopping=0 asked=0 child=",
+            'stop() { stopping=1; asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',
+            """trap 'draining=1; echo "time is nearly up: draining" >&2; stop' USR1""",
+            "trap stop TERM INT",
+            "",
+            f"{shlex.join(program)} &",
+            "child=$!",
+            "# a signal that came before the command had a number",
+            '[ "$stopping" -eq 0 ] || kill -TERM "$child" 2>/dev/null',
+            "# a signal ends `wait` early: wait again until the command itself has ended",
+            'while asked=0; wait "$child"; code=$?; [ "$asked" -eq 1 ]; do :; done',
+            "",
+            f'if [ "$draining" -eq 1 ]{again}; then',
+            '  exec scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            'exit "$code"',
+            "",
+        ]
+    )

@@ -1,0 +1,276 @@
+"""The daemon's end of the control channel: one TCP connection a rank, authenticated both ways, framed, checked.
+
+Runs on the caller's event loop and hands every checked message to its handler; decides nothing about jobs
+(`launchers/job/supervisor.py`). One server a launch, with a secret of its own. Peers that have not proved the secret
+are bounded in number, bytes and time. The ranks' end is `control_client.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from typing import Protocol, cast
+
+from ...topology.json_codec import ReadError
+from . import frames
+from .frames import FrameError
+from .messages import (
+    Answer,
+    Challenge,
+    Dump,
+    Hello,
+    Ping,
+    Proof,
+    RankMessage,
+    ServerMessage,
+    Welcome,
+    from_unproven,
+    from_wire,
+    to_wire,
+)
+
+log = logging.getLogger(__name__)
+
+ENV_ADDRESS = "LADDERTRON_CONTROL"
+"""Where a rank finds the channel, as host:port."""
+ENV_SECRET = "LADDERTRON_SECRET"
+"""The launch's secret as hex. Never on a command line: those can be read by everyone on a node."""
+
+PING_S = 1.0
+SILENCE_S = 10.0
+"""A rank that has heard nothing for so long ends itself."""
+LIFE_S = SILENCE_S + 2.0
+"""By then it has, even if only its watchdog could."""
+QUIET_S = 3.0
+"""A rank that has said nothing for so long hears nothing either until it speaks again: were it cut off, every ping that
+still reached it would put off its end, and with it the time from which its place can be taken."""
+HANDSHAKE_S = 5.0
+SPARE_PEERS = 32
+"""Unproven connections beyond one a rank. When more come the oldest is dropped: an honest handshake takes a
+millisecond, one that has waited longest is the likeliest to be idle on purpose."""
+BACKLOG_LIMIT = 256 << 20
+LOGGED_REFUSALS = 20
+
+
+def new_secret() -> bytes:
+    return secrets.token_bytes(frames.SECRET_BYTES)
+
+
+class ControlHandler(Protocol):
+    """What the server tells its owner, on the event loop."""
+
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        """A checked message of an authenticated rank; Hello is its first."""
+
+    def on_gone(self, rank: int, reason: str) -> None:
+        """The rank's connection ended, for good. `reason` is "" for a plain end, else what was wrong with it."""
+
+
+class ControlServer:
+    """Listens on `host` (loopback, or the address of the interface that the ranks' nodes reach)."""
+
+    def __init__(
+        self,
+        handler: ControlHandler,
+        secret: bytes,
+        welcome: Welcome,
+        host: str = "127.0.0.1",
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        if host in ("", "0.0.0.0", "::"):  # noqa: S104
+            raise ValueError(f"control_host={host!r} listens on every network: name one address of this host")
+        self.handler, self.secret, self.welcome, self.handshake_s = handler, secret, welcome, handshake_s
+        self._host = host
+        self._server: asyncio.Server | None = None
+        self._unproven: dict[_Peer, None] = {}
+        self._ranks: dict[int, _Peer] = {}
+        self._ticker: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._refused = 0
+
+    async def start(self) -> str:
+        """Returns the address as host:port. Raises OSError if it cannot listen there."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Peer(self), self._host, 0, backlog=256)
+        self._tick()
+        port = self._server.sockets[0].getsockname()[1]
+        return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+
+    @property
+    def connected(self) -> frozenset[int]:
+        return frozenset(self._ranks)
+
+    def send(self, message: ServerMessage, rank: int | None = None) -> None:
+        """To one rank, or to all; a rank that is not connected is passed over (its end was or will be reported), and so
+        is a quiet one where nothing is lost by it (Ping, Dump)."""
+        peers = list(self._ranks.values()) if rank is None else [p for p in [self._ranks.get(rank)] if p]
+        if isinstance(message, Ping | Dump):
+            peers = [peer for peer in peers if not peer.quiet]
+        payload = to_wire(message)
+        for peer in peers:
+            peer.send_payload(payload)
+
+    def finish_sending(self) -> None:
+        """Ends the sending direction of every connection: a rank that sees it ends itself, which ends the other."""
+        for peer in [*self._ranks.values(), *self._unproven]:
+            peer.finish_sending()
+
+    async def all_gone(self, timeout_s: float | None = None) -> frozenset[int]:
+        """Waits for every rank's connection to end; returns the ranks whose did not within timeout_s. None: until each
+        rank without an end must have ended itself, since nothing is sent to it any more."""
+        if timeout_s is None:
+            last = max((peer.sent_at for peer in self._ranks.values()), default=0.0)
+            timeout_s = max(0.0, last + LIFE_S - time.monotonic())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._ranks:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            pass
+        return frozenset(self._ranks)
+
+    async def close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self._server is not None:
+            self._server.close()
+        for peer in [*self._ranks.values(), *self._unproven]:
+            peer.drop("the channel was closed")
+        if self._server is not None:
+            await self._server.wait_closed()
+
+    def _tick(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(PING_S, self._tick)
+        self.send(Ping())
+
+    # what peers report
+
+    def peer_came(self, peer: _Peer) -> None:
+        if len(self._unproven) >= self.welcome.world_size + SPARE_PEERS:
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+            oldest.drop("too many connections that have not proved the secret")
+        self._unproven[peer] = None
+
+    def peer_proved(self, peer: _Peer, rank: int) -> None:
+        if not 0 <= rank < self.welcome.world_size:
+            raise FrameError(f"rank {rank} is not one of {self.welcome.world_size}")
+        if rank in self._ranks:
+            raise FrameError(f"rank {rank} is connected already")
+        self._unproven.pop(peer, None)
+        self._ranks[rank] = peer
+
+    def peer_went(self, peer: _Peer, rank: int | None, reason: str) -> None:
+        self._unproven.pop(peer, None)
+        if rank is None or self._ranks.get(rank) is not peer:
+            self._refused += 1  # strangers must not fill the log either
+            level = logging.WARNING if self._refused <= LOGGED_REFUSALS else logging.DEBUG
+            log.log(
+                level, "control channel: refused %s (number %d): %s", peer.where, self._refused, reason or "it left"
+            )
+            return
+        del self._ranks[rank]
+        self._changed.set()
+        self.handler.on_gone(rank, reason)
+
+
+class _Peer(asyncio.Protocol):
+    """One connection: handshake, Hello, then messages."""
+
+    def __init__(self, server: ControlServer) -> None:
+        self._server = server
+        self._reader, self._writer = frames.FrameReader(), frames.FrameWriter()
+        self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
+        self._rank: int | None = None
+        self._greeted = False
+        self._reason = ""
+        self._ended = self._sent_all = False
+        self._heard_at = self.sent_at = time.monotonic()
+        self.where = "?"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.where = str(self._transport.get_extra_info("peername"))
+        self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._deadline = asyncio.get_running_loop().call_later(
+            self._server.handshake_s, self.drop, f"no Hello within {self._server.handshake_s:g} s"
+        )
+        self._server.peer_came(self)
+        self._send_plain(Challenge(self._nonce.hex()))
+
+    @property
+    def quiet(self) -> bool:
+        return time.monotonic() - self._heard_at > QUIET_S
+
+    def data_received(self, data: bytes) -> None:
+        was_quiet, self._heard_at = self.quiet, time.monotonic()
+        if was_quiet and self._greeted:
+            self.send_payload(to_wire(Ping()))
+        self._reader.feed(data)
+        try:
+            while not self._ended and (payload := self._reader.next()) is not None:
+                self._take(payload)
+        except (FrameError, ReadError) as error:
+            self.drop(str(error))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self._deadline.cancel()
+        self._server.peer_went(self, self._rank, self._reason or (str(error) if error else ""))
+
+    def send_payload(self, payload: bytes) -> None:
+        if self._ended or self._sent_all or self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() > BACKLOG_LIMIT:
+            self.drop(f"does not read: {BACKLOG_LIMIT >> 20} MiB wait to be sent")
+            return
+        self.sent_at = time.monotonic()
+        self._transport.write(self._writer.frame(payload))
+
+    def finish_sending(self) -> None:
+        if not (self._ended or self._sent_all or self._transport.is_closing()):
+            self._sent_all = True
+            self._transport.write_eof()
+
+    def drop(self, reason: str) -> None:
+        """Ends the connection at once; `connection_lost` reports it. Later bytes of the peer are not looked at."""
+        if self._ended:
+            return
+        self._ended = True
+        self._reason = reason
+        self._transport.abort()
+
+    def _send_plain(self, message: Challenge | Proof) -> None:
+        self._transport.write(self._writer.frame(to_wire(message)))
+
+    def _take(self, payload: bytes) -> None:
+        if self._rank is None:
+            self._prove(from_unproven(Answer, payload))
+            return
+        message = cast(RankMessage, from_wire(payload, "rank"))
+        if isinstance(message, Hello) == self._greeted:
+            raise FrameError("Hello comes first, and once")
+        if isinstance(message, Hello):
+            if message.rank != self._rank:
+                raise FrameError(f"Hello of rank {message.rank} on the connection of rank {self._rank}")
+            self._greeted = True
+            self._deadline.cancel()
+        self._server.handler.on_message(self._rank, message)
+
+    def _prove(self, answer: Answer) -> None:
+        secret, theirs, rank = self._server.secret, bytes.fromhex(answer.nonce), answer.rank
+        if not frames.same_mac(answer.mac, frames.answer_mac(secret, self._nonce, theirs, rank)):
+            raise FrameError("it does not know this launch's secret")
+        self._server.peer_proved(self, rank)
+        self._rank = rank
+        self._send_plain(Proof(frames.proof_mac(secret, self._nonce, theirs, rank)))
+        self._reader.unseal_with(frames.direction_key(secret, self._nonce, theirs, "rank"))
+        self._writer.seal_with(frames.direction_key(secret, self._nonce, theirs, "server"))
+        self.send_payload(to_wire(self._server.welcome))

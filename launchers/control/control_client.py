@@ -1,0 +1,352 @@
+"""A rank's end of the control channel, for synchronous code: two threads of its own, so that heartbeats and the loss
+of the channel do not depend on the main thread, which may hang in a collective.
+
+Make it before importing torch (it needs none): start-up then shows as heartbeats. A rank whose channel ends without a
+Shutdown, or is silent for SILENCE_S, ends its process at once: nobody is left whom its work could serve, and its
+device must be free for the next launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from ... import __version__
+from ...engine.request import TokensEvent
+from ...topology.json_codec import ReadError
+from . import frames
+from .control import ENV_ADDRESS, ENV_SECRET, LIFE_S, SILENCE_S
+from .frames import FrameError
+from .messages import (
+    MAX_EVENTS,
+    MAX_NAME,
+    MAX_TEXT,
+    MAX_WAITING,
+    Announce,
+    Answer,
+    Beat,
+    Cancel,
+    Challenge,
+    Command,
+    Dump,
+    DumpReply,
+    Failure,
+    Hello,
+    Loading,
+    Ping,
+    Proof,
+    RankMessage,
+    Ready,
+    Running,
+    ServerMessage,
+    Shutdown,
+    Tokens,
+    Welcome,
+    from_unproven,
+    from_wire,
+    to_wire,
+)
+from .processes import boot_id, start_time
+
+BEAT_S = 1.0
+BACKLOG_LIMIT = 64 << 20
+DUMP_LIMIT = 4 << 20
+EXIT_CHANNEL_LOST = 75
+"""The exit status of a rank that lost its channel (EX_TEMPFAIL: nothing is wrong with the rank)."""
+
+
+def address_and_secret(environ: MutableMapping[str, str]) -> tuple[str, bytes]:
+    """What the launch handed over in the environment; the secret is taken out, so that children do not inherit it.
+    Raises ValueError if this process was not started by a daemon or `run`."""
+    address, secret = environ.get(ENV_ADDRESS, ""), environ.pop(ENV_SECRET, "")
+    if not address or len(secret) != 2 * frames.SECRET_BYTES:
+        raise ValueError(
+            f"{ENV_ADDRESS} and {ENV_SECRET} are not set: workers are started by `laddertron serve` or `run`"
+        )
+    return address, bytes.fromhex(secret)
+
+
+def _end_process(reason: str) -> None:
+    os.write(2, f"laddertron: this rank ends itself: {reason}\n".encode())
+    os._exit(EXIT_CHANNEL_LOST)
+
+
+class ControlClient:
+    """Connected, proved and greeted once constructed; `config` is what the daemon wants run.
+
+    `beat` is called every second from another thread: it may only read plain attributes. `dump` (same rule) adds to the
+    stacks that a Dump asks for. `watchdog` arms faulthandler's timer, which ends the process even if some C code never
+    lets go of the interpreter's lock. `end` is called with a reason when the channel is lost (tests replace it).
+    Raises ConnectionError if the channel cannot be had, naming why.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        rank: int,
+        local_rank: int,
+        beat: Callable[[], Beat],
+        dump: Callable[[], dict[str, Any]] | None = None,
+        *,
+        connect_s: float = 30.0,
+        silence_s: float = SILENCE_S,
+        watchdog: bool = True,
+        version: str = __version__,
+        end: Callable[[str], None] = _end_process,
+    ) -> None:
+        self.rank = rank
+        self._beat, self._dump, self._end, self._silence_s = beat, dump, end, silence_s
+        self._watchdog = watchdog
+        self._lock = threading.Condition()
+        self._commands: deque[Command] = deque()
+        self._outgoing: deque[bytes] = deque()
+        self._outgoing_bytes = 0
+        self._closing = self._over = self.shutdown_announced = False
+        self._finished = threading.Event()
+        self._beat_broken = False
+        self._armed = -math.inf
+
+        self._socket, self._reader, self._writer = _connect(address, secret, rank, connect_s)
+        welcome = self._receive()
+        if not isinstance(welcome, Welcome):
+            raise ConnectionError(f"the daemon began with {type(welcome).__name__}, not Welcome")
+        self.config, self.replica, self.world_size = welcome.config, welcome.replica, welcome.world_size
+        self._socket.settimeout(silence_s)
+        pid = os.getpid()
+        self._put(Hello(rank, local_rank, socket.gethostname(), pid, start_time(pid) or 0, boot_id(), version))
+        threads = (self._read_on, "control-read"), (self._write_on, "control-write")
+        self._threads = [threading.Thread(target=t, name=name, daemon=True) for t, name in threads]
+        for thread in self._threads:
+            thread.start()
+
+    def poll(self, timeout: float | None = 0.0) -> list[Command]:
+        """What the daemon asked since the last call, in order. Waits up to `timeout` seconds (None: for ever) for the
+        first, sleeping; [] after that, or once the channel is over."""
+        if not self._commands and (timeout is None or timeout > 0):
+            with self._lock:
+                self._lock.wait_for(lambda: self._commands or self._over, timeout)
+        commands = []
+        while self._commands:  # the reader only appends: no lock on the way of every step
+            commands.append(self._commands.popleft())
+        return commands
+
+    def send_state(self, message: Announce | Loading | Ready | Running) -> None:
+        if isinstance(message, Loading):
+            message = replace(message, detail=message.detail[:MAX_NAME])
+        self._put(message)
+
+    def send_tokens(self, events: Sequence[TokensEvent]) -> None:
+        """Queues released tokens; waits only while 64 MiB are queued already. An event that no message can hold ends
+        its request with an error."""
+        if len(events) > MAX_EVENTS:
+            for at in range(0, len(events), MAX_EVENTS):
+                self.send_tokens(events[at : at + MAX_EVENTS])
+            return
+        try:
+            self._put(Tokens(tuple(events)))
+        except ValueError as error:
+            if len(events) > 1:
+                for event in events:
+                    self.send_tokens([event])
+                return
+            (event,) = events
+            if event.logprobs is None and event.prompt_logprobs is None:
+                raise
+            self._commands.append(Cancel(event.request_id))
+            text = f"its logprobs are too many for one message: {error}"
+            self._put(Tokens((replace(event, finish="error", logprobs=None, prompt_logprobs=None, message=text),)))
+
+    def fail(self, text: str, *, consequence: bool = False, refused: bool = False) -> None:
+        """Reports this rank's end, and waits up to 2 s until that is sent. `consequence`: a collective failed because
+        another rank is gone; then that one is blamed. `refused`: see Failure."""
+        self._put(Failure(text[-MAX_TEXT:], consequence, refused))
+        self.flush(2.0)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until everything queued is handed to the kernel; True if that came about."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._outgoing_bytes or self._over, timeout_s)
+
+    def close(self) -> None:
+        """Sends what is queued (up to 5 s) and ends the channel in order. For the end of a process that was told to
+        shut down."""
+        self.flush(5.0)
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._finished.set()
+        if self._watchdog:
+            faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(OSError):  # the other side was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+
+    # threads
+
+    def _put(self, message: RankMessage) -> None:
+        payload = to_wire(message)
+        if len(payload) > frames.MESSAGE_LIMIT:
+            raise ValueError(f"{len(payload)} bytes, the limit is {frames.MESSAGE_LIMIT}")
+        with self._lock:
+            self._lock.wait_for(lambda: self._outgoing_bytes < BACKLOG_LIMIT or self._over)
+            self._outgoing.append(payload)
+            self._outgoing_bytes += len(payload)
+            self._lock.notify_all()
+
+    def _lost(self, reason: str) -> None:
+        with self._lock:
+            over, self._over = self._over, True
+            self._lock.notify_all()
+        if over or self._closing:
+            return
+        # told to end and the daemon is gone: the main thread gets the time to finish, but not for ever
+        if self.shutdown_announced and self._finished.wait(self._silence_s):
+            return
+        self._end(reason)
+
+    def _receive(self) -> ServerMessage:
+        while (payload := self._reader.next()) is None:
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise ConnectionError("the daemon closed the control channel")
+            self._reader.feed(data)
+        return cast(ServerMessage, from_wire(payload, "server"))
+
+    def _read_on(self) -> None:
+        try:
+            while True:
+                self._arm_watchdog()
+                self._take(self._receive())
+        except TimeoutError:
+            self._lost(f"nothing was heard on the control channel for {self._silence_s:g} s")
+        except (OSError, ValueError) as error:
+            self._lost(str(error))
+
+    def _arm_watchdog(self) -> None:
+        now = time.monotonic()
+        if self._watchdog and not self._closing and now - self._armed > 0.5:  # each time costs a thread
+            faulthandler.dump_traceback_later(self._silence_s + LIFE_S - SILENCE_S, exit=True)
+            self._armed = now
+
+    def _take(self, message: ServerMessage) -> None:
+        if isinstance(message, Ping):
+            return
+        if isinstance(message, Dump):
+            self._put(DumpReply(message.dump_id, self._dumped()))
+            return
+        if isinstance(message, Welcome):
+            raise FrameError("a second Welcome")
+        if isinstance(message, Shutdown):
+            self.shutdown_announced = True
+        with self._lock:
+            self._commands.append(message)
+            self._lock.notify_all()
+
+    def _dumped(self) -> dict[str, Any]:
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {
+            names.get(ident, str(ident)): "".join(traceback.format_stack(frame, 64))
+            for ident, frame in sys._current_frames().items()
+        }
+        try:
+            extra = self._dump() if self._dump is not None else {}
+            if (size := len(to_wire(DumpReply(0, extra)))) > DUMP_LIMIT:
+                raise ValueError(f"a dump of {size} bytes is longer than {DUMP_LIMIT}")
+        except Exception as error:  # a broken dump must not cost the stacks, nor the rank
+            extra = {"error": repr(error)}
+        return {"stacks": stacks, **extra}
+
+    def _write_on(self) -> None:
+        due = time.monotonic()
+        try:
+            while True:
+                with self._lock:
+                    self._lock.wait_for(lambda: self._outgoing or self._closing, max(0.0, due - time.monotonic()))
+                    payload = self._outgoing.popleft() if self._outgoing else None
+                    if self._closing or self._over:
+                        return
+                if payload is not None:
+                    self._socket.sendall(self._writer.frame(payload))
+                    with self._lock:
+                        self._outgoing_bytes -= len(payload)
+                        self._lock.notify_all()
+                if time.monotonic() >= due:
+                    self._socket.sendall(self._writer.frame(to_wire(self._checked_beat())))
+                    due = time.monotonic() + BEAT_S
+        except TimeoutError:
+            self._lost(f"nothing could be sent on the control channel for {self._silence_s:g} s")
+        except (OSError, ValueError) as error:
+            self._lost(str(error))
+
+    def _checked_beat(self) -> Beat:
+        try:
+            beat = self._beat()
+        except Exception:  # a fault in the figures must not look like a dead rank
+            if not self._beat_broken:
+                traceback.print_exc()
+            self._beat_broken = True
+            return Beat()
+        rows = tuple(row for row in beat.rows if math.isfinite(row.value))
+        return replace(beat, rows=rows, waiting=beat.waiting[:MAX_WAITING])
+
+
+def _connect(
+    address: str, secret: bytes, rank: int, connect_s: float
+) -> tuple[socket.socket, frames.FrameReader, frames.FrameWriter]:
+    host, _, port = address.rpartition(":")
+    deadline, refusals = time.monotonic() + connect_s, 0
+    while True:
+        connection: socket.socket | None = None
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=min(5.0, connect_s))
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return (connection, *_shake_hands(connection, secret, rank))
+        except (OSError, EOFError) as error:
+            if connection is not None:
+                connection.close()
+            refusals += isinstance(error, EOFError)
+            if time.monotonic() > deadline or refusals >= 5:
+                raise ConnectionError(f"no control channel to {address}: {error or type(error).__name__}") from error
+            time.sleep(0.1)  # nothing tells when a daemon listens again
+        except (FrameError, ReadError) as error:
+            if connection is not None:
+                connection.close()
+            raise ConnectionError(f"what answers at {address} is not this launch's daemon: {error}") from error
+
+
+def _shake_hands(connection: socket.socket, secret: bytes, rank: int) -> tuple[frames.FrameReader, frames.FrameWriter]:
+    reader, writer = frames.FrameReader(), frames.FrameWriter()
+
+    def receive() -> bytes:
+        while (payload := reader.next()) is None:
+            data = connection.recv(4096)
+            if not data:
+                raise EOFError("it closed the connection in the handshake: another secret, or too many connections")
+            reader.feed(data)
+        return payload
+
+    theirs, ours = bytes.fromhex(from_unproven(Challenge, receive()).nonce), secrets.token_bytes(frames.NONCE_BYTES)
+    mac = frames.answer_mac(secret, theirs, ours, rank)
+    connection.sendall(writer.frame(to_wire(Answer(ours.hex(), rank, mac))))
+    proof = from_unproven(Proof, receive())
+    if not frames.same_mac(proof.mac, frames.proof_mac(secret, theirs, ours, rank)):
+        raise FrameError("its proof is wrong")
+    reader.unseal_with(frames.direction_key(secret, theirs, ours, "server"))
+    writer.seal_with(frames.direction_key(secret, theirs, ours, "rank"))
+    return reader, writer

@@ -1,0 +1,307 @@
+"""What the daemon and the ranks say to each other: frozen data, and its checked JSON form.
+
+`to_wire` and `from_wire` are each other's inverse; from_wire raises ReadError on anything else: an unknown type or
+field, a wrong kind, a value out of bounds, a message that this sender may not send. Challenge, Answer and Proof are
+the handshake's, before anybody is known: they are read with `from_unproven`. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from annotated_types import Ge, Lt, MaxLen
+from pydantic import Discriminator, StringConstraints
+
+from ...engine.job import MetricRow
+from ...engine.request import (
+    Count,
+    ModelLimits,
+    Name,
+    Request,
+    SamplingParams,
+    Size,
+    TokenLogprob,
+    TokensEvent,
+    params_to_json,
+)
+from ...topology import json_codec
+
+MAX_TEXT = 1 << 20
+MAX_EVENTS = 65536
+MAX_NAME = 512
+MAX_WAITING = 256
+MAX_MESSAGE = 4096
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity: a logprob of a masked token is written as this, as OpenAI's API does."""
+
+Index = Annotated[int, Ge(0), Lt(65536)]
+ShortText = Annotated[str, MaxLen(64)]
+Hex = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """Server -> stranger, first."""
+
+    nonce: Hex
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Stranger -> server."""
+
+    nonce: Hex
+    rank: Index
+    mac: Hex
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Server -> rank: from here on frames are sealed."""
+
+    mac: Hex
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Server -> rank, first: what to run. `config` is the resolved configuration as JSON text."""
+
+    type: Literal["welcome"] = field(default="welcome", kw_only=True)
+    config: Annotated[str, MaxLen(16 * MAX_TEXT)]
+    replica: Index
+    world_size: Size
+    version: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Server -> rank, every second: the channel is alive."""
+
+    type: Literal["ping"] = field(default="ping", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Server -> rank 0."""
+
+    type: Literal["submit"] = field(default="submit", kw_only=True)
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Server -> rank 0: every choice of the request ends with finish "cancelled"."""
+
+    type: Literal["cancel"] = field(default="cancel", kw_only=True)
+    request_id: Name
+
+
+@dataclass(frozen=True, slots=True)
+class StopChoice:
+    """Server -> rank 0: a stop string matched, the choice ends with finish "stop" after n_tokens."""
+
+    type: Literal["stop_choice"] = field(default="stop_choice", kw_only=True)
+    request_id: Name
+    choice: Count
+    n_tokens: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Server -> rank 0: no more requests will come."""
+
+    type: Literal["drain"] = field(default="drain", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Server -> every rank: end in order; from now on the end of the channel is no accident."""
+
+    type: Literal["shutdown"] = field(default="shutdown", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """Server -> every rank: answer with a DumpReply of the same id. The client does that by itself."""
+
+    type: Literal["dump"] = field(default="dump", kw_only=True)
+    dump_id: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Rank -> server, in answer to Welcome: who I am. `boot_id` and `start_time` (ticks since boot, /proc/self/stat)
+    tell this very process from a later one with its pid."""
+
+    type: Literal["hello"] = field(default="hello", kw_only=True)
+    rank: Index
+    local_rank: Index
+    hostname: Name
+    pid: Annotated[int, Ge(1), Lt(2**31)]
+    start_time: Count
+    boot_id: ShortText
+    version: ShortText
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Rank -> server: digests that must be the same on every rank, by name (config, weights, ...)."""
+
+    type: Literal["announce"] = field(default="announce", kw_only=True)
+    digests: Annotated[dict[ShortText, Annotated[str, MaxLen(256)]], MaxLen(64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """Rank -> server: `fraction` of the start-up is done; `detail` says what it is doing."""
+
+    type: Literal["loading"] = field(default="loading", kw_only=True)
+    fraction: float
+    detail: Name = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Rank -> server: loaded and waiting for steps."""
+
+    type: Literal["ready"] = field(default="ready", kw_only=True)
+    limits: ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Rank 0 -> server: what all ranks agreed on."""
+
+    type: Literal["tokens"] = field(default="tokens", kw_only=True)
+    events: Annotated[tuple[TokensEvent, ...], MaxLen(MAX_EVENTS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Rank 0 -> server: requests that enter the coming step for the first time, and those put back to wait."""
+
+    type: Literal["running"] = field(default="running", kw_only=True)
+    started: Annotated[tuple[Name, ...], MaxLen(MAX_EVENTS)] = ()
+    parked: Annotated[tuple[Name, ...], MaxLen(MAX_EVENTS)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Rank -> server, every second, from a thread of its own. Times in seconds.
+
+    `step` counts finished steps. `busy_s` is the time since the last progress, inside a step or between two, 0 when
+    waiting for work; `step_tokens` the tokens of the step under way, 0 outside one. `last_tokens` and `last_s` describe
+    the last finished step: step timeouts are derived from them. `collective` counts the collectives started, in program
+    order; `waiting` names the one that the rank waits in ("" if it computes)."""
+
+    type: Literal["beat"] = field(default="beat", kw_only=True)
+    step: Count = 0
+    busy_s: float = 0.0
+    step_tokens: Count = 0
+    last_tokens: Count = 0
+    last_s: float = 0.0
+    collective: Count = 0
+    waiting: Annotated[str, MaxLen(MAX_WAITING)] = ""
+    rows: Annotated[tuple[MetricRow, ...], MaxLen(4096)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Rank -> server, its last word. `consequence`: it only suffers from another rank's end (a collective failed).
+    `refused`: the model or the configuration cannot be run, now or later."""
+
+    type: Literal["failure"] = field(default="failure", kw_only=True)
+    text: Annotated[str, MaxLen(MAX_TEXT)]
+    consequence: bool = False
+    refused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DumpReply:
+    """Rank -> server: stacks by thread name, and what the worker adds (its last collectives)."""
+
+    type: Literal["dump_reply"] = field(default="dump_reply", kw_only=True)
+    dump_id: Count
+    data: dict[str, Any]
+
+
+Command = Submit | Cancel | StopChoice | Drain | Shutdown
+"""What `ControlClient.poll` returns."""
+ServerMessage = Welcome | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
+RankMessage = Hello | Announce | Loading | Ready | Tokens | Running | Beat | Failure | DumpReply
+Message = ServerMessage | RankMessage
+Direction = Literal["server", "rank"]
+
+
+_FROM: dict[Direction, Any] = {
+    "server": Annotated[ServerMessage, Discriminator("type")],
+    "rank": Annotated[RankMessage, Discriminator("type")],
+}
+M = TypeVar("M", Challenge, Answer, Proof)
+
+
+def to_wire(message: Message | Challenge | Answer | Proof) -> bytes:
+    """Raises ValueError on NaN and infinities but for log-probabilities."""
+    return _encoder.encode(message).encode()
+
+
+def from_wire(payload: bytes, sender: Direction) -> Message:
+    """Raises ReadError for what `sender` may not send, or sends wrongly."""
+    return cast("Message", json_codec.from_json(_FROM[sender], payload))
+
+
+def from_unproven(cls: type[M], payload: bytes) -> M:
+    """The same for those who have proved nothing yet. Raises ReadError."""
+    return json_codec.build(cls, json_codec.parse(payload))
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """A dataclass's fields. What has its default is left out of what is sent often."""
+    if type(value) is TokensEvent:
+        return _event(value)
+    if type(value) is SamplingParams:
+        return params_to_json(value)
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+def _event(event: TokensEvent) -> dict[str, Any]:
+    # by hand: each step has an event a sequence, and comparing every field with its default costs five times as much
+    data: dict[str, Any] = {
+        "request_id": event.request_id,
+        "choice": event.choice,
+        "start": event.start,
+        "tokens": event.tokens,
+    }
+    if event.epoch:
+        data["epoch"] = event.epoch
+    if event.finish is not None:
+        data["finish"] = event.finish
+    if event.stop_token is not None:
+        data["stop_token"] = event.stop_token
+    if event.message is not None:
+        data["message"] = event.message[:MAX_MESSAGE]
+    if event.cached_tokens:
+        data["cached_tokens"] = event.cached_tokens
+    if event.logprobs is not None:
+        data["logprobs"] = [_finite(item) for item in event.logprobs]
+    if event.prompt_logprobs is not None:
+        data["prompt_logprobs"] = [item and _finite(item) for item in event.prompt_logprobs]
+    return data
+
+
+def _finite(item: TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(
+        item.token,
+        _bounded(item.logprob),
+        tuple([(token, _bounded(value)) for token, value in item.top]),
+        item.digest,
+    )
+
+
+def _bounded(logprob: float) -> float:
+    return logprob if LOWEST_LOGPROB < logprob < -LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False, default=_plain)

@@ -1,0 +1,1 @@
+"""Demonstrations: a race of wirings, a night of failures, monitoring under load."""

@@ -1,0 +1,233 @@
+"""`make monitoring-demo`: the demo model's daemon under load, and a real Prometheus that scrapes it and has the rules.
+
+Needs Debian's `prometheus` package (its service need not run). Everything listens on loopback and lives in one
+temporary folder; ^C or `--seconds` ends it all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...configs.monitoring.generate.dashboards import expressions, to_json
+from ...configs.monitoring.generate.dashboards_content import BOARDS
+
+ROOT = Path(__file__).resolve().parents[2]
+MONITORING = ROOT / "configs/monitoring"
+PROMPTS = ROOT / "configs/demo-prompts.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    daemon: str
+    prometheus: str
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(url: str, body: Any = None, timeout_s: float = 30.0) -> Any:
+    """JSON in, JSON out. Raises URLError (HTTPError for what the server refuses)."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return json.load(answer)
+
+
+def query(prometheus: str, expression: str) -> list[dict[str, Any]]:
+    """An instant query's series. Raises URLError where Prometheus refuses it."""
+    text = urllib.parse.urlencode({"query": expression})
+    found: list[dict[str, Any]] = ask(f"{prometheus}/api/v1/query?{text}")["data"]["result"]
+    return found
+
+
+def panel_queries() -> list[tuple[str, str]]:
+    """(dashboard, expression) of every panel, with Grafana's variables filled in as `All` and a minute."""
+    found = []
+    for board in BOARDS:
+        for expression in expressions(to_json(board)):
+            text = re.sub(r"\$(deployment|replica|node|rank)\b", ".*", expression)
+            found.append((board.name, text.replace("$__rate_interval", "1m")))
+    return found
+
+
+def rule_selectors() -> list[tuple[str, str]]:
+    """(rule, selector) of everything that the shipped rules read: their comparisons are empty while all is well."""
+    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
+    found = []
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            name = rule.get("alert") or rule["record"]
+            for selector in re.findall(r"\b((?:laddertron[_:]|up\b)[a-z0-9_:]*(?:\{[^}]*\})?)", rule["expr"]):
+                found.append((name, selector))
+    return found
+
+
+def wait_until(what: str, condition: Any, timeout_s: float, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Asks five times a second: servers that come up tell nobody. Raises RuntimeError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError, KeyError):
+            if condition():
+                return
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"{what}: the process ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def started(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own group that is ended, kindly and then not, when the block is left."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+@contextlib.contextmanager
+def monitored(folder: Path, overrides: Sequence[str] = (), more_targets: Sequence[str] = ()) -> Iterator[Addresses]:
+    """The daemon, ready, and Prometheus, ready, each on a port of its own."""
+    binary = shutil.which("prometheus")
+    if binary is None:
+        raise RuntimeError("prometheus is not installed (Debian: apt-get install prometheus)")
+    daemon_port, prometheus_port = free_port(), free_port()
+    (folder / "prometheus.yml").write_text(_prometheus_config(daemon_port, more_targets))
+    shutil.copyfile(MONITORING / "alerts.yml", folder / "alerts.yml")
+    settings = (
+        f"daemon.port={daemon_port}",
+        f"daemon.data_dir={folder / 'data'}",
+        "daemon.drain_timeout=5s",
+        *overrides,
+    )
+    serve = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(ROOT / "configs/demo.yaml")]
+    for setting in settings:
+        serve += ["--set", setting]
+    scrape = [binary, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+    scrape.append(f"--web.listen-address=127.0.0.1:{prometheus_port}")
+    at = Addresses(f"http://127.0.0.1:{daemon_port}", f"http://127.0.0.1:{prometheus_port}")
+    with started(serve, folder / "daemon.log") as daemon, started(scrape, folder / "prometheus.log") as prometheus:
+        wait_until("the daemon", lambda: ask(f"{at.daemon}/ready"), 120, daemon)
+        wait_until("prometheus", lambda: query(at.prometheus, 'up{job="laddertron"} == 1'), 60, prometheus)
+        yield at
+
+
+def _prometheus_config(port: int, more: Sequence[str]) -> str:
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["scrape_configs"][0]["static_configs"] = [
+        {"targets": [f"127.0.0.1:{port}", *more], "labels": {"deployment": "demo"}}
+    ]
+    return yaml.safe_dump(config)
+
+
+def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str:
+    """Uploads a batch of the demo prompts and starts it; its id. `more`: of each completion's body."""
+    bodies = [json.loads(line)["body"] for line in PROMPTS.read_text().splitlines()]
+    prompts = [body["prompt"] for body in bodies if "prompt" in body]
+    out = []
+    for number in range(lines):
+        body = {"model": "demo", "prompt": prompts[number % len(prompts)], "max_tokens": 48, **more}
+        line = {"custom_id": f"demo-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+        out.append(json.dumps(line))
+    border = "laddertron-demo"
+    parts = (
+        f'--{border}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        f'--{border}\r\ncontent-disposition: form-data; name="file"; filename="demo.jsonl"\r\n\r\n'
+        + "\n".join(out)
+        + f"\r\n--{border}--\r\n"
+    )
+    headers = {"content-type": f"multipart/form-data; boundary={border}"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{daemon}/v1/files", parts.encode(), headers), timeout=30
+    ) as said:
+        file = json.load(said)["id"]
+    given = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": window}
+    return str(ask(f"{daemon}/v1/batches", given)["id"])
+
+
+class DemoClients:
+    """A few interactive clients that ask again and again until `close`; refusals are part of the show. `body`: of a
+    completion, over what they ask by themselves."""
+
+    def __init__(self, daemon: str, clients: int = 3, body: Mapping[str, Any] | None = None) -> None:
+        self._daemon, self._body, self._end = daemon, body or {}, threading.Event()
+        self._threads = [threading.Thread(target=self._ask_on, args=(i,)) for i in range(clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask_on(self, number: int) -> None:
+        while not self._end.wait(0.05 * (number + 1)):
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                body = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 32, "seed": number, **self._body}
+                ask(f"{self._daemon}/v1/completions", body)
+
+    def close(self) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join(35)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make monitoring-demo")
+    parser.add_argument("--seconds", type=float, default=0.0, help="end after so long; 0: at ^C")
+    wanted = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tempfile.TemporaryDirectory(prefix="laddertron-monitoring-") as name:
+        try:
+            with monitored(Path(name)) as at:
+                send_batch(at.daemon, 5000)
+                traffic = DemoClients(at.daemon)
+                try:
+                    print(f"metrics      {at.daemon}/metrics\nprometheus   {at.prometheus}/alerts")
+                    print(f"             {at.prometheus}/graph?g0.expr=laddertron:overlap_ratio:rate5m&g0.tab=0")
+                    print("dashboards   configs/monitoring/grafana/*.json (with Docker: docker compose up there)")
+                    print(f"logs         {name}\n^C ends it", flush=True)
+                    threading.Event().wait(wanted.seconds or None)
+                finally:
+                    traffic.close()
+        except RuntimeError as error:
+            for log in sorted(Path(name).glob("*.log")):
+                print(f"--- {log.name}\n{log.read_text()[-3000:]}", file=sys.stderr)
+            print(f"monitoring-demo: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""`python -m laddertron.launchers.demos.race`: several models race through the same prompts in one set of ranks.
+
+The lanes take turns, always the one whose own clock is behind, so that each has the machine to itself while it runs and
+both clocks advance together: on a shared machine the only fair way to run side by side. Prints one JSON object a line
+for launchers/demos/demo.py, which started it under mpirun and draws the picture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...engine.batch import Batch, StepResult, decode
+from ...engine.config import load as deploy
+from ...engine.config.schema import Deployment
+from ...engine.request import Request, SamplingParams
+from ...engine.schedule.scheduler import Scheduler
+from ...engine.step.engine import Ahead, Engine, StepProgress
+from ...topology.comm.emulated import emulate
+from ...topology.comm.groups import Communicator
+from ...topology.comm.ledger import Ledger
+from ...topology.emulation import Emulation
+from ...topology.placement.identity import Identity, IdentityError, identify
+from ..rank.rank import choose_device, join_group, set_threads
+
+MAX_TOKENS = 64
+SHOW_S = 0.1
+PLAN, STEP, LINK, END = b"P", b"S", b"L", b"E"
+"""What rank 0 says to the others: a lane's plan, run a lane's next plan, a new link for all lanes, the end."""
+
+
+@dataclass(slots=True)
+class Lane:
+    """One model with its own scheduler, clock and account of communication."""
+
+    index: int
+    name: str
+    runner: Any
+    scheduler_limits: Any
+    num_layers: int
+    ledger: Ledger = field(default_factory=Ledger)
+    waiting: deque[Batch] = field(default_factory=deque)
+
+    def lay_link(self, communicator: Communicator, delay_s: float) -> None:
+        """A new link under the model's all-reduces, with an account that starts at zero."""
+        self.ledger = Ledger()
+        link = Emulation(f"link, {delay_s * 1e6:.0f} us", delay_s)
+        on_gpu = communicator.backend == "nccl"
+        self.runner.model.all_reduce = emulate(communicator.all_reduce, link, self.ledger, on_gpu)
+
+    def communication(self) -> tuple[float, float]:
+        """Seconds hidden and exposed since the link was laid."""
+        entries = self.ledger.entries()
+        return sum(e.hidden_s for e in entries), sum(e.waited_s for e in entries)
+
+
+class _OrderedRunner:
+    """Rank 0's runner of a lane: tells the others whose turn it is, then runs."""
+
+    def __init__(self, lane: Lane, communicator: Communicator) -> None:
+        self._lane, self._communicator = lane, communicator
+
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
+        self._communicator.plans.send(STEP + bytes([self._lane.index]))
+        result: StepResult = self._lane.runner.run_through(batch, ahead)
+        return result
+
+    def wait_result(self) -> None:
+        """Nothing is ever pending: the lanes share a device."""
+
+
+class _LanePlans:
+    def __init__(self, lane: Lane, communicator: Communicator) -> None:
+        self._lane, self._communicator = lane, communicator
+
+    def send(self, frame: bytes) -> None:
+        self._communicator.plans.send(PLAN + bytes([self._lane.index]) + frame)
+
+
+def follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
+    """The other ranks' loop."""
+    while True:
+        frame = communicator.plans.receive()
+        kind, rest = frame[:1], frame[1:]
+        if kind == END:
+            return
+        if kind == LINK:
+            for lane in lanes:
+                lane.lay_link(communicator, float(rest.decode()))
+            continue
+        lane = lanes[rest[0]]
+        if kind == PLAN:
+            lane.waiting.append(decode(rest[1:]))
+        else:
+            lane.runner.run_through(lane.waiting.popleft())
+
+
+@dataclass(slots=True)
+class Entrant:
+    """A lane on rank 0, with its engine, which goes from race to race."""
+
+    lane: Lane
+    engine: Engine
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    first: list[int] = field(default_factory=list)
+    done: bool = False
+
+    @classmethod
+    def of(cls, lane: Lane, communicator: Communicator) -> Entrant:
+        runner, plans = _OrderedRunner(lane, communicator), _LanePlans(lane, communicator)
+        return cls(lane, Engine(Scheduler(lane.scheduler_limits), runner, plans, StepProgress()))
+
+    def line_up(self, name: str, prompts: Sequence[Sequence[int]], count: int) -> None:
+        """At the start of a race: nothing done, `count` requests waiting."""
+        self.tokens, self.seconds, self.steps, self.first, self.done = 0, 0.0, 0, [], False
+        for number in range(count):
+            params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.7, top_k=40)
+            self.engine.add(Request(f"{name} {number}", tuple(prompts[number % len(prompts)]), params))
+
+    def step(self) -> None:
+        started = time.perf_counter()
+        events = self.engine.step()
+        self.seconds += time.perf_counter() - started
+        self.steps += 1
+        for event in events:
+            self.tokens += len(event.tokens)
+            if event.request_id.endswith(" 0"):
+                self.first.extend(event.tokens)
+        self.done = not self.engine.has_work
+
+    def report(self) -> dict[str, Any]:
+        hidden, exposed = self.lane.communication()
+        return {
+            "lane": self.lane.name,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "hidden": hidden,
+            "exposed": exposed,
+            "text": self.first,
+            "done": self.done,
+        }
+
+
+def race(
+    name: str,
+    entrants: Sequence[Entrant],
+    communicator: Communicator,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    delay_s: float,
+) -> dict[str, dict[str, Any]]:
+    """Rank 0: `count` requests through every lane over a link of delay_s; returns each lane's last report."""
+    communicator.plans.send(LINK + repr(delay_s).encode())
+    for entrant in entrants:
+        entrant.lane.lay_link(communicator, delay_s)
+        entrant.line_up(name, prompts, count)
+    shown = 0.0
+    while not all(entrant.done for entrant in entrants):
+        min((e for e in entrants if not e.done), key=lambda e: e.seconds).step()
+        if time.monotonic() - shown > SHOW_S:
+            shown = time.monotonic()
+            say({"race": name, "lanes": [entrant.report() for entrant in entrants], "total": count * MAX_TOKENS})
+    reports = {entrant.lane.name: entrant.report() for entrant in entrants}
+    say({"race": name, "lanes": list(reports.values()), "total": count * MAX_TOKENS, "over": True})
+    return reports
+
+
+def say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def lead(lanes: Sequence[Lane], communicator: Communicator, prompts: Sequence[Sequence[int]], seconds: float) -> None:
+    """Warms up, measures c (what a sub-block computes beyond its waits), then races at L = c and at no delay."""
+    try:
+        entrants = [Entrant.of(lane, communicator) for lane in lanes]
+        seats = lanes[0].scheduler_limits.max_num_seqs
+        race("start", entrants, communicator, prompts, seats, 0.0)
+        first = race("warm-up", entrants, communicator, prompts, 2 * seats, 0.0)[lanes[0].name]
+        c = (first["seconds"] - first["exposed"]) / first["steps"] / (2 * lanes[0].num_layers)
+        say({"c": c, "delay": c})
+        rate = first["tokens"] / first["seconds"]
+        for name, delay in (("link", c), ("no delay", 0.0)):
+            expected = rate / 2 if delay else rate
+            count = max(seats, round(expected * seconds / MAX_TOKENS / seats) * seats)
+            race(name, entrants, communicator, prompts, count, delay)
+    finally:
+        communicator.plans.send(END)
+
+
+def _lanes(deployments: Sequence[Deployment], communicator: Communicator, device: Any) -> list[Lane]:
+    from ...engine.step.build import build
+
+    lanes = []
+    for index, deployment in enumerate(deployments):
+        built = build(deployment, communicator, device)
+        name = built.config.wiring.name
+        lanes.append(Lane(index, name, built.runner, built.scheduler_limits, built.config.num_layers))
+    return lanes
+
+
+def _be_rank(identity: Identity, paths: Sequence[str], prompts: Sequence[Sequence[int]], seconds: float) -> None:
+    deployments = [deploy.load(path) for path in paths]
+    set_threads(deployments[0], identity)
+    # The group itself has no emulated link: each lane lays its own over it.
+    parallel = replace(deployments[0].parallel, collective="auto", emulated_delay=0.0)
+    plain = replace(deployments[0], parallel=parallel)
+    with join_group(plain, identity) as communicator:
+        lanes = _lanes(deployments, communicator, choose_device(deployments[0], identity))
+        if communicator.rank == 0:
+            lead(lanes, communicator, prompts, seconds)
+        else:
+            follow(lanes, communicator)
+
+
+def main() -> int:
+    """argv: seconds a race, a file of prompts (JSON lists of ids), then one deployment file a lane."""
+    seconds, prompts_path, *paths = sys.argv[1:]
+    try:
+        identity = identify()
+        if identity is None:
+            raise IdentityError("not a rank: `make demo` starts this under mpirun")
+        with open(prompts_path, encoding="utf-8") as file:
+            prompts = json.load(file)
+        _be_rank(identity, paths, prompts, float(seconds))
+    except BaseException:
+        # The other rank waits for this one: leave at once, and the launcher ends the job.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A job's life: started, supervised, relaunched when a rank is lost."""

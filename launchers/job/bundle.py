@@ -1,0 +1,216 @@
+"""The night call's archive: what ranks knew when something went wrong, with the configuration, this host and the last
+words, secrets taken out. Its first line names the rank or link that did not arrive.
+
+Written by itself when a launch fails (`FailureBundles`), on SIGUSR1 by a running daemon, and by `laddertron bundle`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ... import __version__
+from ...engine.config.load import Deployment, to_json
+from ...topology.hardware.discover import discover
+from ...topology.hardware.health import port_counters
+from ...topology.hardware.sysfs import Sysfs
+from .detect import JobFailure
+
+log = logging.getLogger(__name__)
+
+KEPT = 16
+"""Automatic bundles in a folder; older ones are deleted."""
+MAX_PART = 16 << 20
+_SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+_IN_URL = re.compile(r"://[^/@\s:]+:[^/@\s]+@")
+_HEADER = re.compile(r"(?i)(bearer\s+|sk-)[A-Za-z0-9._~+/-]{8,}")
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """JSON values without what a name or a form gives away as a secret; paths of key files stay."""
+    if isinstance(value, Mapping):
+        return {key: redacted(item, key) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item, name) for item in value]
+    if isinstance(value, str):
+        if value and _SECRET.search(name) and not name.endswith(("_file", "_cert", "_path", "tls_key")):
+            return "(taken out)"
+        return _HEADER.sub("(taken out)", _IN_URL.sub("://(taken out)@", value))
+    return value
+
+
+def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) -> str:
+    """The archive's first line: who is to blame as far as the supervisor or the ranks' own places tell. `dumps`: what
+    each rank answered, by its number."""
+    if failure is not None:
+        where = f" (in {failure.collective})" if failure.collective and failure.collective not in failure.reason else ""
+        return f"{failure.kind}: {failure.reason}{where}"
+    places = {
+        rank: (int(dump.get("step", 0)), int(dump["started"]), dump.get("waiting", ""))
+        for rank, dump in dumps.items()
+        if isinstance(dump.get("started"), int)
+    }
+    if not places:
+        return "no rank answered: the launcher or the nodes are to be looked at first"
+    furthest = max(place[:2] for place in places.values())
+    late = sorted((rank for rank, place in places.items() if place[:2] < furthest), key=int)
+    waiting = next((place[2] for place in places.values() if place[2]), "")
+    if late:
+        rest = f"; the others wait in {waiting}" if waiting else ""
+        return f"rank {', '.join(late)} did not arrive: step and collective {places[late[0]][:2]} of {furthest}{rest}"
+    computing = sorted((rank for rank, place in places.items() if not place[2]), key=int)
+    if waiting and computing:
+        return f"rank {', '.join(computing)} has not come to the wait: the others wait in {waiting}"
+    if waiting:
+        return f"all ranks wait in {waiting}: suspect the link between them"
+    return "all ranks are at the same place, none waits"
+
+
+def parts_of(
+    deployment: Deployment, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0
+) -> dict[str, bytes]:
+    """The archive's files. `job`: what EngineJob.bundle gave, or {}. A part that cannot be had says why instead."""
+    dumps: dict[str, Mapping[str, Any]] = {str(rank): dump for rank, dump in (job.get("dumps") or {}).items()}
+    if failure is not None:
+        dumps = {str(rank): dump for rank, dump in failure.dumps.items()} | dumps
+    first = verdict(failure, dumps)
+    out = {
+        "README.txt": _readme(first, replica).encode(),
+        "config.json": _json(redacted(to_json(deployment))),
+        "job.json": _json(redacted({key: value for key, value in job.items() if key != "dumps"})),
+    }
+    if failure is not None:
+        said = {name: getattr(failure, name) for name in ("kind", "reason", "rank", "node", "collective", "exit_code")}
+        out["failure.json"] = _json(redacted(said))
+        out["output.txt"] = redacted("\n".join(failure.output) + "\n").encode()
+    for rank, dump in dumps.items():
+        stacks = dump.get("stacks", {})
+        out[f"ranks/{rank}/stacks.txt"] = "\n".join(f"--- {name}\n{text}" for name, text in stacks.items()).encode()
+        out[f"ranks/{rank}/collectives.json"] = _json({k: v for k, v in dump.items() if k != "stacks"})
+    out["host/topology.json"] = _tried(lambda: _json(json.loads(_fabric())))
+    out["host/ports.json"] = _tried(lambda: _json(port_counters(Sysfs())))
+    for path in nccl_records(os.environ):
+        out[f"host/nccl/{path.name}"] = _tried(lambda path=path: path.read_bytes()[:MAX_PART])  # type: ignore[misc]
+    return out
+
+
+def nccl_records(environ: Mapping[str, str]) -> list[Path]:
+    """What NCCL's flight recorder has written on this host (copied as bytes, never opened)."""
+    start = Path(environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/tmp/nccl_trace_rank_"))
+    try:
+        return sorted(path for path in start.parent.glob(f"{start.name}*") if path.is_file())[:64]
+    except OSError:
+        return []
+
+
+def log_tails(folder: Path, most: int = 256 << 10) -> dict[str, bytes]:
+    """The ends of the log files of a data folder."""
+    out = {}
+    for path in sorted((*folder.glob("*.log"), *folder.glob("*.jsonl"))):
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - most))
+                out[f"logs/{path.name}"] = redacted(file.read().decode(errors="replace")).encode()
+        except OSError as error:
+            out[f"logs/{path.name}"] = f"cannot be read: {error}\n".encode()
+    return out
+
+
+def write_bundle(path: Path, parts: Mapping[str, bytes]) -> Path:
+    """A .tar.gz for its owner alone; README.txt is its first file. It appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            for name in sorted(parts, key=lambda name: (name != "README.txt", name)):
+                member = tarfile.TarInfo(f"{path.name.removesuffix('.tar.gz')}/{name}")
+                member.size, member.mtime, member.mode = len(parts[name]), int(time.time()), 0o600
+                archive.addfile(member, io.BytesIO(parts[name]))
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    return path
+
+
+class FailureBundles:
+    """Writes a bundle for every failed launch into `folder`, on a thread of its own, and keeps the newest KEPT."""
+
+    def __init__(self, deployment: Deployment, folder: Path, logs: Path | None = None) -> None:
+        self._deployment, self._folder, self._logs = deployment, folder, logs
+        self._lock = threading.Lock()
+        self._written_ns = 0
+
+    def failed(self, replica: int, failure: JobFailure) -> threading.Thread:
+        """For JobHooks.failed: returns at once."""
+        thread = threading.Thread(target=self.write, args=({}, failure, replica), name="bundle")
+        thread.start()
+        return thread
+
+    def write(self, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0) -> Path | None:
+        """None if it could not be written; the log says why. Never raises."""
+        kind = failure.kind if failure is not None else "asked"
+        with self._lock:
+            # one clock, and never back: names sort as bundles were written, and the oldest go by their names
+            self._written_ns = max(time.time_ns(), self._written_ns + 1)
+            second, fraction = divmod(self._written_ns, 10**9)
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(second))
+            name = f"laddertron-{stamp}-{fraction:09d}-{kind}-replica{replica}.tar.gz"
+            try:
+                parts = parts_of(self._deployment, job, failure, replica)
+                parts |= log_tails(self._logs) if self._logs is not None else {}
+                path = write_bundle(self._folder / name, parts)
+                for old in newest(self._folder)[KEPT:]:
+                    old.unlink(missing_ok=True)
+            except Exception as error:  # a help for people must not harm what goes on
+                log.warning("no bundle was written: %s", error)
+                return None
+        log.warning("bundle written: %s", path, extra={"event": "bundle", "replica": replica})
+        return path
+
+
+def newest(folder: Path) -> list[Path]:
+    """The bundles of a folder, newest first."""
+    return sorted(folder.glob("laddertron-*.tar.gz"), key=lambda path: path.name, reverse=True)
+
+
+def _readme(first: str, replica: int) -> str:
+    lines = (
+        redacted(first),
+        "",
+        f"laddertron {__version__}, replica {replica}, {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}",
+        "config.json       the deployment, secrets taken out",
+        "failure.json      what the supervisor saw; output.txt: the launcher's and ranks' last words",
+        "job.json          phase, ranks, earlier failures",
+        "ranks/N/          stacks of every thread, the last collectives (seconds on CLOCK_MONOTONIC), what it waits in",
+        "host/             this machine's topology, RDMA ports' counters, NCCL's flight recorder where there is one",
+        "logs/             ends of the log files",
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=1, default=str).encode() + b"\n"
+
+
+def _fabric() -> str:
+    from ...topology.hardware.fabric import Fabric
+
+    return Fabric((discover(os.environ.get("CUDA_VISIBLE_DEVICES")).node,)).to_json()
+
+
+def _tried(make: Callable[[], bytes]) -> bytes:
+    try:
+        return make()
+    except Exception as error:  # one part less, the others are wanted all the more
+        return f"cannot be had: {error}\n".encode()

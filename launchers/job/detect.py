@@ -1,0 +1,178 @@
+"""Decisions of the supervisor as pure functions of what the ranks reported: is one silent, does a step hang, who is to
+blame, do the ranks agree, may the job be launched again. No clocks, no processes: times are arguments, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..control.messages import Beat
+
+FailureKind = Literal[
+    "mismatch", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled",
+    "consequence", "protocol", "launch", "launcher_exit", "stuck",
+]  # fmt: skip
+"""A closed set: it labels `engine_restarts_total`."""
+
+_CONVINCING: tuple[FailureKind, ...] = (
+    "mismatch",
+    "protocol",
+    "refused",
+    "rank_error",
+    "launcher_killed",
+    "rank_lost",
+    "silent",
+    "stalled",
+    "load_stalled",
+    "consequence",
+    "launch",
+    "launcher_exit",
+    "stuck",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailure:
+    """Why a launch ended, for the log, the metrics and the bundle."""
+
+    kind: FailureKind
+    reason: str
+    rank: int | None = None
+    node: str | None = None
+    collective: str = ""
+    """What the rank to blame last waited in, or the collective it had started last."""
+    exit_code: int | None = None
+    output: tuple[str, ...] = ()
+    dumps: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One sign that a launch is over. `rank` None: no rank is to blame."""
+
+    kind: FailureKind
+    rank: int | None
+    text: str
+
+
+def blame(evidence: Sequence[Evidence]) -> Evidence:
+    """The sign that explains the others: when one rank dies, its peers fail in their collectives and mpirun ends them
+    all, and those signs may well arrive first. Among equals the first one counts. A silent or stalled rank explains
+    whatever came after it: only what was there before can explain it."""
+    first = evidence[0]
+    if first.kind in ("silent", "stalled", "load_stalled"):
+        return first
+    return min(evidence, key=lambda sign: _CONVINCING.index(sign.kind))
+
+
+FROM_STAGE = " from stage "
+"""In the name of what a rank waits for, where another stage is to send it (topology/comm/pipeline.py)."""
+
+Liveness = Literal["alive", "suspect", "dead"]
+
+
+def liveness(silent_s: float, suspect_s: float, dead_s: float) -> Liveness:
+    """From the time since a rank's connection brought anything."""
+    if silent_s >= dead_s:
+        return "dead"
+    return "suspect" if silent_s >= suspect_s else "alive"
+
+
+class StepWatch:
+    """How long a step may go on without progress, learnt from the steps measured so far, by size of step: a long
+    prefill is no hang, a decode step that takes a hundred times as long as decode steps do is one.
+
+    `first_s` holds until a step was measured, `floor_s` is the least ever allowed, `factor` times the (slowly
+    forgotten) longest step of about that size the rule in between.
+    """
+
+    def __init__(self, first_s: float = 120.0, floor_s: float = 10.0, factor: float = 20.0) -> None:
+        self.first_s, self.floor_s, self.factor = first_s, floor_s, factor
+        self._longest: dict[int, float] = {}
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        size = tokens.bit_length()
+        self._longest[size] = max(seconds, 0.98 * self._longest.get(size, 0.0))
+
+    def allowance(self, tokens: int) -> float:
+        if not self._longest:
+            return self.first_s
+        size = tokens.bit_length()
+        known = max((s for s in self._longest if s <= size), default=min(self._longest))
+        least = self.factor * self._longest[known]
+        if known >= size:
+            return max(self.floor_s, least)
+        # never measured: at worst every token costs what one of the measured size did
+        return max(self.floor_s, least, min(least * float(1 << (size - known)), self.first_s))
+
+
+def stalled(beats: Mapping[int, Beat], watch: StepWatch, since_beat: Mapping[int, float]) -> tuple[int, str] | None:
+    """A rank that has made no progress for too long, and the sentence that says so; None while all do. It need not be
+    the one to blame (`behind`). `since_beat`: the age of each beat."""
+    for rank, beat in beats.items():
+        if beat.busy_s <= 0:
+            continue
+        busy = beat.busy_s + since_beat[rank]
+        allowed = watch.allowance(beat.step_tokens)
+        if busy > allowed:
+            where = f"in step {beat.step} ({beat.step_tokens} tokens" if beat.step_tokens else f"at step {beat.step} ("
+            comma = "; " if beat.step_tokens else ""
+            return rank, f"no progress for {busy:.1f} s {where}{comma}{allowed:.1f} s allowed)"
+    return None
+
+
+def behind(beats: Mapping[int, Beat], stage_ranks: int = 0) -> int | None:
+    """The rank that the others wait for: the least step, then the fewest collectives started, then computing while
+    others wait. None if all wait in the same place: then no rank is late but a link. stage_ranks: of each stage of a
+    pipeline. Stages are steps and collectives apart without being late, so the late one is the one that waits for no
+    other: it computes, or waits inside its group."""
+    if not beats:
+        return None
+    if stage_ranks and stage_ranks < len(beats):
+        stages = {rank: rank // stage_ranks for rank in beats}
+        working = {stages[rank] for rank, beat in beats.items() if beat.busy_s > 0 and FROM_STAGE not in beat.waiting}
+        if len(working) != 1:
+            return None
+        group = {rank: beat for rank, beat in beats.items() if stages[rank] in working}
+        return min(group) if len(group) == 1 else behind(group)
+    place = {rank: (beat.step, beat.collective, beat.waiting != "") for rank, beat in beats.items()}
+    late = min(place.values())
+    ranks = [rank for rank, where in place.items() if where == late]
+    if len(ranks) == len(place) and len(place) > 1:
+        return None
+    return min(ranks)
+
+
+def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | None:
+    """The first rank whose digests are not what most ranks announced (in a tie: what the lowest rank did), and the
+    sentence that says so; None while all agree."""
+    names = sorted({name for digests in announced.values() for name in digests})
+    for name in names:
+        values = {rank: digests.get(name, "nothing") for rank, digests in sorted(announced.items())}
+        usual = Counter(values.values()).most_common(1)[0][0]
+        for rank, value in values.items():
+            if value != usual:
+                return (
+                    rank,
+                    f"{name} is {value[:24]} there and {usual[:24]} elsewhere: the nodes must have the same files",
+                )
+    return None
+
+
+class RestartPolicy:
+    """Whether and when a failed job is launched again. `limit` failures without progress between them are forgiven,
+    the next is final. The first relaunch is immediate, later ones wait 1, 2, 4 ... `longest_s`."""
+
+    def __init__(self, limit: int = 3, longest_s: float = 30.0) -> None:
+        self.limit, self.longest_s = limit, longest_s
+        self.in_a_row = 0
+
+    def after_failure(self, progress: bool) -> float | None:
+        """Seconds to wait before the relaunch, or None: give up."""
+        self.in_a_row = 1 if progress else self.in_a_row + 1
+        if self.in_a_row > self.limit:
+            return None
+        return 0.0 if self.in_a_row == 1 else min(self.longest_s, 2.0 ** (self.in_a_row - 2))

@@ -1,0 +1,68 @@
+"""Whether the devices of a replica's ranks on this host are free again, before ranks are launched on them once more.
+
+A killed process is gone before the driver has given back what it held on a GPU; a launch that comes too early fails for
+want of memory. (On a CPU memory goes with the process, which the launch waits for: `job_launch.py`.) Other hosts' GPUs
+cannot be seen from here: there the load itself refuses, with need and have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from ...topology.hardware.fabric import Device
+
+SLACK_BYTES = 1 << 30  # other users of the device come and go by about so much; a shard of weights is more
+_LOOK_AGAIN_S = 0.1
+
+Look = Callable[[], Mapping[str, int]]
+"""Bytes in use by device, as of now."""
+
+
+class DeviceMemory:
+    """Made before the first launch: as free as then is free. Of a device that did not answer then nothing is known."""
+
+    def __init__(self, look: Look, most_s: float = 30.0, slack: int = SLACK_BYTES) -> None:
+        self._look, self._most_s, self._slack = look, most_s, slack
+        self._before = dict(look())
+
+    async def free(self) -> None:
+        """Returns once it is; raises RuntimeError naming device and bytes after `most_s` seconds."""
+        deadline = time.monotonic() + self._most_s
+        while held := await asyncio.to_thread(self._held):  # starting the driver's library may take a second
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"{', '.join(held)} after {self._most_s:g} s, with all ranks gone: another process has it, or the "
+                    "driver keeps it (nvidia-smi shows which)"
+                )
+            await asyncio.sleep(_LOOK_AGAIN_S)  # the driver tells nobody
+
+    def _held(self) -> list[str]:
+        more = {name: used - self._before[name] for name, used in self._look().items() if name in self._before}
+        return [f"{name} still holds {extra / 2**30:.1f} GiB" for name, extra in more.items() if extra > self._slack]
+
+
+def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
+    """Of these GPUs of this host, by the driver. `nvml`: the pynvml module. A device that does not answer is left out:
+    the launch will find out."""
+
+    def look() -> dict[str, int]:
+        found = {}
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError:
+            return {}
+        try:
+            for device in devices:
+                try:
+                    handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
+                    found[f"cuda:{device.index}"] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+                except nvml.NVMLError:
+                    continue
+        finally:
+            nvml.nvmlShutdown()
+        return found
+
+    return look

@@ -1,0 +1,158 @@
+"""The hosts of a running deployment: each replica's launch command, with spare hosts in the place of quarantined ones.
+
+What `serve` and `run` make MpiJobs from. Choices are launchers/compose/mpi.py's; here they meet this machine: its name,
+its addresses, the spares that are already used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ...engine.config.load import Deployment, is_loopback
+from ...topology.hardware.interfaces import address_of
+from ...topology.placement.mapping import same_host
+from ..compose.detect_launcher import survey
+from ..compose.host_allocation import Share, divide
+from ..compose.hosts import Host, LaunchError, read_hosts
+from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
+from ..compose.network import choose_network
+from .job_launch import JobOptions
+from .rank_board import JobTimeouts
+from .rank_logs import RankWords
+
+
+def is_here(name: str, hostname: str) -> bool:
+    """Whether a host's name means the machine called `hostname`."""
+    return is_loopback(name) or same_host(name, hostname)
+
+
+def substitute(share: Share, places: Mapping[str, str]) -> Share:
+    """The share with hosts replaced by others of the same kind; devices, interfaces and HCAs stay as they were."""
+    return replace(share, hosts=tuple(replace(h, name=places.get(h.name, h.name)) for h in share.hosts))
+
+
+def spare_places(
+    hosts: Sequence[Host], excluded: Sequence[str], spares: Sequence[str], taken: Mapping[str, str], hostname: str
+) -> dict[str, str]:
+    """Who takes the place of each excluded host: `taken` goes on, further spares in order. Raises LaunchError where
+    they do not suffice."""
+    places = dict(taken)
+
+    def out(name: str) -> bool:
+        return any(same_host(name, bad) or (is_loopback(name) and same_host(hostname, bad)) for bad in excluded)
+
+    for host in hosts:
+        if not out(places.get(host.name, host.name)):
+            continue
+        free = [spare for spare in spares if spare not in places.values() and not out(spare)]
+        if not free:
+            raise LaunchError(
+                f"{host.name} is out of use (its processes could not be killed) and no spare is left of "
+                f"launch.spare_hosts={list(spares)}: mend the host or name another spare"
+            )
+        places[host.name] = free[0]
+    return places
+
+
+class Fleet:
+    """Made once for a deployment. Raises LaunchError, PlacementError or OSError where it cannot be launched here."""
+
+    def __init__(self, deployment: Deployment, environ: Mapping[str, str], hostname: str | None = None) -> None:
+        self._hostname = hostname or socket.gethostname()
+        self.site: Site = survey(deployment, environ)
+        self.allotment = read_hosts(deployment, environ, self.site.fabric)
+        parallel = deployment.parallel
+        self.shares = divide(
+            self.allotment,
+            parallel.tensor_parallel_size,
+            parallel.replicas,
+            self.site.fabric,
+            parallel.pipeline_parallel_size,
+        )
+        self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
+        self._places: dict[str, str] = {}
+        self._words = RankWords()
+        self.deployment = self._resolved(deployment)
+
+    def _resolved(self, deployment: Deployment) -> Deployment:
+        """With the interface that the fabric chose, so that ranks need not choose again."""
+        found = {choose_network(deployment, share).interfaces for share in self.shares}
+        if len(found) != 1 or len(interfaces := found.pop()) != 1:
+            return deployment
+        return replace(deployment, launch=replace(deployment.launch, interface=interfaces[0]))
+
+    @property
+    def local(self) -> bool:
+        """Whether every rank runs on this machine, spares included."""
+        names = [h.name for share in self.shares for h in share.hosts]
+        return all(is_here(name, self._hostname) for name in (*names, *self._spares))
+
+    def command(self, replica: int, excluded: frozenset[str] = frozenset()) -> LaunchCommand:
+        """One replica's launch without the excluded hosts: `lambda excluded: fleet.command(0, excluded)` is what
+        MpiJob wants. Raises LaunchError if too few hosts are left."""
+        share = self.shares[replica]
+        self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self._hostname)
+        return compose(self.deployment, self.site, substitute(share, self._places), worker_program(self.site), CONTROL)
+
+    def local_devices(self, replica: int) -> tuple[int, ...]:
+        """The GPUs of this machine, as CUDA numbers them, that a replica's ranks use if they use GPUs."""
+        here = [h for h in self.shares[replica].hosts if is_here(h.name, self._hostname)]
+        return tuple(i for h in here for i in (range(h.slots) if h.devices is None else h.devices))
+
+    def control_host(self) -> str:
+        """The address that ranks report to: the config's; loopback if all are local; this machine's on the chosen
+        interface; else the one from which the system reaches the first remote host. Raises LaunchError."""
+        if self.deployment.daemon.control_host is not None:
+            return self.deployment.daemon.control_host
+        if self.local:
+            return "127.0.0.1"
+        if (interface := self.deployment.launch.interface) is not None:
+            return _address_of(interface)
+        hosts = [h.name for share in self.shares for h in share.hosts if not is_here(h.name, self._hostname)]
+        return _address_towards((*hosts, *self._spares)[0])
+
+    def options(self, replica: int, *, restart: bool) -> JobOptions:
+        """What MpiJob needs to know of times, sizes and addresses."""
+        daemon, parallel = self.deployment.daemon, self.deployment.parallel
+        usual = JobTimeouts()
+        patience = dataclasses.replace(
+            usual,
+            load_stall_s=daemon.load_timeout,
+            suspect_s=min(usual.suspect_s, daemon.heartbeat_timeout / 2),
+            dead_s=daemon.heartbeat_timeout,
+            least_step_s=parallel.collective_timeout or usual.least_step_s,
+        )
+        return JobOptions(
+            world_size=parallel.ranks,
+            stage_ranks=parallel.tensor_parallel_size,
+            replica=replica,
+            control_host=self.control_host(),
+            restart=restart,
+            max_failures=daemon.max_restarts,
+            patience=patience,
+            words=self._words,
+        )
+
+
+def _address_of(interface: str) -> str:
+    try:
+        return address_of(interface)
+    except ValueError as fault:
+        raise LaunchError(f"{fault}: set daemon.control_host") from fault
+
+
+def _address_towards(host: str) -> str:
+    # connecting a datagram socket sends nothing: it only asks the routing table
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise LaunchError(
+            f"no way to {host} from here ({error}): set daemon.control_host or launch.interface"
+        ) from None
+    return found

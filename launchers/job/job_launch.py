@@ -1,0 +1,331 @@
+"""One launch of a job, from mpirun's start to the last process gone: its control server, its keeper, the clocks.
+
+Feeds `rank_board.py` with what the ranks say and tells the job (`supervisor.py`) what follows. Whether to launch again
+is the job's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ... import __version__
+from ...engine.request import TokensEvent
+from ..control import processes
+from ..control.channel_thread import ControlThread
+from ..control.control import ENV_ADDRESS, ENV_SECRET, new_secret
+from ..control.messages import (
+    Beat,
+    Dump,
+    DumpReply,
+    Hello,
+    RankMessage,
+    Running,
+    ServerMessage,
+    Shutdown,
+    Tokens,
+    Welcome,
+)
+from .detect import Evidence, JobFailure
+from .rank_board import JobTimeouts, News, RankBoard
+from .rank_logs import RankWords
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+LAST_WORDS_S = 2.0
+_LINE_LIMIT = 8192
+
+
+class StartCommand(Protocol):
+    """What starts the ranks (`mpi.LaunchCommand` is one). `env` comes on top of this process's environment; the
+    command must carry ENV_ADDRESS and ENV_SECRET to the ranks by name (mpirun: -x NAME), never their values."""
+
+    @property
+    def argv(self) -> tuple[str, ...]: ...
+    @property
+    def env(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """Times in seconds. `control_host`: loopback if every rank is on this host, else the address of the interface
+    that the ranks' nodes reach. `restart=False`: the first failure is final (`laddertron run`)."""
+
+    world_size: int
+    replica: int = 0
+    control_host: str = "127.0.0.1"
+    restart: bool = True
+    stage_ranks: int = 0
+    """Ranks of each pipeline stage; 0 or world_size without stages."""
+    max_failures: int = 3
+    """Failures in a row, without progress between them, after which the job is launched again; the next is final."""
+    patience: JobTimeouts = field(default_factory=JobTimeouts)
+    settle_s: float = 0.5
+    """From the first sign of failure until one is blamed: what explains it may come after it."""
+    shutdown_s: float = 10.0
+    """For ranks that were told to shut down, to do so."""
+    kill_grace_s: float = 2.0
+    """For mpirun, from SIGTERM to SIGKILL."""
+    gone_s: float = 15.0
+    """For killed processes to be gone; those that are not quarantine their node."""
+    healthy_s: float = 60.0
+    """Being ready for so long counts as progress."""
+    longest_backoff_s: float = 30.0
+    words: RankWords = field(default_factory=RankWords)
+    """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
+
+
+class LaunchOwner(Protocol):
+    """What a launch tells the job it belongs to, on the event loop."""
+
+    def launch_news(self, news: News, node: str | None) -> None:
+        """The first Evidence is the launch's end: `Launch.failure` returns soon after."""
+
+    def launch_tokens(self, events: tuple[TokensEvent, ...]) -> None: ...
+    def launch_running(self, running: Running) -> None: ...
+    def launch_beat(self, rank: int, node: str, pid: int, beat: Beat) -> None: ...
+
+
+class Launch:
+    """Once started it runs until `failure` returns or `end` is called; `end` is always called."""
+
+    def __init__(self, owner: LaunchOwner, command: StartCommand, config_json: str, options: JobOptions) -> None:
+        self._owner, self._command, self._options = owner, command, options
+        secret = new_secret()
+        welcome = Welcome(config_json, options.replica, options.world_size, __version__)
+        self._secret_hex = secret.hex()
+        self._server = ControlThread(self, secret, welcome, options.control_host)
+        self._board = RankBoard(options.world_size, options.patience, time.monotonic(), options.stage_ranks)
+        self._keeper: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._trouble, self._exited = asyncio.Event(), asyncio.Event()
+        self._ending = False
+        self._said: set[str] = set()
+        self._scratch = ""
+        self._dumps: dict[int, dict[str, Any]] = {}
+        self._dumped = asyncio.Event()
+        self._dump_id = 0
+        self._output: deque[tuple[float, str]] = deque(maxlen=60)
+        self._sign_at = 0.0
+
+    async def start(self) -> None:
+        """Raises OSError if the channel or the keeper cannot be had."""
+        address = await self._server.start()
+        environment = {**os.environ, **self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
+        self._scratch = tempfile.mkdtemp(prefix="laddertron-")
+        keeper = (sys.executable, "-P", "-m", f"{__package__}.keeper", str(self._options.kill_grace_s), self._scratch)
+        self._keeper = await asyncio.create_subprocess_exec(
+            *keeper,
+            "--",
+            *self._command.argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        log.info("launched %s", self._command.argv[0], extra={"pid": self._keeper.pid})
+        reading = asyncio.create_task(self._read_output(self._keeper))
+        exiting = asyncio.create_task(self._wait_for_exit(self._keeper, reading))
+        self._tasks = [reading, exiting, asyncio.create_task(self._watch())]
+
+    def send(self, message: ServerMessage, rank: int | None = None) -> None:
+        self._server.send(message, rank)
+
+    async def failure(self) -> JobFailure:
+        """Waits for the first sign of the end, then a moment for what explains it."""
+        await self._trouble.wait()
+        hangs = self._board.evidence[0].kind in ("silent", "stalled", "load_stalled")
+        self._ask_dumps()  # after a crash the survivors wait in its collective for a moment: they know which
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.settle_s):
+                # after a hang the stacks are wanted, after a crash mpirun's own words
+                await (self._dumped if hangs else self._exited).wait()
+        status = self._keeper.returncode if self._keeper is not None else None
+        exit_code = status if status is None or status >= 0 else 128 - status
+        # what was said around the end; before that it was about other things
+        last_words = tuple(line for at, line in self._output if at > self._sign_at - LAST_WORDS_S)
+        return self._board.judge(exit_code, last_words, dict(self._dumps))
+
+    async def dump(self, timeout_s: float) -> dict[int, dict[str, Any]]:
+        """Stacks and last collectives of every rank that answers in time."""
+        self._ask_dumps()
+        if not self._server.connected:
+            return {}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._dumped.wait()
+        return dict(self._dumps)
+
+    def describe(self) -> dict[str, Any]:
+        """What is known of every rank, as JSON values."""
+        return {"ranks": self._board.describe(time.monotonic()), "output": [line for _, line in self._output]}
+
+    async def end(self, *, orderly: bool) -> str | None:
+        """Ends every process of the launch and returns when they are gone; else says what could not be ended.
+        `orderly` lets the ranks finish by themselves first, for at most `shutdown_s`: ranks that load do not listen."""
+        self._ending = True
+        options = self._options
+        if self._keeper is not None:
+            if orderly:
+                self.send(Shutdown())
+                await self._exits_within(options.shutdown_s)
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.close()
+            self._server.finish_sending()
+            if not await self._exits_within(options.kill_grace_s + options.gone_s):
+                self._keeper.kill()  # it is stopped itself, or waits for what nothing can kill
+        stuck = await self._kill_known()
+        for rank in await self._server.all_gone():
+            log.warning("%s: no end of its connection was seen: by now it ended itself", self._board.name(rank))
+        await self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)  # the keeper did, unless it was killed
+        return f"{', '.join(stuck)} cannot be killed" if stuck else None
+
+    async def _exits_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._exited.wait()
+        return self._exited.is_set()
+
+    async def _kill_known(self) -> list[str]:
+        """Ranks on this host that the keeper has lost hold of, or never had (children of this node's Slurm daemon).
+        Returns the names of those that are still there a little later."""
+        here = (socket.gethostname(), processes.boot_id())
+        known: dict[int, processes.ProcessId] = {}
+        for rank, state in self._board.ranks.items():
+            if (hello := state.hello) is not None and (hello.hostname, hello.boot_id) == here:
+                known[rank] = processes.ProcessId(hello.pid, hello.start_time)
+        for process in known.values():
+            processes.kill(process)
+        deadline = time.monotonic() + self._options.kill_grace_s
+        for process in known.values():
+            await _ended(process, deadline - time.monotonic())
+        return [self._board.name(rank) for rank, process in known.items() if processes.is_alive(process)]
+
+    def _ask_dumps(self) -> None:
+        self._dump_id += 1
+        self._dumps.clear()
+        self._dumped.clear()
+        self.send(Dump(self._dump_id))
+
+    # what comes in
+
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        if isinstance(message, Tokens | Running) and rank != 0:
+            text = f"it sent {type(message).__name__}, which only rank 0 may"
+            self._tell([self._board.sign(Evidence("protocol", rank, text))])
+            return
+        news = self._board.heard(rank, message, time.monotonic())
+        if isinstance(message, Tokens):
+            # even after a sign of failure: what all ranks agreed on need not be computed again
+            self._owner.launch_tokens(message.events)
+        elif isinstance(message, Running):
+            self._owner.launch_running(message)
+        elif isinstance(message, Beat):
+            if (hello := self._board.ranks[rank].hello) is not None:
+                self._owner.launch_beat(rank, hello.hostname, hello.pid, message)
+        elif isinstance(message, Hello):
+            where = {"rank": rank, "node": message.hostname}
+            log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
+        elif isinstance(message, DumpReply) and message.dump_id == self._dump_id:
+            self._dumps[rank] = message.data
+            if self._dumps.keys() >= self._server.connected:
+                self._dumped.set()
+        self._tell(news)
+
+    def on_gone(self, rank: int, reason: str) -> None:
+        if not self._ending:
+            self._tell(self._board.gone(rank, reason))
+
+    def _tell(self, news: list[News]) -> None:
+        for item in news:
+            rank = getattr(item, "rank", None)
+            node = self._board.node(rank)
+            if isinstance(item, Evidence):
+                if self._ending:
+                    continue
+                who = "" if rank is None else f"{self._board.name(rank)}: "
+                # Ranks that refuse the same folder say the same: once is enough.
+                level = logging.INFO if item.text in self._said else logging.WARNING
+                self._said.add(item.text)
+                log.log(level, "%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
+                if self._trouble.is_set():
+                    continue
+                self._sign_at = time.monotonic()
+                self._trouble.set()
+            self._owner.launch_news(item, node)
+
+    async def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._trouble.is_set():
+            await asyncio.sleep(TICK_S)  # clocks alone are looked at: there is no event to wait for
+            now = time.monotonic()
+            late, last = now - last - TICK_S, now
+            if late > 2 * TICK_S:
+                self._board.held_up(late)
+            elif not self._ending:
+                self._tell(self._board.look(now, self._server.heard))
+
+    async def _read_output(self, keeper: asyncio.subprocess.Process) -> None:
+        assert keeper.stdout is not None
+        rest = b""
+        while data := await keeper.stdout.read(1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-_LINE_LIMIT:]
+            for line in lines:
+                self._take_line(line)
+        self._take_line(rest)
+
+    def _take_line(self, line: bytes) -> None:
+        text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
+        if text.strip("-= "):  # mpirun frames its words with rules
+            self._output.append((time.monotonic(), text))
+            self._options.words.take(text, self._options.replica)
+
+    async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+        status = await keeper.wait()
+        await asyncio.wait([reading], timeout=1.0)  # the last words, which are often the reason
+        self._exited.set()
+        name = os.path.basename(self._command.argv[0])
+        if status < 0:
+            sign = Evidence("launcher_killed", None, f"{name} was ended by signal {-status}")
+        else:
+            sign = Evidence("launcher_exit", None, f"{name} ended with status {status}")
+        self._tell([self._board.sign(sign)])
+
+
+async def _ended(process: processes.ProcessId, timeout_s: float) -> bool:
+    """Waits until this very process has ended; False if it has not in time."""
+    if not processes.is_alive(process):
+        return True
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(handle, ended.set)
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+    return not processes.is_alive(process)

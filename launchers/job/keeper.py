@@ -1,0 +1,135 @@
+"""A small process between the daemon and one mpirun: it sees to it that nothing of the launch outlives either.
+
+`python -P -m laddertron.launchers.job.keeper GRACE SCRATCH [INPUT] -- mpirun ...` runs the command in a session of its
+own and adopts its orphans; the command's standard input is the file descriptor INPUT, else empty. When a line or the
+end of the keeper's own standard input comes (the daemon asks, or is gone), the command gets SIGTERM (mpirun then ends
+its ranks on every node) and after GRACE seconds SIGKILL, with every descendant. It ends when no descendant is left, as
+the command did: same status, or by the same signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+from typing import NoReturn
+
+from ..control import processes
+
+_LOOK_AGAIN_S = 0.05
+_LOCAL_SCRATCH = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+"""Open MPI 5's and 4's word for it. 4 has one for this host alone too, but refuses it in its ranks, which inherit it
+beside the word that mpirun gives them. Not TMPDIR: ranks keep caches there that are worth finding again."""
+_ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _become(command: list[str], keeper: int, standard_input: int | None, mask: set[int]) -> NoReturn:
+    """In the forked child, where the signals that ask to stop are still blocked: they take effect with `mask`."""
+    try:
+        os.setsid()
+        processes.die_with_parent()
+        if os.getppid() != keeper:
+            os._exit(1)
+        for signum in (*_ASKS_TO_STOP, signal.SIGCHLD):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.dup2(os.open(os.devnull, os.O_RDONLY) if standard_input is None else standard_input, 0)
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"laddertron: cannot start {command[0]}: {error.strerror}\n".encode())
+    os._exit(127)
+
+
+class _Keeper:
+    def __init__(self, command: list[str], grace_s: float, standard_input: int | None) -> None:
+        self._grace_s = grace_s
+        self._stopping = False
+        self._deadline: float | None = None
+        self._status: int | None = None
+        self._wake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for signum in _ASKS_TO_STOP:
+            signal.signal(signum, self._ask)
+        me = os.getpid()
+        # blocked around the fork: the keeper's handlers in the child would swallow a SIGTERM that came before exec
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS_TO_STOP)
+        self._child = os.fork()
+        if self._child == 0:
+            _become(command, me, standard_input, mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if standard_input is not None:
+            os.close(standard_input)  # or the command would not see its end
+
+    def _ask(self, *_: object) -> None:
+        self._stopping = True
+
+    def _reap(self) -> bool:
+        """False when no descendant is left."""
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return True
+                if pid == self._child:
+                    self._status = status
+        except ChildProcessError:
+            return False
+
+    def run(self) -> int:
+        """Returns the command's wait status once everything is gone."""
+        while self._reap():
+            sweeping = self._status is not None
+            if self._stopping and self._deadline is None:
+                self._deadline = time.monotonic() + self._grace_s
+                if not sweeping:
+                    os.kill(self._child, signal.SIGTERM)
+            if sweeping or (self._deadline is not None and time.monotonic() >= self._deadline):
+                sweeping = True
+                for process in processes.descendants(os.getpid()):
+                    processes.kill(process)
+            self._wait(sweeping)
+        return self._status or 0
+
+    def _wait(self, sweeping: bool) -> None:
+        timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        if sweeping:
+            timeout = _LOOK_AGAIN_S  # what forks while it is killed shows up on the next look
+        watched = [self._wake] if self._stopping else [self._wake, 0]
+        readable, _, _ = select.select(watched, [], [], timeout)
+        if self._wake in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 4096)
+        if 0 in readable:
+            self._stopping = True
+
+
+def main(argv: list[str]) -> int:
+    """argv: [GRACE, SCRATCH, maybe INPUT, "--", command, ...]. The folder SCRATCH holds mpirun's session and is
+    removed: a killed mpirun would leave it behind."""
+    own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    grace_s, scratch, standard_input = float(own[0]), own[1], int(own[2]) if len(own) > 2 else None
+    processes.adopt_orphans()
+    processes.die_with_parent(signal.SIGTERM)
+    for name in _LOCAL_SCRATCH:
+        os.environ[name] = scratch
+    try:
+        status = _Keeper(command, grace_s, standard_input).run()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if os.WIFSIGNALED(status):
+        # by its signal rather than 128 + n: mpirun exits with 137 where a rank was killed, and that is another story
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

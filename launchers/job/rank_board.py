@@ -1,0 +1,267 @@
+"""What is known of every rank of one launch, and what follows from it: signs of failure, suspicion, readiness.
+
+Decisions as data: each method takes the time (monotonic seconds) and returns what to tell, in order. Knows no sockets
+and no processes; `job_launch.py` feeds it and acts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ... import __version__
+from ...engine.request import ModelLimits
+from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready
+from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, liveness, stalled
+
+_NOTICED = re.compile(r"\brank (\d+) with PID \d+")
+"""mpirun's words on the rank whose end made it end the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobTimeouts:
+    """Bounds in seconds on what may take how long."""
+
+    launch_s: float = 120.0
+    """From mpirun's start until every rank has greeted."""
+    load_stall_s: float = 600.0
+    """Without any rank's loading getting on."""
+    suspect_s: float = 3.0
+    dead_s: float = 10.0
+    """Without a sign of life from a rank."""
+    first_step_s: float = 120.0
+    least_step_s: float = 10.0
+    """See StepWatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Loading: the slowest rank's fraction."""
+
+    fraction: float
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady:
+    """Every rank is loaded, and they agree."""
+
+    limits: ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A rank's heartbeat is overdue."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """No rank is suspect any more."""
+
+
+News = Evidence | LoadProgress | AllReady | Suspect | Recovered
+
+
+@dataclass(slots=True)
+class RankState:
+    """One rank; None is what was not heard yet."""
+
+    hello: Hello | None = None
+    beat: Beat | None = None
+    heard: float = 0.0
+    beat_at: float = 0.0
+    fraction: float = 0.0
+    digests: dict[str, str] | None = None
+    limits: ModelLimits | None = None
+    suspect: bool = False
+    ended: bool = False
+
+
+class RankBoard:
+    """`began` is when mpirun was started. stage_ranks: of each stage, where there are several; 0: one group."""
+
+    def __init__(self, world_size: int, patience: JobTimeouts, began: float, stage_ranks: int = 0) -> None:
+        self._stage_ranks = stage_ranks if stage_ranks < world_size else 0
+        self.ranks = {rank: RankState() for rank in range(world_size)}
+        self.evidence: list[Evidence] = []
+        self._patience = patience
+        self._steps = StepWatch(patience.first_step_s, patience.least_step_s)
+        self._began = self._moved = began
+        self._ready = False
+
+    def name(self, rank: int) -> str:
+        hello = self.ranks[rank].hello
+        stage = f"stage {rank // self._stage_ranks}" if self._stage_ranks else ""
+        process = "" if hello is None else f"node {hello.hostname}, pid {hello.pid}"
+        place = ", ".join(filter(None, (stage, process)))
+        return f"rank {rank} ({place})" if place else f"rank {rank}"
+
+    def node(self, rank: int | None) -> str | None:
+        hello = self.ranks[rank].hello if rank is not None else None
+        return None if hello is None else hello.hostname
+
+    def heard(self, rank: int, message: RankMessage, now: float) -> list[News]:
+        """A checked message of a rank; Tokens, Running and DumpReply count as signs of life alone."""
+        state = self.ranks[rank]
+        state.heard = now
+        news: list[News] = []
+        if state.suspect:
+            state.suspect = False
+            # a launch that is ending does not come back, whoever still speaks
+            if not self.evidence and not any(other.suspect for other in self.ranks.values()):
+                news.append(Recovered())
+        match message:
+            case Beat():
+                if state.beat is not None and message.step > state.beat.step and message.last_tokens > 0:
+                    self._steps.learn(message.last_tokens, message.last_s)
+                state.beat, state.beat_at = message, now
+            case Hello():
+                state.hello, self._moved = message, now
+                if message.version != __version__:
+                    text = f"it runs laddertron {message.version}, the daemon {__version__}: install one everywhere"
+                    news.append(self.sign(Evidence("mismatch", rank, text)))
+                news.append(self._progress(""))
+            case Announce(digests):
+                state.digests = digests
+                news += self._agreement()
+            case Loading(fraction, detail):
+                fraction = min(1.0, max(0.0, fraction))
+                if fraction != state.fraction:
+                    self._moved = now
+                state.fraction = fraction
+                news.append(self._progress(detail))
+            case Ready(limits):
+                state.limits, state.fraction, self._moved = limits, 1.0, now
+                news += self._agreement()
+            case Failure(text, consequence, refused):
+                state.ended = True
+                kind: FailureKind = "consequence" if consequence else "refused" if refused else "rank_error"
+                news.append(self.sign(Evidence(kind, rank, text.strip())))
+            case _:
+                pass
+        return news
+
+    def gone(self, rank: int, reason: str) -> list[News]:
+        """The rank's connection ended."""
+        state = self.ranks[rank]
+        if state.ended:
+            return []
+        state.ended = True
+        text = "its process ended without a word" + (f" ({reason})" if reason else "")
+        return [self.sign(Evidence("rank_lost", rank, text))]
+
+    def sign(self, evidence: Evidence) -> Evidence:
+        """Keeps it for `judge`. Called from outside for what the ranks do not say (mpirun's end)."""
+        self.evidence.append(evidence)
+        return evidence
+
+    def _progress(self, detail: str) -> LoadProgress:
+        return LoadProgress(min(state.fraction for state in self.ranks.values()), detail)
+
+    def _agreement(self) -> list[News]:
+        announced = {rank: state.digests for rank, state in self.ranks.items() if state.digests is not None}
+        if self._ready or len(announced) < len(self.ranks):
+            return []
+        if (found := differing(announced)) is not None:
+            return [self.sign(Evidence("mismatch", *found))]
+        if self.evidence or any(state.limits is None for state in self.ranks.values()):
+            return []
+        self._ready = True
+        limits = self.ranks[0].limits
+        assert limits is not None
+        return [AllReady(limits)]
+
+    def held_up(self, seconds: float) -> None:
+        """This process was stopped, or its loop busy, so long: what the ranks sent has not been read yet, so they are
+        given that time."""
+        self._began, self._moved = self._began + seconds, self._moved + seconds
+        for state in self.ranks.values():
+            state.heard += seconds
+            state.beat_at += seconds
+
+    def look(self, now: float, spoke: Mapping[int, float] = MappingProxyType({})) -> list[News]:
+        """What the clock alone says; to be asked a few times a second. `spoke`: when ranks said what has not been taken
+        yet, because this process was busy; that is no silence of theirs."""
+        patience, greeted = self._patience, [rank for rank, state in self.ranks.items() if state.hello is not None]
+        news: list[News] = []
+        if len(greeted) < len(self.ranks):
+            if now - self._began > patience.launch_s:
+                missing = ", ".join(str(rank) for rank in self.ranks if rank not in greeted)
+                text = f"rank {missing} did not come up within {patience.launch_s:g} s"
+                news.append(self.sign(Evidence("launch", None, text)))
+        elif not self._ready and now - self._moved > patience.load_stall_s:
+            slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
+            text = f"loading has not got on for {patience.load_stall_s:g} s"
+            news.append(self.sign(Evidence("load_stalled", slowest, text)))
+        for rank in greeted:
+            state = self.ranks[rank]
+            silent = now - max(state.heard, spoke.get(rank, 0.0))
+            text = f"no heartbeat for {silent:.1f} s (stopped, swapped out or cut off)"
+            level = liveness(silent, patience.suspect_s, patience.dead_s)
+            if level == "dead":
+                news.append(self.sign(Evidence("silent", rank, text)))
+            elif level == "suspect" and not state.suspect:
+                state.suspect = True
+                news.append(Suspect(rank, text))
+        return news + self._stall(now)
+
+    def _stall(self, now: float) -> list[News]:
+        # a silent rank explains why the others wait: it is judged by its silence
+        if not self._ready or any(state.suspect for state in self.ranks.values()):
+            return []
+        beats = {rank: state.beat for rank, state in self.ranks.items() if state.beat is not None}
+        found = stalled(beats, self._steps, {rank: now - self.ranks[rank].beat_at for rank in beats})
+        if found is None:
+            return []
+        slow, text = found
+        if len(beats) == 1:  # no others to tell of
+            return [self.sign(Evidence("stalled", slow, text))]
+        late = behind(beats, self._stage_ranks)
+        where = next((beat.waiting for beat in beats.values() if beat.waiting), "")
+        if late is None and all(beat.busy_s <= 0 for rank, beat in beats.items() if rank != slow):
+            # the others have done their part and wait for work: it hangs between two steps
+            late, text = slow, f"{text}; the others wait for the next step"
+        elif late is not None:
+            text += f"; the others wait in {where}" if where else "; it is behind the others"
+        else:
+            text += f"; all ranks wait in {where}: suspect the link" if where else "; no rank is behind the others"
+        return [self.sign(Evidence("stalled", late, text))]
+
+    def judge(self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]]) -> JobFailure:
+        """Names what is to blame, from all signs so far (at least one)."""
+        sign = blame(self.evidence)
+        if sign.kind == "rank_lost":
+            # an end is read after what was said before it, so the first that was read need not have come first
+            noticed = {int(rank) for rank in _NOTICED.findall(" ".join(output))}
+            lost = [other for other in self.evidence if other.kind == "rank_lost" and other.rank in noticed]
+            sign = lost[0] if len(lost) == 1 else sign
+        beat = self.ranks[sign.rank].beat if sign.rank is not None else None
+        collective = ""
+        if beat is not None:
+            collective = beat.waiting or (f"collective {beat.collective}" if beat.collective else "")
+        reason = sign.text if sign.rank is None else f"{self.name(sign.rank)}: {sign.text}"
+        if sign.kind in ("rank_lost", "launcher_exit", "launcher_killed") and output:
+            reason += "; last output: " + " | ".join(output[-5:])
+        return JobFailure(sign.kind, reason, sign.rank, self.node(sign.rank), collective, exit_code, output, dumps)
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Every rank as JSON values."""
+        ranks = {}
+        for rank, state in self.ranks.items():
+            beat = state.beat or Beat()
+            ranks[str(rank)] = {
+                "node": self.node(rank),
+                "pid": state.hello.pid if state.hello else None,
+                "heard_s_ago": round(now - state.heard, 3) if state.hello else None,
+                "step": beat.step,
+                "busy_s": beat.busy_s,
+                "collective": beat.collective,
+                "waiting": beat.waiting,
+            }
+        return ranks

@@ -1,0 +1,66 @@
+"""A command under a keeper, for callers that wait for it: nothing of it outlives this process, not even after kill -9.
+
+What the supervisor's jobs have in launchers/job/job_launch.py, for `bench` and `profile`. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, cast
+
+GRACE_S = 5.0
+"""Between asking the command to end and killing what is left of it."""
+_SCRATCH = 5
+"""Where the keeper's words name its folder."""
+
+
+def start(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdout: IO[str] | int,
+    stderr: IO[str] | int,
+    orders: int | None = None,
+) -> subprocess.Popen[str]:
+    """The keeper of the command, which ends as the command does. Its standard input is the life line: the command is
+    ended when that closes. orders: a file descriptor for the command's own standard input, which is otherwise empty."""
+    scratch = tempfile.mkdtemp(prefix="laddertron-")
+    words = [sys.executable, "-P", "-m", f"{__package__}.keeper", str(GRACE_S), scratch]
+    assert words[_SCRATCH] == scratch
+    if orders is not None:
+        words.append(str(orders))
+    try:
+        return subprocess.Popen(
+            [*words, "--", *argv],
+            env={**os.environ, **env},
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            pass_fds=() if orders is None else (orders,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.rmdir(scratch)
+        raise
+
+
+def end(keeper: subprocess.Popen[str], patience_s: float = 0.0) -> None:
+    """Waits for the command to end by itself, then ends it; returns once nothing of it is left."""
+    assert keeper.stdin is not None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            keeper.wait(patience_s)
+        keeper.stdin.close()
+        keeper.wait(GRACE_S + 10.0)
+    except BaseException:
+        keeper.kill()  # its child goes with it, its folder does not
+        keeper.wait()
+        shutil.rmtree(cast(Sequence[str], keeper.args)[_SCRATCH], ignore_errors=True)
+        raise

@@ -1,0 +1,308 @@
+"""MpiJob: one replica as an MPI job that is launched, watched, ended and launched again (the protocol `EngineJob`).
+
+Ranks are disposable: whatever goes wrong ends the whole launch (`job_launch.py`) and starts another, until failures
+repeat without progress. Keeps the requests in flight, so that those a launch takes with it are reported. Everything
+happens on one event loop; decisions are in `detect.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
+from ...engine.request import ModelLimits, Request, TokensEvent
+from ..control.messages import Beat, Cancel, Drain, Running, StopChoice, Submit
+from .detect import Evidence, JobFailure, RestartPolicy
+from .job_launch import JobOptions, Launch, StartCommand
+from .rank_board import AllReady, JobTimeouts, LoadProgress, News, Recovered, Suspect
+
+__all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob", "StartCommand"]
+
+log = logging.getLogger(__name__)
+
+CommandFactory = Callable[[frozenset[str]], StartCommand]
+"""Composes the launch without the given nodes (those whose processes could not be killed). Raises ValueError if too
+few are left."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    epoch: int
+    open_choices: set[int]
+    entered: int = 0
+    """When it entered a step, as a running number; 0 while it waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobHooks:
+    """What the owner may add. `failed` is told every failure (metrics, log, bundle). `devices_free` is awaited before
+    every relaunch: it returns once the devices' memory is seen to be free, or raises RuntimeError saying what is not.
+    """
+
+    failed: Callable[[JobFailure], None] = field(default=lambda failure: None)
+    devices_free: Callable[[], Awaitable[None]] | None = None
+
+
+class MpiJob:
+    """See EngineJob for the methods. `command` is called for every launch."""
+
+    def __init__(
+        self, command: CommandFactory, config_json: str, options: JobOptions, hooks: JobHooks | None = None
+    ) -> None:
+        self._command, self._config_json, self._options = command, config_json, options
+        self._hooks = hooks or JobHooks()
+        self._state = JobState("stopped")
+        self._policy = RestartPolicy(options.max_failures if options.restart else 0, options.longest_backoff_s)
+        self._listener: JobListener | None = None
+        self._launch: Launch | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._draining = self._progress = False
+        self._ready_since: float | None = None
+        self._in_flight: dict[str, _InFlight] = {}
+        self._entries = 0
+        self._idle = asyncio.Event()
+        self._excluded: frozenset[str] = frozenset()
+        self.failures: deque[JobFailure] = deque(maxlen=16)
+
+    @property
+    def state(self) -> JobState:
+        return self._state
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._in_flight)
+
+    async def start(self, listener: JobListener) -> None:
+        if self._task is not None:
+            raise RuntimeError("the job was started already")
+        self._listener = listener
+        self._set_state("starting")
+        self._task = asyncio.create_task(self._supervise())
+
+    def submit(self, request: Request) -> None:
+        if self._state.phase != "ready" or self._launch is None:
+            raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
+        if request.request_id in self._in_flight:
+            raise ValueError(f"request {request.request_id!r} is in flight already")
+        self._in_flight[request.request_id] = _InFlight(request.epoch, set(range(request.params.n)))
+        self._idle.clear()
+        self._launch.send(Submit(request), 0)
+
+    def cancel(self, request_id: str) -> None:
+        if self._launch is not None and request_id in self._in_flight:
+            self._launch.send(Cancel(request_id), 0)
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        if self._launch is not None and request_id in self._in_flight:
+            self._launch.send(StopChoice(request_id, choice, n_tokens), 0)
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._draining = True
+        lost_before = len(self.failures)
+        if self._state.phase in ("ready", "suspect"):
+            self._set_state("draining")
+            if self._launch is not None:
+                self._launch.send(Drain(), 0)
+        if self._in_flight:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+        return not self._in_flight and len(self.failures) == lost_before
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._task is not None:
+            await self._task
+
+    async def bundle(self) -> dict[str, Any]:
+        launch = self._launch
+        failures = [dataclasses.asdict(failure) for failure in self.failures]
+        data: dict[str, Any] = {"state": dataclasses.asdict(self._state), "failures": failures}
+        if launch is not None:
+            dumps = await launch.dump(2.0)
+            data |= launch.describe() | {"dumps": {str(rank): dump for rank, dump in dumps.items()}}
+        return data
+
+    # the life of the job
+
+    async def _supervise(self) -> None:
+        try:
+            while not self._closing.is_set():
+                failure = await self._run_once()
+                if failure is None:
+                    break
+                if not await self._goes_on(failure):
+                    return
+            self._set_state("stopped")
+        except Exception as error:
+            log.exception("the supervisor itself failed")
+            if self._launch is not None:
+                await self._launch.end(orderly=False)
+            self._report_lost(repr(error))
+            self._set_state("failed", reason=f"the supervisor itself failed: {error!r}")
+
+    async def _run_once(self) -> JobFailure | None:
+        """One launch, from its start to its last process gone; None if it ended because the job was closed."""
+        self._progress, self._ready_since = False, None
+        try:
+            command = self._command(self._excluded)
+            if self.failures and self._hooks.devices_free is not None:
+                await self._hooks.devices_free()
+        except (ValueError, RuntimeError) as error:
+            return JobFailure("launch", str(error))
+        launch = self._launch = Launch(self, command, self._config_json, self._options)
+        try:
+            await launch.start()
+        except OSError as error:
+            await launch.end(orderly=False)
+            self._launch = None
+            return JobFailure("launch", f"cannot launch: {error}")
+        failing = asyncio.create_task(launch.failure())
+        closing = asyncio.create_task(self._closing.wait())
+        await asyncio.wait([failing, closing], return_when=asyncio.FIRST_COMPLETED)
+        closing.cancel()
+        failure = failing.result() if failing.done() else None
+        failing.cancel()
+        if failure is not None:
+            self._set_state("restarting" if self._options.restart else "suspect", failure=failure)
+        stuck = await launch.end(orderly=failure is None and self._ready_since is not None)
+        self._launch = None
+        if stuck is not None:
+            self._excluded |= {socket.gethostname()}
+            failure = failure and dataclasses.replace(failure, reason=f"{failure.reason}; {stuck}")
+        self._report_lost(failure.reason if failure else "the job was closed")
+        return failure
+
+    async def _goes_on(self, failure: JobFailure) -> bool:
+        """Counts the failure; waits as the policy says. False: it was the last."""
+        self.failures.append(failure)
+        log.error(
+            "launch failed (%s): %s",
+            failure.kind,
+            failure.reason,
+            extra={"rank": failure.rank, "node": failure.node, "collective": failure.collective},
+        )
+        self._hooks.failed(failure)
+        ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+        delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
+        # a launch that can never come right is not tried again; what was refused now but not before may yet be mended
+        hopeless = failure.kind == "mismatch" or (failure.kind == "refused" and self._state.limits is None)
+        if delay is None or self._draining or hopeless:
+            reason = failure.reason
+            if self._options.restart and delay is None and not hopeless:
+                reason = f"{self._policy.in_a_row} failures in a row without progress, the last: {reason}"
+            self._set_state("failed", failure=failure, reason=reason)
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._closing.wait()
+        if not self._closing.is_set():
+            self._set_state("starting", restarts=self._state.restarts + 1)
+        return True
+
+    def _report_lost(self, reason: str) -> None:
+        lost, self._in_flight = self._in_flight, {}
+        self._idle.set()
+        if lost and self._listener is not None:
+            order = sorted(lost, key=lambda request_id: -lost[request_id].entered)
+            running = sum(flight.entered > 0 for flight in lost.values())
+            self._tell(self._listener.on_lost, order, reason, running)
+
+    def _set_state(
+        self,
+        phase: JobPhase,
+        reason: str = "",
+        failure: JobFailure | None = None,
+        rank: int | None = None,
+        node: str | None = None,
+        limits: ModelLimits | None = None,
+        restarts: int | None = None,
+    ) -> None:
+        exit_code, collective = None, ""
+        if failure is not None:
+            reason, rank, node = reason or failure.reason, failure.rank, failure.node
+            exit_code, collective = failure.exit_code or 1, failure.collective
+        elif phase in ("starting", "loading") and self.failures:
+            last = self.failures[-1]
+            reason, rank, node = f"{reason or 'starting'}, again after: {last.reason}", last.rank, last.node
+            collective = last.collective
+        state = JobState(
+            phase,
+            reason,
+            self._state.restarts if restarts is None else restarts,
+            limits or self._state.limits,
+            rank,
+            node,
+            exit_code,
+            collective,
+        )
+        if state != self._state:
+            self._state = state
+            if self._listener is not None:
+                self._tell(self._listener.on_state, state)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            callback(*arguments)
+        except Exception:  # the owner's fault must not take the ranks down, nor this supervisor
+            log.exception("%s failed", getattr(callback, "__qualname__", callback))
+
+    # what the launch says
+
+    def launch_news(self, news: News, node: str | None) -> None:
+        phase = self._state.phase
+        match news:
+            case LoadProgress(fraction, detail):
+                if phase in ("starting", "loading"):
+                    self._set_state("loading", reason=f"{fraction:.0%} {detail}".rstrip())
+            case AllReady(limits):
+                self._ready_since = time.monotonic()
+                self._set_state("draining" if self._draining else "ready", limits=limits)
+            case Recovered():
+                if phase == "suspect":
+                    self._set_state("ready")
+            case Suspect(rank, text) | Evidence(_, rank, text):
+                if phase in ("ready", "suspect"):
+                    self._set_state("suspect", reason=text, rank=rank, node=node)
+
+    def launch_running(self, running: Running) -> None:
+        for request_id in running.parked:
+            if request_id in self._in_flight:
+                self._in_flight[request_id].entered = 0
+        for request_id in running.started:
+            if request_id in self._in_flight:
+                self._entries += 1
+                self._in_flight[request_id].entered = self._entries
+
+    def launch_tokens(self, events: tuple[TokensEvent, ...]) -> None:
+        known = []
+        for event in events:
+            flight = self._in_flight.get(event.request_id)
+            if flight is None or event.epoch != flight.epoch or event.choice not in flight.open_choices:
+                continue  # of an earlier attempt, or past its end
+            known.append(event)
+            if event.finish is None:
+                continue
+            self._progress |= event.finish in ("stop", "length")
+            flight.open_choices.discard(event.choice)
+            if not flight.open_choices:
+                del self._in_flight[event.request_id]
+        if known and self._listener is not None:
+            self._tell(self._listener.on_tokens, known)
+        if not self._in_flight:
+            self._idle.set()
+
+    def launch_beat(self, rank: int, node: str, pid: int, beat: Beat) -> None:
+        if self._listener is not None:
+            self._tell(self._listener.on_report, RankHeartbeat(rank, node, pid, beat.step, time.time(), beat.rows))

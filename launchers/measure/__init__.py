@@ -1,0 +1,1 @@
+"""What measures on ranks: benchmarks, preflight and profiles."""

@@ -1,0 +1,169 @@
+"""`python -m laddertron.launchers.measure.bench_rank DEPLOYMENT.json`: a rank that measures on demand.
+
+Rank 0 reads orders from its standard input, one JSON object a line, and prints one answer a line; the order "end" or
+the end of its input, which not every mpirun passes on, ends the job. Between orders all ranks sleep, so that several
+such jobs can take turns on one machine. Started by launchers/measure/bench_job.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...engine.config import load as deploy
+from ...engine.profiling.bench import Case, Item, random_mix, run_case, run_mix
+from ...engine.schedule.scheduler import Scheduler
+from ...engine.step.engine import Engine, StepProgress, follow
+from ...topology.comm.groups import Communicator
+from ...topology.placement.identity import Identity, IdentityError, identify
+from ..control.processes import die_with_parent
+from ..rank.rank import choose_device, join_group, set_threads
+
+LEAST_READ, MOST_READ = 256 << 20, 1 << 30
+"""Bytes that a reading of the floor goes through."""
+
+
+class _Bench:
+    """Rank 0's answers to orders."""
+
+    def __init__(self, built: Any, communicator: Communicator) -> None:
+        self.built, self.communicator = built, communicator
+        self.engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, StepProgress())
+        self.seed = 0
+
+    def describe(self) -> dict[str, Any]:
+        """What a step must read, on all ranks together, and what the parent says about the job."""
+        model, cache = self.built.runner.model, self.built.runner.cache
+        shard, item = model.shard, cache.keys[0].element_size()
+        per_token = 2 * len(cache.keys) * shard.num_kv_heads * shard.config.head_dim * item * shard.size
+        return {
+            "ready": True,
+            "weights": self._weights,
+            "kv_per_token": per_token,
+            "wiring": shard.config.wiring.name,
+            "tp": self.communicator.size,
+            "nodes": len(self.communicator.layout.nodes),
+            "backend": self.communicator.backend,
+            "ops": model.ops.name,
+            "max_num_seqs": self.built.limits.max_num_seqs,
+            "max_model_len": self.built.limits.max_model_len,
+        }
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.seed += 1
+        before = self._communication()
+        match order["kind"]:
+            case "floor":
+                return {"floor": read_floor(self._weights // len(self.communicator.layout.nodes))}
+            case "case":
+                case = Case(order["batch"], order["prompt"], order["generate"])
+                timing = dataclasses.asdict(run_case(self.engine, case, self._vocab, self.seed))
+            case "mix":
+                timing = dataclasses.asdict(run_mix(self.engine, self._items(order), str(self.seed)))
+            case other:
+                raise ValueError(f"unknown order {other!r}")
+        hidden, exposed = (now - then for now, then in zip(self._communication(), before, strict=True))
+        return timing | {"hidden_s": hidden, "exposed_s": exposed}
+
+    def _items(self, order: dict[str, Any]) -> list[Item]:
+        if "items" in order:
+            return [Item(tuple(prompt), generate, at) for prompt, generate, at in order["items"]]
+        low_high = tuple(order["prompt"]), tuple(order["generate"])
+        return random_mix(order["count"], *low_high, order["rate"], self._vocab, order["seed"])
+
+    @property
+    def _weights(self) -> int:
+        model = self.built.runner.model
+        return matmul_bytes(model.shard.config, model.norm.weight.element_size())
+
+    @property
+    def _vocab(self) -> int:
+        return int(self.built.config.vocab_size)
+
+    def _communication(self) -> tuple[float, float]:
+        entries = [e for e in self.communicator.ledger.entries() if e.op == "all_reduce"]
+        return sum(e.hidden_s for e in entries), sum(e.waited_s for e in entries)
+
+
+def matmul_bytes(config: Any, item: int) -> int:
+    """Bytes of the weights that a decode step multiplies by: all but the embedding table that is only looked up in."""
+    table = config.vocab_size * config.hidden_size
+    looked_up = 0 if config.tied_embeddings else table
+    return int((config.num_parameters - looked_up) * item)
+
+
+def read_floor(size: int) -> float | None:
+    """Bytes a second that all of this node's cores together read, whatever a rank is given: of about `size` bytes, its
+    weights', since a last-level cache may hold a share of those."""
+    import torch
+
+    from ...models.cpu.ops import read_bandwidth
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        return read_bandwidth(min(max(size, LEAST_READ), MOST_READ))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _lead(bench: _Bench) -> None:
+    say(bench.describe())
+    try:
+        for order in map(json.loads, sys.stdin):
+            if order["kind"] == "end":
+                break
+            say(bench.obey(order))
+    finally:
+        bench.engine.close()
+
+
+def say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _bench(built: Any, communicator: Communicator) -> None:
+    if communicator.rank == 0:
+        _lead(_Bench(built, communicator))
+    else:
+        follow(built.runner, communicator.plans, StepProgress())
+
+
+def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator], None]) -> None:
+    from ...engine.step.build import build
+
+    deployment = deploy.from_json(json.loads(path.read_text()))
+    set_threads(deployment, identity)
+    with join_group(deployment, identity) as communicator:
+        built = build(deployment, communicator, choose_device(deployment, identity))
+        gc.collect()
+        gc.freeze()
+        work(built, communicator)
+
+
+def main(work: Callable[[Any, Communicator], None] = _bench) -> int:
+    """Loads this rank's share of the deployment that the first argument names, and does `work` with it."""
+    die_with_parent()
+    try:
+        identity = identify()
+        if identity is None:
+            raise IdentityError("not a rank: `laddertron bench` and `verify` start this under its launcher")
+        _be_rank(identity, Path(sys.argv[1]), work)
+    except BaseException:
+        # The other ranks wait for this one: leave at once, and the launcher ends the job.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

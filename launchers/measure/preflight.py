@@ -1,0 +1,236 @@
+"""A rank's part of preflight: measures its links, the collectives and itself; rank 0 judges and makes the tuning.
+
+What to measure and what is wrong is topology/cost/preflight.py's, the fit topology/cost/fit.py's. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...engine.config import load as deploy
+from ...engine.config.schema import Deployment
+from ...models.config.model_config import from_folder
+from ...topology.comm.bootstrap import Bootstrap, StarBootstrap
+from ...topology.comm.groups import CommOptions
+from ...topology.connect import connect
+from ...topology.cost.cost import Backend, Shape, shape_of
+from ...topology.cost.fit import Fit, Point, fit
+from ...topology.cost.links import line_of, needs_torch_groups
+from ...topology.cost.preflight import (
+    Finding,
+    LinkTime,
+    NodeTransport,
+    Pair,
+    PreflightPlan,
+    RankReport,
+    Setup,
+    judge,
+    plan,
+    slowest,
+    unlike,
+)
+from ...topology.cost.tuning import Tuning, make
+from ...topology.hardware.fabric import Fabric
+from ...topology.placement.identity import Identity, require_world
+from ...topology.placement.layout import observed_layout
+from ..rank import load_tuning as tuned
+from ..rank.rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
+from .preflight_job import MEET_S, START_S, Watch, sign
+from .preflight_links import SLACK_S, measure_links, sweep, unconnected
+from .preflight_rank import nccl_log, nccl_log_path, report
+
+BATCHES = (1, 4, 16, 64, 256)
+"""Decode batches whose all-reduces are measured beside the usual sizes."""
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightOutcome:
+    """What rank 0 knows at the end. `fitted` is None where ranks have nothing to reduce with one another; `tuning`
+    there too, and where something is wrong with the fabric. `carrier`: whose messages the links were measured with."""
+
+    fabric: Fabric
+    shape: Shape
+    backend: Backend
+    reports: tuple[RankReport, ...]
+    links: tuple[LinkTime, ...]
+    fitted: Fit | None
+    findings: tuple[Finding, ...]
+    tuning: Tuning | None
+    carrier: str = ""
+    group: int = 0
+    """Whose all-reduces `fitted` and `shape` are: the slowest of the groups."""
+
+    @property
+    def broken(self) -> bool:
+        return any(f.severity == "error" for f in self.findings)
+
+
+class UnlikeRanks(RuntimeError):
+    """Ranks that cannot measure together, found before any of them connects; `findings` are the same on every rank."""
+
+    def __init__(self, findings: tuple[Finding, ...]) -> None:
+        super().__init__("\n".join(map(str, findings)))
+        self.findings = findings
+
+
+def message_bytes(deployment: Deployment) -> tuple[int, ...]:
+    """The model's own all-reduces in decode, () where its folder is not here."""
+    folder = Path(deployment.model.path)
+    if not (folder / "config.json").is_file():
+        return ()
+    model = from_folder(folder)
+    width = _WIDTH[model.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
+    return tuple(model.hidden_size * width * batch for batch in BATCHES if model.hidden_size * width * batch <= 8 << 20)
+
+
+class _Star(StarBootstrap):
+    """Its rounds are watched: who does not answer is named."""
+
+    watch: Watch
+    hosts: tuple[str, ...] = ()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        def words() -> str:
+            on = f" on {self.hosts[self.waits_for]}" if self.waits_for is not None and self.hosts else ""
+            return f"rank {self.waits_for}{on} did not answer"
+
+        # others may be busy with what they are allowed to take; rank 0, who alone knows whom it lacks, speaks first
+        with self.watch.over(words, self.watch.limit_s + SLACK_S * (1 if self.rank == 0 else 2)):
+            return super().all_gather(payload)
+
+
+def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
+    if identity.launcher == "torchrun":
+        return bootstrap_for(identity)  # its store's waits end by themselves
+    # MPI's start can only be ended from outside Python. Whoever holds the job does, earlier, and names who is missing.
+    signal.alarm(int(START_S + MEET_S + SLACK_S))
+    star = _Star()
+    signal.alarm(0)
+    star.watch = watch
+    return star
+
+
+def run_preflight(
+    deployment: Deployment, identity: Identity, give_up: Callable[[str], object] = print
+) -> tuple[int, PreflightOutcome | None]:
+    """(exit status, the same on every rank; on rank 0 what it found). Raises UnlikeRanks, IdentityError where the ranks
+    are alike and not as many as the deployment's, and what else stops it, naming the rank. `give_up` is called, in a
+    thread, with words on what this rank waited for in vain, and must end the process: MPI's calls have no limit."""
+    limit_s = deployment.parallel.collective_timeout or CommOptions().timeout_s
+
+    def end(words: str) -> None:
+        nccl_log_path(identity).unlink(missing_ok=True)
+        give_up(words)
+
+    with Watch(limit_s, end) as watch:
+        return _measure(deployment, identity, _bootstrap(identity, watch), watch)
+
+
+def _measure(
+    deployment: Deployment, identity: Identity, bootstrap: Bootstrap, watch: Watch
+) -> tuple[int, PreflightOutcome | None]:
+    setups = meet(deployment, identity, bootstrap)
+    sign(bootstrap.rank, "met")
+    p = deployment.parallel
+    require_world(identity, p.tensor_parallel_size, p.replicas, p.pipeline_parallel_size)
+    nodes = tuple(s.hostname for s in setups)
+    if isinstance(bootstrap, _Star):
+        bootstrap.hosts = nodes
+    set_threads(deployment, identity)
+    device = choose_device(deployment, identity)
+    size = deployment.parallel.tensor_parallel_size
+    group, groups = bootstrap.rank // size, bootstrap.size // size
+    layout = observed_layout(nodes, group * size, size)
+    fabric = tuned.fabric_of_job(deployment, bootstrap, nodes)
+    placement = tuned.placed(fabric, deployment, nodes)
+    shapes = [shape_of(fabric, placement, index) for index in range(groups)]
+    backend: Backend = "nccl" if device.type == "cuda" else tuned.backend_here(deployment)
+    # every rank must measure the same: rank 0's model folder says which sizes
+    sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
+    if size > 1:
+        plans = [plan(fabric, placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)]
+    else:
+        plans = [PreflightPlan((), ())] * groups
+    wanted = plans[group]
+    # groups connect all at once: one whose shape lacks a strategy of another's still takes its turn
+    together = tuple(dict.fromkeys(row for p in plans for row in p.sweep)) if groups > 1 else ()
+    address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
+    options = replace(
+        comm_options(deployment, address, b""),
+        backend=backend,
+        collective="auto",
+        emulation=None,
+        deterministic=False,
+        connect_timeout_s=watch.limit_s,
+    )
+    grouped = size > 1 and needs_torch_groups(bootstrap, backend)
+    with ExitStack() as stack:
+        log = stack.enter_context(nccl_log(backend, identity))
+        with watch.over(unconnected, watch.limit_s + SLACK_S):
+            communicator = stack.enter_context(connect(bootstrap, layout, replace(options, process_groups=grouped)))
+        points = sweep(wanted, communicator, bootstrap, layout, options, shapes[group], device, together, watch)
+        line = line_of(bootstrap, backend, device, communicator) if wanted.rounds else None
+        links = measure_links(wanted, bootstrap, line, nodes, watch)
+        mine = report(identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
+        status, outcome = 0, None
+        said = {"report": asdict(mine), "links": links}
+        if bootstrap.rank % size == 0:
+            said["sweep"] = [(p.strategy, p.nbytes, p.seconds) for p in points]  # the same on all of its group
+        everyone = bootstrap.all_gather(json.dumps(said).encode())
+        if bootstrap.rank == 0:
+            outcome = _judge(deployment, fabric, shapes, backend, everyone)
+            outcome = replace(outcome, carrier=line.carrier if line is not None else "")
+            status = int(outcome.broken)
+        status = bootstrap.all_gather(bytes([status]))[0][0]
+    return status, outcome
+
+
+def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tuple[Setup, ...]:
+    """Every rank's, in rank order. Raises UnlikeRanks, on all of them, where they differ."""
+    versions = tuned.versions()
+    if (driver := Path("/sys/module/nvidia/version")).is_file():
+        versions["driver"] = driver.read_text().strip()
+    mine = Setup(bootstrap.rank, identity.node, deploy.digest(deployment), versions)
+    setups = tuple(Setup(**json.loads(data)) for data in bootstrap.all_gather(json.dumps(asdict(mine)).encode()))
+    if findings := unlike(setups):
+        raise UnlikeRanks(findings)
+    return setups
+
+
+def _judge(
+    deployment: Deployment,
+    fabric: Fabric,
+    shapes: Sequence[Shape],
+    backend: Backend,
+    everyone: Sequence[bytes],
+) -> PreflightOutcome:
+    size = deployment.parallel.tensor_parallel_size
+    said = [json.loads(data) for data in everyone]
+    reports = tuple(_read_report(t["report"]) for t in said)
+    links = tuple(LinkTime(Pair(*pair), latency, rate) for t in said for *pair, latency, rate in t["links"])
+    sweeps = [
+        [Point(s, n, took, shape) for s, n, took in t["sweep"]] for t, shape in zip(said[::size], shapes, strict=True)
+    ]
+    group = slowest(sweeps)
+    shape, points = shapes[group], sweeps[group]
+    fitted = fit(points, backend) if points else None
+    findings = judge(reports, links, fitted, deployment.parallel.require_transport, shape.inter_bytes_per_s)
+    broken = any(f.severity == "error" for f in findings)
+    tuning = None
+    if fitted is not None and not broken:
+        nodes = tuple(r.hostname for r in reports)
+        own = tuned.group_hosts(fabric, nodes, observed_layout(nodes, group * size, size))
+        tuning = make(own, shape, fitted, tuned.versions())
+    return PreflightOutcome(fabric, shape, backend, reports, links, fitted, findings, tuning, group=group)
+
+
+def _read_report(data: dict[str, Any]) -> RankReport:
+    transport = dict(data.pop("transport"))
+    return RankReport(transport=NodeTransport(**{**transport, "devices": tuple(transport["devices"])}), **data)

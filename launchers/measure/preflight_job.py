@@ -1,0 +1,175 @@
+"""The command that holds preflight's ranks: started, listened to, and ended with every process where it does not end.
+
+Ranks give signs of life on stderr, which are not shown; a launcher whose nodes lost one another waits for ever, so that
+ranks that give none in time are named and the launcher is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from typing import IO
+
+SIGNS = "LADDERTRON_PREFLIGHT_SIGNS"
+"""Set for ranks whose launcher listens."""
+START_S, MEET_S = 120.0, 45.0
+"""For every rank to start, torch loaded, and then to meet all others."""
+END_S = 10.0
+"""For the launcher to end once a rank said that it ends."""
+DONE_S = 30.0
+"""For ranks and launcher to end once all is measured."""
+KILL_GRACE_S = 3.0
+
+# Launchers may put a tag before each line, and who writes no whole line too.
+_SIGN = re.compile(r"laddertron preflight: rank ([0-9]+) (started|met|done)\s*$")
+_ERROR = re.compile(r"error: rank [0-9]+ on ")
+
+
+def sign(rank: int, what: str) -> None:
+    """On a rank: it `started`, `met` all others, or is `done`."""
+    if os.environ.get(SIGNS):
+        sys.stderr.write(f"laddertron preflight: rank {rank} {what}\n")
+        sys.stderr.flush()
+
+
+class Signs:
+    """What was heard of the ranks on these hosts (one a rank), and until when to wait for more. Pure."""
+
+    def __init__(self, hosts: Sequence[str], now: float) -> None:
+        self._hosts = hosts
+        self._missing = {what: set(range(len(hosts))) for what in ("started", "met")}
+        self.deadline: float | None = now + START_S
+        self._failed = False
+
+    def take(self, line: str, now: float) -> bool:
+        """Whether the line is a sign, not to be shown."""
+        found = _SIGN.search(line)
+        if found is None:
+            if _ERROR.search(line) and not self._failed:
+                self._failed, self.deadline = True, now + END_S
+            return False
+        if found[2] == "done":
+            self.deadline = now + DONE_S
+            return True
+        self._missing[found[2]].discard(int(found[1]))
+        if not self._failed and not self._missing["started"]:
+            if found[2] == "started":
+                self.deadline = now + MEET_S
+            elif not self._missing["met"]:
+                self.deadline = None
+        return True
+
+    def missing(self) -> str:
+        """In words, who gave no sign; empty where all did, or where a rank said itself what is wrong."""
+        for what, seconds in (("started", START_S), ("met", MEET_S)):
+            if (ranks := sorted(self._missing[what])) and not self._failed:
+                named = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in ranks[:4])
+                more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+                did = "start" if what == "started" else "meet the others"
+                return f"error: {named}{more} did not {did} in {seconds:.0f} s: is the network between the hosts cut?"
+        return ""
+
+
+def hold(argv: Sequence[str], env: dict[str, str], hosts: Sequence[str], show: Callable[[str], None]) -> int:
+    """Runs the command, whose rank i is on hosts[i], and returns its exit status, 1 where it had to be killed. `show`
+    gets its stderr, line by line. When it returns or raises (KeyboardInterrupt), no process of the command is left on
+    this host. Raises OSError."""
+    scratch = tempfile.mkdtemp(prefix="laddertron-")
+    keeper = (sys.executable, "-P", "-m", "laddertron.launchers.job.keeper", str(KILL_GRACE_S), scratch, "--", *argv)
+    try:
+        with subprocess.Popen(
+            keeper, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=env,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            assert process.stdin is not None
+            assert process.stderr is not None
+            try:
+                killed = _listen(process.stderr, Signs(hosts, time.monotonic()), show)
+            finally:
+                process.stdin.close()  # the keeper ends what is left
+                status = process.wait()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return 1 if killed else status
+
+
+def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:
+    """Until the end of `stderr` (False) or of the time that the signs leave (True)."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in stderr:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True, name="preflight-stderr").start()
+    while True:
+        wait = None if signs.deadline is None else max(0.0, signs.deadline - time.monotonic())
+        try:
+            line = lines.get(timeout=wait)
+        except queue.Empty:
+            if words := signs.missing():
+                show(words + "\n")
+            return True
+        if line is None:
+            return False
+        if not signs.take(line, time.monotonic()):
+            show(line)
+
+
+class Watch:
+    """Ends a rank that waits too long, by `end`, called in a thread of this one's: MPI's and NCCL's calls cannot be
+    given up. A context; `over` is another inside it."""
+
+    def __init__(self, limit_s: float, end: Callable[[str], object]) -> None:
+        self.limit_s = limit_s
+        self._end = end
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._look, daemon=True, name="preflight-watch")
+        self._begin(str, inf)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    @contextmanager
+    def over(self, words: Callable[[], str], limit_s: float | None = None) -> Iterator[None]:
+        """What may last limit_s; `words` say, then, what is waited for. The one around it has its whole time again
+        after it."""
+        around = self._words, self._limit
+        self._begin(words, self.limit_s if limit_s is None else limit_s)
+        try:
+            yield
+        finally:
+            self._begin(*around)
+
+    def _begin(self, words: Callable[[], str], limit: float) -> None:
+        with self._changed:
+            self._words, self._limit, self._deadline = words, limit, time.monotonic() + limit
+            self._changed.notify()
+
+    def _look(self) -> None:
+        with self._changed:
+            while not self._closed:
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    self._end(f"{self._words()} (allowed: {self._limit:.0f} s)")
+                    return
+                self._changed.wait(None if left == inf else left)

@@ -1,0 +1,118 @@
+"""Preflight's measurements between ranks: point-to-point links, and all-reduces of every strategy and size.
+
+Every rank calls both with the same plan; a watch ends what does not answer. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...topology.comm.bootstrap import Bootstrap
+from ...topology.comm.groups import CommOptions, Communicator
+from ...topology.connect import connect
+from ...topology.cost.cost import Shape, Strategy
+from ...topology.cost.fit import Point
+from ...topology.cost.links import PointToPoint, measure
+from ...topology.cost.preflight import PreflightPlan
+from ...topology.placement.layout import GroupLayout
+from .preflight_job import Watch
+
+SLACK_S = 10.0
+"""Beside the limit, for what others may be busy with."""
+_SECONDS = 0.25  # for each strategy and size
+
+
+def measure_links(
+    wanted: PreflightPlan,
+    bootstrap: Bootstrap,
+    line: PointToPoint | None,
+    nodes: Sequence[str] = (),
+    watch: Watch | None = None,
+) -> list[tuple[int, int, int | None, str, float, float]]:
+    """Of this rank's pairs those that it is the first of: both ranks, the rail, the path, seconds one way, bytes/s.
+    Every rank calls it; all end a round before any begins the next. `nodes`: each rank's host, for the words of the
+    watch."""
+    watch = watch or Watch(inf, print)
+    found: list[tuple[int, int, int | None, str, float, float]] = []
+    for pairs in wanted.rounds:
+        for pair in pairs:
+            if line is not None and bootstrap.rank in (pair.a, pair.b):
+                first = bootstrap.rank == pair.a
+                ends = " to ".join(f"rank {end}" + (f" on {nodes[end]}" if nodes else "") for end in (pair.a, pair.b))
+                with watch.over(f"nothing came over the link from {ends}".__str__):
+                    latency, rate = measure(line, pair.b if first else pair.a, first)
+                if first:
+                    found.append((pair.a, pair.b, pair.rail, pair.path, latency, rate))
+        bootstrap.all_gather(b"")
+    return found
+
+
+def sweep(
+    wanted: PreflightPlan,
+    control: Communicator,
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    options: CommOptions,
+    shape: Shape,
+    device: torch.device,
+    together: Sequence[tuple[Strategy, int]] = (),
+    watch: Watch | None = None,
+) -> list[Point]:
+    """Every strategy and size of the plan; a strategy has connections of its own. `together`: where there are several
+    groups, those of all of them, in whose order every rank connects and measures; nobody runs ahead."""
+    watch = watch or Watch(inf, print)
+    points = []
+    mine = set(wanted.sweep)
+    for strategy in dict.fromkeys(s for s, _ in together or wanted.sweep):
+        own = control
+        if strategy in ("exchange", "two_level", "doubling", "pipeline"):
+            collective = strategy if strategy in {s for s, _ in mine} else "auto"
+            with watch.over(unconnected, watch.limit_s + SLACK_S):
+                own = connect(bootstrap, layout, replace(options, collective=collective, process_groups=False))
+        try:
+            for nbytes in (n for s, n in together or wanted.sweep if s == strategy):
+                if (strategy, nbytes) in mine:
+                    took = _all_reduce_s(own, control, nbytes, device, watch)
+                    points.append(Point(strategy, nbytes, took, shape))
+                if together:
+                    bootstrap.all_gather(b"")
+        finally:
+            if own is not control:
+                own.close()
+    return points
+
+
+def unconnected() -> str:
+    return "the ranks of its group did not connect"
+
+
+def _all_reduce_s(own: Communicator, control: Communicator, nbytes: int, device: torch.device, watch: Watch) -> float:
+    """Seconds an all-reduce, calls back to back: the median of a few batches of them, the slowest rank's."""
+    x = torch.zeros(nbytes // 4, device=device)
+
+    def calls(count: int) -> float:
+        # the backends' own waits end earlier and name the peer; NCCL's do not
+        with watch.over(f"all-reduces of {nbytes} bytes did not end".__str__, watch.limit_s + SLACK_S):
+            began = time.perf_counter()
+            for _ in range(count):
+                own.all_reduce.start(x).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return (time.perf_counter() - began) / count
+
+    calls(2)
+    count = int(min(200, max(2, _SECONDS / 5 / _slowest(control, calls(3)))))
+    return _slowest(control, statistics.median(calls(count) for _ in range(5)))
+
+
+def _slowest(control: Communicator, seconds: float) -> float:
+    mine: NDArray[np.uint8] = np.array([seconds]).view(np.uint8)
+    return float(np.ascontiguousarray(control.gather(mine)).view(np.float64).max())

@@ -1,0 +1,188 @@
+"""`python -m laddertron.launchers.measure.profile_rank`: decodes on every rank of a deployment and records what happens
+when.
+
+Started by `laddertron profile` under mpirun. Rank 0 gathers the spans over the group itself (no shared folder is
+needed) and writes the trace.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...engine.batch import Batch, StepResult
+from ...engine.config import load as deploy
+from ...engine.config.schema import Deployment
+from ...engine.profiling.spans import SpanRecorder, chrome_trace, from_plain, to_plain, watch
+from ...engine.request import Request, SamplingParams
+from ...engine.schedule.scheduler import Scheduler
+from ...engine.step.engine import Ahead, Engine, StepProgress, drain, follow
+from ...topology.comm.groups import Communicator
+from ...topology.placement.identity import Identity, IdentityError, identify
+from ..control.processes import die_with_parent
+from ..rank.rank import choose_device, join_group, set_threads
+
+WARM_UP = 8
+"""Steps before the first one that is recorded."""
+
+
+class _ProfiledRunner:
+    """The runner; steps [WARM_UP, WARM_UP + steps) that decode alone are recorded."""
+
+    def __init__(self, runner: Any, communicator: Communicator, recorder: SpanRecorder, steps: int) -> None:
+        self._runner, self._communicator, self._recorder, self._steps = runner, communicator, recorder, steps
+        self._seen = 0
+
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
+        decodes = bool(batch.chunks) and all(chunk.count == 1 for chunk in batch.chunks)
+        number = self._seen
+        self._seen += decodes
+        if not decodes or not WARM_UP <= number < WARM_UP + self._steps:
+            result: StepResult = self._runner.run_through(batch, ahead)
+            return result
+        self._recorder.begin_step(number - WARM_UP)
+        started = time.monotonic()
+        with self._recorder.annotate(f"step {number - WARM_UP}"):
+            result = self._runner.run_through(batch, ahead)
+        self._recorder.end_step(started, self._communicator.ledger.history())
+        return result
+
+    def wait_result(self) -> None:
+        """Nothing is ever pending."""
+
+
+def _requests(batch: int, prompt: int, tokens: int, vocab: int) -> list[Request]:
+    """Synthetic prompts; nothing ends them early."""
+    dice = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0)
+    return [Request(f"p{i}", tuple(dice.integers(0, vocab, prompt).tolist()), params) for i in range(batch)]
+
+
+def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:
+    """Every rank's bytes, of any lengths, on every rank."""
+    lengths = communicator.gather(np.array([len(payload)], np.int64).view(np.uint8))
+    each = np.ascontiguousarray(lengths).view(np.int64)[:, 0].tolist()
+    mine = np.zeros(max(each), np.uint8)
+    mine[: len(payload)] = np.frombuffer(payload, np.uint8)
+    rows = communicator.gather(mine)
+    return [row[:length].tobytes() for row, length in zip(rows, each, strict=True)]
+
+
+def _moment(communicator: Communicator) -> float:
+    """About the same moment on every rank, on its own clock: the end of a gather that began when all were there."""
+    communicator.gather(np.zeros(1, np.uint8))
+    communicator.gather(np.zeros(1, np.uint8))
+    return time.monotonic()
+
+
+def profile(deployment: Deployment, identity: Identity, options: dict[str, Any]) -> None:
+    """This rank's part. Raises whatever stops it."""
+    set_threads(deployment, identity)
+    from ...engine.step.build import build
+
+    device = choose_device(deployment, identity)
+    with join_group(deployment, identity) as communicator:
+        built = build(deployment, communicator, device)
+        operators = _Operators() if options["ops"] and communicator.rank in options["ranks"] else None
+        recorder = SpanRecorder(operators.annotate) if operators else SpanRecorder()
+        runner = _ProfiledRunner(built.runner, communicator, recorder, options["steps"])
+        watch(built.runner.model, recorder)
+        with operators or nullcontext():
+            if communicator.rank == 0:
+                engine = Engine(Scheduler(built.scheduler_limits), runner, communicator.plans, StepProgress())
+                tokens = WARM_UP + options["steps"] + 4
+                for request in _requests(options["batch"], options["prompt"], tokens, built.limits.vocab_size):
+                    engine.add(request)
+                for event in drain(engine):
+                    if event.finish == "error":
+                        raise ValueError(event.message)
+                engine.close()
+            else:
+                follow(runner, communicator.plans, StepProgress())
+        said = {
+            "node": identity.node,
+            "moment": _moment(communicator),
+            "spans": to_plain(recorder.spans) if communicator.rank in options["ranks"] else [],
+            "ops": operators.trace if operators else None,
+        }
+        packed = gzip.compress(json.dumps(said).encode(), compresslevel=1)
+        everyone = [json.loads(gzip.decompress(item)) for item in gather_bytes(communicator, packed)]
+        if communicator.rank == 0:
+            links = sorted({entry.link for entry in communicator.ledger.entries() if entry.op == "all_reduce"})
+            about = {
+                "model": deployment.served_model_name,
+                "wiring": built.config.wiring.name,
+                "layers": built.config.num_layers,
+                "ranks": communicator.size,
+                "batch": options["batch"],
+                "link": next((link for link in links if link.startswith("emulated")), ", ".join(links)),
+            }
+            write_trace(Path(options["output"]), everyone, about)
+
+
+def write_trace(path: Path, everyone: list[dict[str, Any]], about: dict[str, Any]) -> None:
+    """The spans of all ranks in one file; each rank's operators, where they were asked for, in one beside it."""
+    first = everyone[0]
+    ranks = {}
+    for rank, said in enumerate(everyone):
+        offset = 0.0 if said["node"] == first["node"] else first["moment"] - said["moment"]
+        if said["spans"]:
+            ranks[rank] = (said["node"], offset, from_plain(said["spans"]))
+        if said["ops"] is not None:
+            path.with_name(f"{path.stem}.rank{rank}.ops.json").write_text(said["ops"])
+    path.write_text(json.dumps(chrome_trace(ranks, about)))
+
+
+class _Operators:
+    """torch's own profiler around everything: operators and kernels, with the spans' names as ranges."""
+
+    def __init__(self) -> None:
+        from torch import profiler
+
+        self._profiler: Any = profiler
+        self._profile: Any = profiler.profile()
+        self.trace = ""
+
+    def annotate(self, name: str) -> AbstractContextManager[Any]:
+        named: AbstractContextManager[Any] = self._profiler.record_function(name)
+        return named
+
+    def __enter__(self) -> None:
+        self._profile.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        with tempfile.TemporaryDirectory(prefix="laddertron-") as folder:
+            file = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(file))
+            self.trace = file.read_text()
+
+
+def main() -> int:
+    """argv: the deployment as JSON text in a file, the options as JSON text."""
+    die_with_parent()
+    try:
+        identity = identify()
+        if identity is None:
+            raise IdentityError("not a rank: `laddertron profile` starts this under mpirun")
+        deployment = deploy.from_json(json.loads(Path(sys.argv[1]).read_text()))
+        profile(deployment, identity, json.loads(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the others wait for this one
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`python -m laddertron.launchers.measure.verify_rank DEPLOYMENT.json ORDER`: a rank of `laddertron verify`.
+
+ORDER is JSON: requests, longest, cases, seed, digests. Rank 0 prints three kinds of lines: what it is, each case with
+the first difference in it that any rank found, and in the end the digests of the requests computed alone, if wanted.
+Started by launchers/measure/bench_job.py.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from ...engine.step.row_check import RowCheck
+from ...topology.comm.groups import Communicator
+from .bench_rank import main, say
+
+_ROOM = 512
+"""Bytes of a difference in words."""
+
+
+def verify(built: Any, communicator: Communicator) -> None:
+    order = json.loads(sys.argv[2])
+    longest, limits = order["longest"], built.limits
+    if longest > min(limits.max_model_len, limits.kv_tokens):
+        raise ValueError(
+            f"--longest {longest} is more than max_model_len={limits.max_model_len} or the {limits.kv_tokens} tokens "
+            "of the KV cache: use less"
+        )
+    dice = random.Random(order["seed"])
+    lengths = [longest, *(dice.randint(1, longest) for _ in range(order["requests"] - 1))]
+    check = RowCheck(built.runner, [[dice.randrange(limits.vocab_size) for _ in range(n)] for n in lengths])
+    if communicator.rank == 0:
+        say({"ready": True, "tp": communicator.size, "nodes": len(communicator.layout.nodes)})
+    for difference in check.run(order["cases"], order["seed"]):
+        found = _first("" if difference is None else str(difference), communicator)
+        if communicator.rank == 0:
+            say({"difference": found})
+    if order["digests"]:
+        digests = [check.digests(request) for request in range(len(lengths))]
+        if communicator.rank == 0:
+            say({"digests": digests})
+
+
+def _first(text: str, communicator: Communicator) -> str:
+    """Of the ranks' words, the first that says something; those of other ranks than 0 with their number."""
+    everyone = communicator.gather(np.frombuffer(text.encode()[:_ROOM].ljust(_ROOM), np.uint8))
+    for rank, words in enumerate(everyone):
+        if said := words.tobytes().decode().strip():
+            return said if rank == 0 else f"{said}, on rank {rank}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(verify))

@@ -1,0 +1,1 @@
+"""A rank's life, from its start to its last heartbeat."""

@@ -1,0 +1,279 @@
+"""`laddertron run` inside an outer mpirun, srun or torchrun: nothing is launched, these ranks serve rank 0's files.
+
+Rank 0's event loop runs in a second thread, beside the engine in the main one. It reaches the first rank of every
+replica, its own included, over the control channel. Any rank lost ends the whole mpirun, and so every replica; a later
+run resumes from the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ... import __version__
+from ...engine.config import load as deploy
+from ...engine.config.schema import Deployment
+from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
+from ...engine.request import Request, TokensEvent
+from ...engine.run.job_group import JobGroup
+from ...models.refusal import Refusal
+from ...topology.comm.bootstrap import Bootstrap
+from ...topology.placement.identity import Identity
+from ..control.control import ControlServer, new_secret
+from ..control.control_client import ControlClient
+from ..control.messages import (
+    Beat,
+    Cancel,
+    Failure,
+    Hello,
+    Loading,
+    RankMessage,
+    Ready,
+    ServerMessage,
+    Shutdown,
+    StopChoice,
+    Submit,
+    Tokens,
+    Welcome,
+)
+from .rank import bootstrap_for, local_address, run_rank
+from .rank_status import Status
+
+LEAVING_S = 10.0
+LOOPBACK = "127.0.0.1"
+Drive = Callable[[EngineJob], Awaitable[int]]
+
+
+class ReplicaJob:
+    """EngineJob of one replica over its first rank's connection; see engine/job.py. `send` takes messages to that rank,
+    `dump` gives what `bundle` holds of it."""
+
+    def __init__(self, send: Callable[[ServerMessage], None], dump: Callable[[], dict[str, Any]] = dict) -> None:
+        self._send, self._dump = send, dump
+        self._state = JobState("stopped")
+        self._listener: JobListener | None = None
+        self._open: dict[str, set[int]] = {}
+        self._idle = asyncio.Event()
+        self._node, self._pid, self._closed = "", 0, False
+
+    @property
+    def state(self) -> JobState:
+        return self._state
+
+    async def start(self, listener: JobListener) -> None:
+        self._listener = listener  # the rank may have reported a state already
+        self._set(JobState("starting") if self._state.phase == "stopped" else self._state)
+
+    def submit(self, request: Request) -> None:
+        if self._state.phase != "ready":
+            raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
+        self._open[request.request_id] = set(range(request.params.n))
+        self._idle.clear()
+        self._send(Submit(request))
+
+    def cancel(self, request_id: str) -> None:
+        self._send(Cancel(request_id))
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        self._send(StopChoice(request_id, choice, n_tokens))
+
+    async def drain(self, timeout_s: float) -> bool:
+        if self._open:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+        return not self._open
+
+    async def close(self) -> None:
+        """Asks the engine to end."""
+        self._closed = True
+        self._send(Shutdown())
+
+    async def bundle(self) -> dict[str, Any]:
+        return {"dumps": {"0": self._dump()}}
+
+    def take(self, message: RankMessage) -> None:
+        """What the rank says."""
+        match message:
+            case Hello():
+                self._node, self._pid = message.hostname, message.pid
+            case Tokens(events):
+                for event in events:
+                    self._note_end(event)
+                if self._listener is not None:
+                    self._listener.on_tokens(list(events))
+            case Beat():
+                if self._listener is not None:
+                    report = RankHeartbeat(0, self._node, self._pid, message.step, time.time(), message.rows)
+                    self._listener.on_report(report)
+            case Loading(_, detail):
+                self._set(JobState("loading", reason=detail))
+            case Ready(limits):
+                self._set(JobState("ready", limits=limits))
+            case Failure(text):
+                self.fail(text)
+            case _:
+                pass
+
+    def gone(self, reason: str) -> None:
+        """Its connection ended."""
+        if not self._closed and self._state.phase != "failed":  # what failed has said why itself
+            self.fail(f"its first rank left{f': {reason}' if reason else ''}")
+
+    def fail(self, reason: str) -> None:
+        self._set(JobState("failed", reason=reason, rank=0, node=self._node, exit_code=1))
+        lost = list(self._open)
+        self._open.clear()
+        if self._listener is not None:
+            self._listener.on_lost(lost, reason, len(lost))
+
+    def _note_end(self, event: TokensEvent) -> None:
+        choices = self._open.get(event.request_id)
+        if choices is not None and event.finish is not None:
+            choices.discard(event.choice)
+            if not choices:
+                del self._open[event.request_id]
+                if not self._open:
+                    self._idle.set()
+
+    def _set(self, state: JobState) -> None:
+        self._state = state
+        if self._listener is not None:
+            self._listener.on_state(state)
+
+
+class Replicas:
+    """All replicas as one EngineJob (`job`), on rank 0's event loop."""
+
+    def __init__(self, deployment: Deployment, host: str, dump: Callable[[], dict[str, Any]] = dict) -> None:
+        count = deployment.parallel.replicas
+        self.secret = new_secret()
+        self._server = ControlServer(self, self.secret, Welcome(deploy.digest(deployment), 0, count, __version__), host)
+        self._jobs = [self._job_of(index, dump if index == 0 else dict) for index in range(count)]
+        group = JobGroup(self._jobs, deployment.parallel.ranks)
+        self.job: EngineJob = group if count > 1 else self._jobs[0]
+
+    def _job_of(self, index: int, dump: Callable[[], dict[str, Any]]) -> ReplicaJob:
+        return ReplicaJob(lambda message: self._server.send(message, index), dump)
+
+    async def start(self) -> str:
+        """The address of the channel. Raises OSError."""
+        return await self._server.start()
+
+    async def end(self) -> None:
+        """Asks every engine to end and waits for the ranks to leave."""
+        for job in self._jobs:
+            await job.close()
+        await self._server.all_gone(LEAVING_S)
+        await self._server.close()
+
+    def on_message(self, rank: int, message: RankMessage) -> None:
+        self._jobs[rank].take(message)
+
+    def on_gone(self, rank: int, reason: str) -> None:
+        self._jobs[rank].gone(reason)
+
+
+class _Driver:
+    """Runs `drive` on an event loop of its own thread; `meeting` is the channel's address and secret."""
+
+    def __init__(self, deployment: Deployment, host: str, status: Status, drive: Drive) -> None:
+        self._deployment, self._host, self._status, self._drive = deployment, host, status, drive
+        self.meeting: Future[str] = Future()
+        self.exit_status = 1
+        self._thread = threading.Thread(target=self._run, name="driver")
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> int:
+        self._thread.join(timeout_s)
+        return self.exit_status
+
+    def _run(self) -> None:
+        try:
+            self.exit_status = asyncio.run(self._work())
+        except BaseException as error:
+            if not self.meeting.done():
+                self.meeting.set_exception(error)
+            else:
+                traceback.print_exc()
+
+    async def _work(self) -> int:
+        replicas = Replicas(self._deployment, self._host, self._status.dump)
+        self.meeting.set_result(f"{await replicas.start()} {replicas.secret.hex()}")
+        try:
+            return await self._drive(replicas.job)
+        finally:
+            await replicas.end()
+
+
+def run_inside(deployment: Deployment, identity: Identity, drive: Drive) -> int:
+    """This rank's part of an outer mpirun. On rank 0 `drive` returns the exit status; the other ranks follow and return
+    0. An error on any rank ends the process at once with status 1, and with it the mpirun."""
+    try:
+        return _run_rank(deployment, identity, drive)
+    except Refusal as refusal:
+        sys.stderr.write(f"laddertron: rank {identity.rank} on {identity.node}: {refusal}\n")
+    except BaseException:
+        sys.stderr.write(f"laddertron: rank {identity.rank} on {identity.node} failed:\n{traceback.format_exc()}")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
+    status, several = Status(), deployment.parallel.replicas > 1
+    bootstrap: Bootstrap | None = None
+    host = LOOPBACK
+    if several:
+        bootstrap = bootstrap_for(identity)
+        nodes = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
+        host = local_address(deployment, nodes) if identity.rank == 0 else ""
+    driver = _Driver(deployment, host, status, drive) if identity.rank == 0 else None
+    meeting = driver.meeting.result() if driver is not None else ""
+    if bootstrap is not None:
+        meeting = bootstrap.all_gather(meeting.encode())[0].decode()
+    replica, place = divmod(identity.rank, deployment.parallel.ranks)
+    if place != 0:
+        run_rank(deployment, identity, None, status, bootstrap=bootstrap)
+        return 0
+    try:
+        _lead(deployment, identity, status, bootstrap, replica, meeting)
+    except BaseException:
+        if driver is not None:
+            driver.join(LEAVING_S)  # it says what was lost
+        raise
+    code = driver.join() if driver is not None else 0
+    if several and code != 0:  # what is left of the others may never come to MPI's end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _lead(
+    deployment: Deployment,
+    identity: Identity,
+    status: Status,
+    bootstrap: Bootstrap | None,
+    replica: int,
+    meeting: str,
+) -> None:
+    """The first rank of a replica."""
+    address, secret = meeting.split()
+    client = ControlClient(address, bytes.fromhex(secret), replica, identity.local_rank, status.beat, status.dump)
+    try:
+        if client.config != deploy.digest(deployment):
+            raise ValueError(f"the deployment on {identity.node} is another than rank 0's: use the same file and --set")
+        run_rank(deployment, identity, client, status, bootstrap=bootstrap)
+    except BaseException as error:
+        client.fail(f"rank {identity.rank} on {identity.node}: {type(error).__name__}: {error}")
+        raise
+    finally:
+        client.close()

@@ -1,0 +1,322 @@
+"""One rank's life: find the group, load, step until told to end. The same under a daemon, `run` and an outer mpirun.
+
+Takes the resolved deployment and, on the ranks that have one, a channel to whoever owns the job. Decides nothing about
+tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ...engine.config import load as deploy
+from ...engine.config.emulation import emulated_link
+from ...engine.config.schema import PLACEMENT, Deployment
+from ...engine.request import ModelLimits, TokensEvent
+from ...engine.schedule.scheduler import Scheduler
+from ...engine.step.engine import Engine, follow
+from ...models.refusal import Refusal
+from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
+from ...topology.comm.groups import CommOptions, Communicator
+from ...topology.connect import connect
+from ...topology.hardware.cpu_tier import TierError, limit_libraries
+from ...topology.hardware.cpu_tier import current as current_tier
+from ...topology.hardware.interfaces import address_of
+from ...topology.hardware.sysfs import Sysfs
+from ...topology.placement.identity import Identity
+from ...topology.placement.layout import observed_layout
+from ...topology.placement.mapping import MappingError
+from ..compose.binding import bind
+from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_here, interface_here, verify_seats
+from ..control.messages import Announce, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
+from .load_tuning import backend_here, tuned_choice
+from .rank_health import HealthWatch, make_look
+from .rank_status import Status, loading_words
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.5
+"""How long an idle rank 0 sleeps at most between two looks at its channel; a command wakes it at once."""
+SNAPSHOT_S = 0.25
+
+
+class Channel(Protocol):
+    """The owner of the job, as a rank sees it: launchers/control/control_client.py."""
+
+    def poll(self, timeout: float | None = 0.0) -> list[Command]: ...
+
+    def send_tokens(self, events: Sequence[TokensEvent]) -> None: ...
+
+    def send_state(self, message: Announce | Loading | Ready | Running) -> None: ...
+
+
+class DeviceError(Refusal, ValueError):
+    """The configuration asks for a device that is not here."""
+
+
+def bootstrap_for(identity: Identity) -> Bootstrap:
+    """MPI, or torchrun's store."""
+    return bootstrap_of(identity, os.environ)
+
+
+def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
+    """What this rank binds to for its group: loopback on one node, else the deployment's interface, the placement's for
+    this host as the launcher said it, or the address that this host's own name has. Raises ValueError where none leads
+    anywhere but to loopback."""
+    if len(set(nodes)) == 1:
+        return "127.0.0.1"
+    if deployment.launch.interface is not None:
+        return address_of(deployment.launch.interface)
+    hostname = socket.gethostname()
+    placed = interface_here(os.environ.get(ENV_INTERFACES), hostname)
+    if placed is not None:
+        try:
+            return address_of(placed)
+        except ValueError as error:
+            raise ValueError(
+                f"{hostname}: {error}: the fabric file has it otherwise: save it anew (`laddertron launch CONFIG topo "
+                "--save FILE`) or set launch.interface"
+            ) from None
+    address = socket.gethostbyname(hostname)
+    if address.startswith("127."):
+        raise ValueError(
+            f"{hostname} resolves to {address}: set launch.interface to the interface that reaches the "
+            f"other nodes ({', '.join(sorted(set(nodes)))})"
+        )
+    return address
+
+
+def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOptions:
+    keys = deployment.parallel
+    options: dict[str, Any] = {} if keys.collective_timeout is None else {"timeout_s": keys.collective_timeout}
+    if deployment.launch.bind_to == PLACEMENT:
+        # the cores seen are this rank's own: with a second one its transport may look while it computes
+        options["spin_us"] = 20.0 if len(os.sched_getaffinity(0)) > 1 else 0.0
+    return CommOptions(
+        backend=backend_here(deployment),
+        collective=keys.collective,
+        emulation=emulated_link(keys),
+        overlap=keys.overlap,
+        deterministic=keys.deterministic,
+        address=address,
+        secret=secret,
+        **options,
+    )
+
+
+def insist_on_transport(deployment: Deployment, backend: str, spans: bool) -> None:
+    """`parallel.require_transport` for a group that `spans` nodes. NCCL is told in this process's environment, before
+    its first communicator: named its network, it fails where it cannot have it, instead of falling back. Raises
+    ValueError for a backend that knows sockets alone. (What is lacking, preflight finds out: it does not insist.)"""
+    wanted = deployment.parallel.require_transport
+    if not spans or wanted == "any":
+        return
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_NET", "IB" if wanted == "ib" else "Socket")
+    elif wanted == "ib" and backend in ("native", "gloo"):
+        raise ValueError(
+            f"parallel.require_transport is ib, backend {backend} sends over sockets between nodes: use backend nccl "
+            "(or mpi), or require_transport: any"
+        )
+
+
+def join_group(
+    deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
+) -> Communicator:
+    """This rank's group, connected; `bootstrap` where the ranks have met already. Raises ValueError, MeshError or
+    RuntimeError naming what does not fit."""
+    bootstrap = bootstrap or bootstrap_for(identity)
+    said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
+    places = [place.decode().partition(" ") for place in said]
+    nodes = tuple(node for _, _, node in places)
+    observed = [(rank, node, int(local)) for rank, (local, _, node) in enumerate(places)]
+    verify_seats(os.environ.get(ENV_SEATS), observed, identity.launcher)
+    size, ranks = deployment.parallel.tensor_parallel_size, deployment.parallel.ranks
+    first = bootstrap.rank // ranks * ranks
+    stages = [observed_layout(nodes, at, size) for at in range(first, first + ranks, size)]
+    layout = stages[(bootstrap.rank - first) // size]
+    address = local_address(deployment, nodes)
+    insist_on_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
+    choose = tuned_choice(deployment, bootstrap, nodes, layout)
+    return connect(bootstrap, layout, comm_options(deployment, address, secret), choose, stages)
+
+
+def seat_cores(identity: Identity) -> tuple[int, ...]:
+    """The cores that the launcher told this rank. Raises MappingError if it told none."""
+    cores = cores_here(os.environ.get(ENV_CORES), identity.node, identity.local_rank)
+    if cores is None:
+        raise MappingError(
+            f"launch.bind_to is placement, and nobody told rank {identity.rank} on {identity.node} its cores "
+            f"({ENV_CORES}): start it with `laddertron launch`, `run` or `serve`, or set launch.bind_to: none"
+        )
+    return cores
+
+
+def set_threads(deployment: Deployment, identity: Identity) -> None:
+    """Compute threads of this rank: its seat's cores, bound to them, if `launch.bind_to` is placement, else its share
+    of the node's. The libraries that compute play the CPU tier that is forced. And devices in the order in which NVML,
+    the fabric and the placement count them: unless told, CUDA puts the fastest first. Raises MappingError where the
+    rank cannot be bound, DeviceError where its processor cannot play the tier."""
+    try:
+        limit_libraries(os.environ)
+    except TierError as error:
+        raise DeviceError(str(error)) from None
+    sharers = identity.local_size
+    if deployment.launch.bind_to == PLACEMENT:
+        bind(seat_cores(identity))
+        sharers = 1
+    import torch
+
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(deployment.engine.threads or max(1, cores // sharers))
+    torch.set_grad_enabled(False)
+
+
+def choose_device(deployment: Deployment, identity: Identity) -> Any:
+    import torch
+
+    wanted = deployment.engine.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "engine.device=cuda, but torch sees no CUDA device: install the CUDA build, or use device: cpu"
+        )
+    if identity.local_rank >= torch.cuda.device_count():
+        raise DeviceError(
+            f"local rank {identity.local_rank} has no GPU: {identity.node} shows {torch.cuda.device_count()}; "
+            "start one rank a GPU"
+        )
+    device = torch.device("cuda", identity.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def gpu_uuid(device: Any) -> str | None:
+    """The name by which the driver knows a CUDA device; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+class _Steps:
+    """Rank 0's loop around the engine."""
+
+    def __init__(self, engine: Engine, channel: Channel, status: Status) -> None:
+        self.engine, self.channel, self.status = engine, channel, status
+        self.ending = False
+        self._snapshot_due = 0.0
+
+    def run(self) -> None:
+        progress = self.engine.progress
+        while not self.ending:
+            progress.turn(False)
+            commands = self.channel.poll(0.0 if self.engine.has_work else IDLE_S)
+            progress.turn(True)
+            for command in commands:
+                self._obey(command)
+            if self.engine.has_work:
+                events = self.engine.step()
+                if events:
+                    self.channel.send_tokens(events)
+            self._take_snapshot()
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit(request):
+                self.engine.add(request)
+            case Cancel(request_id):
+                self.engine.cancel(request_id)
+            case StopChoice(request_id, choice, n_tokens):
+                self.engine.stop_choice(request_id, choice, n_tokens)
+            case Drain():
+                pass  # the owner sends no more; what is here goes on to its end
+            case Shutdown():
+                self.ending = True
+
+    def _take_snapshot(self) -> None:
+        now = time.monotonic()
+        if now >= self._snapshot_due:
+            self.status.latencies.add(self.engine.scheduler.take_ended())
+            self.status.scheduler = self.engine.scheduler.snapshot(time.time())
+            self._snapshot_due = now + SNAPSHOT_S
+
+
+def run_rank(
+    deployment: Deployment,
+    identity: Identity,
+    channel: Channel | None,
+    status: Status,
+    secret: bytes = b"",
+    bootstrap: Bootstrap | None = None,
+) -> None:
+    """Until Shutdown (rank 0 of the group) or the end of plans (the others). Raises whatever stops it."""
+    say: Callable[[Announce | Loading | Ready | Running], None]
+    say = channel.send_state if channel is not None else lambda message: None
+    say(Loading(0.0, "importing"))
+    set_threads(deployment, identity)
+    import torch
+
+    from ...engine.step.build import build
+
+    device = choose_device(deployment, identity)
+    status.computes_with = device.type, current_tier(), str(torch.get_num_threads())
+    if deployment.metrics.enabled:
+        look = make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device))
+        status.health = HealthWatch(look)
+        status.health.start()
+    say(Loading(0.1, "connecting"))
+    with join_group(deployment, identity, secret, bootstrap) as communicator:
+        status.communicator = communicator
+        begun, last_told = time.monotonic(), 0.0
+
+        def told(done: int, total: int) -> None:
+            nonlocal last_told
+            if done == total or time.monotonic() - last_told > 0.5:
+                last_told = time.monotonic()
+                say(Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
+
+        built = build(deployment, communicator, device, told)
+        leads = communicator.rank == 0 and (communicator.pipeline is None or communicator.pipeline.first)
+        for warning in built.warnings:
+            if leads:
+                log.warning("%s", warning)
+        # What is here now stays: the collector need not walk through it in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        say(Announce({"config": deploy.digest(deployment), "weights": built.digest}))
+        if not leads:
+            say(Ready(built.limits))
+            follow(built.runner, communicator.plans, status.progress)
+            return
+        if channel is None:
+            raise RuntimeError("rank 0 has no channel to take requests from")
+        _lead(built.limits, Scheduler(built.scheduler_limits), built.runner, communicator, channel, status)
+
+
+def _lead(
+    limits: ModelLimits,
+    scheduler: Scheduler,
+    runner: Any,
+    communicator: Communicator,
+    channel: Channel,
+    status: Status,
+) -> None:
+    engine = Engine(
+        scheduler,
+        runner,
+        communicator.plans,
+        status.progress,
+        lambda started, parked: channel.send_state(Running(tuple(started), tuple(parked))),
+    )
+    channel.send_state(Ready(limits))
+    _Steps(engine, channel, status).run()
+    engine.close()

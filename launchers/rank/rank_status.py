@@ -1,0 +1,129 @@
+"""What a rank says of itself: the figures of its heartbeat and of a dump, read from plain attributes by another thread.
+
+Rows are named as in engine/metrics/catalogue.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...engine.job import MetricRow
+from ...engine.metrics.histogram import REQUEST_SECONDS, Buckets
+from ...engine.schedule.scheduler import RequestTimes
+from ...engine.step.engine import StepProgress
+from ...topology.comm.groups import Communicator
+from ...topology.comm.ledger import Entry
+from ...topology.hardware.sysfs import Sysfs
+from ..control.messages import Beat
+from .rank_health import HealthWatch, run_delay_s
+
+
+class Latencies:
+    """Seconds that ended requests of this replica queued, were prefilled and decoded."""
+
+    def __init__(self) -> None:
+        self._queue, self._prefill, self._decode = (Buckets(REQUEST_SECONDS) for _ in range(3))
+
+    def add(self, ended: Iterable[RequestTimes]) -> None:
+        for times in ended:
+            if times.admitted is not None:
+                self._queue.observe(times.admitted - times.arrival)
+                if times.first_token is not None:
+                    self._prefill.observe(times.first_token - times.admitted)
+                    self._decode.observe(times.finished - times.first_token)
+
+    def to_rows(self) -> tuple[MetricRow, ...]:
+        return (
+            *self._queue.to_rows("request_queue_time_seconds"),
+            *self._prefill.to_rows("request_prefill_time_seconds"),
+            *self._decode.to_rows("request_decode_time_seconds"),
+        )
+
+
+def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
+    """Seconds, bytes and counts of collectives; seconds by layer of the all-reduces whose layer is known. Under an
+    emulated link the collective that does its arithmetic is left out: its time is part of the link's."""
+    listed = list(entries)
+    emulated = {entry.op for entry in listed if entry.link.startswith("emulated")}
+    found: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    for entry in listed:
+        if entry.op in emulated and not entry.link.startswith("emulated"):
+            continue
+        where = (entry.op, entry.link)
+        found["collective_bytes_total", where] += entry.bytes
+        found["collectives_total", where] += entry.count
+        for exposure, seconds in (("hidden", entry.hidden_s), ("exposed", entry.waited_s)):
+            found["collective_seconds_total", (*where, exposure)] += seconds
+            if entry.layer:
+                found["layer_collective_seconds_total", (entry.layer, entry.link, exposure)] += seconds
+    return (MetricRow(series, labels, value) for (series, labels), value in found.items())
+
+
+@dataclass(slots=True)
+class Status:
+    """What the heartbeat reports, in plain attributes that another thread reads at any moment."""
+
+    progress: StepProgress = field(default_factory=StepProgress)
+    communicator: Communicator | None = None
+    scheduler: dict[str, float] = field(default_factory=dict)
+    latencies: Latencies = field(default_factory=Latencies)
+    health: HealthWatch | None = None
+    computes_with: tuple[str, ...] = ()
+    """Device, CPU tier and threads, once known."""
+
+    def beat(self) -> Beat:
+        p, communicator = self.progress, self.communicator
+        since, tokens = p.busy_since, p.step_tokens
+        if since is None:
+            since, tokens = p.turn_since, 0
+        rows = [MetricRow("last_step_timestamp_seconds", (), p.finished_at)] if p.step else []
+        if self.computes_with:
+            rows.append(MetricRow("rank_info", self.computes_with, 1.0))
+        collectives, waiting = 0, ""
+        if communicator is not None:
+            collectives, waiting = communicator.ledger.place()
+            rows += collective_rows(communicator.ledger.entries())
+        if self.health is not None:
+            rows += (
+                MetricRow(series, tuple(labels), value) for (series, *labels), value in self.health.figures.items()
+            )
+        if (delay := run_delay_s(Sysfs())) is not None:
+            rows.append(MetricRow("rank_run_delay_seconds_total", (), delay))
+        rows += p.durations.to_rows("step_duration_seconds")
+        if self.scheduler:
+            rows += (MetricRow(series, (), value) for series, value in self.scheduler.items())
+            rows += (*p.sizes.to_rows("iteration_tokens"), *self.latencies.to_rows())
+        return Beat(
+            step=p.step,
+            busy_s=0.0 if since is None else max(0.0, time.monotonic() - since),
+            step_tokens=tokens,
+            last_tokens=p.last_tokens,
+            last_s=p.last_seconds,
+            collective=collectives,
+            waiting=waiting,
+            rows=tuple(rows),
+        )
+
+    def dump(self) -> dict[str, Any]:
+        """For the bundle: the last collectives, oldest first."""
+        communicator, p = self.communicator, self.progress
+        out: dict[str, Any] = {"step": p.step, "step_tokens": p.step_tokens, "collectives": []}
+        if communicator is None:
+            return out
+        names = ("seq", "op", "strategy", "layer", "bytes", "start_s", "in_flight_s", "waited_s")
+        out["started"], out["waiting"] = communicator.ledger.place()
+        out["collectives"] = [{name: getattr(r, name) for name in names} for r in communicator.ledger.history()]
+        return out
+
+
+def loading_words(done: int, total: int, seconds: float) -> str:
+    """`weights 12.3 of 50.6 GB, 2.10 GB/s, 0:18 left`; sizes in bytes."""
+    words = f"weights {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+    if seconds <= 0 or not done:
+        return words
+    left = round(seconds * (total - done) / done)
+    return f"{words}, {done / seconds / 1e9:.2f} GB/s, {left // 60}:{left % 60:02d} left"

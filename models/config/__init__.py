@@ -1,0 +1,1 @@
+"""A checkpoint's configuration: shapes, wiring, quantisation, known models. No torch."""

@@ -1,0 +1,120 @@
+"""Architectures by name: `known("llama-3.1-405b")` is the ModelConfig of the published config.json, without the file.
+
+For `plan` and `simulate`, which need shapes and no weights. `by_folder` guesses which one a folder that is not on this
+machine holds, from its name alone. Data only, no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal
+
+from .model_config import ModelConfig, make_wiring
+from .parts import Rope, Wiring
+
+_PLAIN = Rope()
+_LLAMA3 = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def _model(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, positions: int,
+    rope: Rope = _PLAIN, *, head_dim: int | None = None, tied: bool = False, wiring: str = "standard",
+) -> ModelConfig:  # fmt: skip
+    return ModelConfig(
+        family=family,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        ffn_size=ffn,
+        vocab_size=vocabulary,
+        max_position_embeddings=positions,
+        norm_eps=1e-5,
+        rope=rope,
+        wiring=make_wiring(wiring, layers),
+        dtype="bfloat16",
+        tied_embeddings=tied,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        declares_wiring=wiring != "standard",
+    )
+
+
+def _table() -> dict[str, ModelConfig]:
+    ladder = "ladder_residual"
+    return {
+        "llama-3.2-1b": _model("llama", 16, 2048, 32, 8, 8192, 128256, 131072, _LLAMA3, tied=True),
+        "llama-3.2-3b": _model("llama", 28, 3072, 24, 8, 8192, 128256, 131072, _LLAMA3, tied=True),
+        "llama-3.1-8b": _model("llama", 32, 4096, 32, 8, 14336, 128256, 131072, _LLAMA3),
+        "llama-3.1-70b": _model("llama", 80, 8192, 64, 8, 28672, 128256, 131072, _LLAMA3),
+        "llama-3.3-70b": _model("llama", 80, 8192, 64, 8, 28672, 128256, 131072, _LLAMA3),
+        "llama-3.1-405b": _model("llama", 126, 16384, 128, 8, 53248, 128256, 131072, _LLAMA3),
+        "llama-2-7b": _model("llama", 32, 4096, 32, 32, 11008, 32000, 4096),
+        "llama-2-13b": _model("llama", 40, 5120, 40, 40, 13824, 32000, 4096),
+        "llama-2-70b": _model("llama", 80, 8192, 64, 8, 28672, 32000, 4096),
+        "codellama-34b": _model("llama", 48, 8192, 64, 8, 22016, 32000, 16384, Rope(1e6)),
+        "mistral-7b": _model("mistral", 32, 4096, 32, 8, 14336, 32768, 32768, Rope(1e6)),
+        "mistral-large-123b": _model("mistral", 88, 12288, 96, 8, 28672, 32768, 131072, Rope(1e6)),
+        "qwen2.5-7b": _model("qwen2", 28, 3584, 28, 4, 18944, 152064, 32768, Rope(1e6)),
+        "qwen2.5-32b": _model("qwen2", 64, 5120, 40, 8, 27648, 152064, 32768, Rope(1e6)),
+        "qwen2.5-72b": _model("qwen2", 80, 8192, 64, 8, 29568, 152064, 32768, Rope(1e6)),
+        "qwen3-8b": _model("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, Rope(1e6), head_dim=128),
+        "qwen3-32b": _model("qwen3", 64, 5120, 64, 8, 25600, 151936, 40960, Rope(1e6), head_dim=128),
+        "ladder-1b": _model(ladder, 40, 1536, 24, 24, 4096, 49152, 2048, tied=True, wiring="ladder"),
+        "ladder-3b": _model(ladder, 40, 2304, 36, 36, 9216, 49152, 2048, tied=True, wiring="ladder"),
+    }
+
+
+def known_names() -> tuple[str, ...]:
+    """Every name that `known` takes."""
+    return tuple(_table())
+
+
+def known(name: str) -> ModelConfig:
+    """The architecture called `name` (capitals do not matter). Raises ValueError with the nearest names."""
+    table = _table()
+    found = table.get(name.lower())
+    if found is None:
+        near = get_close_matches(name.lower(), list(table), n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"model {name!r}: known are {', '.join(table)}{hint}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What a folder's name says: the architecture, how its weights are stored, and how layers are wired."""
+
+    name: str
+    config: ModelConfig
+    fp8: bool
+    how: Literal["stock", "ladder", "hybrid"]
+
+
+_SEPARATORS = re.compile(r"[^a-z0-9.]+")
+
+
+def by_folder(folder: str) -> Guess | None:
+    """The longest known name that the folder's name begins with or holds as whole words; its words `fp8`, `hybrid` and
+    `ladder` count as well (hybrid: the second half of the layers is ladder). None if nothing fits."""
+    words = "-" + _SEPARATORS.sub("-", folder.lower()).replace("meta-llama", "llama") + "-"
+    table = _table()
+    name = max((n for n in table if f"-{n}-" in words), key=len, default=None)
+    if name is None:
+        return None
+    config = table[name]
+    if "-hybrid-" in words:
+        return Guess(name, replace(config, wiring=half_ladder(config)), "-fp8-" in words, "hybrid")
+    if "-ladder-" in words:
+        wiring = make_wiring("ladder", config.num_layers)
+        return Guess(name, replace(config, wiring=wiring, declares_wiring=True), "-fp8-" in words, "ladder")
+    return Guess(name, config, "-fp8-" in words, "stock")
+
+
+def half_ladder(config: ModelConfig) -> Wiring:
+    """The paper's retrofit: the last half of the layers ladder, the rest standard."""
+    layers = config.num_layers
+    return make_wiring("hybrid", layers, range(layers - layers // 2, layers))

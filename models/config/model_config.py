@@ -1,0 +1,297 @@
+"""ModelConfig: what a checkpoint folder's config.json says, in the field's terms. Data only, no torch.
+
+Read by everyone from `plan` (which has no torch) to the ranks. `from_folder` is strict: an architecture, activation or
+rope scaling that the model code does not compute exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from .json_fields import ConfigFields, read_json
+from .parts import Rope, Wiring, WiringKind, declared_wiring, ladder_last, make_wiring, read_rope
+from .quantisation import quantisation_in
+
+__all__ = ["Dtype", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
+
+Layout = Literal["huggingface", "dolomite"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+T = TypeVar("T")
+STOCK_FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Families that transformers has, and its class of each. `model_type: laddertron` is one of them, named in
+`laddertron_family`, under a name that stops programs which do not know its wiring."""
+MAX_LAYERS = 4096
+"""Far above any model: one wiring kind a layer is held in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One dense decoder. L = num_layers, D = hidden_size, H = num_heads, K = num_kv_heads, V = vocab_size."""
+
+    family: str  # model_type as the checkpoint says it: llama, llamaLadder, ladder_residual, mistral, qwen2, qwen3
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope: Rope
+    wiring: Wiring
+    dtype: Dtype
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: tuple[int | None, ...] = ()  # one a layer, itself counted; () means none anywhere
+    residual_multiplier: float = 1.0  # m_residual: scales every sub-block's output before it joins the residual
+    embedding_multiplier: float = 1.0  # m_emb
+    logits_divisor: float = 1.0  # m_width
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    layout: Layout = "huggingface"
+    declares_wiring: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights; a tied head is counted once."""
+        d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = d * (q + 2 * kv) + q * d
+        attention += (q + 2 * kv) * self.qkv_bias + d * self.o_bias + 2 * self.head_dim * self.qk_norm
+        mlp = 3 * d * self.ffn_size + (2 * self.ffn_size + d) * self.mlp_bias
+        norms = sum(d if kind == "parallel" else 2 * d for kind in self.wiring.kinds)
+        head = 0 if self.tied_embeddings else self.vocab_size * d
+        return self.vocab_size * d + self.num_layers * (attention + mlp) + norms + d + head
+
+
+def from_folder(path: str | Path) -> ModelConfig:
+    """The model in a Hugging Face folder (config.json, and generation_config.json if there is one). Raises
+    FileNotFoundError, or ValueError naming file, key, value and what is allowed."""
+    folder = Path(path)
+    fields = read_json(folder / "config.json")
+    quantisation_in(fields)  # refuses what is not read
+    family = fields.string("model_type")
+    if family == "ladder_residual":
+        config = _dolomite(fields, _stop_ids(folder, fields))
+    elif family in (*STOCK_FAMILIES, "llamaLadder", "laddertron"):
+        config = _huggingface(fields, family, _stop_ids(folder, fields))
+    else:
+        raise fields.fail(
+            f"model_type {family!r} is not computed here; llama, llamaLadder, ladder_residual, laddertron, mistral,"
+            " qwen2 and qwen3 are"
+        )
+    if "laddertron_model" in fields and description(config) != fields.data["laddertron_model"]:
+        raise fields.fail(
+            "laddertron_model, by which the modeling file computes, says another model than the keys beside it: write "
+            "the folder anew with `laddertron convert`"
+        )
+    if config.wiring.desync_every and (config.o_bias or config.mlp_bias):
+        raise fields.fail("desync with an output bias is not defined (whose rank's residual would it join?)")
+    return config
+
+
+def description(config: ModelConfig) -> dict[str, Any]:
+    """What the modeling file (models/weights/modeling_laddertron.py) computes by, resolved from all formats' words:
+    `laddertron_model` in config.json."""
+    apart = ("family", "declares_wiring", "eos_token_ids", "bos_token_id", "dtype")
+    plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in asdict(config).items() if k not in apart}))
+    return plain
+
+
+def _stop_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
+    """EOS ids of generation_config.json, then those of config.json that it does not name."""
+    last = config.integer("vocab_size") - 1
+    places = [config]
+    if (folder / "generation_config.json").is_file():
+        places.insert(0, read_json(folder / "generation_config.json"))
+    found = [i for place in places if "eos_token_id" in place for i in place.integers("eos_token_id", last)]
+    return tuple(dict.fromkeys(found))
+
+
+def _dtype(fields: ConfigFields) -> Dtype:
+    name = fields.string("dtype", fields.string("torch_dtype", "float32")).removeprefix("torch.")
+    match name:
+        case "float32" | "bfloat16" | "float16":
+            return name
+    raise fields.fail(f"dtype {name!r} is not computed here; float32, bfloat16 and float16 are")
+
+
+def _grouped(fields: ConfigFields, num_heads: int, num_kv_heads: int, where: str) -> None:
+    if num_heads % num_kv_heads:
+        raise fields.fail(f"{where}: {num_heads} heads are not a multiple of {num_kv_heads} key/value heads")
+
+
+def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, as transformers resolves the families' different words for it."""
+    if family == "mistral":
+        if "layer_types" in fields:
+            raise fields.fail("layer_types in a mistral model is not computed here: one window for all layers is")
+        if "sliding_window" in fields.data and fields.data["sliding_window"] is None:
+            return ()
+        return (fields.integer("sliding_window", 4096),) * num_layers
+    if not family.startswith("qwen"):
+        return ()
+    window = fields.integer("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
+    if "layer_types" not in fields:
+        first = fields.integer("max_window_layers", 28, minimum=0)
+        slides = [i >= first for i in range(num_layers)]
+    else:
+        types = fields.strings("layer_types")
+        if len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}:
+            raise fields.fail(f"layer_types must be {num_layers} times full_attention or sliding_attention")
+        slides = [kind == "sliding_attention" for kind in types]
+        if any(slides) and window is None:
+            raise fields.fail("layer_types names sliding_attention, but use_sliding_window is false")
+    if window is None or not any(slides):
+        return ()
+    return tuple(window if sliding else None for sliding in slides)
+
+
+def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
+    if family == "laddertron" and (family := fields.string("laddertron_family", "llama")) not in STOCK_FAMILIES:
+        raise fields.fail(f"laddertron_family {family!r} must be one of {', '.join(STOCK_FAMILIES)}")
+    for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size"):
+        if key in fields:
+            raise fields.fail(f"{key} says mixture of experts, which is not computed here: dense models are")
+    if (activation := fields.string("hidden_act", "silu")) not in ("silu", "swish"):
+        raise fields.fail(f"hidden_act {activation!r} is not computed here; silu is")
+    layers, hidden = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads if family.startswith("llama") else None)
+    _grouped(fields, heads, kv_heads, "num_attention_heads, num_key_value_heads")
+    head_dim = fields.integer("head_dim", 128 if family == "qwen3" else hidden // heads or 1)
+    if "head_dim" not in fields and family != "qwen3" and hidden % heads:
+        raise fields.fail(
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; head_dim is not given"
+        )
+    if head_dim % 2:
+        raise fields.fail(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
+    max_positions = fields.integer("max_position_embeddings")
+    declared = "laddertron_wiring" in fields
+    if family == "llamaLadder":
+        if declared:
+            raise fields.fail("llamaLadder says its wiring in ladder_layers; laddertron_wiring beside it is ambiguous")
+        wiring = ladder_last(fields, layers)
+    elif "ladder_layers" in fields:
+        raise fields.fail(f"ladder_layers belongs to model_type llamaLadder, not {family}; or use laddertron_wiring")
+    elif declared:
+        wiring = declared_wiring(fields.object("laddertron_wiring"), layers)
+    else:
+        wiring = make_wiring("standard", layers)
+    bias = family != "qwen2" and family != "mistral" and fields.boolean("attention_bias", False)
+    return ModelConfig(
+        family=family,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=fields.integer("intermediate_size"),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=max_positions,
+        norm_eps=fields.number("rms_norm_eps"),
+        rope=read_rope(fields, max_positions),
+        wiring=wiring,
+        dtype=_dtype(fields),
+        tied_embeddings=fields.boolean("tie_word_embeddings", False),
+        qkv_bias=bias or family == "qwen2",
+        o_bias=bias,
+        mlp_bias=family.startswith("llama") and fields.boolean("mlp_bias", False),
+        qk_norm=family == "qwen3",
+        sliding_window=_windows(fields, family, layers),
+        declares_wiring=declared or family == "llamaLadder",
+        eos_token_ids=eos,
+        bos_token_id=_bos(fields),
+    )
+
+
+def _bos(fields: ConfigFields) -> int | None:
+    return fields.integer("bos_token_id", minimum=0) if "bos_token_id" in fields else None
+
+
+def _same(fields: ConfigFields, key: str, values: list[T]) -> T:
+    if any(value != values[0] for value in values):
+        raise fields.fail(f"{key} differs between layers ({values[0]!r}, …); one value for all layers is computed here")
+    return values[0]
+
+
+def _dolomite(fields: ConfigFields, eos: tuple[int, ...]) -> ModelConfig:
+    """dolomite-engine's and lm-engine's ladder_residual: a block description for each layer's mixer and MLP."""
+    layers, hidden = fields.integer("num_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
+    for key, needed in (("normalization_function", "rmsnorm"), ("position_embedding_type", "rope")):
+        if (value := fields.string(key)) != needed:
+            raise fields.fail(f"{key} {value!r} is not computed here; {needed} is")
+    mixers, mlps = fields.objects("sequence_mixer_blocks", layers), fields.objects("mlp_blocks", layers)
+    for mixer in mixers:
+        if (kind := mixer.string("sequence_mixer_type", "softmax_attention")) != "softmax_attention":
+            raise mixer.fail(f"sequence_mixer_type {kind!r} is not computed here; softmax_attention is")
+        for key in ("attention_gate", "exclusive_self_attention", "attention_multiplier_method"):
+            if mixer.data.get(key):
+                raise mixer.fail(f"{key} is not computed here")
+    for mlp in mlps:
+        if (kind := mlp.string("mlp_type", "MLP")) != "MLP":
+            raise mlp.fail(f"mlp_type {kind!r} is not computed here; MLP is")
+        if (activation := mlp.string("activation_function")) != "swiglu":
+            raise mlp.fail(f"activation_function {activation!r} is not computed here; swiglu is")
+        for key in ("use_interleaved_weights", "use_interleaved_weights_for_mlp"):
+            if mlp.boolean(key, False):
+                raise mlp.fail(f"{key}=true is not read here; c_fc must be [up; gate]")
+    heads = _same(fields, "num_attention_heads", [m.integer("num_attention_heads") for m in mixers])
+    kv_heads = _same(fields, "num_key_value_heads", [m.integer("num_key_value_heads") for m in mixers])
+    _grouped(fields, heads, kv_heads, "num_attention_heads, num_key_value_heads")
+    if hidden % heads or (hidden // heads) % 2:
+        raise fields.fail(f"hidden_size={hidden} must be an even multiple of num_attention_heads={heads}")
+    head_dim = hidden // heads
+    for place, key in ((fields, "rope_dim"), *((m, "head_dim") for m in mixers)):
+        if place.integer(key, head_dim) != head_dim:
+            raise place.fail(f"{key}={place.data[key]} other than hidden_size / num_attention_heads = {head_dim}")
+    bias = _same(fields, "add_bias", [m.boolean("add_bias", False) for m in mixers])
+    scales = [m.number("attention_multiplier") if "attention_multiplier" in m else None for m in mixers]
+    windows = tuple(m.integer("sliding_window") if "sliding_window" in m else None for m in mixers)
+    max_positions = fields.integer("max_position_embeddings")
+    if "rope_scaling" in fields:
+        # These engines know one scaling, YaRN, and may leave its name out.
+        scaling = fields.object("rope_scaling")
+        if (kind := scaling.string("rope_type", scaling.string("type", "yarn"))) not in ("yarn", "default"):
+            raise scaling.fail(f"rope_type {kind!r} is not what a ladder_residual model computes; yarn is")
+        fields = ConfigFields(fields.where, {**fields.data, "rope_scaling": {**scaling.data, "rope_type": kind}})
+    return ModelConfig(
+        family="ladder_residual",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=_same(fields, "intermediate_size", [m.integer("intermediate_size") for m in mlps]),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=max_positions,
+        norm_eps=fields.number("layer_norm_epsilon"),
+        rope=read_rope(fields, max_positions),
+        wiring=make_wiring("ladder", layers),
+        dtype=_dtype(fields),
+        tied_embeddings=fields.boolean("tie_word_embeddings", True),
+        qkv_bias=_same(fields, "qkv_bias", [m.boolean("qkv_bias", bias) for m in mixers]),
+        o_bias=bias,
+        mlp_bias=_same(fields, "add_bias", [m.boolean("add_bias", False) for m in mlps]),
+        sliding_window=() if set(windows) == {None} else windows,
+        residual_multiplier=fields.number("m_residual", 1.0),
+        embedding_multiplier=fields.number("m_emb", 1.0),
+        logits_divisor=fields.number("m_width", 1.0),
+        attention_scale=_same(fields, "attention_multiplier", scales),
+        layout="dolomite",
+        declares_wiring=True,
+        eos_token_ids=eos,
+        bos_token_id=_bos(fields),
+    )

@@ -1,0 +1,80 @@
+"""What a checkpoint's config.json says about quantised weights: the fp8 layouts that are read, everything else refused
+by name. No torch.
+
+Read are fp8 (E4M3) weights with one scale a tensor or one an output channel: FBGEMM's layout, compressed-tensors'
+float-quantized, and quant_method fp8. Activations are never scaled as calibrated but per token, which is finer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from .json_fields import ConfigFields, read_json
+
+Method = Literal["fbgemm_fp8", "compressed-tensors", "fp8"]
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
+"""Of an element in memory. fp8's scales (one a row) are left out: under a thousandth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How weights stored as F8_E4M3 are meant. `activations`: products may run on fp8 activations (W8A8), else only
+    the weights are 8-bit. `activation_bound`: FBGEMM's upper bound of a token's largest activation; infinite if none.
+    """
+
+    method: Method
+    activations: bool = True
+    activation_bound: float = math.inf
+
+
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """None for a checkpoint that says nothing of it. Raises FileNotFoundError, or ValueError naming what is refused."""
+    return quantisation_in(read_json(folder / "config.json"))
+
+
+def quantisation_in(fields: ConfigFields) -> Quantisation | None:
+    """The same of a config.json that is read already. Raises ValueError."""
+    key = next((k for k in ("quantization_config", "compression_config") if k in fields), None)
+    return None if key is None else _read(fields.object(key))
+
+
+def _read(words: ConfigFields) -> Quantisation:
+    match words.string("quant_method", "compressed-tensors" if "config_groups" in words else ""):
+        case "fbgemm_fp8":
+            bound = words.number("activation_scale_ub") if "activation_scale_ub" in words else math.inf
+            return Quantisation("fbgemm_fp8", activation_bound=bound)
+        case "fp8":
+            if "weight_block_size" in words:
+                raise words.fail(
+                    "weight_block_size: scales by block are not read; one a tensor or an output channel is"
+                )
+            return Quantisation("fp8")
+        case "compressed-tensors":
+            return _compressed_tensors(words)
+        case other:
+            raise words.fail(
+                f"quant_method {other!r} is not read; fbgemm_fp8, fp8 and compressed-tensors' float-quantized are "
+                "(use an engine made for it, or the unquantised checkpoint)"
+            )
+
+
+def _compressed_tensors(words: ConfigFields) -> Quantisation:
+    if (layout := words.string("format", "float-quantized")) not in ("float-quantized", "naive-quantized"):
+        raise words.fail(f"format {layout!r} is not read; float-quantized is")
+    for key in ("sparsity_config", "transform_config"):
+        if key in words and words.object(key).data.get("format", key) != "dense" and words.object(key).data:
+            raise words.fail(f"{key} is not computed here; dense weights are")
+    groups, activations = words.object("config_groups"), True
+    for name in groups.data:
+        group = groups.object(name)
+        weights = group.object("weights")
+        kind = (weights.integer("num_bits"), weights.string("type"), weights.string("strategy"))
+        if kind[:2] != (8, "float") or kind[2] not in ("tensor", "channel") or not weights.boolean("symmetric", True):
+            raise weights.fail(
+                f"{kind[0]}-bit {kind[1]} by {kind[2]} is not read; symmetric 8-bit float by tensor or channel is"
+            )
+        activations = activations and "input_activations" in group
+    return Quantisation("compressed-tensors", activations=activations)

@@ -1,0 +1,93 @@
+"""Whether a model splits over tp ranks: pure arithmetic, no torch. `check`, `plan` and the ranks all ask here.
+
+Heads and FFN must divide; KV heads divide or are replicated evenly; the vocabulary is padded and never refuses.
+"""
+
+from __future__ import annotations
+
+from ..refusal import Refusal
+from .model_config import ModelConfig
+
+REPLICATED_LIMIT = 64 << 20
+"""Bytes of an embedding table beyond which no rank holds a whole copy unasked."""
+
+
+LEAVES = 16
+"""Equal shares of a row-parallel product's inputs under `deterministic: everywhere`: the most ranks it serves."""
+
+
+class ShapeError(Refusal, ValueError):
+    """A model that does not split over so many ranks: the arithmetic, and sizes that would do."""
+
+
+def splits(config: ModelConfig, tp: int) -> bool:
+    """heads % tp = 0, FFN % tp = 0, and kv_heads % tp = 0 or tp % kv_heads = 0 (KV heads replicated)."""
+    kv = config.num_kv_heads
+    return tp >= 1 and config.num_heads % tp == 0 and config.ffn_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+
+
+def valid_sizes(config: ModelConfig) -> tuple[int, ...]:
+    """Every tensor-parallel size that the model splits over, ascending."""
+    return tuple(tp for tp in range(1, config.num_heads + 1) if splits(config, tp))
+
+
+def replicates_embedding(config: ModelConfig, itemsize: int, spans_nodes: bool) -> bool:
+    """`parallel.embedding: auto`, at `itemsize` bytes an element: a whole table on every rank saves one exposed
+    all-reduce a step; taken where that crosses nodes, the table is within REPLICATED_LIMIT and at most a quarter of all
+    weights."""
+    table = config.vocab_size * config.hidden_size
+    return spans_nodes and itemsize * table <= REPLICATED_LIMIT and 4 * table <= config.num_parameters
+
+
+def check_shapes(config: ModelConfig, tp: int) -> None:
+    """Raises ShapeError unless the model splits over tp ranks with its weights' wiring intact."""
+    reasons = []
+    if tp < 1:
+        reasons.append(f"{tp} ranks are none")
+    else:
+        if config.num_heads % tp:
+            reasons.append(f"{config.num_heads} heads % {tp} = {config.num_heads % tp}")
+        if config.ffn_size % tp:
+            reasons.append(f"FFN {config.ffn_size} % {tp} = {config.ffn_size % tp}")
+        kv = config.num_kv_heads
+        if kv % tp and tp % kv:
+            reasons.append(
+                f"{kv} KV heads % {tp} = {kv % tp} and {tp} % {kv} = {tp % kv}, so they neither split nor replicate"
+            )
+    sizes = valid_sizes(config)
+    if reasons:
+        raise ShapeError(
+            f"tensor_parallel_size={tp} does not split this model: {'; '.join(reasons)}: use {_either(sizes, tp)}"
+        )
+    trained = config.wiring.trained_tp
+    if trained is not None and trained != tp:
+        raise ShapeError(
+            f"tensor_parallel_size={tp}, but these {config.wiring.name} weights were trained for {trained} ranks, "
+            f"whose residuals drift apart: use {trained}"
+        )
+
+
+def check_everywhere(config: ModelConfig, tp: int) -> None:
+    """Raises ShapeError unless `deterministic: everywhere` can be had: the inputs of every row-parallel product, heads
+    and FFN, are LEAVES shares of whole pairs, as many on each rank, and the wiring means the same at every size."""
+    reasons = []
+    if tp not in (sizes := [1 << i for i in range(LEAVES.bit_length())]):
+        reasons.append(f"it serves tensor_parallel_size {_either(tuple(sizes), tp)}, not {tp}")
+    heads = config.num_heads * config.head_dim
+    for what, inputs in ((f"{config.num_heads} heads of {config.head_dim}", heads), ("FFN", config.ffn_size)):
+        if inputs % (2 * LEAVES):
+            reasons.append(
+                f"{what}: {inputs} inputs % {2 * LEAVES} = {inputs % (2 * LEAVES)}, not {LEAVES} shares of pairs"
+            )
+    if config.wiring.desync_every or "none" in config.wiring.kinds:
+        reasons.append(f"the {config.wiring.name} wiring adds other numbers at other sizes")
+    if reasons:
+        raise ShapeError(f"parallel.deterministic=everywhere: {'; '.join(reasons)}: use true or false")
+
+
+def _either(sizes: tuple[int, ...], tp: int) -> str:
+    """The sizes as words; of many, those around tp."""
+    if len(sizes) > 8:
+        below = [s for s in sizes if s < tp][-4:]
+        sizes = (*below, *[s for s in sizes if s > tp][: 8 - len(below)])
+    return str(sizes[0]) if len(sizes) == 1 else f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"

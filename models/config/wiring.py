@@ -1,0 +1,96 @@
+"""Which wiring a checkpoint runs with: what it declares, unless the deployment overrides it. Pure; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..refusal import Refusal
+from .model_config import ModelConfig, Wiring, make_wiring
+from .parts import MAX_DELAY
+
+WIRINGS = ("auto", "standard", "parallel", "ladder", "hybrid", *(f"delay-{d}" for d in range(2, MAX_DELAY + 1)))
+WIRINGS = (*WIRINGS, "no-communication")
+"""What a deployment may ask for."""
+
+
+class WiringError(Refusal, ValueError):
+    """A wiring that the weights were not trained for, or that cannot be; the message names the key that allows it."""
+
+
+def choose_wiring(
+    config: ModelConfig,
+    wanted: str = "auto",
+    ladder_layers: int | tuple[int, ...] | None = None,
+    allow_untrained: bool = False,
+) -> tuple[ModelConfig, list[str]]:
+    """The config with its wiring settled, and warnings to show at start.
+
+    wanted: "auto" or a name; ladder_layers (hybrid): the last n, or indices. Raises WiringError.
+    """
+    declared = config.wiring
+    if wanted == "auto":
+        return config, []
+    if wanted == "no-communication":
+        warning = "wiring no-communication leaves out every all-reduce: for timings only, its answers mean nothing"
+        return replace(config, wiring=make_wiring("none", config.num_layers)), [warning]
+    chosen = _wiring(wanted, ladder_layers, config.num_layers)
+    if chosen == declared:
+        return config, []
+    if ("parallel" in chosen.kinds) != ("parallel" in declared.kinds) or declared.desync_every:
+        raise WiringError(
+            f"model.wiring={wanted}: these weights are {declared.name}, whose norms and sub-blocks do not fit it: "
+            "use wiring auto, or no-communication for timings"
+        )
+    if not allow_untrained:
+        raise WiringError(
+            f"model.wiring={wanted}: these weights declare {declared.name}; run so they load and compute, and answer "
+            "badly (Llama-3.1-8B-Instruct with 16 layers laddered falls from 84.99 to 10.54 on GSM8K). Train them for "
+            "it, or set model.allow_untrained_ladder: true for timings"
+        )
+    return replace(config, wiring=chosen), [
+        f"wiring {chosen.name} on weights that declare {declared.name} (allow_untrained_ladder): expect bad answers"
+    ]
+
+
+def check_split(wiring: Wiring, split_steps: str) -> None:
+    """Raises WiringError where steps are to be split that overlap by themselves."""
+    if split_steps == "always" and not wiring.waits:
+        raise WiringError(
+            f"split_steps=always: wiring {wiring.name} overlaps without it, or never waits; standard and "
+            "parallel do not: use auto or never"
+        )
+
+
+def retrained(
+    config: ModelConfig,
+    wanted: str,
+    layers: int | tuple[int, ...] | None = None,
+    tensor_parallel_size: int | None = None,
+) -> Wiring:
+    """The wiring that weights are to be trained for: a name, or layers to ladder (the last n, or indices), which make a
+    hybrid. Raises WiringError or ValueError."""
+    if layers is not None:
+        if wanted not in ("ladder", "hybrid"):
+            raise WiringError(f"wiring {wanted} with ladder layers: layers belong to ladder and hybrid")
+        return _wiring("hybrid", layers, config.num_layers)
+    if wanted in ("auto", "hybrid", "none", "no-communication"):
+        raise WiringError(f"wiring {wanted} cannot be trained for: name one, or the layers that are to be ladder")
+    return make_wiring(wanted, config.num_layers, tensor_parallel_size=tensor_parallel_size)
+
+
+def _wiring(wanted: str, ladder_layers: int | tuple[int, ...] | None, num_layers: int) -> Wiring:
+    if wanted != "hybrid":
+        try:
+            return make_wiring(wanted, num_layers)
+        except ValueError as error:
+            names = "auto, standard, parallel, ladder, hybrid, delay-d or no-communication"
+            raise WiringError(f"model.wiring={wanted}: {error}: use {names}") from error
+    if ladder_layers is None:
+        raise WiringError("model.wiring=hybrid needs model.ladder_layers: the last n layers, or a list of indices")
+    if isinstance(ladder_layers, int):
+        indices = set(range(max(0, num_layers - ladder_layers), num_layers))
+    else:
+        indices = set(ladder_layers)
+        if any(not 0 <= i < num_layers for i in indices):
+            raise WiringError(f"model.ladder_layers={sorted(indices)}: the model's layers are 0 to {num_layers - 1}")
+    return make_wiring("hybrid", num_layers, indices)

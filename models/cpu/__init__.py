@@ -1,0 +1,1 @@
+"""A layer's operators and attention on a CPU, in C behind ctypes."""

@@ -1,0 +1,151 @@
+"""Attention on a CPU by the C kernels: models/cpu/attend.c for decodes, models/cpu/attend_prompts.c for prompts.
+
+What they do not serve (fp32 prompts, head dimensions off their grid, processors without AVX-512 BF16) is left to torch,
+and so are prompts on processors with AMX. Means what models/attention.py means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...topology.hardware import cpu_tier
+from ..attention import StepLayout, TorchAttention
+from ..kv_cache import KVCache
+from ..ops import Norm
+from .ops import TYPES, Kernels
+
+MOST_HEAD_DIM = 1024
+"""The decode kernel's scratch for one head."""
+SHARED_WORK = 4096
+"""Positions times KV heads from which the attention of a step is worth waking the other threads for."""
+
+
+class _Prompts(ctypes.Structure):
+    """attend_prompts.c's struct prompts."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("out", "qkv", "keys", "values", "cos", "sin", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("table", "start", "length")),
+        *((name, c_int64) for name in ("sequences", "heads", "kv_heads", "dim", "rotary", "block_size")),
+        *((name, c_int64) for name in ("table_stride", "window")),
+        ("scale", c_float),
+        ("eps", c_float),
+        ("next", c_int64),
+        ("failed", c_int),
+    ]
+
+
+class CpuAttention(TorchAttention):
+    """One kernel call a layer for the sequences with one new token and one for the prompts: QK norm, rotation, cache
+    write and attention."""
+
+    name = "cpu"
+
+    def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float, kernels: Kernels) -> None:
+        super().__init__(cache, windows, scale)
+        self.kernels = kernels
+        self._lengths = self._starts = torch.empty(0, dtype=torch.int64)
+        self._threads, self._prompt_threads = 1, kernels.threads
+        stored = cache.keys[0]
+        self._own_prompts = stored.dtype == torch.bfloat16 and kernels.has_prompts(stored.shape[3]) == 1
+        self._own_prompts &= kernels.deterministic or cpu_tier.current() != "amx"
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        super().plan(layout, cos, sin)
+        self._lengths = torch.tensor(layout.kv_len, dtype=torch.int64)
+        self._starts = torch.tensor(layout.query_start, dtype=torch.int64)
+        work = sum(layout.kv_len[: layout.decode]) * self.cache.keys[0].shape[1]
+        self._threads = self.kernels.threads if work >= SHARED_WORK else 1
+
+    def _plans_decode_mask(self) -> bool:
+        return False
+
+    def _plans_prompt_masks(self) -> bool:
+        return not self._own_prompts
+
+    def _decode(
+        self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None, stages: tuple[int, ...] = (0,)
+    ) -> Tensor:
+        layout, cache = self._layout(), self.cache
+        stages = (1, 2) if layout.chained else stages
+        keys, values, table = cache.keys[layer], cache.values[layer], layout.block_table
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        out = qkv.new_empty((layout.decode, heads * dim))
+        failed = any(self.kernels.attend(
+            TYPES[qkv.dtype], out.data_ptr(), qkv.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            self._cos.data_ptr(), self._sin.data_ptr(),
+            None if q_norm is None else q_norm.weight.data_ptr(),
+            None if k_norm is None else k_norm.weight.data_ptr(),
+            table.data_ptr(), self._lengths.data_ptr(),
+            layout.decode, heads, kv_heads, dim, 2 * self._cos.shape[-1], cache.block_size, table.stride(0),
+            self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, stage, self._threads,
+        ) for stage in stages)  # fmt: skip
+        if failed:
+            raise MemoryError("the attention kernel could not allocate its scratch space")
+        return out
+
+    def _prompts(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        if not self._own_prompts:
+            return super()._prompts(layer, qkv, q_norm, k_norm)
+        layout, cache = self._layout(), self.cache
+        keys, values, decode = cache.keys[layer], cache.values[layer], layout.decode
+        kv_heads, dim = keys.shape[1], keys.shape[3]
+        heads = qkv.shape[1] // dim - 2 * kv_heads
+        out = qkv.new_empty((qkv.shape[0], heads * dim))  # row t is token t's: the decodes' stay unused
+        table = layout.block_table[decode:]
+        plan = _Prompts(
+            out.data_ptr(), qkv.data_ptr(), keys.data_ptr(), values.data_ptr(),
+            self._cos.data_ptr(), self._sin.data_ptr(),
+            None if q_norm is None else q_norm.weight.data_ptr(),
+            None if k_norm is None else k_norm.weight.data_ptr(),
+            table.data_ptr(), self._starts[decode:].data_ptr(), self._lengths[decode:].data_ptr(),
+            len(layout.kv_len) - decode, heads, kv_heads, dim, 2 * self._cos.shape[-1], cache.block_size,
+            table.stride(0), self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, 0, 0,
+        )  # fmt: skip
+        if self.kernels.attend_prompts(ctypes.addressof(plan), self._prompt_threads):
+            raise MemoryError("the attention kernel could not allocate its scratch space")
+        return out[decode:]
+
+
+class RowAttention(CpuAttention):
+    """`parallel.deterministic`: every token by one kernel, which goes through a context in the same pieces
+    whatever else is in the step: the prompts' where it serves, else the decodes', a token at a time. Keys and values of
+    a step's tokens are all stored before any token attends."""
+
+    name = "cpu, a row by itself"
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        if self._own_prompts:
+            super().plan(replace(layout, decode=0), cos, sin)
+            first = layout.query_start
+            met = sum(n * (b - a) for n, a, b in zip(layout.kv_len, first, first[1:], strict=False))
+            work = met * self.cache.keys[0].shape[1]
+            self._prompt_threads = self.kernels.threads if work >= SHARED_WORK else 1
+            return
+        tokens, starts = len(layout.positions), torch.tensor(layout.query_start)
+        self._stages = (0,) if layout.decode == tokens else (1, 2)
+        one_each = replace(
+            layout,
+            query_start=list(range(tokens + 1)),
+            kv_len=(layout.positions + 1).tolist(),
+            block_table=layout.block_table.repeat_interleave(starts.diff(), 0),
+            decode=tokens,
+        )
+        super().plan(one_each, cos, sin)
+
+    def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        if self._own_prompts:
+            return self._prompts(layer, qkv, q_norm, k_norm)
+        return self._decode(layer, qkv, q_norm, k_norm, self._stages)
+
+
+def fits_kernels(cache: KVCache, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether CpuAttention can serve: keys and values in the model's own dtype, fp32, bf16 or fp16, on a CPU."""
+    stored = cache.keys[0]
+    return stored.device.type == "cpu" and stored.dtype == dtype and dtype in TYPES and head_dim <= MOST_HEAD_DIM

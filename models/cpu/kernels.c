@@ -1,0 +1,123 @@
+/* CPU kernels of a decode step: norm, gating, and paged attention for sequences with one new token.
+ *
+ * Beside the matrix products these are what a step of few tokens spends its time on: torch needs a dozen small operators
+ * for each, with a dispatch and a temporary apiece, and copies the whole context to gather it. The loops are
+ * plain_loops.h's, in the instance of the tier in force.
+ */
+#include "kernels.h"
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define TARGET
+#define LANES 4
+#include "plain_loops.h"
+#include "products_plain.h"
+
+/* ---- the tier ---- */
+
+PLAIN(fp32, FP32)
+PLAIN(bf16, BF16)
+PLAIN(fp16, FP16)
+static const struct loops generic = {
+    .lanes = LANES,
+    .rms_norm = rms_norm,
+    .silu_and_mul = silu_and_mul,
+    .attention = attention,
+    .products = {[FP32] = &plain_fp32_loops, [BF16] = &plain_bf16_loops, [FP16] = &plain_fp16_loops},
+};
+
+int kernels_tier = GENERIC;
+const struct loops *kernels_loops = &generic;
+
+/* What the processor has, or less. Called before anything else. */
+void kernels_set_tier(int tier) {
+    kernels_loops = &generic;
+    kernels_tier = GENERIC;
+#ifdef WIDE_X86
+    static struct loops dot;
+    kernels_tier = tier;
+    if (tier >= AVX512_BF16) {
+        __builtin_cpu_init();
+        dot = kernels_avx512;
+        dot.products[BF16] = &kernels_dot;
+        if (__builtin_cpu_supports("avx512vbmi")) dot.products[INT8] = &kernels_dot_int8;
+        kernels_loops = &dot;
+    } else if (tier >= AVX2)
+        kernels_loops = tier >= AVX512 ? &kernels_avx512 : &kernels_avx2;
+#else
+    (void)tier;
+#endif
+}
+
+/* ---- the pool ---- */
+
+static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*omp_thread)(void);
+
+void kernels_set_pool(void *parallel, void *thread_num) {
+    gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
+    omp_thread = (int (*)(void))thread_num;
+}
+
+typedef void (*body)(void *args, int thread, int threads);
+struct region {
+    body run;
+    void *args;
+    int threads;
+};
+
+static void enter(void *p) {
+    struct region *r = p;
+    r->run(r->args, omp_thread(), r->threads);
+}
+
+void kernels_parallel(body run, void *args, int threads) {
+    if (threads <= 1 || !gomp_parallel) {
+        run(args, 0, 1);
+        return;
+    }
+    struct region r = {run, args, threads};
+    gomp_parallel(enter, &r, (unsigned)threads, 0);
+}
+
+/* ---- norm, gating, attention of sequences with one new token ---- */
+
+void kernels_rms_norm(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps) {
+    kernels_loops->rms_norm(type, out, x, weight, rows, cols, eps);
+}
+
+void kernels_silu_and_mul(int type, void *out, const void *gate_up, int64_t rows, int64_t n) {
+    kernels_loops->silu_and_mul(type, out, gate_up, rows, n);
+}
+
+static void attention_body(void *p, int thread, int threads) {
+    struct attention *a = p;
+    const int64_t group = a->heads / a->kv_heads, jobs = a->rows * a->kv_heads;
+    const int64_t first = jobs * thread / threads, last = jobs * (thread + 1) / threads;
+    if (a->type == BF16 && kernels_wide_attention(a, first, last)) return;
+    const int64_t scratch = a->block_size > a->dim ? a->block_size : a->dim;
+    float *space = malloc(sizeof(float) * (size_t)(2 * group * a->dim + 2 * group + scratch));
+    if (!space) {
+        *a->failed = 1;
+        return;
+    }
+    kernels_loops->attention(a, first, last, space);
+    free(space);
+}
+
+/* Returns 0, 1 if memory ran out. dim <= 1024. All index arrays int64. window 0: full attention. stage: see
+ * struct attention. */
+int kernels_attend(int type, void *out, const void *qkv, void *keys, void *values, const float *cos, const float *sin,
+                   const void *q_norm, const void *k_norm, const int64_t *table, const int64_t *length, int64_t rows,
+                   int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary, int64_t block_size, int64_t table_stride,
+                   int64_t window, float scale, float eps, int stage, int threads) {
+    int failed = 0;
+    struct attention a = {type, out,    qkv,   keys,       values,       cos,    sin,   q_norm, k_norm, table,  length,
+                          rows, heads,  kv_heads, dim,     rotary,       block_size, table_stride, window, scale, eps, stage, &failed};
+    kernels_parallel(attention_body, &a, threads);
+    return failed;
+}
+
+static struct PyModuleDef module = {.m_base = PyModuleDef_HEAD_INIT, .m_name = "_kernels", .m_doc = "Called through ctypes.", .m_size = -1};
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

@@ -1,0 +1,151 @@
+/* What the CPU kernels share: 16-bit floats, the processor's tier, and parallel regions on the pool that torch already has
+ * (a second pool would fight the first one for the cores; models/cpu/ops.py hands its entry points over).
+ */
+#ifndef LADDERTRON_KERNELS_H
+#define LADDERTRON_KERNELS_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
+#define WIDE_X86
+#endif
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+/* Types of values, as models/cpu/ops.py numbers them. INT8: weights alone, of bf16 tokens. */
+enum { FP32, BF16, FP16, INT8 };
+
+typedef uint16_t bf16;
+
+INLINE float widen(bf16 v) {
+    uint32_t bits = (uint32_t)v << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE bf16 narrow(float f) { /* round to nearest even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (bf16)((bits >> 16) | 0x40);
+    return (bf16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE float widen_half(uint16_t v) {
+    uint32_t bits = (uint32_t)(v & 0x7fff) << 13;
+    float f;
+    memcpy(&f, &bits, 4);
+    f *= 0x1p112f; /* the exponents' bias, and subnormals */
+    memcpy(&bits, &f, 4);
+    bits |= ((v & 0x7c00) == 0x7c00 ? 0x7f800000u : 0) | (uint32_t)(v & 0x8000) << 16;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE uint16_t narrow_half(float f) { /* as narrow, overflow to infinity */
+    uint32_t bits, small;
+    memcpy(&bits, &f, 4);
+    const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffffu;
+    float shifted;
+    memcpy(&shifted, &size, 4);
+    shifted += 0.5f; /* its last place is that of fp16's subnormals */
+    memcpy(&small, &shifted, 4);
+    const uint32_t normal = (size - (112u << 23) + 0xfffu + (size >> 13 & 1)) >> 13;
+    const uint32_t large = size > 0x7f800000u ? 0x7e00 : 0x7c00;
+    return (uint16_t)(sign | (size < 0x38800000u ? small - 0x3f000000u : size < 0x477ff000u ? normal : large));
+}
+
+INLINE float read_one(int type, const void *p, int64_t i) {
+    return type == FP32 ? ((const float *)p)[i] : (type == BF16 ? widen : widen_half)(((const uint16_t *)p)[i]);
+}
+
+INLINE void write_one(int type, void *p, int64_t i, float v) {
+    if (type == FP32)
+        ((float *)p)[i] = v;
+    else
+        ((uint16_t *)p)[i] = (type == BF16 ? narrow : narrow_half)(v);
+}
+
+INLINE float rounded(int type, float v) { return type == FP32 ? v : type == BF16 ? widen(narrow(v)) : widen_half(narrow_half(v)); }
+
+INLINE size_t size_of(int type) { return type == FP32 ? 4 : 2; }
+
+/* Asks for the cache lines of weights that a product reads AHEAD bytes further on. A core's own prefetcher stays too near:
+ * with it alone a decode's products reach two thirds of what a bare read loop does. */
+enum { AHEAD = 2048, CACHE_LINE = 64 };
+INLINE void fetch_ahead(const void *weights, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch((const char *)weights + AHEAD + i);
+}
+
+/* Runs body(args, thread, threads) on each of `threads` threads and returns when all have. */
+void kernels_parallel(void (*run)(void *args, int thread, int threads), void *args, int threads);
+
+/* Attention of sequences with one new token. dim <= 1024; all index arrays int64; window 0: full attention. */
+struct attention {
+    int type;
+    void *out;             /* [rows, heads * dim] */
+    const void *qkv;       /* [rows, (heads + 2 * kv_heads) * dim], not yet rotated */
+    void *keys, *values;   /* [blocks, kv_heads, block_size, dim] */
+    const float *cos, *sin; /* [rows, rotary / 2] */
+    const void *q_norm, *k_norm;
+    const int64_t *table;  /* [rows, table_stride] */
+    const int64_t *length; /* [rows], the new token included */
+    int64_t rows, heads, kv_heads, dim, rotary, block_size, table_stride, window;
+    float scale, eps;
+    int stage; /* 0: all; where rows are tokens of one sequence, which see one another, 1: store alone, then 2: attend alone */
+    int *failed;
+};
+
+/* A matrix product, see products.c. */
+struct product {
+    const void *weight; /* packed */
+    const void *bias;   /* [outputs], gated: [2 * outputs], gate then up; or NULL */
+    const void *norm;   /* [inputs] or NULL */
+    const float *scale; /* of int8 weights, packed as they are [leaves, at least 1][blocks][32]; or NULL */
+    int64_t inputs, outputs;
+    float eps;
+    int32_t type, gated, threads; /* type: of tokens, and of weights without a scale */
+    int32_t leaves;               /* of the tree of sums, see products.c; 0: one sum */
+    float factor;                 /* with leaves: what each is multiplied by */
+};
+
+/* Levels of a tree of 16 leaves: added from left to right, it keeps of each one node that waits for its sibling. */
+enum { TREE = 5 };
+
+/* A product's inner loops for one type of weights. */
+struct product_loops {
+    size_t item;  /* bytes of a token's value as `block` reads it: 4, or 2 where tokens without a norm are read as they are */
+    int by_table; /* int8 as products_dot.c's tables want it */
+    void (*prepare)(void *to, const struct product *p, const void *x, int64_t tokens); /* norms and widens */
+    void (*block)(const struct product *p, const void *x, void *y, int64_t tokens, int64_t block);
+};
+
+/* What runs in a tier. */
+struct loops {
+    int lanes; /* fp32 values of a vector: half the rows of a panel of packed weights */
+    void (*rms_norm)(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps);
+    void (*silu_and_mul)(int type, void *out, const void *gate_up, int64_t rows, int64_t n);
+    void (*attention)(const struct attention *a, int64_t from, int64_t to, float *space);
+    const struct product_loops *products[4]; /* by type of weights; NULL: none */
+};
+
+/* As topology/hardware/cpu_tier.py numbers them. */
+enum tier { GENERIC, AVX2, AVX512, AVX512_BF16, AMX };
+
+/* The tier in force, kernels_set_tier's; before that, generic. No other instruction of the processor may run. */
+extern int kernels_tier;
+extern const struct loops *kernels_loops;
+
+#ifdef WIDE_X86
+extern const struct loops kernels_avx2, kernels_avx512;
+extern const struct product_loops kernels_dot, kernels_dot_int8;
+#endif
+
+/* bf16 alone: the jobs [from, to) of a (job = row * kv_heads + head) by attend.c; 0 if it does not serve them. */
+int kernels_wide_attention(const struct attention *a, int64_t from, int64_t to);
+
+#endif

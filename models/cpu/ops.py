@@ -1,0 +1,293 @@
+"""A step on a CPU: weights packed once, models/cpu/products.c or oneDNN for the products, models/cpu/kernels.c for the
+rest.
+
+torch packs a weight anew at every call and needs a dozen small operators where one loop does. The kernels run the
+instructions of the tier in force (topology/hardware/cpu_tier.py) and borrow torch's own thread pool. Everything here
+means what models/ops.py means; attention is attention.py's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...topology.hardware import cpu_tier
+from ...topology.transport import native
+from ..ops import Lookup, Norm, Product, TorchOps, Tree, rms_norm, silu_and_mul
+from ..pages import HugePages
+from ..refusal import Refusal
+
+FEW_TOKENS = 64
+"""Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
+ROWS = 32
+"""Output rows of a block of models/cpu/products.c's packed weights."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""kernels.h's numbers."""
+_INT8 = 3
+
+
+class _Product(ctypes.Structure):
+    """products.c's struct product."""
+
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("norm", c_void_p),
+        ("scale", c_void_p),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("eps", c_float),
+        ("type", c_int32),
+        ("gated", c_int32),
+        ("threads", c_int32),
+        ("leaves", c_int32),
+        ("factor", c_float),
+    ]
+
+
+class OddInputsError(Refusal, ValueError):
+    """`parallel.deterministic` is wanted of a product that products.c does not serve."""
+
+
+class Kernels:
+    """The built library in the tier in force. `threads` is torch's number when it is made; `served`: the types whose
+    products models/cpu/products.c is to compute; `int8`: it can on int8 weights; `lanes`: how its packed weights lie.
+
+    `deterministic`: a token's result must not depend on the step's other tokens, so that products.c serves every type;
+    otherwise it serves those for which torch's libraries are no faster."""
+
+    def __init__(self, library: ctypes.CDLL, deterministic: bool = False) -> None:
+        tiers, tier = cpu_tier.TIERS[::-1], cpu_tier.current()
+        library.kernels_set_tier(tiers.index(tier))
+        self.deterministic = deterministic
+        self.threads = torch.get_num_threads() if _share_pool(library) else 1
+        p, i, n, f = c_void_p, c_int, c_int64, c_float
+        self.read: Callable[..., int] = library.kernels_read
+        library.kernels_read.argtypes = [p, n, i]
+        library.kernels_read.restype = ctypes.c_uint64
+        slower = {"generic": {*TYPES}, "amx": {torch.float32, torch.bfloat16}}.get(tier, {torch.float32})
+        self.served = frozenset(TYPES if deterministic else TYPES.keys() - slower)
+        self.int8: bool = library.kernels_has_products(_INT8) == 1
+        self.lanes: int = library.kernels_lanes()
+        self.product: Callable[..., int] = library.kernels_product
+        library.kernels_product.argtypes = [p, p, p, n]
+        self.pack: Callable[..., None] = library.kernels_pack
+        library.kernels_pack.argtypes = [i, p, p, n, n, i]
+        library.kernels_pack.restype = None
+        self.pack_int8: Callable[..., None] = library.kernels_pack_int8
+        library.kernels_pack_int8.argtypes = [p, p, p, n, n, i, i]
+        library.kernels_pack_int8.restype = None
+        self.rms_norm: Callable[..., None] = library.kernels_rms_norm
+        library.kernels_rms_norm.argtypes = [i, p, p, p, n, n, f]
+        library.kernels_rms_norm.restype = None
+        self.silu_and_mul: Callable[..., None] = library.kernels_silu_and_mul
+        library.kernels_silu_and_mul.argtypes = [i, p, p, n, n]
+        library.kernels_silu_and_mul.restype = None
+        self.attend: Callable[..., int] = library.kernels_attend
+        library.kernels_attend.argtypes = [i, *[p] * 10, *[n] * 8, f, f, i, i]
+        self.attend_prompts: Callable[..., int] = library.kernels_attend_prompts
+        library.kernels_attend_prompts.argtypes = [p, i]
+        self.has_prompts: Callable[[int], int] = library.kernels_has_prompts
+        library.kernels_has_prompts.argtypes = [n]
+
+    @staticmethod
+    def find(deterministic: bool = False) -> Kernels | None:
+        """None where they were not built."""
+        library = native.load("laddertron.models.cpu._kernels")
+        return None if library is None else Kernels(library, deterministic)
+
+
+def _share_pool(library: ctypes.CDLL) -> bool:
+    """Hands torch's OpenMP pool to the kernels; False if torch has none of GNU's kind (they stay on one thread)."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if "libgomp" in path:
+            gomp = ctypes.CDLL(path)
+            run, number = (ctypes.cast(f, ctypes.c_void_p) for f in (gomp.GOMP_parallel, gomp.omp_get_thread_num))
+            library.kernels_set_pool(run, number)
+            return True
+    return False
+
+
+def read_bandwidth(size: int = 256 << 20, rounds: int = 12) -> float | None:
+    """Bytes a second that torch's threads together read of `size` bytes: the best of some rounds, None without kernels.
+    The floor of a decode step is what it must read divided by this."""
+    kernels = Kernels.find()
+    if kernels is None:
+        return None
+    data = HugePages().take(size).fill_(1)
+    best = float("inf")
+    for _ in range(rounds):
+        started = time.perf_counter()
+        kernels.read(data.data_ptr(), size, kernels.threads)
+        best = min(best, time.perf_counter() - started)
+    return size / best
+
+
+class CpuOps(TorchOps):
+    """Packed products; kernels for norm and gating where they were built.
+
+    int8: weights are held as 8-bit integers with a scale for each output row, rounded from what is given (bf16; wants
+    kernels.int8). Tokens stay bf16 and sums fp32: the weights' rounding is all that differs.
+    """
+
+    name = "cpu"
+    repacks = True
+
+    def __init__(self, kernels: Kernels | None, *, int8: bool = False) -> None:
+        self.kernels = kernels
+        self.int8 = int8
+        self.matrix_bytes = 1 if int8 else None
+        self._pages = HugePages()
+
+    @property
+    def exact(self) -> CpuOps:
+        return CpuOps(self.kernels) if self.int8 else self
+
+    def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
+        """oneDNN's on a weight that is packed once. It packs bf16 for AVX-512 alone and fp16 hardly anywhere."""
+        packs = {"generic": (), "avx2": (torch.float32,)}.get(cpu_tier.current(), (torch.float32, torch.bfloat16))
+        if weight.dtype not in packs:
+            return super()._matmul(weight, bias)
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        return lambda x: multiply(x, packed, bias, "none", [], "")
+
+    def _fused(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, tree: Tree | None = None
+    ) -> Product | None:
+        """The whole product as one kernel call, None where models/cpu/products.c does not serve."""
+        kernels, weight = self.kernels, weight.contiguous()
+        rows, inputs = weight.shape
+        if kernels is None or inputs % 2 or not (self.int8 or weight.dtype in kernels.served):
+            if kernels is not None and kernels.deterministic:
+                raise OddInputsError(
+                    f"parallel.deterministic=true: a product of {inputs} inputs on this rank, not an even number: "
+                    "use another tensor_parallel_size, or false"
+                )
+            return None
+        outputs = rows // 2 if gated else rows
+        blocks = -(-outputs // (ROWS // 2 if gated else ROWS))
+        scales: Tensor | None = None
+        if self.int8:
+            leaves = 1 if tree is None else tree.leaves
+            scales = torch.empty(leaves * blocks * ROWS, dtype=torch.float32)
+            packed = self._pages.take(blocks * ROWS * inputs)
+            kernels.pack_int8(packed.data_ptr(), scales.data_ptr(), weight.data_ptr(), rows, inputs, gated, leaves)
+        else:
+            packed = self._pages.take(weight.element_size() * blocks * ROWS * inputs)
+            kernels.pack(TYPES[weight.dtype], packed.data_ptr(), weight.data_ptr(), rows, inputs, gated)
+        return self._call(TYPES[weight.dtype], packed, scales, bias, norm, inputs, outputs, gated, tree)
+
+    def _call(
+        self,
+        kind: int,
+        packed: Tensor,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        norm: Norm | None,
+        inputs: int,
+        outputs: int,
+        gated: bool,
+        tree: Tree | None = None,
+    ) -> Product:
+        kernels = self.kernels
+        assert kernels is not None
+        scale = None if norm is None else norm.weight.contiguous()
+        offset = None if bias is None else bias.contiguous()
+        plan = _Product(
+            packed.data_ptr(),
+            None if offset is None else offset.data_ptr(),
+            None if scale is None else scale.data_ptr(),
+            None if scales is None else scales.data_ptr(),
+            inputs,
+            outputs,
+            0.0 if norm is None else norm.eps,
+            kind,
+            gated,
+            kernels.threads,
+            0 if tree is None else tree.leaves,
+            1.0 if tree is None else tree.factor,
+        )
+        call, address, kept = kernels.product, ctypes.addressof(plan), (plan, packed, scales, scale, offset)
+
+        def product(x: Tensor) -> Tensor:
+            tokens = x.shape[0]
+            out = x.new_empty((tokens, outputs))
+            if not x.is_contiguous():
+                x = x.contiguous()
+            if call(address, x.data_ptr(), out.data_ptr(), tokens):
+                raise MemoryError(f"the product kernel could not allocate its scratch space, {kept[0].inputs} inputs")
+            return out
+
+        return product
+
+    def product(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
+    ) -> Product:
+        if fused := self._fused(weight, bias, norm, gated=False, tree=tree):
+            return fused
+        if tree is not None:
+            return super().product(weight, bias, norm, tree)
+        matmul = self._matmul(weight, bias)
+        if norm is None:
+            return matmul
+        normed = self._norm(norm)
+        return lambda x: matmul(normed(x))
+
+    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
+        if fused := self._fused(weight, bias, norm, gated=True):
+            return fused
+        matmul, normed, gated = self._matmul(weight, bias), self._norm(norm), self._gate()
+        return lambda x: gated(matmul(normed(x)))
+
+    def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
+        """One packed table serves both: of a row, each input (bf16: pair of inputs) lies a panel's width apart."""
+        kernels, table, (rows, inputs) = self.kernels, table.contiguous(), table.shape
+        if kernels is None or inputs % 2 or table.dtype not in kernels.served:
+            return super().tied(table, norm)
+        blocks, width, kind = -(-rows // ROWS), 2 * kernels.lanes, TYPES[table.dtype]
+        packed = self._pages.take(table.element_size() * blocks * ROWS * inputs)
+        kernels.pack(kind, packed.data_ptr(), table.data_ptr(), rows, inputs, False)
+        together = 2 if table.dtype == torch.bfloat16 else 1
+        panels = packed.view(table.dtype).view(-1, inputs // together, width, together)
+
+        def lookup(ids: Tensor) -> Tensor:
+            return panels[ids // width, :, ids % width].reshape(len(ids), inputs)
+
+        return self._call(kind, packed, None, None, norm, inputs, rows, False), lookup
+
+    def _norm(self, norm: Norm) -> Product:
+        if self.kernels is None:
+            return lambda x: rms_norm(x, norm)
+        call, kind, width = self.kernels.rms_norm, TYPES[norm.weight.dtype], norm.weight.numel()
+
+        def normed(x: Tensor) -> Tensor:
+            if x.shape[0] > FEW_TOKENS or not x.is_contiguous():
+                return rms_norm(x, norm)
+            out = torch.empty_like(x)
+            call(kind, out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), x.shape[0], width, norm.eps)
+            return out
+
+        return normed
+
+    def _gate(self) -> Product:
+        if self.kernels is None:
+            return silu_and_mul
+        call = self.kernels.silu_and_mul
+
+        def gated(gate_up: Tensor) -> Tensor:
+            rows, width = gate_up.shape
+            if rows > FEW_TOKENS:
+                return silu_and_mul(gate_up)
+            out = gate_up.new_empty((rows, width // 2))
+            call(TYPES[gate_up.dtype], out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
+            return out
+
+        return gated

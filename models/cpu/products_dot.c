@@ -1,0 +1,165 @@
+/* The products' inner loops for AVX-512 with BF16: bf16 weights, and int8 ones where there is VBMI too. An 8-bit integer is
+ * exact in bf16, so int8 is widened in registers, by table: 64 bytes a line [4][low: 4 rows x 2 inputs, high: the same of
+ * the rows 16 further on], sign and magnitude.
+ */
+#include "wide.h"
+
+#ifdef WIDE_X86
+
+enum { ROWS = 32, TILE = 12, TILE_INT8 = 8 };
+
+/* The lower bytes of the bf16 values of 0 .. 127, then the upper ones. */
+static uint8_t bytes_of_bf16[256];
+
+__attribute__((constructor)) static void fill_bytes_of_bf16(void) {
+    for (int i = 0; i < 128; i++) {
+        const bf16 value = narrow((float)i);
+        bytes_of_bf16[i] = (uint8_t)value;
+        bytes_of_bf16[128 + i] = (uint8_t)(value >> 8);
+    }
+}
+
+INLINE WIDE __m512 silu16(__m512 v) {
+    return _mm512_div_ps(v, _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), v))));
+}
+
+INLINE WIDE void store16(bf16 *to, __m512 v, int64_t left) {
+    const __m256i out = narrow16(v);
+    if (left >= 16)
+        _mm256_storeu_si256((__m256i *)to, out);
+    else if (left > 0)
+        _mm256_mask_storeu_epi16(to, (__mmask16)((1u << left) - 1), out);
+}
+
+INLINE WIDE __m512 bias16(const bf16 *bias, int64_t left) {
+    if (!bias || left <= 0) return _mm512_setzero_ps();
+    return widen16(left >= 16 ? _mm256_loadu_si256((const __m256i *)bias)
+                              : _mm256_maskz_loadu_epi16((__mmask16)((1u << left) - 1), bias));
+}
+
+/* What T tokens (a constant) of one block of rows are once they are summed: bias, gate, out. */
+INLINE WIDE void finish(const int T, const struct product *p, const bf16 *bias, const __m512 *low, const __m512 *high, bf16 *y,
+                        int64_t block) {
+    const int64_t first = block * (p->gated ? 16 : ROWS), left = p->outputs - first;
+    if (bias) bias += first;
+    const __m512 low_bias = bias16(bias, left);
+    if (p->gated) {
+        const __m512 high_bias = bias16(bias ? bias + p->outputs : NULL, left);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; t++) {
+            const __m512 gate = rounded16(silu16(rounded16(_mm512_add_ps(low[t], low_bias))));
+            store16(y + t * p->outputs + first, _mm512_mul_ps(gate, rounded16(_mm512_add_ps(high[t], high_bias))), left);
+        }
+    } else {
+        const __m512 high_bias = bias16(bias ? bias + 16 : NULL, left - 16);
+#pragma GCC unroll 12
+        for (int t = 0; t < T; t++) {
+            store16(y + t * p->outputs + first, _mm512_add_ps(low[t], low_bias), left);
+            store16(y + t * p->outputs + first + 16, _mm512_add_ps(high[t], high_bias), left - 16);
+        }
+    }
+}
+
+/* A summed leaf of T tokens joins the nodes [TREE][2][T] that wait for it, and waits there itself. */
+INLINE WIDE void join(const int T, const struct product *p, int leaf, __m512 *low, __m512 *high, __m512 *nodes, int64_t block) {
+    const int64_t first = block * ROWS, left = p->outputs - first;
+    const bf16 *bias = p->bias && leaf == 0 ? (const bf16 *)p->bias + first : NULL;
+    const __m512 low_bias = bias16(bias, left), high_bias = bias16(bias ? bias + 16 : NULL, left - 16), factor = _mm512_set1_ps(p->factor);
+#pragma GCC unroll 12
+    for (int t = 0; t < T; t++) {
+        low[t] = rounded16(_mm512_mul_ps(_mm512_add_ps(low[t], low_bias), factor));
+        high[t] = rounded16(_mm512_mul_ps(_mm512_add_ps(high[t], high_bias), factor));
+    }
+    for (; leaf & 1; leaf >>= 1, nodes += 2 * T)
+#pragma GCC unroll 12
+        for (int t = 0; t < T; t++) {
+            low[t] = rounded16(_mm512_add_ps(nodes[t], low[t]));
+            high[t] = rounded16(_mm512_add_ps(nodes[T + t], high[t]));
+        }
+#pragma GCC unroll 12
+    for (int t = 0; t < T; t++) nodes[t] = low[t], nodes[T + t] = high[t];
+}
+
+/* T tokens of one block of rows. */
+INLINE WIDE void tile(const int T, const struct product *p, const bf16 *x, bf16 *y, int64_t block) {
+    __m512 low[TILE], high[TILE], nodes[TREE * 2 * TILE];
+    const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, count = inputs / leaves;
+    const bf16 *weight = (const bf16 *)p->weight + block * ROWS * inputs;
+    for (int leaf = 0; leaf < leaves; leaf++) {
+#pragma GCC unroll 12
+        for (int t = 0; t < T; t++) low[t] = high[t] = _mm512_setzero_ps();
+        dot_tile(T, low, high, weight + leaf * count * ROWS, x + leaf * count, inputs, count);
+        if (p->leaves) join(T, p, leaf, low, high, nodes, block);
+    }
+    finish(T, p, p->leaves ? NULL : p->bias, low, high, y, block);
+}
+
+/* `count` inputs of T tokens, `stride` apart, and of int8 weights of one block of rows, with their scales. */
+INLINE WIDE_INT8 void sum_int8(const int T, __m512 *low, __m512 *high, const uint8_t *weight, const float *scale, const bf16 *x,
+                               int64_t stride, int64_t count) {
+    /* The two bytes of the bf16 of 0 .. 127: the first permutation's index takes the magnitude and leaves the sign. */
+    const __m512i low_a = _mm512_loadu_si512(bytes_of_bf16), low_b = _mm512_loadu_si512(bytes_of_bf16 + 64);
+    const __m512i high_a = _mm512_loadu_si512(bytes_of_bf16 + 128), high_b = _mm512_loadu_si512(bytes_of_bf16 + 192);
+    const __m512i sign = _mm512_set1_epi8((char)0x80);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) low[t] = high[t] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += 2, weight += 2 * ROWS) {
+        const __m512i codes = _mm512_loadu_si512(weight);
+        fetch_ahead(weight, 64);
+        const __m512i lower = _mm512_permutex2var_epi8(low_a, codes, low_b);
+        const __m512i upper = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high_a, codes, high_b), codes, sign, 0xf8);
+        const __m512bh a = (__m512bh)_mm512_unpacklo_epi8(lower, upper), b = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) {
+            int32_t pair;
+            memcpy(&pair, x + t * stride + i, 4);
+            const __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
+            low[t] = _mm512_dpbf16_ps(low[t], a, v);
+            high[t] = _mm512_dpbf16_ps(high[t], b, v);
+        }
+    }
+    const __m512 low_scale = _mm512_loadu_ps(scale), high_scale = _mm512_loadu_ps(scale + 16);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) low[t] = _mm512_mul_ps(low[t], low_scale), high[t] = _mm512_mul_ps(high[t], high_scale);
+}
+
+/* As tile, of int8 weights. */
+INLINE WIDE_INT8 void tile_int8(const int T, const struct product *p, const bf16 *x, bf16 *y, int64_t block) {
+    __m512 low[TILE_INT8], high[TILE_INT8], nodes[TREE * 2 * TILE_INT8];
+    const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, count = inputs / leaves, blocks = (p->outputs + ROWS - 1) / ROWS;
+    const uint8_t *weight = (const uint8_t *)p->weight + block * ROWS * inputs;
+    for (int leaf = 0; leaf < leaves; leaf++) {
+        sum_int8(T, low, high, weight + leaf * count * ROWS, p->scale + (leaf * blocks + block) * ROWS, x + leaf * count, inputs, count);
+        if (p->leaves) join(T, p, leaf, low, high, nodes, block);
+    }
+    finish(T, p, p->leaves ? NULL : p->bias, low, high, y, block);
+}
+
+/* One instance a number of tokens: the accumulators live in registers only if it is a constant. */
+#define OF(T) \
+    case T: tile(T, p, x, y, block); break;
+WIDE static void block_bf16(const struct product *p, const void *tokens_in, void *out, int64_t tokens, int64_t block) {
+    const bf16 *x = tokens_in;
+    bf16 *y = out;
+    for (int64_t t = 0; t < tokens; t += TILE, x += TILE * p->inputs, y += TILE * p->outputs)
+        switch (tokens - t < TILE ? tokens - t : TILE) { OF(1) OF(2) OF(3) OF(4) OF(5) OF(6) OF(7) OF(8) OF(9) OF(10) OF(11) OF(12) }
+}
+
+#define OF_INT8(T) \
+    case T: tile_int8(T, p, x, y, block); break;
+WIDE_INT8 static void block_int8(const struct product *p, const void *tokens_in, void *out, int64_t tokens, int64_t block) {
+    const bf16 *x = tokens_in;
+    bf16 *y = out;
+    for (int64_t t = 0; t < tokens; t += TILE_INT8, x += TILE_INT8 * p->inputs, y += TILE_INT8 * p->outputs)
+        switch (tokens - t < TILE_INT8 ? tokens - t : TILE_INT8) {
+            OF_INT8(1) OF_INT8(2) OF_INT8(3) OF_INT8(4) OF_INT8(5) OF_INT8(6) OF_INT8(7) OF_INT8(8)
+        }
+}
+
+WIDE static void prepare(void *out, const struct product *p, const void *x, int64_t tokens) {
+    for (int64_t i = 0; i < tokens * p->inputs; i += p->inputs) wide_norm((bf16 *)out + i, (const bf16 *)x + i, p->norm, p->inputs, p->eps);
+}
+
+const struct product_loops kernels_dot = {.item = 2, .prepare = prepare, .block = block_bf16};
+const struct product_loops kernels_dot_int8 = {.item = 2, .by_table = 1, .prepare = prepare, .block = block_int8};
+#endif

@@ -1,0 +1,20 @@
+/* All loops of a tier, as the table NAME: included by tier_avx2.c and tier_avx512.c. */
+#include "kernels.h"
+
+#ifdef WIDE_X86
+#include "lanes.h"
+
+#include "plain_loops.h"
+#include "products_lanes.h"
+#include "products_plain.h"
+
+PLAIN(fp32, FP32)
+
+const struct loops NAME = {
+    .lanes = LANES,
+    .rms_norm = rms_norm,
+    .silu_and_mul = silu_and_mul,
+    .attention = attention,
+    .products = {[FP32] = &plain_fp32_loops, [BF16] = &bf16_loops, [FP16] = &fp16_loops, [INT8] = &int8_loops},
+};
+#endif

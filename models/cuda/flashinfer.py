@@ -1,0 +1,208 @@
+"""Paged attention by FlashInfer, on CUDA (the extra `cuda`). Blocks of the cache are its pages, in its HND layout.
+
+QK norm, rotation and the write into the cache are laddertron's; only the reading of the cache is the library's. Plans
+are made on the host, once a step and window, outside of any graph; `captured` gives backends for decode steps of one
+padded size whose buffers stay where they are. Called as models/attention.py says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import AttentionBackend, StepLayout, TorchAttention, rotate_and_store
+from ..kv_cache import KVCache
+from ..ops import Norm
+from ..transfer import carry, upload
+from .workspace import HEAD_DIMS, WORKSPACE_BYTES
+
+TENSOR_CORES_FROM = 4
+"""Query heads a KV head from which a decode is worth FlashInfer's tensor-core kernel."""
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+
+Pages = tuple[Tensor, Tensor, Tensor]
+Norms = tuple[Norm | None, Norm | None]
+Store = Callable[[KVCache, int, Tensor, Norms, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
+"""What models/attention.py's rotate_and_store does; the queries are all it returns."""
+
+
+def store_by_torch(*arguments: Any) -> Tensor:
+    return rotate_and_store(*arguments)[0]
+
+
+def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashInfer cannot serve this model here, or None. capability: of the CUDA device."""
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device.type}"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if dtype not in QUERY_DTYPES:
+        return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"it has kernels for head dimensions {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+    return None
+
+
+def pages(layout: StepLayout, first: int, last: int, size: int) -> Pages:
+    """FlashInfer's page table of the sequences [first, last) with blocks of `size` positions, int32: indptr [n + 1] and
+    the positions in each one's last page [n] on the host, the page indices [indptr[n]] where the block table lies."""
+    lengths = np.asarray(layout.kv_len[first:last], np.int64)
+    held = -(-lengths // size)
+    indptr = np.concatenate(([0], np.cumsum(held)))
+    # Page j of sequence i is entry (i, j) of the block table; picked by flat index, since a mask would ask the device.
+    row = np.arange(first, last) * layout.block_table.shape[1]
+    flat = np.arange(indptr[-1]) + np.repeat(row - indptr[:-1], held)
+    table = layout.block_table
+    indices = table.flatten()[upload(flat, table.device)].int()
+    last_page = lengths - (held - 1) * size
+    return torch.from_numpy(indptr.astype(np.int32)), indices, torch.from_numpy(last_page.astype(np.int32))
+
+
+class FlashInferAttention(TorchAttention):
+    """Decodes through the decode wrapper, everything longer through the prefill wrapper; one of each a window."""
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        cache: KVCache,
+        windows: tuple[int | None, ...],
+        scale: float,
+        heads: int,
+        dtype: torch.dtype,
+        library: Any,
+        store: Store = store_by_torch,
+    ) -> None:
+        """heads: this rank's query heads; dtype: of queries and outputs; library: the module `flashinfer`."""
+        super().__init__(cache, windows, scale)
+        self._library, self.store = library, store
+        kv_heads, dim = cache.keys[0].shape[1::2]
+        self._shape = heads, kv_heads, dim, cache.block_size
+        self._dtypes = {"q_data_type": dtype, "kv_data_type": cache.keys[0].dtype}
+        self._tensor_cores = heads // kv_heads >= TENSOR_CORES_FROM
+        device = cache.keys[0].device
+        self._workspace = torch.zeros(
+            WORKSPACE_BYTES if device.type == "cuda" else 1024, dtype=torch.uint8, device=device
+        )
+        self._make_wrappers()
+
+    def _make_wrappers(self) -> None:
+        event: Any = torch.cuda.Event
+        self._planned = event() if self._workspace.is_cuda else None
+        self._decoders = {window: self._decoder() for window in set(self.windows)}
+        self._prefillers = {
+            window: self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+            for window in set(self.windows)
+        }
+
+    def twin(self) -> FlashInferAttention:
+        """With wrappers of its own; the workspace is one, as both compute on one stream."""
+        other = copy.copy(self)
+        other._make_wrappers()
+        return other
+
+    def _decoder(self, **buffers: Any) -> Any:
+        """buffers: those of a captured step."""
+        return self._library.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, "HND", use_tensor_cores=self._tensor_cores, **buffers
+        )
+
+    def _options(self, window: int | None) -> dict[str, Any]:
+        """FlashInfer's window counts the positions to the left of a token, ours the token too."""
+        return {"sm_scale": self.scale, "window_left": -1 if window is None else window - 1, **self._dtypes}
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        self.layout, self._cos, self._sin = layout, cos, sin
+        decode, sequences = layout.decode, len(layout.kv_len)
+        self._wait_for_last_plan()
+        if decode:
+            self._plan_decodes(self._decoders, layout)
+        if decode < sequences:
+            table = pages(layout, decode, sequences, self.cache.block_size)
+            starts = np.asarray(layout.query_start[decode:], np.int32) - layout.query_start[decode]
+            for window, wrapper in self._prefillers.items():
+                wrapper.plan(torch.from_numpy(starts), *table, *self._shape, causal=True, **self._options(window))
+        self._note_plan()
+
+    def _wait_for_last_plan(self) -> None:
+        """A plan travels from the wrappers' pinned memory, which the next one writes into: the host must not run two
+        steps ahead."""
+        if self._planned is not None:
+            self._planned.synchronize()
+
+    def _note_plan(self) -> None:
+        if self._planned is not None:
+            self._planned.record()
+
+    def _plan_decodes(self, decoders: Mapping[int | None, Any], layout: StepLayout) -> None:
+        indptr, indices, last_page = pages(layout, 0, layout.decode, self.cache.block_size)
+        # From the host a captured wrapper would copy them after all that the device has still to do.
+        table = indptr, carry(indices, self.cache.keys[0].device), last_page
+        for window, wrapper in decoders.items():
+            wrapper.plan(*table, *self._shape, **self._options(window))
+
+    def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        layout, tokens, window = self._layout(), len(qkv), self.windows[layer]
+        decode, angles = layout.decode, (self._cos, self._sin)
+        q = self.store(self.cache, layer, qkv, (q_norm, k_norm), angles, layout.blocks, layout.offsets)
+        stored = self.cache.keys[layer], self.cache.values[layer]
+        out = torch.empty_like(q)
+        if decode:
+            self._decoders[window].run(q[:decode], stored, out=out[:decode])
+        if decode < tokens:
+            self._prefillers[window].run(q[decode:], stored, out=out[decode:])
+        return out.flatten(1)
+
+    def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
+        """Backends for steps of exactly so many decodes, of at most most_blocks blocks a sequence. They share their
+        buffers: plan, then replay, one step at a time."""
+        most, device = max(sizes), self.cache.keys[0].device
+        indptr = torch.zeros(most + 1, dtype=torch.int32, device=device)
+        indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
+        last_page = torch.ones(most, dtype=torch.int32, device=device)
+
+        def decoder(size: int) -> Any:
+            return self._decoder(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=indptr[: size + 1],
+                paged_kv_indices_buffer=indices,
+                paged_kv_last_page_len_buffer=last_page[:size],
+            )
+
+        return {size: _Captured(self, {window: decoder(size) for window in self._decoders}) for size in sizes}
+
+
+class _Captured:
+    """Decode steps of one size, as Capturable says: what `plan` writes into the wrappers' buffers is all that changes
+    between replays."""
+
+    name = "flashinfer"
+
+    def __init__(self, whole: FlashInferAttention, decoders: Mapping[int | None, Any]) -> None:
+        self._whole, self._decoders = whole, decoders
+        self._layout: StepLayout | None = None
+        self._cos = self._sin = torch.empty(0)
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        self._layout, self._cos, self._sin = layout, cos, sin
+        self._whole._wait_for_last_plan()
+        self._whole._plan_decodes(self._decoders, layout)
+        self._whole._note_plan()
+
+    def twin(self) -> AttentionBackend:
+        raise NotImplementedError("recorded steps are not split")
+
+    def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        if self._layout is None:
+            raise RuntimeError("attend before plan")
+        whole, layout, angles = self._whole, self._layout, (self._cos, self._sin)
+        q = whole.store(whole.cache, layer, qkv, (q_norm, k_norm), angles, layout.blocks, layout.offsets)
+        out = torch.empty_like(q)
+        stored = whole.cache.keys[layer], whole.cache.values[layer]
+        self._decoders[whole.windows[layer]].run(q, stored, out=out)
+        return out.flatten(1)

@@ -1,0 +1,98 @@
+"""Triton kernels of a layer: what torch needs several operators and passes over memory for. Meanings as in
+models/ops.py and models/attention.py, roundings included; sums in another order.
+
+Importing this needs Triton, which comes with CUDA builds of torch: models/cuda/ops.py does so when the device is a GPU.
+"""
+
+# Triton takes annotations of kernels for types of its own: there are none for others.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+jit: Any = triton.jit
+
+LARGEST_FP8: Any = tl.constexpr(448.0)
+
+
+@jit
+def _normed(x, weight, inside, width, eps):
+    """A row in fp32 -> normed, scaled, in fp32 with the roundings of ops.rms_norm to weight's dtype."""
+    x = tl.where(inside, x, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    kind: tl.constexpr = weight.dtype
+    return ((x * factor).to(kind).to(tl.float32) * weight.to(tl.float32)).to(kind).to(tl.float32)
+
+
+@jit
+def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr):
+    """Program t: row t of x [T, width]; one block holds a row."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < width
+    values = tl.load(x + row * width + column, inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, inside, other=0.0)
+    normed = _normed(values, scale, inside, width, eps)
+    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), inside)
+
+
+@jit
+def silu_and_mul(out, gate_up, width, BLOCK: tl.constexpr):
+    """Program (t, b): columns [b * BLOCK, (b + 1) * BLOCK) of row t of gate_up [T, 2 * width]."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    kind: tl.constexpr = out.dtype.element_ty
+    gate = tl.load(gate_up + row * 2 * width + column, inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, inside, other=0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    tl.store(out + row * width + column, (silu * up).to(kind), inside)
+
+
+@jit
+def rotate_and_store(
+    queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets, eps, size,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (t, h): head h of token t of qkv [T, HEADS + 2 * KV_HEADS, DIM]. Queries go to queries [T, HEADS, DIM],
+    keys and values to (blocks[t], offsets[t]) of the cache [blocks, KV_HEADS, size, DIM]; the first 2 * HALF dimensions
+    of queries and keys are rotated by cos and sin [T, HALF], the two halves against one another."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < DIM
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * DIM
+    kind: tl.constexpr = qkv.dtype.element_ty
+    x = tl.load(source + column, inside, other=0.0).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        turned = column < 2 * HALF
+        partner = tl.where(column < HALF, column + HALF, tl.where(turned, column - HALF, column))
+        other = tl.load(source + partner, inside, other=0.0).to(tl.float32)
+        if NORM:
+            weight = q_weight
+            if head >= HEADS:
+                weight = k_weight
+            scale = tl.load(weight + column, inside, other=0.0)
+            # The partner's row is the same one, in another order: the same factor.
+            other = _normed(other, tl.load(weight + partner, inside, other=0.0), inside, DIM, eps)
+            x = _normed(x, scale, inside, DIM, eps)
+        angle = token * HALF + column % HALF
+        c = tl.load(cos + angle, turned, other=1.0)
+        s = tl.load(sin + angle, turned, other=0.0)
+        x = x * c + tl.where(column < HALF, -other, other) * s
+    x = x.to(kind)
+    if head < HEADS:
+        tl.store(queries + (token * HEADS + head) * DIM + column, x, inside)
+    else:
+        is_key = head < HEADS + KV_HEADS
+        kv_head = tl.where(is_key, head - HEADS, head - HEADS - KV_HEADS)
+        block, offset = tl.load(blocks + token), tl.load(offsets + token)
+        to = ((block * KV_HEADS + kv_head) * size + offset) * DIM + column
+        if FP8:
+            wide = x.to(tl.float32)
+            bounded = tl.where(wide > LARGEST_FP8, LARGEST_FP8, tl.where(wide < -LARGEST_FP8, -LARGEST_FP8, wide))
+            stored = bounded.to(keys.dtype.element_ty)
+        else:
+            stored = x.to(keys.dtype.element_ty)
+        tl.store(keys + to, stored, inside & is_key)
+        tl.store(values + to, stored, inside & (head >= HEADS + KV_HEADS))

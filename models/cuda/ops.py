@@ -1,0 +1,81 @@
+"""A layer's operators on a GPU: torch's products, Triton's kernels (models/cuda/kernels.py) between them.
+
+Everything here means what models/ops.py and models/attention.py mean. Importing it needs Triton: models/ops_choice.py
+and models/attention_choice.py do so where the device is a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kv_cache import KVCache
+from ..ops import Norm, Product, TorchOps
+from ..weights.tensor_reader import FP8
+from . import kernels as gpu_kernels
+
+
+class TritonOps(TorchOps):
+    """Norms and gates by one kernel each."""
+
+    name = "triton"
+
+    def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
+        normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
+        return (lambda x: silu_and_mul(normed(x))) if gated else normed
+
+
+def _power(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """models/ops.py's, of x [T, D], contiguous."""
+    out, width = torch.empty_like(x), x.shape[1]
+    block = _power(width)
+    gpu_kernels.rms_norm[(len(x),)](
+        out, x, norm.weight, width, norm.eps, BLOCK=block, num_warps=max(4, min(16, block // 512))
+    )
+    return out
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """models/ops.py's, of gate_up [T, 2F], contiguous."""
+    tokens, width = len(gate_up), gate_up.shape[1] // 2
+    out = gate_up.new_empty((tokens, width))
+    block = min(1024, _power(width))
+    gpu_kernels.silu_and_mul[(tokens, -(-width // block))](out, gate_up, width, BLOCK=block)
+    return out
+
+
+def stores(cache: KVCache, capability: tuple[int, int]) -> bool:
+    """Whether rotate_and_store serves this cache: fp8 conversions need compute capability 8.9."""
+    return cache.keys[0].dtype != FP8 or capability >= (8, 9)
+
+
+def rotate_and_store(
+    cache: KVCache,
+    layer: int,
+    qkv: Tensor,
+    norms: tuple[Norm | None, Norm | None],
+    angles: tuple[Tensor, Tensor],
+    blocks: Tensor,
+    offsets: Tensor,
+) -> Tensor:
+    """models/attention.py's in one kernel; returns the queries [T, H, C]. Both norms or neither."""
+    keys, values = cache.keys[layer], cache.values[layer]
+    kv_heads, size, dim = keys.shape[1:]
+    tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
+    q_norm, k_norm = norms
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("queries and keys are both normed, or neither")
+    q_weight, k_weight = (qkv if norm is None else norm.weight for norm in norms)
+    cos, sin = angles
+    queries = qkv.new_empty((tokens, heads, dim))
+    gpu_kernels.rotate_and_store[(tokens, heads + 2 * kv_heads)](
+        queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets,
+        0.0 if q_norm is None else q_norm.eps, size,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=cos.shape[-1], NORM=q_norm is not None,
+        FP8=keys.dtype == FP8, BLOCK=_power(dim), num_warps=1,
+    )  # fmt: skip
+    return queries

@@ -1,0 +1,120 @@
+"""Pipeline stages: which layers each holds, where a wiring lets one end, and a stage's part of a model. Pure; no torch.
+
+A stage is a model of its own layers: everything that a rank holds or computes goes by `Stage.config`. Layers are
+numbered from 0 in each; `first_layer` leads back to the checkpoint's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from .config.model_config import ModelConfig, Wiring
+from .refusal import Refusal
+from .residual import pending_at
+
+
+class StageError(Refusal, ValueError):
+    """Layers that do not divide so: the arithmetic, and what would do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Stage `index` of `count`. `pending`: how many outputs are not yet in the residual where it begins, `left` where
+    the next one does."""
+
+    config: ModelConfig
+    index: int = 0
+    count: int = 1
+    first_layer: int = 0
+    pending: int = 0
+    left: int = 0
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of a model, given how many layers each holds."""
+    ends = (0, *accumulate(layers))
+    return tuple(
+        Stage(_part(config, a, b), i, len(layers), a, pending_at(config.wiring, a), pending_at(config.wiring, b))
+        for i, (a, b) in enumerate(pairwise(ends))
+    )
+
+
+def _part(config: ModelConfig, begin: int, end: int) -> ModelConfig:
+    if (begin, end) == (0, config.num_layers):
+        return config
+    wiring = replace(config.wiring, kinds=config.wiring.kinds[begin:end])
+    windows = config.sliding_window[begin:end]
+    return replace(config, num_layers=end - begin, wiring=wiring, sliding_window=windows)
+
+
+def choose_layers(config: ModelConfig, count: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
+    """How many layers each of `count` stages holds: as `wanted` says, else so that the slowest stage is as fast as can
+    be, layers and the head weighed by the bytes that a step reads of them. Raises StageError."""
+    unit = _unit(config.wiring)
+    layers = config.num_layers
+    places = layers // unit + (layers % unit > 0)
+    if wanted:
+        _check(config, count, wanted, unit)
+        return tuple(wanted)
+    if count > places:
+        every = f" in steps of {unit} ({config.wiring.name} ends a stage after a reduce alone)" if unit > 1 else ""
+        raise StageError(
+            f"pipeline_parallel_size={count}: {layers} layers{every} make at most {places} stages: use {places} or less"
+        )
+    return _balanced(layers, unit, count, head_in_layers(config))
+
+
+def head_in_layers(config: ModelConfig) -> float:
+    """What the head reads in a step, in layers."""
+    head = config.vocab_size * config.hidden_size
+    rest = config.num_parameters - head * (1 if config.tied_embeddings else 2)
+    return head / max(1.0, rest / config.num_layers)
+
+
+def _balanced(layers: int, unit: int, count: int, head: float) -> tuple[int, ...]:
+    """The shares nearest to even of those whose largest, the head counted, is least."""
+    if count == 1:
+        return (layers,)
+    # The last stage's layers decide: what is left is divided evenly, in units, among the others.
+    best: tuple[float, tuple[int, ...]] | None = None
+    for last in range(layers % unit or unit, layers - (count - 1) * unit + 1, unit):
+        each, over = divmod((layers - last) // unit, count - 1)
+        others = [unit * (each + (i < over)) for i in range(count - 1)]
+        cost = max(others[0], last + head)
+        if best is None or cost < best[0]:
+            best = cost, (*others, last)
+    assert best is not None
+    return best[1]
+
+
+def _unit(wiring: Wiring) -> int:
+    """Layers between two places where a stage may end."""
+    every = wiring.desync_every
+    return every // 2 if every % 2 == 0 and every else every or 1
+
+
+def _check(config: ModelConfig, count: int, wanted: Sequence[int], unit: int) -> None:
+    shown = f"pipeline_layers={list(wanted)}"
+    if len(wanted) != count:
+        raise StageError(f"{shown} names {len(wanted)} stages, pipeline_parallel_size={count}: name one number a stage")
+    if sum(wanted) != config.num_layers or min(wanted) < 1:
+        total = f"{' + '.join(map(str, wanted))} = {sum(wanted)}"
+        raise StageError(f"{shown}: {total}, the model has {config.num_layers} layers, at least 1 a stage: change them")
+    for i, end in enumerate(accumulate(wanted[:-1])):
+        if end % unit:
+            every = config.wiring.desync_every
+            raise StageError(
+                f"{shown}: stage {i + 1} would begin after {2 * end} sub-blocks, {2 * end} % {every} = "
+                f"{2 * end % every}, and {config.wiring.name} reduces after every {every}: let stages end after a "
+                f"multiple of {unit} layers"
+            )

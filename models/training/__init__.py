@@ -1,0 +1,1 @@
+"""The reference model, the corpus and the trainer."""

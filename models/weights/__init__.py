@@ -1,0 +1,1 @@
+"""Checkpoints and per-rank files: read, sliced, checked and written."""

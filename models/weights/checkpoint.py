@@ -1,0 +1,212 @@
+"""A folder of safetensors as data: which tensor lies where, checked before a byte of it is used.
+
+Reads headers only; models/weights/tensor_reader.py reads the tensors. Nothing here knows models, ranks or torch. Every
+error is a CheckpointError naming file and tensor: a shard is refused before the engine is ready, never noticed later.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...topology import strict_json
+from ...topology.json_codec import MAX_CONTAINERS
+from ..refusal import Refusal
+
+ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
+"""Bytes of an element of each type that is read."""
+MAX_HEADER_BYTES = 16 << 20
+"""A tenth of a million tensors in one file; the format itself would allow 100 MB, which takes a gigabyte to parse."""
+MAX_INDEX_BYTES = 64 << 20
+MAX_DIMENSIONS = 8
+HARMLESS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)")
+"""Buffers that older checkpoints carry and nobody reads."""
+_BARE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
+
+
+class CheckpointError(Refusal):
+    """A checkpoint that cannot be loaded exactly; the message names file, tensor, the rule and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor in one file: bytes [begin, end) of the whole file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def shown(name: object) -> str:
+    """A name from a file, fit for one line of a terminal."""
+    text = str(name)
+    return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file, as its header lists them. Raises CheckpointError."""
+    return read_annotated(file)[1]
+
+
+def read_annotated(file: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
+    """The `__metadata__` of one safetensors file, unchecked, and its tensors. Raises CheckpointError."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start.startswith(b"version "):
+            raise CheckpointError(
+                f"{file}: this is a Git LFS pointer of {size} bytes, not weights: fetch them with `git lfs pull`"
+            )
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= size - 8:
+            raise CheckpointError(
+                f"{file}: {size} bytes with a header of {length} announced: truncated, or not a safetensors file"
+            )
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(f"{file}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
+        text = stream.read(length)
+    try:
+        header = strict_json.parse(text, MAX_CONTAINERS)
+        if not isinstance(header, dict):
+            raise ValueError("it is not an object")
+        metadata = header.pop("__metadata__", None)
+        tensors = [_stored(file, name, entry, 8 + length) for name, entry in header.items()]
+    except (ValueError, TypeError, KeyError, RecursionError) as fault:
+        raise CheckpointError(f"{file}: bad safetensors header: {_said(fault)}") from fault
+    _check_offsets(file, size, 8 + length, tensors)
+    return metadata if isinstance(metadata, dict) else {}, tensors
+
+
+def _said(fault: Exception) -> str:
+    return f"{shown(fault.args[0])} is missing" if isinstance(fault, KeyError) else str(fault)
+
+
+def _check_offsets(file: Path, size: int, at: int, tensors: list[StoredTensor]) -> None:
+    """Tensors lie one behind the other from byte `at` to the file's end: no gap, no overlap, nothing behind."""
+    for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
+        if tensor.begin != at:
+            fault = "an overlap" if tensor.begin < at else "a gap"
+            raise CheckpointError(
+                f"{file}: tensor {shown(tensor.name)} begins at byte {tensor.begin}, what is before it ends at {at}: "
+                f"{fault}; fetch the file again"
+            )
+        at = tensor.end
+    if at != size:
+        cut = min((t for t in tensors if t.end > size), key=lambda t: t.begin, default=None)
+        where = "more than its tensors" if cut is None else f"cut within tensor {shown(cut.name)}"
+        raise CheckpointError(
+            f"{file}: {size} bytes, but its header describes {at} ({where}): truncated or damaged; fetch the file again"
+        )
+
+
+def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
+    label = shown(name)
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    except (ValueError, TypeError, KeyError) as fault:
+        raise ValueError(f"tensor {label}: dtype, shape and two data_offsets are needed: {_said(fault)}") from fault
+    if len(shape) > MAX_DIMENSIONS or not all(type(v) is int and 0 <= v < 2**63 for v in (*shape, begin, end)):
+        raise ValueError(f"tensor {label}: shape and offsets must be natural numbers, {MAX_DIMENSIONS} at most a shape")
+    if dtype not in ITEMSIZES:
+        raise ValueError(f"tensor {label}: dtype {shown(dtype)} is not one of {', '.join(ITEMSIZES)}")
+    want = prod(shape) * ITEMSIZES[dtype]
+    if end - begin != want:
+        raise ValueError(f"tensor {label}: {dtype} {shape} takes {want} bytes, {end - begin} are announced")
+    return StoredTensor(name, file, dtype, shape, base + begin, base + end)
+
+
+def _index_files(folder: Path, index: Path) -> dict[str, str]:
+    if index.stat().st_size > MAX_INDEX_BYTES:
+        raise CheckpointError(f"{index}: more than the {MAX_INDEX_BYTES} bytes that an index may have")
+    text = index.read_bytes()
+    if text.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{index}: this is a Git LFS pointer, not an index: fetch it with `git lfs pull`")
+    try:
+        weight_map = strict_json.parse(text, MAX_CONTAINERS)["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise ValueError("weight_map is not an object")
+    except (ValueError, TypeError, KeyError, RecursionError) as fault:
+        raise CheckpointError(f"{index}: bad index: {_said(fault)}") from fault
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or not _BARE_NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{index}: tensor {shown(tensor)} points to {str(name)[:200]!r}: only bare *.safetensors names inside "
+                f"{folder} are read"
+            )
+    return weight_map
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A file of the folder, links followed as far as the folder or its hub cache. Raises CheckpointError."""
+    file = folder / name
+    if len(os.fsencode(name)) > 255:
+        raise CheckpointError(f"{folder}: the name {shown(name)} is longer than a file's may be: fetch the index again")
+    if not file.is_file():
+        raise CheckpointError(f"{file}: missing, or a link that leads nowhere, though the folder names it")
+    real, home = file.resolve(), folder.resolve()
+    # A hub cache keeps blobs beside the snapshot: links may point into the same cache, nowhere else.
+    cache = home.parent.parent if home.parent.name == "snapshots" else home
+    if not real.is_relative_to(cache):
+        raise CheckpointError(f"{file}: links to {real}, outside the model folder: copy the file into {folder}")
+    return file
+
+
+def _refuse_other_formats(folder: Path) -> None:
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    if not names:
+        raise CheckpointError(f"{folder}: no such model folder, or an empty one")
+    if names & {"metadata.json", ".metadata", "common.pt"} or any(n.startswith("iter_") for n in names):
+        raise CheckpointError(
+            f"{folder}: a Megatron-core distributed checkpoint: convert it with `torchrun tools/checkpoint/convert.py "
+            f"--model-type GPT --loader core --saver llama_mistral --load-dir {folder} --save-dir OUT` of Megatron-LM "
+            "and give the resulting Hugging Face folder"
+        )
+    if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
+        raise CheckpointError(
+            f"{folder}: pickled weights are never read: convert them once with transformers' "
+            "`model.save_pretrained(OUT, safe_serialization=True)`"
+        )
+    raise CheckpointError(f"{folder}: no *.safetensors file: is this a model folder?")
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint folder by name, with or without an index. Raises CheckpointError."""
+    index = folder / "model.safetensors.index.json"
+    weight_map: dict[str, str] | None = None
+    if index.exists() or index.is_symlink():
+        weight_map = _index_files(folder, inside(folder, index.name))
+        files = sorted(set(weight_map.values()))
+    elif (folder / "model.safetensors").exists():
+        files = ["model.safetensors"]  # a consolidated copy may lie beside it
+    else:
+        files = sorted(p.name for p in folder.glob("*.safetensors"))
+    if not files:
+        _refuse_other_formats(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for name in files:
+        for tensor in read_header(inside(folder, name)):
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"{folder / name}: tensor {shown(tensor.name)} also stands in {tensors[tensor.name].file.name}"
+                )
+            if weight_map is not None and tensor.name not in weight_map and not HARMLESS.fullmatch(tensor.name):
+                raise CheckpointError(
+                    f"{folder / name}: tensor {shown(tensor.name)} is not in {index.name}: index and files belong to "
+                    "different checkpoints; fetch them again"
+                )
+            tensors[tensor.name] = tensor
+    for tensor_name, name in (weight_map or {}).items():
+        found = tensors.get(tensor_name)
+        if found is None or found.file.name != name:
+            raise CheckpointError(
+                f"{folder / name}: tensor {shown(tensor_name)} is missing; the index says it is there"
+            )
+    return tensors

@@ -1,0 +1,52 @@
+"""Writes a safetensors file tensor by tensor: the header first, then what `fill` puts into each, so that no more than
+one tensor is held. Knows names, types and shapes, nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .tensor_reader import DTYPES, byte_view
+
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+Entries = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of each tensor, in the order of the file."""
+
+
+def write_tensors(
+    path: Path,
+    entries: Entries,
+    fill: Callable[[str, Tensor], object],
+    metadata: Mapping[str, str],
+    progress: Callable[[int], None] = lambda count: None,
+) -> None:
+    """`fill` is handed each tensor, zeroed; `progress` the bytes of each that is written. On disk when it returns."""
+    with path.open("wb") as stream:
+        stream.write(_header(entries, metadata))
+        for name, (shape, dtype) in entries.items():
+            tensor = torch.zeros(shape, dtype=dtype)
+            fill(name, tensor)
+            if tensor.numel():
+                stream.write(byte_view(tensor.view(-1).view(torch.uint8)))
+            progress(tensor.numel() * dtype.itemsize)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _header(entries: Entries, metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, object] = {"__metadata__": metadata}
+    at = 0
+    for name, (shape, dtype) in entries.items():
+        size = prod(shape) * dtype.itemsize
+        described[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(described).encode()
+    text += b" " * (-(len(text) + 8) % 4096)  # tensors begin on a page: they can be mapped in any type
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,147 @@
+"""From a Source to a rank's parameters: this rank's slices alone are read, straight into place, a layer at a time.
+
+slices.py says which slices, tensor_reader.py reads them, manifest.py verifies what is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
+
+from torch import Tensor
+
+from ..rank_shard import RankShard
+from .checkpoint import CheckpointError, StoredTensor
+from .fill import fill_target
+from .manifest import Verifier
+from .mapping import Source
+from .parallel_reader import Readers, cut, reading_threads
+from .quantised import is_scale, scale_fills
+from .rank_files import sizes_of
+from .slices import Fill, plan_fills
+from .tensor_reader import Reader
+
+Progress = Callable[[int, int], None]
+
+
+def load(
+    source: Source,
+    shard: RankShard,
+    parameters: Mapping[str, Tensor],
+    *,
+    replicate_embedding: bool = False,
+    kept: Set[str] = frozenset(),
+    progress: Progress | None = None,
+    on_module: Callable[[str], None] | None = None,
+    verify: tuple[int, int] | None = None,
+) -> int:
+    """Fills every parameter (in its own dtype, on its own device), on a few threads (parallel_reader.py), and returns
+    the bytes of stored tensors that were read.
+
+    progress(done, total): in bytes of this rank's parameters. on_module("layers.3"): all parameters below that name are
+    filled, and may be repacked and given up before more than a few pieces of the next ones are read. verify (part,
+    parts): if the folder has a manifest, the part-th of `parts` equal shares of all files is verified; the ranks of a
+    node verify one each. Raises CheckpointError.
+    """
+    if source.sharded_over:
+        fills, verify = _own_fills(source, shard, replicate_embedding, parameters), (0, 1)
+    else:
+        fills = plan_fills(shard, replicate_embedding)
+        fills += scale_fills(fills, kept)
+    check_cover(fills, parameters)
+    row_bytes = {name: p[:1].numel() * p.element_size() for name, p in parameters.items()}
+    ordered = _in_order(fills, source.tensors)
+    pieces = [piece for fill in ordered for piece in cut(fill, row_bytes[fill.parameter])]
+    left = Counter(module_of(piece.parameter) for piece in pieces)
+    total, done = sum(piece.count * row_bytes[piece.parameter] for piece in pieces), 0
+
+    def read(reader: Reader, piece: Fill) -> None:
+        target = parameters[piece.parameter].detach()[piece.row : piece.row + piece.count]
+        fill_target(reader, source.tensors, piece, target)
+
+    with (
+        Reader() as ahead,
+        Readers(reading_threads()) as readers,
+        Verifier.start(source.folder, source.tensors.values(), verify or (shard.rank, shard.size)) as check,
+    ):
+        for piece in readers.each(_announced(ahead, source.tensors, pieces), read):
+            done += piece.count * row_bytes[piece.parameter]
+            check.look()
+            module = module_of(piece.parameter)
+            left[module] -= 1
+            if left[module] == 0 and on_module is not None:
+                on_module(module)
+            if progress is not None:
+                progress(done, total)
+        check.finish()
+        return readers.taken
+
+
+def _announced(ahead: Reader, tensors: Mapping[str, StoredTensor], pieces: list[Fill]) -> Iterator[Fill]:
+    """The pieces; as each is taken, the kernel is asked to read its rows ahead."""
+    for piece in pieces:
+        if piece.tensor is not None and not is_scale(piece.parameter):
+            ahead.prefetch(tensors[piece.tensor], piece.source_row, piece.count)
+        yield piece
+
+
+def check_cover(fills: list[Fill], parameters: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError unless the fills tile every row of every parameter exactly once."""
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for fill in fills:
+        rows.setdefault(fill.parameter, []).append((fill.row, fill.count))
+    for name in rows.keys() ^ parameters.keys():
+        raise CheckpointError(f"parameter {name} is {'unknown' if name in rows else 'filled by nothing'}")
+    for name, spans in rows.items():
+        at = 0
+        for row, count in sorted(spans):
+            if row != at:
+                raise CheckpointError(
+                    f"parameter {name}: row {min(row, at)} is filled {'twice' if row < at else 'never'}"
+                )
+            at = row + count
+        if at != parameters[name].shape[0]:
+            raise CheckpointError(f"parameter {name}: {at} of its {parameters[name].shape[0]} rows are filled")
+
+
+def module_of(parameter: str) -> str:
+    """ "layers.3.qkv.weight" -> "layers.3", "norm.weight" -> "norm": what is ready at once."""
+    return ".".join(parameter.split(".")[: 2 if parameter.startswith("layers.") else 1])
+
+
+def _own_fills(
+    source: Source, shard: RankShard, replicate_embedding: bool, parameters: Mapping[str, Tensor]
+) -> list[Fill]:
+    """Each parameter whole from this rank's own file."""
+    again = f"write them again with `laddertron shard {source.folder} {sizes_of(shard)}"
+    if shard.embeds and source.replicate_embedding != replicate_embedding:
+        wanted = "replicate" if replicate_embedding else "shard"
+        raise CheckpointError(
+            f"{source.folder}: its per-rank files were not written with parallel.embedding={wanted}: {again} "
+            f"--embedding {wanted}`"
+        )
+    for name, parameter in parameters.items():
+        stored = source.tensors.get(name)
+        if stored is None or stored.shape != tuple(parameter.shape):
+            found = "missing" if stored is None else f"of shape {stored.shape}"
+            where = source.folder if stored is None else stored.file
+            raise CheckpointError(f"{where}: tensor {name} {tuple(parameter.shape)} is {found}: {again}`")
+    return [Fill(name, 0, parameter.shape[0], name) for name, parameter in parameters.items()]
+
+
+def _in_order(fills: list[Fill], tensors: Mapping[str, StoredTensor]) -> list[Fill]:
+    """Module by module in the order of the files, and in file order within each: long sequential reads, and one layer
+    at a time."""
+
+    def place(fill: Fill) -> tuple[str, int]:
+        return ("", 0) if fill.tensor is None else (tensors[fill.tensor].file.name, tensors[fill.tensor].begin)
+
+    first: dict[str, tuple[str, int]] = {}
+    for fill in fills:
+        if fill.tensor is not None:
+            module = module_of(fill.parameter)
+            first[module] = min(first.get(module, place(fill)), place(fill))
+    nowhere = ("", 0)
+    return sorted(
+        fills, key=lambda f: (first.get(module_of(f.parameter), nowhere), module_of(f.parameter), place(f), f.row)
+    )

@@ -1,0 +1,234 @@
+"""Checksums of a model folder, made once and verified while weights are read.
+
+A CRC-32 for every 8 MiB of every file: against damage in storage and transfer, not against forgery. Each of a node's
+ranks verifies an equal share of all bytes, whatever slices it loads, so each byte is checked once a node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .checkpoint import CheckpointError, StoredTensor, inside, read_folder, read_header, shown
+from .checksum import crc32
+
+NAME = "laddertron.manifest.json"
+BLOCK = 8 << 20
+PART = 1 << 20
+"""What is read and summed at once: small enough to be still in the processor's cache."""
+MAX_BYTES = 64 << 20
+BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""What is read beside the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSums:
+    """One file: its size, and the CRC-32 of each block of it."""
+
+    size: int
+    sums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """By file name."""
+
+    block: int
+    files: Mapping[str, FileSums]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        files = {name: {"size": f.size, "crc32": "".join(f"{s:08x}" for s in f.sums)} for name, f in self.files.items()}
+        return {"version": 1, "block": self.block, "files": files}
+
+
+def stored_in(folder: Path) -> list[StoredTensor]:
+    """Every tensor of a checkpoint, or of a folder of per-rank files. Raises CheckpointError."""
+    own = sorted(folder.glob("rank-*.safetensors"))
+    return [t for file in own for t in read_header(file)] if own else list(read_folder(folder).values())
+
+
+def make_manifest(folder: Path, progress: Callable[[int, int], None] | None = None, block: int = BLOCK) -> Manifest:
+    """Reads every byte of the weights and of what is read beside them. Raises CheckpointError."""
+    names = sorted({stored.file.name for stored in stored_in(folder)})
+    names += [name for name in BESIDE if (folder / name).is_file()]
+    total, done = sum((folder / name).stat().st_size for name in names), 0
+    files = {}
+    for name in names:
+        sums, size, buffer = [], 0, bytearray(min(block, PART))
+        with inside(folder, name).open("rb", buffering=0) as stream:
+            while (block_sum := _block(stream.fileno(), buffer, size, block))[0]:
+                sums.append(block_sum[1])
+                size, done = size + block_sum[0], done + block_sum[0]
+                if progress is not None:
+                    progress(done, total)
+        files[name] = FileSums(size, tuple(sums))
+    return Manifest(block, files)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Path:
+    """Beside the weights, whole or not at all."""
+    path = folder / NAME
+    part = folder / f"{NAME}.part"
+    with part.open("w") as stream:
+        json.dump(manifest.to_json(), stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(path)
+    return path
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """None where there is none. Raises CheckpointError."""
+    path = folder / NAME
+    if not path.exists():
+        return None
+    if path.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"{path}: more than the {MAX_BYTES} bytes that a manifest may have")
+    try:
+        data = json.loads(path.read_bytes())
+        if data["version"] != 1:
+            raise ValueError(f"version {data['version']!r} is not known; 1 is")
+        block = _natural(data["block"], 4096)
+        files = {name: _file_sums(entry, block) for name, entry in data["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
+        raise CheckpointError(f"{path}: bad manifest: {fault}: make it anew with `laddertron manifest`") from fault
+    return Manifest(block, files)
+
+
+def weights_digest(folder: Path, stored: Mapping[str, StoredTensor]) -> str:
+    """Hex BLAKE2b of what the headers say, and of the manifest if there is one."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(stored):
+        tensor = stored[name]
+        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} {tensor.begin}\n".encode())
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        digest.update(json.dumps(manifest.to_json(), sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _natural(value: object, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{value!r} must be an integer from {least}")
+    return value
+
+
+def _file_sums(entry: Mapping[str, Any], block: int) -> FileSums:
+    size, digits = _natural(entry["size"]), str(entry["crc32"])
+    if len(digits) != 8 * -(-size // block):
+        raise ValueError(f"{size} bytes take {-(-size // block)} checksums, {len(digits) / 8:g} are there")
+    return FileSums(size, tuple(int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)))
+
+
+def _block(file: int, buffer: bytearray, at: int, size: int) -> tuple[int, int]:
+    """Of up to `size` bytes from `at`: how many there are (fewer only at the file's end), and their CRC-32."""
+    view, done, total = memoryview(buffer), 0, 0
+    sums = crc32()
+    while done < size:
+        count = os.preadv(file, [view[: size - done]], at + done)
+        if count == 0:
+            break
+        total, done = sums(buffer, count, total), done + count
+    return done, total
+
+
+class Verifier:
+    """One share of a folder's blocks against its manifest, in a thread of its own beside the loading."""
+
+    def __init__(self, folder: Path, manifest: Manifest | None, tensors: Collection[StoredTensor]) -> None:
+        self._folder, self._manifest, self._tensors = folder, manifest, tensors
+        self._stop = threading.Event()
+        self._fault: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def start(cls, folder: Path, tensors: Collection[StoredTensor], share: tuple[int, int]) -> Verifier:
+        """Of the files that the tensors lie in, and of what is read beside them, block i is verified where
+        i % parts == part. Raises CheckpointError at once if a file is unlisted or of another size."""
+        home = next(iter(tensors)).file.parent if tensors else folder
+        manifest = read_manifest(home)
+        verifier = cls(home, manifest, tensors)
+        if manifest is not None:
+            names = sorted({stored.file.name for stored in tensors})
+            verifier._check_sizes([*names, *(name for name in BESIDE if name in manifest.files)])
+            verifier._thread = threading.Thread(target=verifier._run, args=(names, *share), name="verify", daemon=True)
+            verifier._thread.start()
+        return verifier
+
+    def __enter__(self) -> Verifier:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def look(self) -> None:
+        """Raises what was found so far."""
+        if self._fault is not None:
+            raise self._fault
+
+    def finish(self) -> None:
+        """Waits for the rest of the share. Raises CheckpointError naming file and tensor."""
+        if self._thread is not None:
+            self._thread.join()
+        self.look()
+
+    def _check_sizes(self, names: list[str]) -> None:
+        assert self._manifest is not None
+        for name in names:
+            sums = self._manifest.files.get(name)
+            size = inside(self._folder, name).stat().st_size
+            if sums is None or sums.size != size:
+                said = "does not list it" if sums is None else f"says {sums.size}"
+                raise CheckpointError(
+                    f"{self._folder / name}: {size} bytes, {NAME} {said}: fetch the file again, or run "
+                    f"`laddertron manifest {self._folder}` if the change was meant"
+                )
+
+    def _run(self, names: list[str], part: int, parts: int) -> None:
+        assert self._manifest is not None
+        try:
+            for name in (*names, *(name for name in BESIDE if name in self._manifest.files)):
+                self._verify(name, part, parts)
+        except BaseException as fault:
+            self._fault = fault
+
+    def _verify(self, name: str, part: int, parts: int) -> None:
+        assert self._manifest is not None
+        block, sums = self._manifest.block, self._manifest.files[name].sums
+        buffer = bytearray(min(block, PART))
+        with inside(self._folder, name).open("rb", buffering=0) as stream:
+            for i in range(part, len(sums), parts):
+                if self._stop.is_set():
+                    return
+                count, found = _block(stream.fileno(), buffer, i * block, block)
+                if found != sums[i]:
+                    raise CheckpointError(self._damage(name, i * block, i * block + count))
+
+    def _damage(self, name: str, begin: int, end: int) -> str:
+        within = [t for t in self._tensors if t.file.name == name and t.begin < end and t.end > begin]
+        where = ", ".join(shown(t.name) for t in sorted(within, key=lambda t: t.begin)[:3]) or "the header"
+        more = f" and {len(within) - 3} more" if len(within) > 3 else ""
+        return (
+            f"{self._folder / name}: bytes {begin} to {end} are not those of {NAME} (tensor {where}{more}): damaged; "
+            f"fetch the file again, or run `laddertron manifest {self._folder}` if the change was meant"
+        )

@@ -1,0 +1,120 @@
+"""What a model folder holds, checked against the model before anything is allocated: a Source, which
+models/weights/load.py reads a rank's parameters from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.model_config import ModelConfig
+from ..config.quantisation import Quantisation, read_quantisation
+from ..rank_shard import RankShard
+from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, shown
+from .manifest import weights_digest
+from .quantised import CALIBRATION, PLAIN, READABLE, check_scale, is_quantised, scale_of
+from .rank_files import open_shards
+from .slices import PRODUCTS, expected_shapes, head_of, sources_of
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checked folder: every tensor that this rank may read, by name."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+    digest: str
+    """Of names, types, shapes and places (and of the bytes, where there is a manifest): ranks must agree on it."""
+    quantisation: Quantisation | None = None
+    sharded_over: int = 0
+    """Ranks that per-rank files were written for; 0: the checkpoint itself."""
+    replicate_embedding: bool = False
+    """What per-rank files hold."""
+
+    def quantised_products(self, config: ModelConfig, first_layer: int = 0) -> frozenset[str]:
+        """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …; of a stage whose
+        layers begin with the checkpoint's `first_layer`."""
+        if self.quantisation is None:
+            return frozenset()
+        return frozenset(
+            f"layers.{layer}.{product}"
+            for layer in range(config.num_layers)
+            for product in PRODUCTS
+            if all(
+                name in self.tensors and is_quantised(self.tensors[name])
+                for name in self._names(config, layer, first_layer, product)
+            )
+        )
+
+    def _names(self, config: ModelConfig, layer: int, first_layer: int, product: str) -> tuple[str, ...]:
+        if self.sharded_over:
+            return (f"layers.{layer}.{product}.weight",)
+        return sources_of(config, first_layer + layer, product)
+
+    def rank_bytes(
+        self, itemsize: int, size: int, keeps: bool, products: int | None = None, only: Container[str] | None = None
+    ) -> int:
+        """About what one of `size` ranks holds with `itemsize` bytes an element, `products` in the layers' matrices;
+        keeps: quantised tensors stay as they are stored; only: the tensors of its stage."""
+        total = 0
+        for stored in self.tensors.values():
+            if only is not None and not self.sharded_over and stored.name not in only:
+                continue
+            width = ITEMSIZES[stored.dtype]
+            if keeps and is_quantised(stored):
+                held = width
+            else:
+                held = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
+            total += (stored.end - stored.begin) // width * held
+        return total if self.sharded_over else total // size
+
+
+def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = None) -> Source:
+    """What this rank loads from: files of its own where `laddertron shard` has written them for as many ranks, else the
+    checkpoint. config: of the whole model, where the shard is a stage's. Raises CheckpointError."""
+    own = open_shards(folder, shard)
+    if own is None:
+        return open_checkpoint(folder, config or shard.config)
+    return Source(folder, own.tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)
+
+
+def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
+    """The checkpoint itself: all that the model needs is there in the right shape and nothing unknown is. Raises
+    CheckpointError naming file and tensor."""
+    quantisation = _quantisation(folder)
+    tensors = _check(folder, config, quantisation)
+    return Source(folder, tensors, weights_digest(folder, tensors), quantisation)
+
+
+def _quantisation(folder: Path) -> Quantisation | None:
+    try:
+        return read_quantisation(folder)
+    except (OSError, ValueError) as fault:
+        raise CheckpointError(str(fault)) from fault
+
+
+def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None) -> dict[str, StoredTensor]:
+    tensors = read_folder(folder)
+    expected = expected_shapes(config)
+    scales = set()
+    for name, shape in expected.items():
+        stored = tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{folder}: tensor {name} {shape} is missing; config.json promises it")
+        if stored.shape != shape:
+            raise CheckpointError(f"{stored.file}: tensor {name} has shape {stored.shape}, config.json says {shape}")
+        if is_quantised(stored) and quantisation is not None and len(shape) == 2:
+            scales.add(check_scale(stored, tensors.get(scale_of(name))))
+        elif stored.dtype not in PLAIN:
+            raise CheckpointError(f"{stored.file}: tensor {name} is stored as {stored.dtype}; readable are {READABLE}")
+    known = scales | ({head_of(config)} if config.tied_embeddings else set())
+    for name, stored in tensors.items():
+        if name in expected or name in known or HARMLESS.fullmatch(name):
+            continue
+        if quantisation is None or not CALIBRATION.fullmatch(name):
+            raise CheckpointError(
+                f"{stored.file}: tensor {shown(name)} {stored.shape} belongs to nothing in config.json "
+                f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"
+            )
+    return tensors

@@ -1,0 +1,118 @@
+"""Per-rank files, as `laddertron shard` writes them: found beside the checkpoint, refused when they are stale.
+
+`MODEL/laddertron-tp16/rank-0003.safetensors` (`laddertron-tp8-pp2` with stages, whose ranks count on) holds rank 3's
+parameters in the order of loading, and in its metadata what it was made from. A folder that holds them and config.json,
+but no checkpoint, is a model folder too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..rank_shard import RankShard
+from .checkpoint import CheckpointError, StoredTensor, inside, read_annotated
+
+METADATA = "laddertron"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOrigin:
+    """What per-rank files were made from. `files`: size in bytes and time of change (ns) of each file of weights."""
+
+    source: str
+    config: str
+    size: int
+    replicate_embedding: bool
+    files: Mapping[str, tuple[int, int]]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "config": self.config,
+            "size": self.size,
+            "replicate_embedding": self.replicate_embedding,
+            "files": {name: list(stamp) for name, stamp in self.files.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFile:
+    """One rank's file."""
+
+    tensors: Mapping[str, StoredTensor]
+    digest: str
+    replicate_embedding: bool
+
+
+def shards_folder(folder: Path, size: int, stages: int = 1) -> Path:
+    """Where the files for `size` ranks in each of so many stages lie."""
+    return folder / (f"laddertron-tp{size}" + (f"-pp{stages}" if stages > 1 else ""))
+
+
+def file_name(shard: RankShard) -> str:
+    rank = shard.rank + (0 if shard.stage is None else shard.stage.index * shard.size)
+    return f"rank-{rank:04d}.safetensors"
+
+
+def layers_of(shard: RankShard) -> dict[str, str]:
+    """What the metadata says of a stage's layers, numbered as the checkpoint does."""
+    if shard.stage is None:
+        return {}
+    first = shard.stage.first_layer
+    return {"layers": f"{first} to {first + shard.config.num_layers - 1}"}
+
+
+def sizes_of(shard: RankShard) -> str:
+    """The options of `laddertron shard` that write this shard."""
+    stages = "" if shard.stage is None else f" --pipeline-parallel-size {shard.stage.count}"
+    return f"--tensor-parallel-size {shard.size}{stages}"
+
+
+def config_digest(folder: Path) -> str:
+    """Of config.json, which decides on wiring, family and type."""
+    return hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16).hexdigest()
+
+
+def stamps(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
+    """Size and time of change of the files that are there."""
+    files = ((name, folder / name) for name in sorted(names))
+    return {name: ((s := file.stat()).st_size, s.st_mtime_ns) for name, file in files if file.is_file()}
+
+
+def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
+    """This rank's file, or None where none were written for so many ranks. Raises CheckpointError if they are stale,
+    incomplete or another model's."""
+    home = shards_folder(folder, shard.size, 1 if shard.stage is None else shard.stage.count)
+    if not home.is_dir():
+        return None
+    file = inside(home, file_name(shard))
+    metadata, tensors = read_annotated(file)
+    again = f"write them again with `laddertron shard {folder} {sizes_of(shard)} --overwrite`, or remove {home}"
+    origin = _origin(metadata, file, again)
+    if origin.size != shard.size or metadata.get("rank") != str(shard.rank):
+        raise CheckpointError(f"{file}: was written for another rank (rank {metadata.get('rank')}): {again}")
+    for key, layers in layers_of(shard).items():
+        if metadata.get(key) != layers:
+            raise CheckpointError(f"{file}: holds layers {metadata.get(key)}, this stage has {layers}: {again}")
+    if origin.config != config_digest(folder):
+        raise CheckpointError(f"{file}: stale: {folder / 'config.json'} has changed since: {again}")
+    found = stamps(folder, list(origin.files))
+    changed = sorted(name for name, stamp in origin.files.items() if found.get(name) != stamp)
+    if found and changed:  # without any of the checkpoint's files the folder was moved on its own, as is meant
+        raise CheckpointError(f"{file}: stale: {folder / changed[0]} has changed since: {again}")
+    return OwnFile({t.name: t for t in tensors}, origin.source, origin.replicate_embedding)
+
+
+def _origin(metadata: Mapping[str, Any], file: Path, again: str) -> ShardOrigin:
+    try:
+        data = json.loads(metadata[METADATA])
+        files = {str(name): (int(size), int(time)) for name, (size, time) in data["files"].items()}
+        replicate = data["replicate_embedding"] is True
+        return ShardOrigin(str(data["source"]), str(data["config"]), int(data["size"]), replicate, files)
+    except (ValueError, TypeError, KeyError, AttributeError) as fault:
+        raise CheckpointError(f"{file}: was not written by `laddertron shard`: {again}") from fault

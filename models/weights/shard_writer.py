@@ -1,0 +1,136 @@
+"""Writes per-rank files for the fastest restart: each rank's parameters, fused and sliced, one behind the other.
+
+Holds one parameter at a time. Read back by models/weights/rank_files.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Set
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..config.dialects import MODELING_FILE
+from ..rank_shard import RankShard
+from .checkpoint import CheckpointError
+from .file_writer import write_tensors
+from .fill import fill_target
+from .load import module_of
+from .mapping import Source
+from .quantised import is_quantised, is_scale, scale_fills
+from .rank_files import METADATA, ShardOrigin, config_digest, file_name, layers_of, shards_folder, stamps
+from .slices import Fill, plan_fills
+from .tensor_reader import DTYPES, Reader
+
+BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "special_tokens_map.json",
+)
+"""What stands beside the weights and does not depend on how they are written."""
+COPIED = ("config.json", MODELING_FILE, *BESIDE)
+"""What makes a folder of per-rank files a model folder of its own."""
+
+
+def write_shards(
+    source: Source,
+    shards: list[RankShard],
+    home: Path,
+    *,
+    replicate_embedding: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """One file a rank under `home`, whole or not at all; returns their folder. `shards`: of all ranks, stage by stage.
+    progress(done, total) in bytes.
+
+    Raises CheckpointError where files for as many ranks are there already.
+    """
+    size, stages = shards[0].size, len(shards) // shards[0].size
+    target = shards_folder(home, size, stages)
+    if target.exists():
+        raise CheckpointError(f"{target}: is there already: remove it, or say --overwrite")
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    names = sorted({stored.file.name for stored in source.tensors.values()})
+    origin = ShardOrigin(
+        source.digest, config_digest(source.folder), size, replicate_embedding, stamps(source.folder, names)
+    )
+    plans = [_parameters(source, shard, replicate_embedding) for shard in shards]
+    total = sum(prod(shape) * dtype.itemsize for plan in plans for _, shape, dtype in plan.values())
+    done = 0
+
+    def written(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    for shard, plan in zip(shards, plans, strict=True):
+        metadata = {METADATA: json.dumps(origin.to_json()), "rank": str(shard.rank)} | layers_of(shard)
+        entries = {name: (shape, dtype) for name, (_, shape, dtype) in plan.items()}
+        with Reader() as reader:
+
+            def fill(name: str, parameter: Tensor, plan: _Plan = plan, reader: Reader = reader) -> None:
+                for part in plan[name][0]:
+                    fill_target(reader, source.tensors, part, parameter[part.row : part.row + part.count])
+
+            write_tensors(part / file_name(shard), entries, fill, metadata, written)
+    if home != source.folder:
+        for name in COPIED:
+            if (source.folder / name).is_file() and not (home / name).exists():
+                shutil.copyfile(source.folder / name, home / name)
+    part.rename(target)
+    return target
+
+
+_Plan = dict[str, tuple[list[Fill], tuple[int, ...], torch.dtype]]
+
+
+def _parameters(source: Source, shard: RankShard, replicate_embedding: bool) -> _Plan:
+    """Each parameter's fills, shape and type, layer by layer."""
+    kept = source.quantised_products(shard.config, 0 if shard.stage is None else shard.stage.first_layer)
+    plan: dict[str, list[Fill]] = {}
+    fills = plan_fills(shard, replicate_embedding)
+    for fill in fills + scale_fills(fills, kept):
+        plan.setdefault(fill.parameter, []).append(fill)
+    default: torch.dtype = getattr(torch, shard.config.dtype)
+    return {
+        name: (plan[name], _shape(source, plan[name]), _dtype(source, default, name, plan[name], kept))
+        for name in sorted(plan, key=_layer)
+    }
+
+
+def _layer(parameter: str) -> int:
+    module = module_of(parameter)
+    return (
+        int(module.removeprefix("layers.")) if module.startswith("layers.") else -1 if module == "embedding" else 2**31
+    )
+
+
+def _shape(source: Source, fills: list[Fill]) -> tuple[int, ...]:
+    rows = max(fill.row + fill.count for fill in fills)
+    real = next((fill for fill in fills if fill.tensor is not None), None)
+    if real is None or real.tensor is None:
+        raise ValueError(f"parameter {fills[0].parameter} is padding alone")
+    stored = source.tensors[real.tensor]
+    if len(stored.shape) != 2 or is_scale(real.parameter):
+        return (rows,)
+    return (rows, real.columns or stored.shape[1])
+
+
+def _dtype(source: Source, default: torch.dtype, name: str, fills: list[Fill], kept: Set[str]) -> torch.dtype:
+    """As it is stored; `default` for a fused product of several types, and for one that must be widened."""
+    if is_scale(name):
+        return torch.float32
+    stored = [source.tensors[fill.tensor] for fill in fills if fill.tensor is not None]
+    if len({s.dtype for s in stored}) > 1 or (is_quantised(stored[0]) and name.removesuffix(".weight") not in kept):
+        return default
+    return DTYPES[stored[0].dtype]

@@ -1,0 +1,170 @@
+"""Slices of stored tensors, read straight into place: whole rows by large positioned reads, columns gathered from the
+mapped file, so that the ranks of a node share one page cache and storage sees long runs.
+
+Knows bytes and types, not models or ranks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from functools import cache
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .checkpoint import ITEMSIZES, CheckpointError, StoredTensor, shown
+
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+}
+CHUNK_BYTES = 16 << 20
+"""What is converted at once, and how much of a file stays mapped behind a gather."""
+PREFETCH_BYTES = 256 << 20
+FP8 = torch.float8_e4m3fn
+
+
+class Reader:
+    """Open files and one buffer. A context manager: leaving it closes them."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        """Bytes of tensors that were copied out of files."""
+        self._files: dict[Path, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number in self._files.values():
+            os.close(number)
+        self._files.clear()
+
+    def prefetch(self, stored: StoredTensor, row: int, count: int) -> None:
+        """Asks the kernel to read these rows ahead; returns before the bytes are there."""
+        width = prod(stored.shape[1:]) * ITEMSIZES[stored.dtype]
+        length = min(count * width, PREFETCH_BYTES)
+        if length:
+            os.posix_fadvise(self._file(stored.file), stored.begin + row * width, length, os.POSIX_FADV_WILLNEED)
+
+    def whole(self, stored: StoredTensor) -> Tensor:
+        """A small tensor, copied."""
+        out = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        self._fill(stored, stored.begin, out.view(-1).view(torch.uint8) if out.numel() else out)
+        return out
+
+    def read(self, stored: StoredTensor, row: int, column: int, target: Tensor, scale: Tensor | None = None) -> None:
+        """target [n] or [n, c] = rows [row, row + n) and columns [column, column + c), converted to its type.
+
+        scale [n] or a single number multiplies rows of a quantised tensor. Raises CheckpointError if the file shrank.
+        """
+        if target.numel() == 0:
+            return
+        width = prod(stored.shape[1:])
+        columns = target.shape[1] if target.ndim == 2 else 1
+        dtype = DTYPES[stored.dtype]
+        in_place = target.device.type == "cpu" and target.dtype == dtype and scale is None
+        if columns == width and in_place and target.is_contiguous():
+            self._fill(stored, stored.begin + row * width * dtype.itemsize, target.view(-1).view(torch.uint8))
+            return
+        step = target.shape[0] if in_place else max(1, CHUNK_BYTES // (columns * dtype.itemsize))
+        for first in range(0, target.shape[0], step):
+            part = target[first : first + step]
+            at, count = row + first, part.shape[0]
+            rows = self._rows(stored, at, count) if columns == width else self._mapped(stored, at, count, columns)
+            one = scale if scale is None or scale.numel() == 1 else scale[first : first + step]
+            self._put(rows[:, column : column + columns], part, one)
+
+    def _put(self, source: Tensor, target: Tensor, scale: Tensor | None) -> None:
+        """target [n] or [n, c] = source [n, c] as it is stored, converted to the target's type; scale as in `read`."""
+        if target.device.type == "cpu" and target.dtype == source.dtype and scale is None:
+            _copy_bits(target, source)
+            return
+        source = source.reshape(target.shape)
+        target.copy_(source if scale is None else widened(source, scale))
+
+    def _rows(self, stored: StoredTensor, row: int, count: int) -> Tensor:
+        """Whole rows [count, width] in the buffer; valid until the next call."""
+        dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
+        size = count * width * dtype.itemsize
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8)
+        self._fill(stored, stored.begin + row * width * dtype.itemsize, self._buffer[:size])
+        return self._buffer[:size].view(dtype).view(count, width)
+
+    def _mapped(self, stored: StoredTensor, row: int, count: int, columns: int) -> Tensor:
+        """Whole rows over the mapped file, `columns` of which are wanted: only pages that are copied from are
+        touched."""
+        dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
+        begin = stored.begin + row * width * dtype.itemsize
+        base = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        if begin % dtype.itemsize:  # the format does not promise alignment
+            return self._rows(stored, row, count)
+        length = begin - base + count * width * dtype.itemsize
+        if base + length > os.fstat(self._file(stored.file)).st_size:
+            raise self._shrunk(stored)
+        mapped = mmap.mmap(
+            self._file(stored.file), length, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED, offset=base
+        )  # unmapped with the last tensor over it
+        mapped.madvise(mmap.MADV_SEQUENTIAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the map is read-only and nobody writes to the view
+            flat = torch.frombuffer(mapped, dtype=dtype, count=count * width, offset=begin - base)
+        self.taken += count * columns * dtype.itemsize
+        return flat.view(count, width)
+
+    def _fill(self, stored: StoredTensor, at: int, target: Tensor) -> None:
+        view, done = byte_view(target), 0
+        while done < len(view):
+            count = os.preadv(self._file(stored.file), [view[done:]], at + done)
+            if count == 0:
+                raise self._shrunk(stored)
+            done += count
+        self.taken += done
+
+    def _shrunk(self, stored: StoredTensor) -> CheckpointError:
+        return CheckpointError(f"{stored.file}: tensor {shown(stored.name)} is cut: the file shrank while it was read")
+
+    def _file(self, path: Path) -> int:
+        number = self._files.get(path)
+        if number is None:
+            number = self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return number
+
+
+def _copy_bits(target: Tensor, source: Tensor) -> None:
+    """target [n] or [n, c] = source [n, c] of its type, without torch: several threads do this at once, and each would
+    wake a pool of its own."""
+    codes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
+    into: Any = target.view(codes).numpy()
+    np.copyto(into, source.view(codes).numpy().reshape(into.shape))
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous uint8 tensor, writable."""
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
+def widened(source: Tensor, scale: Tensor) -> Tensor:
+    """fp8 [n, c] -> fp32, times scale, [n] or one number. By table: torch converts element by element on a CPU, ten
+    times slower."""
+    values = np.take(_fp8_table(), source.contiguous().view(torch.uint8).numpy())
+    return torch.from_numpy(values).mul_(scale.view(-1, *[1] * (source.ndim - 1)))
+
+
+@cache
+def _fp8_table() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """The value of each of the 256 codes."""
+    return torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()

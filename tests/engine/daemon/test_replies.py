@@ -1,0 +1,106 @@
+"""An interactive reply at its ends: late, or faulty before anything was sent. On a loop, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import weakref
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from door import completion
+from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.daemon.http.bodies import HeldBodies
+from laddertron.engine.daemon.http.errors import HttpFault
+from laddertron.engine.daemon.http.generate import Generator, _Events, _Reply
+from laddertron.engine.daemon.observe import Observer
+from laddertron.engine.openai.batch_lines import AnswerFault
+from laddertron.engine.openai.schema import COMPLETIONS
+from waiting import HANG_S
+
+BODY: Any = completion(stream=True)
+SERVICES: Any = SimpleNamespace(
+    observer=Observer(),
+    limits=LimitsConfig(),
+    served_model_name="m",
+    dispatcher=SimpleNamespace(ready=True),
+    bodies=HeldBodies(1 << 20),
+    usage=SimpleNamespace(add=lambda owner, tokens: None),
+)
+
+
+async def silence() -> Any:
+    """A client that stays and says nothing."""
+    await asyncio.Event().wait()
+
+
+def test_nothing_follows_the_done_of_a_late_stream() -> None:
+    """While a slow reader takes the last event, the engine goes on."""
+
+    async def scene() -> list[bytes]:
+        reply, sent = _Reply(BODY, SERVICES, None), list[bytes]()
+        reply.watch(silence, asyncio.get_running_loop().time())
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if b"request_timeout" in sent[-1]:
+                flight: Any = SimpleNamespace(
+                    answer=SimpleNamespace(divided=False, body=BODY, chunks=lambda delta: [{"text": "x"}])
+                )
+                delta: Any = SimpleNamespace(finish="length")
+                reply.progressed(flight, delta)
+
+        await _Events(reply, reply.close)({}, silence, send)
+        return sent
+
+    _, last, end = asyncio.run(scene())
+    assert last.endswith(b"data: [DONE]\n\n")
+    assert end == b""
+
+
+def test_a_stream_that_failed_before_its_first_event_leaves_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timer would keep it until the request's time was over."""
+
+    async def scene() -> None:
+        generator, kept = Generator(SERVICES), list[weakref.ref[_Reply]]()
+
+        async def prepared(*_: object) -> tuple[Any, list[tuple[int, ...]]]:
+            return BODY, [(1,)]
+
+        async def stream() -> AsyncIterator[bytes]:
+            yield raw
+
+        def flight_of(*_: object) -> tuple[Any, _Reply]:
+            reply = _Reply(BODY, SERVICES, None)
+            answer = SimpleNamespace(
+                fault=AnswerFault("engine_error", "as the test says"),
+                place=0,
+                prompt_tokens=0,
+                cached_tokens=0,
+                completion_tokens=0,
+            )
+            flight: Any = SimpleNamespace(answer=answer, sent=False, requests=[SimpleNamespace(owner="")])
+            reply.landed(flight)
+            kept.append(weakref.ref(reply))
+            return flight, reply
+
+        monkeypatch.setattr(generator, "_prepare", prepared)
+        monkeypatch.setattr(generator, "_flight", flight_of)
+        raw = json.dumps({"model": "m", "prompt": "hi", "stream": True}).encode()
+        request: Any = SimpleNamespace(stream=stream, receive=silence)
+        said, before = "", len(asyncio.all_tasks())
+        try:
+            await generator.answer(request, COMPLETIONS)
+        except HttpFault as fault:  # not pytest.raises, which keeps the frames and all that is in them
+            said = str(fault)
+        assert "as the test says" in said
+        while len(asyncio.all_tasks()) > before:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gc.collect()
+        assert kept[0]() is None
+
+    asyncio.run(asyncio.wait_for(scene(), HANG_S))

@@ -1,0 +1,257 @@
+"""Tool calls and reasoning: what bodies say, what grammars force, what texts are taken apart into."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from daemon_tools import LIMITS, NAME, Served, deployment, served
+from door import chat
+from fake_job import FakeJob
+from laddertron.engine.openai.chat_parts import ChatParts, Part, message_of
+from laddertron.engine.openai.schema import CHAT
+from laddertron.engine.openai.validators import BadRequest
+from laddertron.engine.sampling import grammar
+from laddertron.engine.text.tokenizer import ChatOptions, TextModel
+from tiny_text import byte_level, write_folder
+
+TEMPLATE = (
+    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}"
+    "{% endfor %}<|assistant|>{# </think> #}"
+)
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"City": {"type": "string", "maxLength": 9}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo é\\"}"}'
+
+
+def call(name: str, arguments: str, number: int = 0) -> dict[str, Any]:
+    return {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def llama(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+BOTH = [call("weather", ROME), call("weather", json.dumps(json.loads(OSLO), ensure_ascii=False), 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "message"),
+    [
+        ({"form": "hermes"}, "Hi <b>", {"content": "Hi <b>"}),
+        ({"form": "hermes"}, hermes("weather", ROME), {"content": None, "tool_calls": BOTH[:1]}),
+        ({"form": "hermes"}, f"So:{hermes('weather', ROME)}\n{hermes('weather', OSLO)}\n",
+         {"content": "So:", "tool_calls": BOTH}),
+        ({"form": "hermes", "parallel": False}, f"{hermes('weather', ROME)}{hermes('weather', OSLO)}",
+         {"content": None, "tool_calls": BOTH[:1]}),
+        ({"form": "hermes"}, "<tool_call>{bad}</tool_call> x", {"content": "<tool_call>{bad}</tool_call> x"}),
+        ({"form": "hermes"}, hermes("other", ROME), {"content": hermes("other", ROME)}),
+        ({"form": "hermes"}, '<tool_call>{"name": "wea', {"content": '<tool_call>{"name": "wea'}),
+        ({"form": "hermes", "thinking": False}, f"<think>\nso</think>\n\n{hermes('weather', ROME)}",
+         {"content": None, "reasoning_content": "\nso", "tool_calls": BOTH[:1]}),
+        ({"thinking": False}, " <think>a</think>\n\nb", {"content": "b", "reasoning_content": "a"}),
+        ({"thinking": False}, "<thin", {"content": "<thin"}),
+        ({"thinking": False}, "a </think> b", {"content": "a </think> b"}),
+        ({"thinking": True}, "a</think>b", {"content": "b", "reasoning_content": "a"}),
+        ({"thinking": True}, "a</thi", {"content": "", "reasoning_content": "a</thi"}),
+        ({"form": "llama"}, llama("weather", ROME), {"content": None, "tool_calls": BOTH[:1]}),
+        ({"form": "llama"}, f"<|python_tag|>{llama('weather', ROME)}; {llama('weather', OSLO)}",
+         {"content": None, "tool_calls": BOTH}),
+        ({"form": "llama"}, '{"a": {"b": "}"}} and', {"content": '{"a": {"b": "}"}} and'}),
+        ({"form": "llama"}, f"I say {llama('weather', ROME)}", {"content": f"I say {llama('weather', ROME)}"}),
+        ({"form": "llama"}, '{"name": "weather", "par', {"content": '{"name": "weather", "par'}),
+        ({"form": "array"}, f"[{llama('weather', ROME)}, {llama('weather', OSLO)}]",
+         {"content": None, "tool_calls": BOTH}),
+        ({"form": "hermes", "tools": frozenset({"weather"})}, '<tool_call>{"name": []}</tool_call>',
+         {"content": '<tool_call>{"name": []}</tool_call>'}),
+        ({"form": "hermes"}, hermes("weather", '{"city": "\\ud800"}'),
+         {"content": hermes("weather", '{"city": "\\ud800"}')}),
+        ({"form": "hermes", "forced": "weather"}, ROME, {"content": None, "tool_calls": BOTH[:1]}),
+    ],
+)  # fmt: skip
+def test_a_text_is_taken_apart_alike_in_whatever_pieces(options: dict[str, Any], text: str, message: Part) -> None:
+    """Whole, character by character, and cut at random."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    cuts = [[0, len(text)], list(range(len(text) + 1))]
+    cuts += [sorted({0, len(text), *rng.choices(range(len(text)), k=5)}) for _ in range(50)]
+    for places in cuts:
+        parts = ChatParts(lambda n: f"c{n}", **{"tools": ["weather", "now"], **options})
+        found: list[Part] = []
+        for start, end in itertools.pairwise(places):
+            found += parts.push(text[start:end], end == len(text))
+        assert message_of(found) == message, places
+        assert parts.calls == len(message.get("tool_calls", ()))
+
+
+def test_a_long_call_costs_what_its_length_does() -> None:
+    """Nothing is read again at each token: the scan stands where it stopped."""
+    parts = ChatParts(str, "llama", ["now"])
+    text = llama("now", json.dumps({"a": "}{" * 100_000}))
+    found = [part for at in range(0, len(text), 4) for part in parts.push(text[at : at + 4])]
+    assert message_of(found)["tool_calls"][0]["function"]["name"] == "now"
+
+
+@pytest.mark.skipif(not grammar.available, reason="no llguidance")
+def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
+    """What the grammars take and refuse, by the library itself."""
+    write_folder(tmp_path)
+    text = TextModel.from_folder(tmp_path)
+    slots = grammar.GrammarSlots(tmp_path, text.vocab_size, (1,))
+
+    def takes(spec: str | None, said: str) -> bool:
+        assert spec is not None
+        grammar.validate(spec)
+        slots.admit(0, spec, ())
+        for token in (*text.encode(said, add_special_tokens=False), 1):
+            if not slots.allowed(0, range(text.vocab_size))[token]:
+                return False
+            slots.advance(0, token)
+        return True
+
+    required = chat(tools=TOOLS, tool_choice="required").params.grammar
+    one = chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).params.grammar
+    named = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}}).params.grammar
+    for said, by_required, by_one, by_named in (
+        (f"[{llama('weather', ROME)}]", True, True, False),
+        (f"[{llama('weather', ROME)},{llama('now', '{}')}]", True, False, False),
+        (f"[{llama('weather', '{}')}]", False, False, False),
+        (f"[{llama('other', ROME)}]", False, False, False),
+        ("[]", False, False, False),
+        (ROME, False, False, True),
+        ('{"city": "much too long"}', False, False, False),
+    ):
+        assert (takes(required, said), takes(one, said), takes(named, said)) == (by_required, by_one, by_named), said
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice", "without tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "none, auto, required"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among"),
+        ({"tools": [*TOOLS, TOOLS[1]]}, "tools", "same name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "tools[0].function.name"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type", "'function'"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": [1]}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+            "$defs of f is to be an object",
+        ),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "no room"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "{")]}]}, None, "arguments is unusable"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "[]")]}]}, None, "an object is expected"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(fields: dict[str, Any], param: str | None, said: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat(**fields)
+    assert said in caught.value.message
+    assert param is None or caught.value.param == param
+
+
+# the openai package's own helpers
+
+
+class Weather(pydantic.BaseModel):
+    """Of a city."""
+
+    city: str
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.from_folder(write_folder(tmp_path_factory.mktemp("tools"), byte_level(), TEMPLATE))
+
+
+SAID: list[Any] = [{"role": "user", "content": "sky?"}]
+ANSWERS = {
+    "auto": ("auto", f"<think>hm</think>\n\nSo {hermes('Weather', ROME)}{hermes('Weather', OSLO)}"),
+    "required": ("required", f"[{llama('Weather', ROME)}]"),
+    "named": ({"type": "function", "function": {"name": "Weather"}}, ROME),
+}
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, text: TextModel) -> Iterator[Served]:
+    """A daemon whose engine says what is written above, by the prompt that the template makes."""
+    folder = write_folder(tmp_path_factory.mktemp("folder"), byte_level(), TEMPLATE)
+    script = {}
+    for name, (_, answer) in ANSWERS.items():
+        options = ChatOptions(variables={"tools": ({"function": {"name": "Weather"}},)})
+        prompt = text.encode_chat([{"role": "user", "content": name}], options)
+        script[tuple(prompt)] = (*text.encode(answer, add_special_tokens=False), 1)
+    jobs = lambda: [FakeJob(LIMITS, script)]  # noqa: E731
+    with served(deployment(tmp_path_factory.mktemp("daemon")), folder, jobs) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_openai_package_reads_calls_whole_and_streamed(daemon: Served, name: str) -> None:
+    """Its parser gives the tool's own model; its stream's events end in the same message."""
+    client, (choice, _) = daemon.client(), ANSWERS[name]
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": name}],
+        "tools": [openai.pydantic_function_tool(Weather)],
+        "tool_choice": choice,
+        "max_tokens": 300,
+    }
+    whole = client.chat.completions.parse(**asked).choices[0]
+    cities = [call.function.parsed_arguments for call in whole.message.tool_calls or ()]
+    assert cities == [Weather(city="Rome"), Weather(city='Oslo é"}')][: 2 if name == "auto" else 1]
+    assert whole.finish_reason == ("stop" if name == "named" else "tool_calls")
+    assert whole.message.content == ("So " if name == "auto" else None)
+    assert getattr(whole.message, "reasoning_content", None) == ("hm" if name == "auto" else None)
+    with client.chat.completions.stream(**asked) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        last = stream.get_final_completion().choices[0]
+    assert [event.parsed_arguments for event in done] == cities
+    assert last.finish_reason == whole.finish_reason
+    assert [one.id for one in last.message.tool_calls or ()] != []
+    silent = client.chat.completions.create(**asked, extra_body={"include_reasoning": False})
+    assert "reasoning_content" not in silent.choices[0].message.model_dump()
+
+
+def test_results_of_calls_go_back_into_the_prompt(text: TextModel) -> None:
+    """As templates take them: arguments as an object, tools by name."""
+    said = [
+        *SAID,
+        {"role": "assistant", "content": None, "tool_calls": [call("weather", ROME)]},
+        {"role": "tool", "tool_call_id": "c0", "content": "rain"},
+    ]
+    body = chat(messages=said, tools=TOOLS)
+    prompt = text.render(list(body.messages), ChatOptions(variables=body.template_variables))
+    assert prompt == (
+        "<tool>weather</tool><tool>now</tool><|user|>sky?<|assistant|><tool_call>weather:Rome<|tool|>rain<|assistant|>"
+    )
+    assert "tools" not in (chat(tools=TOOLS, tool_choice="none").template_variables or {})
+    assert (text.tool_format, text.reasons, body.endpoint) == ("hermes", True, CHAT)

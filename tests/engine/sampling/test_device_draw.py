@@ -1,0 +1,245 @@
+"""Ids drawn on the device: those that the host would have drawn, without the host having looked at anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from laddertron.engine.request import SamplingParams
+from laddertron.engine.sampling.device_sampler import fed_by, feed
+from laddertron.engine.sampling.sampler import DesyncError, Gather, OnDevice, Sampled, Sampler
+from laddertron.models.transfer import carry, download, stage, upload
+from laddertron.topology.transport import native
+from overlapped import READ, START, Remote, device_gather, here, noted
+from sampling_ranks import Bytes, Ranks, cut, sequence, width
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def params(seed: int = 1, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=64, seed=seed, **fields)
+
+
+def make(vocab: int, tp: int, rank: int, gather: Gather, slots: int, notes: list[str]) -> Sampler:
+    shard = range(rank * width(vocab, tp), (rank + 1) * width(vocab, tp))
+    return Sampler(vocab, shard, slots, gather, CPU, None, OnDevice(device_gather(gather), noted(notes)))
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's shard is torch's."""
+    monkeypatch.setattr(native, "load", lambda module: None)
+
+
+def drawn(
+    tp: int, requests: Sequence[SamplingParams], steps: Sequence[torch.Tensor], there: bool
+) -> tuple[list[Sampled], list[str]]:
+    """Every step's result, the same on all ranks; there: drawn on the device, from logits that the host may not see."""
+    notes: list[str] = []
+
+    def task(rank: int, gather: Gather) -> list[Sampled]:
+        own = notes if rank == 0 else []
+        sampler = make(steps[0].shape[1], tp, rank, gather, len(requests) + 2, own)
+        # Slots in another order than rows, some of the requests not at their first position.
+        slots = [(3 * row) % len(requests) for row in range(len(requests))]
+        for row, request in enumerate(requests):
+            sampler.admit(sequence(slots[row], request, output=[5] * (row % 3), choice=row % 2))
+        out = []
+        for step in steps:
+            logits = cut(step, tp, rank)
+            if there:
+                assert sampler.start(logits.as_subclass(Remote), slots)
+                assert own.count(READ) == own.count(START) - 1 or rank
+                out.append(sampler.finish())
+                assert sampler.latest is not None
+                assert here(sampler.latest)[slots].tolist() == out[-1].ids.tolist()
+            else:
+                out.append(sampler.sample(logits, slots))
+        sampler.flush()
+        return out
+
+    results = Ranks(tp).run(task)
+    for other in results[1:]:
+        for mine, theirs in zip(results[0], other, strict=True):
+            assert mine.ids.tolist() == theirs.ids.tolist()
+            assert mine.nonfinite.tolist() == theirs.nonfinite.tolist()
+    return results[0], notes
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("kinds", ["greedy", "noisy", "both"])
+def test_the_ids_are_those_that_the_host_draws(tp: int, kinds: str) -> None:
+    """Greedy rows, rows of plain temperature, both mixed, on vocabularies that tp does not divide (with 8 ranks some
+    shards of 20 are all padding), over usual, tied and poisoned logits. Neither the draw nor the gather lets the host
+    look; one result is set off and one read for each step."""
+    dice = np.random.default_rng(7)
+    for vocab in (20, 509):
+        steps = [torch.from_numpy(dice.standard_normal((11, vocab)).astype(np.float32)) * scale for scale in (2, 8)]
+        steps.append((steps[0] * 2).round())
+        steps.append(steps[1].clone())
+        for row, (column, value) in enumerate([(3, math.nan), (vocab - 1, math.inf), (7, -math.inf)]):
+            steps[3][row, column] = value
+        steps[3][4] = -math.inf
+        steps[3][5], steps[3][5, vocab - 2] = -math.inf, 1.0
+        heat = {"greedy": [0.0], "noisy": [0.7, 1.0, 3.0], "both": [0.0, 1.0, 0.8]}[kinds]
+        requests = [params(2**64 - 1 - row, temperature=heat[row % len(heat)]) for row in range(11)]
+        wanted, _ = drawn(tp, requests, steps, there=False)
+        got, notes = drawn(tp, requests, steps, there=True)
+        assert notes == [START, READ] * len(steps)
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert mine.ids.dtype == theirs.ids.dtype
+            assert mine.ids.tolist() == theirs.ids.tolist()
+            assert mine.nonfinite.tolist() == theirs.nonfinite.tolist()
+            assert mine.logprobs == theirs.logprobs
+        assert got[3].nonfinite[[0, 1, 4]].all()
+        assert not got[3].nonfinite[[2, 3, 5]].any()
+        assert got[3].ids[5] == vocab - 2
+
+
+def test_what_needs_the_host_is_left_to_it() -> None:
+    """Filters, edits and log-probabilities: nothing is set off. A draw under way must be finished before another."""
+
+    def task(rank: int, gather: Gather) -> None:
+        logits, sampler = torch.randn(2, 50), make(50, 1, 0, gather, 10, [])
+        sampler.admit(sequence(0, params()))
+        wanting: list[dict[str, Any]] = [
+            {"top_p": 0.5},
+            {"top_k": 4},
+            {"min_p": 0.1},
+            {"presence_penalty": 1.0},
+            {"logit_bias": ((3, 1.0),)},
+            {"allowed_token_ids": (3,)},
+            {"bad_word_ids": ((3, 4),)},
+            {"min_tokens": 2},
+            {"logprobs": 0},
+        ]
+        for slot, fields in enumerate(wanting, 1):
+            sampler.admit(sequence(slot, params(**fields)))
+            assert not sampler.start(logits, [0, slot]), fields
+            assert len(sampler.sample(logits, [0, slot]).ids) == 2
+        with pytest.raises(RuntimeError, match="no draw is under way"):
+            sampler.finish()
+        assert sampler.start(logits[:1], [0])
+        assert not sampler.start(logits[:1], [0])
+        with pytest.raises(RuntimeError, match="finish it first"):
+            sampler.flush()
+        sampler.finish()
+        sampler.flush()
+        plain = Sampler(50, range(50), 1, gather, CPU)
+        plain.admit(sequence(0, params()))
+        assert plain.latest is None
+        assert not plain.start(logits[:1], [0])
+
+    Ranks(1).run(task)
+
+
+def test_both_kinds_of_steps_share_one_state() -> None:
+    """Positions, and with them the noise, and digests go on from one kind to the other."""
+    torch.manual_seed(1)
+    steps = [torch.randn(1, 300) for _ in range(6)]
+
+    def task(rank: int, gather: Gather) -> list[int]:
+        sampler, alone = make(300, 2, rank, gather, 2, []), make(300, 2, rank, gather, 1, [])
+        sampler.admit(sequence(1, params(seed=9)))
+        alone.admit(sequence(0, params(seed=9)))
+        out, wanted = [], []
+        for number, step in enumerate(steps):
+            logits = cut(step, 2, rank)
+            there = number % 3 != 1
+            assert not there or sampler.start(logits, [1])
+            out.append(int((sampler.finish() if there else sampler.sample(logits, [1])).ids[0]))
+            wanted.append(int(alone.sample(logits, [0]).ids[0]))
+        sampler.flush()
+        assert out == wanted
+        return out
+
+    first, second = Ranks(2).run(task)
+    assert first == second
+
+
+@pytest.mark.parametrize("after", ["start", "sample", "flush"])
+def test_ranks_that_disagree_are_found_by_the_next_gather(after: str) -> None:
+    """Rank 1 brings another digest to the third gather, whatever kind it is: every rank names the step before, and
+    gets nothing of its own."""
+
+    def tamper(rank: int, number: int, payload: Bytes) -> Bytes:
+        if rank == 1 and number == 2:
+            payload[0] ^= 1
+        return payload
+
+    def task(rank: int, gather: Gather) -> tuple[int, tuple[int, ...]]:
+        sampler = make(40, 3, rank, gather, 1, [])
+        sampler.admit(sequence(0, params()))
+        logits = cut(torch.randn(1, 40, generator=torch.Generator().manual_seed(3)), 3, rank)
+        for _ in range(2):
+            assert sampler.start(logits, [0])
+            sampler.finish()
+        if after == "start":
+            sampler.start(logits, [0])
+        third: dict[str, Callable[[], Any]] = {
+            "start": sampler.finish,
+            "sample": lambda: sampler.sample(logits, [0]),
+            "flush": sampler.flush,
+        }
+        with pytest.raises(DesyncError) as caught:
+            third[after]()
+        return caught.value.step, caught.value.ranks
+
+    assert Ranks(3, tamper).run(task) == [(1, (1,))] * 3
+
+
+def test_ids_are_fed_by_slot() -> None:
+    """What is not negative is an id; the rest names the slot whose last one it is."""
+    latest = torch.tensor([70, 71, 72, 73])
+    names = torch.from_numpy(fed_by(np.array([3, 0])))
+    assert feed(torch.cat([torch.tensor([5, 0]), names]), latest).tolist() == [5, 0, 73, 70]
+
+
+def test_copies_are_of_the_moment() -> None:
+    """What was set off to the host does not change with what the device does next; what was staged may be used anew."""
+    x = torch.arange(3)
+    arriving = download(x)
+    x += 10
+    assert arriving().tolist() == [0, 1, 2]
+    target, source = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    stage(target, source)
+    source += 10
+    assert target.tolist() == [0, 1, 2]
+    assert carry(x, CPU) is x
+    assert upload(np.arange(2), CPU).tolist() == [0, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_the_host_does_not_wait() -> None:
+    """While the device is busy for some tenth of a second, arrays go up, a draw is set off and its result is asked for;
+    only reading it waits, and it is the CPU's."""
+    x = torch.randn(4, 4096, generator=torch.Generator().manual_seed(1))
+    requests = [params(seed, temperature=0.0 if seed % 2 else 1.0) for seed in range(4)]
+
+    def task(rank: int, gather: Gather) -> None:
+        wanted = make(4096, 1, 0, gather, 4, [])
+        sampler = Sampler(4096, range(4096), 4, gather, CUDA, None, OnDevice(lambda part: part[None]))
+        for slot, request in enumerate(requests):
+            for each in (wanted, sampler):
+                each.admit(sequence(slot, request))
+        logits = x.cuda()
+        assert sampler.start(logits, range(4))  # compiles what is to be compiled
+        sampler.finish()
+        wanted.sample(x, range(4))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event
+        busy = event()
+        busy.record()
+        upload(np.arange(100_000), torch.device("cuda", 0))
+        assert sampler.start(logits, range(4))
+        assert not busy.query()
+        assert sampler.finish().ids.tolist() == wanted.sample(x, range(4)).ids.tolist()
+        assert busy.query()
+
+    Ranks(1).run(task)

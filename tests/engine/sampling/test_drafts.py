@@ -1,0 +1,85 @@
+"""Drafts looked up and rows taken, against brute force; edits behind drafts."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+from laddertron.engine.batch import NewSequence
+from laddertron.engine.request import SamplingParams
+from laddertron.engine.sampling.decide import taken
+from laddertron.engine.sampling.ngrams import LONGEST, SHORTEST, look_up
+from laddertron.engine.sampling.penalties import SlotEdits
+
+SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
+
+
+def brute_force(known: list[int], most: int) -> list[int]:
+    """The latest of the longest matches, and what is behind it, token by token."""
+    for length in range(LONGEST, SHORTEST - 1, -1):
+        for at in range(len(known) - 1, length - 1, -1):
+            if len(known) > length and known[at - length : at] == known[-length:]:
+                return [(known[at:] * most)[i] for i in range(most)]
+    return []
+
+
+def test_drafts_are_what_followed_the_last_time() -> None:
+    print(f"LADDERTRON_SEED={SEED}")
+    dice, hits = random.Random(SEED), 0
+    for _ in range(3000):
+        known = [dice.randrange(dice.choice((2, 4, 9))) for _ in range(dice.randrange(1, 40))]
+        most = dice.randrange(6)
+        found = look_up(np.array(known, np.int32), most)
+        assert found == (brute_force(known, most) if most else []), known
+        hits += bool(found)
+    assert hits > 300
+
+
+def test_a_prompt_that_is_copied_is_drafted_on() -> None:
+    prompt = list(range(100, 140))
+    assert look_up(np.array([*prompt, *prompt[:5]], np.int32), 8) == prompt[5:13]
+    assert look_up(np.array([7, 8, 7, 8], np.int32), 5) == [7, 8, 7, 8, 7]
+    assert look_up(np.array([1, 2, 3, 4], np.int32), 5) == []
+    assert look_up(np.array([1, 1], np.int32), 5) == []
+
+
+def test_rows_count_up_to_the_first_wrong_draft() -> None:
+    print(f"LADDERTRON_SEED={SEED}")
+    dice = random.Random(SEED)
+    for _ in range(2000):
+        offset, fed, ids = list[int](), list[int](), list[int]()
+        bad, want = list[bool](), list[bool]()
+        for _ in range(dice.randrange(1, 4)):
+            sound = True
+            for row in range(dice.randrange(1, 5)):
+                offset.append(row)
+                fed.append(dice.randrange(2))
+                bad.append(dice.random() < 0.1)
+                sound = row == 0 or (sound and ids[-1] == fed[-1] and not bad[-1])
+                want.append(sound)
+                ids.append(dice.randrange(2))
+        assert taken(*map(np.array, (offset, fed, ids, bad))).tolist() == want
+
+
+def test_edits_behind_a_draft_leave_the_slot_as_it_is() -> None:
+    """Penalties count the draft and bad words end behind it; without it nothing has changed."""
+    params = SamplingParams(
+        max_tokens=9, seed=1, presence_penalty=1.0, repetition_penalty=1.5, bad_word_ids=((4, 6), (5, 4, 7))
+    )
+
+    def edits(*outputs: int) -> SlotEdits:
+        return SlotEdits(NewSequence(0, 0, 2, (1, 2, *outputs), params), 0, 50)
+
+    def state(e: SlotEdits) -> tuple[list[int], list[float], list[int]]:
+        columns, counts = e.seen
+        return columns.tolist(), counts.tolist(), e.forbidden(0).tolist()
+
+    held = edits(5)
+    later = held.after(4)
+    assert state(later) == state(edits(5, 4))
+    assert state(later.after(4)) == state(edits(5, 4, 4))
+    assert state(held) == state(edits(5))
+    held.append(9)
+    assert state(held) == state(edits(5, 9))
+    assert state(later) == state(edits(5, 4))

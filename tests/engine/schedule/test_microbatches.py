@@ -1,0 +1,87 @@
+"""Plans for a pipeline: the books of any schedule with several plans on their way, even shares, nobody left out."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laddertron.engine.request import Request, SamplingParams
+from laddertron.engine.schedule.scheduler import SchedulerLimits
+from laddertron.engine.schedule.step_planner import LEAST_CHUNK
+from schedule_play import Play, play
+
+
+@settings(max_examples=400, deadline=None, database=None)
+@given(st.binary(min_size=60, max_size=300), st.integers(2, 5))
+def test_random_schedules_keep_the_books_and_end(data: bytes, microbatches: int) -> None:
+    """As with one plan on its way: no block is lost, every choice ends with the tokens of its prompt alone."""
+    play(data, microbatches)
+
+
+def game(microbatches: int, seqs: int = 64, tokens: int = 4096, length: int = 4096) -> Play:
+    return Play(SchedulerLimits(seqs, tokens, length, 16, 40 * length // 16, microbatches=microbatches))
+
+
+def ask(name: str, prompt: int, tokens: int) -> Request:
+    ids = random.Random(name)
+    return Request(name, tuple(ids.randrange(50) for _ in range(prompt)), SamplingParams(tokens, seed=1))
+
+
+def run(play: Play, rounds: int, microbatches: int) -> list[set[int]]:
+    """Slots of each plan, with as many plans on their way as there may be."""
+    slots = []
+    for _ in range(rounds):
+        while len(play.flight) <= microbatches and play.plan():
+            slots.append({chunk.slot for chunk in play.flight[-1][0].chunks})
+        play.commit()
+    return slots
+
+
+@pytest.mark.parametrize(("count", "microbatches"), [(8, 2), (9, 2), (10, 3), (3, 4), (1, 2)])
+def test_each_round_takes_everybody_once_in_even_shares(count: int, microbatches: int) -> None:
+    """After the prompts: in any `microbatches` plans on end nobody decodes twice; shares differ by one at most."""
+    play = game(microbatches)
+    for number in range(count):
+        play.add(ask(f"r{number}", 5, 400))
+    plans = run(play, 20 * microbatches, microbatches)[4 * microbatches :]
+    groups = min(count, microbatches)
+    for at in range(len(plans) - groups):
+        turn = plans[at : at + groups]
+        assert sum(map(len, turn)) == count
+        assert len(set.union(*turn)) == count, "somebody twice in a round, and somebody not at all"
+        assert max(map(len, turn)) - min(map(len, turn)) <= 1
+
+
+def test_shares_are_even_again_after_ends_and_admissions() -> None:
+    """Eight of sixteen end in one micro-batch, then others come: within two rounds shares are even, nobody starves."""
+    play = game(2)
+    for number in range(16):
+        play.add(ask(f"r{number}", 5, 400))
+    before = run(play, 12, 2)[-1]
+    ending = [s.group.request.request_id for s in play.scheduler._residency.running if s.slot in before]
+    for name in ending:
+        play.cancel(name)
+    after = run(play, 12, 2)[6:]
+    assert {len(plan) for plan in after} == {4}
+    for number in range(6):
+        play.add(ask(f"late{number}", 7, 400))
+    last = run(play, 30, 2)[-16:]
+    assert {len(plan) for plan in last} == {7}
+    assert set(Counter(slot for plan in last for slot in plan).values()) == {8}
+
+
+def test_chunks_of_one_prompt_go_through_consecutive_plans() -> None:
+    """A prompt that one plan could hold is cut, so that every stage has work: none waits for another's result."""
+    play = game(2)
+    play.add(ask("long", 2048, 3))
+    while play.plan() and len(play.flight) < 3:
+        pass
+    chunks = [batch.chunks[0] for batch, _ in play.flight]
+    assert [(c.start, c.count) for c in chunks] == [(0, 512), (512, 512), (1024, 512)]
+    small = game(2)
+    small.add(ask("short", LEAST_CHUNK, 3))
+    assert small.plan()
+    assert small.flight[0][0].chunks[0].count == LEAST_CHUNK

@@ -1,0 +1,224 @@
+"""KV capacity of a rank: what is kept free for steps, in the start's words, in the errors, and as the plan has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import fake_flashinfer
+import numpy as np
+import pytest
+import torch
+from laddertron.engine.config.schema import CPU_KV_CACHE_MEMORY, Deployment, EngineConfig, ModelSection
+from laddertron.engine.estimate.cuda_graph_sizes import GRAPH_BYTES, graph_sizes
+from laddertron.engine.estimate.memory import GPU_CONTEXT, NCCL_BUFFERS, MemoryKeys, StoredTypes, memory
+from laddertron.engine.step import kv_capacity as capacity
+from laddertron.engine.step.cuda_graphs import DecodeGraphs, GraphsError
+from laddertron.engine.step.kv_capacity import (
+    Budget,
+    CapacityError,
+    agreed_budget,
+    check_memory,
+    count_blocks,
+    describe_budget,
+    kv_budget,
+    working_bytes,
+)
+from laddertron.models.config.known_models import known
+from laddertron.models.cuda.flashinfer import FlashInferAttention
+from laddertron.models.cuda.workspace import WORKSPACE_BYTES, WRAPPER_BYTES, workspace_bytes
+from laddertron.models.kv_cache import KVCache
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+GIB, MIB = 1 << 30, 1 << 20
+H100 = 81559 << 20
+WORKING = {"activations": 256 * MIB, "all-reduces in flight": 0, "attention workspace": GIB // 2, "CUDA graphs": GIB}
+
+
+def deployment(**engine: Any) -> Deployment:
+    return Deployment(ModelSection("somewhere"), engine=EngineConfig(**engine))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "flashinfer_serves", lambda wanted, *_: wanted != "torch")
+
+
+def test_the_arithmetic_of_a_gpu() -> None:
+    """80 GiB, 60 of them free beside the weights: a tenth of all stays unused, steps have their parts, KV the rest."""
+    budget = kv_budget(EngineConfig(), 80 * GIB, 60 * GIB, WORKING)
+    assert budget.kv == pytest.approx(60 * GIB - 8 * GIB - sum(WORKING.values()), abs=2)
+    line = describe_budget(budget, 1234, 16)
+    assert line == (
+        "KV cache: 50.25 GiB (60.00 GiB free beside the weights, less 8.00 unused by engine.gpu_memory_utilization=0.9,"
+        " 0.25 for activations, 0.50 for attention workspace, 1.00 for CUDA graphs); 1234 blocks of 16 positions"
+    )
+    assert kv_budget(EngineConfig(), 80 * GIB, 9 * GIB, WORKING).kv == 0
+
+
+def test_what_is_configured_is_taken() -> None:
+    assert kv_budget(EngineConfig(kv_cache_memory=5 * GIB), 80 * GIB, 60 * GIB, WORKING).kv == 5 * GIB
+    assert kv_budget(EngineConfig(), None, 60 * GIB, {}).kv == CPU_KV_CACHE_MEMORY
+
+
+def test_too_few_blocks_are_refused_with_the_numbers() -> None:
+    """One sequence of 100 positions needs 7 blocks of 16; there is room for 6, and then for 7, one of them nobody's."""
+    budget = kv_budget(EngineConfig(max_num_seqs=4), 80 * GIB, 9 * GIB + sum(WORKING.values()), WORKING)
+    one = budget.kv // 6
+    with pytest.raises(CapacityError) as caught:
+        count_blocks(budget, one, 16, 4, 100)
+    words = str(caught.value)
+    assert "model.max_model_len=100 needs 7 KV blocks" in words
+    assert f"({-(-7 * one // MIB)} MiB) and there is room for 6 ({budget.kv >> 20} MiB: 10.75 GiB free" in words
+    for part in ("8.00 unused", "0.50 for attention workspace", "1.00 for CUDA graphs", "raise engine.gpu_memory"):
+        assert part in words
+    assert words.endswith("or set max_model_len to at most 95")
+    assert count_blocks(replace(budget, kv=7 * one), one, 16, 4, 100) == 7
+    with pytest.raises(CapacityError, match="room for 6"):
+        count_blocks(replace(budget, kv=7 * one), one, 16, 4, 100, spare=1)
+    assert count_blocks(replace(budget, kv=99 * one), one, 16, 4, 100) == 28
+    with pytest.raises(CapacityError, match=r"raise engine\.kv_cache_memory to that, or set"):
+        count_blocks(kv_budget(EngineConfig(kv_cache_memory=one), None, 0, {}), one, 16, 4, 100)
+
+
+def test_what_cannot_fit_is_refused_before_loading() -> None:
+    """Weights alone would fit; with what steps take they do not, and the message says what that is."""
+    check_memory(deployment(), 2, 10 * GIB, 11 * GIB + 769 * MIB, WORKING)
+    with pytest.raises(CapacityError) as caught:
+        check_memory(deployment(), 2, 10 * GIB, 11 * GIB + 767 * MIB, WORKING)
+    assert str(caught.value) == (
+        "a rank needs about 10240 MiB for weights and 0 MiB for KV, 256 MiB for activations, 512 MiB for attention "
+        "workspace, 1024 MiB for CUDA graphs, 12031 MiB are free: use more ranks than 2, a smaller kv_cache_memory or "
+        "another dtype"
+    )
+
+
+def test_a_cpu_keeps_nothing_free() -> None:
+    config = known("llama-3.1-8b")
+    assert working_bytes(deployment(), config, 1, "native", torch.bfloat16, 8192, CPU) == {}
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize(("name", "size"), [("llama-3.1-8b", 1), ("llama-3.1-70b", 8), ("llama-3.1-405b", 16)])
+def test_the_plan_has_the_engines_figure(name: str, size: int) -> None:
+    """A device that holds what the plan lists beside KV, weights and what the driver and NCCL take being there already:
+    the engine comes to the plan's bytes of KV, whatever is recorded and whichever attention serves."""
+    config = known(name)
+    for engine in ({}, {"cuda_graphs": False}, {"attention": "torch"}, {"max_num_seqs": 64, "block_size": 32}):
+        d = deployment(**engine)
+        keys = MemoryKeys(
+            max_num_seqs=d.engine.max_num_seqs,
+            max_num_batched_tokens=d.engine.max_num_batched_tokens,
+            max_model_len=8192,
+            block_size=d.engine.block_size,
+            graphs=d.engine.cuda_graphs is not False,
+            flashinfer=d.engine.attention != "torch",
+        )
+        room = memory(config, size, StoredTypes(), keys, H100)
+        backend = "native" if size == 1 else "nccl"
+        working = working_bytes(d, config, size, backend, torch.bfloat16, 8192, CUDA)
+        rotary = room.parts["activations"] - working["activations"]
+        assert rotary == 8193 * config.head_dim * 4 * 2
+        there = room.weight_bytes + rotary + GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0)
+        budget = kv_budget(d.engine, H100, H100 - there, working)
+        assert budget.kv == pytest.approx(room.kv_bytes, abs=2)
+        assert room.kv_bytes > GIB
+        held = working["attention workspace"] > 0, working["CUDA graphs"] > 0
+        assert held == (keys.flashinfer, keys.graphs and keys.flashinfer)
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_what_widening_fp8_takes_is_counted() -> None:
+    """The largest product of a rank in bf16 (8B whole: gate and up, 2 x 14336 rows of 4096), once for eager steps and
+    once for recorded ones, by engine and plan alike; a device that has room for all but that is refused."""
+    config, largest = known("llama-3.1-8b"), 2 * 14336 * 4096 * 2
+    kept, widened = (
+        working_bytes(deployment(), config, 1, "native", torch.bfloat16, 8192, CUDA, widens) for widens in (False, True)
+    )
+    assert widened == kept | {
+        "widened fp8 weights": largest, "CUDA graphs": kept["CUDA graphs"] + largest
+    }  # fmt: skip
+    rooms = [memory(config, 1, StoredTypes("fp8"), MemoryKeys(widens_fp8=widens), H100) for widens in (False, True)]
+    assert rooms[0].kv_bytes - rooms[1].kv_bytes == 2 * largest
+    free = 10 * GIB + sum(kept.values())
+    check_memory(deployment(), 1, 10 * GIB, free, kept)
+    with pytest.raises(CapacityError, match="224 MiB for widened fp8 weights"):
+        check_memory(deployment(), 1, 10 * GIB, free, widened)
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_graphs_that_cannot_be_had_are_refused_before_loading() -> None:
+    config = known("llama-3.1-8b")
+    with pytest.raises(GraphsError, match="attention torch"):
+        working_bytes(deployment(cuda_graphs=True, attention="torch"), config, 1, "native", torch.bfloat16, 4096, CUDA)
+    assert working_bytes(deployment(), config, 2, "gloo", torch.bfloat16, 4096, CUDA)["CUDA graphs"] == 0
+
+
+class _Counting:
+    """The library's two wrappers, counted; the workspaces that they were given."""
+
+    def __init__(self) -> None:
+        self.made, self.workspaces = 0, set[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        def make(workspace: torch.Tensor, *args: Any, **more: Any) -> Any:
+            self.made += 1
+            self.workspaces.add(workspace.data_ptr())
+            return getattr(fake_flashinfer.LIBRARY, name)(workspace, *args, **more)
+
+        return make
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 64, None, 64)])
+def test_the_workspace_is_that_of_the_wrappers_made(windows: tuple[int | None, ...]) -> None:
+    """Each wrapper holds the library's 8 MiB, all share one buffer, and those of recorded steps one set of tables."""
+    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=len(windows), head_dim=8), num_kv_heads=1)
+    library, sizes = _Counting(), graph_sizes(64)
+    cache = KVCache(shard, 4, 4, torch.float32, CPU)
+    attention = FlashInferAttention(cache, windows, 1.0, 1, torch.float32, library)
+    attention.twin()
+    attention.captured(sizes, 100)
+    assert len(library.workspaces) == 1
+    tables = 2 * 4 * (64 * 100 + 2 * 64)
+    kinds = len(set(windows))
+    assert workspace_bytes(kinds, sizes, 100) == WORKSPACE_BYTES + library.made * WRAPPER_BYTES + tables
+    assert workspace_bytes(kinds, (), 100) == WORKSPACE_BYTES + 4 * kinds * WRAPPER_BYTES
+
+
+def test_what_graphs_hold_is_told_beside_what_was_kept() -> None:
+    """Measured once they are recorded."""
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs._reserved = 3 * GRAPH_BYTES
+    assert graphs._room(GRAPH_BYTES) == "32 MiB of the 96 kept free for them"
+    assert graphs._room(4 * GRAPH_BYTES).endswith("too few; lower engine.gpu_memory_utilization")
+    graphs._reserved = None
+    assert graphs._room(GRAPH_BYTES) == "32 MiB"
+
+
+@pytest.mark.parametrize("least", [True, False])
+def test_the_group_agrees_on_the_least(monkeypatch: pytest.MonkeyPatch, least: bool) -> None:
+    """Memory is measured after a first collective, whose buffers are not free any more."""
+    free = [70 * GIB]
+
+    class Pair:
+        gathers = 0
+
+        def gather(self, payload: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            self.gathers += 1
+            free[0] = 60 * GIB
+            if len(payload) != 8:
+                return np.stack([payload, payload])
+            other = payload.view(np.int64) + (GIB if least else -GIB)
+            return np.stack([payload, other.view(np.uint8)])
+
+    monkeypatch.setattr(capacity, "available_bytes", lambda device: free[0])
+    monkeypatch.setattr(capacity, "total_bytes", lambda device: 80 * GIB)
+    pair: Any = Pair()
+    own = kv_budget(EngineConfig(), 80 * GIB, 60 * GIB, WORKING)
+    agreed = agreed_budget(EngineConfig(), pair, CUDA, WORKING)
+    assert pair.gathers == 2
+    if least:
+        assert agreed == own
+    else:
+        assert agreed == Budget(own.kv - GIB, f"another rank has less than this one: {own.words}", own.fixes)

@@ -1,0 +1,134 @@
+"""Recorded decode steps: which sizes, when they are refused, and the same answers with and without them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laddertron.engine.estimate.cuda_graph_sizes import MOST_GRAPHED, graph_sizes, padded_size
+from laddertron.engine.step.cuda_graphs import CudaRecorder, GraphsError, collectives_refuse, graphed
+from recorded_graph import TapeRecorder
+
+Ranks = Callable[..., list[Any]]
+
+
+@given(st.integers(1, 2000), st.data())
+def test_every_step_has_a_size(most: int, data: st.DataObject) -> None:
+    """Each number of sequences up to the limit is padded to the next size: by at most a third of the step from 16 on,
+    below by less than its own number; the sizes are few."""
+    sizes = graph_sizes(most)
+    assert sizes == tuple(sorted(set(sizes)))
+    assert sizes[-1] == min(most, MOST_GRAPHED)
+    assert len(sizes) <= 16
+    count = data.draw(st.integers(1, sizes[-1]))
+    size = padded_size(sizes, count)
+    assert size is not None
+    assert count <= size
+    assert size - count <= (size / 3 if count >= 16 else count - 1)
+    assert padded_size(sizes, sizes[-1] + 1) is None
+
+
+def test_sizes_by_example() -> None:
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(5) == (1, 2, 4, 5)
+    assert graph_sizes(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def test_when_steps_are_recorded() -> None:
+    """auto takes them where all parts can; true insists and says what is missing; false is false."""
+    assert graphed("auto", "cuda", True, "flashinfer", None) == (True, "on")
+    assert graphed(True, "cuda", True, "flashinfer", None)[0]
+    assert graphed(False, "cuda", True, "flashinfer", None) == (False, "off, as configured")
+    lacking: list[tuple[str, str, bool, str, str | None]] = [
+        ("a cpu", "cpu", True, "flashinfer", None),
+        ("attention torch", "cuda", False, "torch", None),
+        ("backend gloo", "cuda", True, "flashinfer", collectives_refuse("gloo", 2, False)),
+    ]
+    for reason, *arguments in lacking:
+        use, why = graphed("auto", *arguments)  # type: ignore[arg-type]
+        assert not use
+        assert reason in why
+        with pytest.raises(GraphsError, match=reason):
+            graphed(True, *arguments)  # type: ignore[arg-type]
+
+
+def test_which_collectives_may_be_recorded() -> None:
+    """NCCL's, and those of a group of one, where nothing travels; a host's clock that plays a fabric may not."""
+    assert collectives_refuse("nccl", 8, False) is None
+    assert collectives_refuse("nccl", 1, True) is None
+    assert collectives_refuse("native", 1, False) is None
+    assert collectives_refuse("native", 1, True) is not None
+    assert collectives_refuse("gloo", 2, False) is not None
+
+
+def test_the_stand_in_repeats_what_it_noted() -> None:
+    """A replay sees new values in the tensors, not new values of Python's."""
+    recorder, x, out, factor = TapeRecorder(), torch.ones(3), torch.zeros(3), [2.0]
+
+    def compute() -> None:
+        out.copy_((x.view(3, 1) * factor[0]).flatten() + 1)
+
+    replay = recorder.record(compute)
+    x.fill_(5)
+    factor[0] = 100.0
+    replay()
+    assert out.tolist() == [11.0, 11.0, 11.0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return lambda recipe: checkpoints.save(tmp_path_factory.mktemp(recipe), recipe)
+
+
+@pytest.mark.parametrize(("recipe", "size"), [("ladder", 1), ("ladder", 2), ("qwen3", 2), ("mistral", 1)])
+def test_ids_are_the_same_with_and_without_graphs(
+    ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int
+) -> None:
+    """Nine requests of different lengths through five slots: steps of one to five decodes, padded and not, mixed with
+    prompts that run eagerly. The same answers as without graphs and as the portable backend gives; every step computed
+    while serving was one with a prompt, all others were replays. fp32; greedy on two ranks, drawn on one. The same
+    again where ids stay on the device: the graphs take them from there, and no step waits for those of the one
+    before."""
+    folder, prompts = str(checkpoint(recipe)), checkpoints.prompts(9, seed=4)
+    params = {"temperature": 0.8, "n": 2, "max_tokens": 5} if size == 1 else {"max_tokens": 5}
+    args = {"folder": folder, "prompts": prompts, "params": params}
+    portable, eager, recorded, overlapped = (
+        ranks(size, "recorded_graph:generate", args | {"how": how})[0]
+        for how in ("portable", "eager", "recorded", "overlapped")
+    )
+    assert overlapped["answers"] == recorded["answers"] == eager["answers"] == portable["answers"]
+    assert eager["replayed"] == 0
+    assert overlapped["replayed"] == recorded["replayed"]
+    # Every result but the last was read when the next step had been set off, from ids that no host had seen.
+    assert overlapped["steps"] == {"late": overlapped["steps"]["late"], "waited": 1, "host": 0}
+    assert overlapped["steps"]["late"] > recorded["replayed"]
+    assert recorded["replayed"] >= 14
+    assert recorded["computed"] == 2 * len(graph_sizes(5))
+
+
+def test_steps_beyond_the_largest_graph_run_eagerly(ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
+    folder, prompts = str(checkpoint("llama")), checkpoints.prompts(5, seed=6)
+    args = {"folder": folder, "prompts": prompts, "params": {"max_tokens": 6}}
+    plain = ranks(1, "recorded_graph:generate", args | {"how": "eager"})[0]
+    found = ranks(1, "recorded_graph:generate", args | {"how": "recorded", "sizes": [1, 2]})[0]
+    assert found["answers"] == plain["answers"]
+    assert 0 < found["replayed"] < 18
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_graph_repeats_its_work() -> None:
+    device = torch.device("cuda")
+    x, out = torch.ones(64, device=device), torch.zeros(64, device=device)
+    weight = torch.randn(64, 64, device=device)
+    recorder = CudaRecorder(device)
+    replay = recorder.record(lambda: out.copy_(weight @ x))  # type: ignore[arg-type]
+    x.copy_(torch.randn(64))
+    replay()
+    assert torch.allclose(out, weight @ x, atol=1e-4)

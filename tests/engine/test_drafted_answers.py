@@ -1,0 +1,62 @@
+"""`engine.speculation` through the real engine: under `deterministic` no answer changes, whatever is drawn, scored,
+penalised or stopped, and whoever runs beside it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+from laddertron.models.cpu.ops import Kernels
+
+SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
+Ranks = Callable[..., list[Any]]
+
+pytestmark = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
+
+
+def answers(ranks: Ranks, size: int, folder: Path, **how: Any) -> dict[str, Any]:
+    args = {"folder": str(folder), "seed": SEED % 1000, "most": 40} | how
+    told: dict[str, Any] = ranks(size, "split_cases:answers", args, timeout_s=240.0)[0]
+    return told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_speculation_changes_no_answer(ranks: Ranks, size: int, dtype: str, tmp_path: Path) -> None:
+    """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids;
+    with prefixes in the cache and chunked prompts beside decodes: every id, every score and every end is the one that
+    comes without drafts. Some drafts are right, some are not."""
+    print(f"LADDERTRON_SEED={SEED}")
+    folder = checkpoints.save(tmp_path / "m", "llama", dtype=dtype)
+    plain = answers(ranks, size, folder)
+    for kind in ("ngram", "auto"):
+        drafted = answers(ranks, size, folder, speculation=kind)
+        assert drafted["answers"] == plain["answers"], kind
+        assert 0 < drafted["accepted"] < drafted["drafts"]
+    assert plain["drafts"] == 0
+
+
+@pytest.mark.parametrize("family", ["ladder", "parallel", "hybrid", "mistral", "desync2_tp2"])
+def test_every_wiring_takes_drafts(ranks: Ranks, family: str, tmp_path: Path) -> None:
+    print(f"LADDERTRON_SEED={SEED}")
+    folder = checkpoints.save(tmp_path / "m", family)
+    plain, drafted = (answers(ranks, 2, folder, speculation=kind) for kind in (False, "ngram"))
+    assert drafted["answers"] == plain["answers"]
+    assert drafted["accepted"] > 0
+
+
+def test_a_batch_of_one_and_split_steps(ranks: Ranks, tmp_path: Path) -> None:
+    """Alone a sequence takes fewer steps; drafts of one sequence may lie in both streams of a split step."""
+    print(f"LADDERTRON_SEED={SEED}")
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    alone, drafted = (answers(ranks, 2, folder, seats=1, speculation=kind) for kind in (False, "ngram"))
+    assert drafted["answers"] == alone["answers"]
+    assert drafted["steps"] < alone["steps"]
+    both = answers(ranks, 2, folder, split="always", speculation="ngram")
+    assert both["answers"] == alone["answers"]
+    assert both["split"] > 0.5 * both["steps"]

@@ -1,0 +1,180 @@
+"""The two wrappers of FlashInfer that laddertron uses, in plain torch, by their documented contract.
+
+Argument names are the library's (tests/models/cuda/test_flashinfer.py holds them to the installed one); what it would
+refuse is refused. `run` reads the device buffers alone and is one operator, so that a recorded step (recorded_graph.py)
+replays it.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("laddertron_tests::paged_attention", mutates_args={"out"})
+def paged_attention(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Tensor,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    causal: bool,
+    window_left: int,
+    scale: float,
+) -> None:
+    """q, out [T, H, C]; k, v [pages, K, page size, C]. Query row i of a sequence stands at position
+    kv_len - queries + i."""
+    size, group = k.shape[2], q.shape[1] // k.shape[1]
+    for i in range(len(last_page_len)):
+        first, last = int(qo_indptr[i]), int(qo_indptr[i + 1])
+        held = indices[int(indptr[i]) : int(indptr[i + 1])].long()
+        length = max(0, len(held) - 1) * size + int(last_page_len[i])
+        # [pages, K, size, C] -> [H, length, C]
+        keys, values = (
+            x[held].float().transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0) for x in (k, v)
+        )
+        at = length - (last - first) + torch.arange(last - first)[:, None]
+        position = torch.arange(length)[None]
+        seen = position <= at if causal else torch.ones_like(position <= at)
+        if window_left >= 0:
+            seen &= position >= at - window_left
+        scores = (q[first:last].transpose(0, 1).float() @ keys.transpose(1, 2)) * scale
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        out[first:last] = (weights @ values).transpose(0, 1).to(out.dtype)
+
+
+class _Wrapper:
+    def __init__(self, workspace: Tensor, kv_layout: str, graph: bool, buffers: tuple[Tensor | None, ...]) -> None:
+        if kv_layout != "HND" or workspace.dtype != torch.uint8:
+            raise ValueError(f"layout {kv_layout}, workspace of {workspace.dtype}")
+        self._graph, self._buffers, self._planned = graph, buffers, False
+        if graph:
+            indptr, indices, last = buffers
+            if indptr is None or indices is None or last is None or len(indptr) != len(last) + 1:
+                raise ValueError("a captured wrapper needs indptr [n + 1], indices and last_page_len [n]")
+
+    def _plan(
+        self, qo: Tensor, table: tuple[Tensor, ...], heads: int, kv_heads: int, dim: int, size: int, types: Any
+    ) -> None:
+        indptr, indices, last = table
+        for tensor in (qo, *table):
+            assert tensor.dtype == torch.int32
+            assert tensor.dim() == 1
+        assert len(indptr) == len(qo) == len(last) + 1
+        assert int(indptr[-1]) == len(indices)
+        assert bool(((last >= 1) & (last <= size)).all())
+        assert heads % kv_heads == 0
+        if self._graph:
+            held: list[Any] = list(self._buffers)
+            if len(last) != len(held[2]):
+                raise ValueError(f"batch size {len(last)}, captured with {len(held[2])}")
+            if len(indices) > len(held[1]):
+                raise ValueError(f"{len(indices)} pages, room for {len(held[1])}")
+            held[0].copy_(indptr)
+            held[1][: len(indices)].copy_(indices)
+            held[2].copy_(last)
+            self._table = tuple(held)
+        else:
+            self._table = tuple(x.clone() for x in table)
+        self._qo, self._shape, self._types, self._planned = qo.clone(), (heads, kv_heads, dim, size), types, True
+
+    def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor | None, causal: bool) -> Tensor:
+        assert self._planned, "run before plan"
+        k, v = kv
+        heads, kv_heads, dim, size = self._shape
+        q_type, kv_type, self._window, self._scale = self._types
+        assert q.dtype == q_type
+        assert k.dtype == v.dtype == kv_type
+        assert k.shape[1:] == v.shape[1:] == (kv_heads, size, dim)
+        assert q.shape[1:] == (heads, dim)
+        assert q.is_contiguous()
+        out = torch.empty_like(q) if out is None else out
+        assert out.shape == q.shape
+        assert out.dtype == q.dtype
+        paged_attention(out, q, k, v, self._qo, *self._table, causal, self._window, self._scale)
+        return out
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+    ) -> None:
+        buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers)
+        self._tensor_cores = use_tensor_cores
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        window_left: int = -1,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+        sm_scale: float | None = None,
+    ) -> None:
+        if not self._tensor_cores and num_qo_heads // num_kv_heads not in (1, 2, 3, 4, 6, 8, 16):
+            raise RuntimeError(f"Unsupported group_size: {num_qo_heads // num_kv_heads}")
+        types = q_data_type, kv_data_type or q_data_type, window_left, sm_scale or head_dim**-0.5
+        rows = torch.arange(len(last_page_len) + 1, dtype=torch.int32)
+        table = indptr, indices, last_page_len
+        self._plan(rows, table, num_qo_heads, num_kv_heads, head_dim, page_size, types)
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None) -> Tensor:
+        return self._run(q, paged_kv_cache, out, causal=False)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        super().__init__(float_workspace_buffer, kv_layout, False, ())
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+    ) -> None:
+        self._causal = causal
+        types = q_data_type, kv_data_type or q_data_type, window_left, sm_scale or head_dim_qk**-0.5
+        table = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+        self._plan(qo_indptr, table, num_qo_heads, num_kv_heads, head_dim_qk, page_size, types)
+
+    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None) -> Tensor:
+        return self._run(q, paged_kv_cache, out, self._causal)
+
+
+LIBRARY: Any = SimpleNamespace(
+    BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
+    __version__="fake",
+)

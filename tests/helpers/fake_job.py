@@ -1,0 +1,214 @@
+"""An EngineJob in this very process, without a model: each token follows from the ids before it by a hash.
+
+For tests of everything above the engine. Steps run on the event loop; faults are asked for in the constructor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from laddertron.engine.job import JobListener, JobState, MetricRow, RankHeartbeat
+from laddertron.engine.request import ModelLimits, Request, TokenLogprob, TokensEvent
+
+
+def next_token(seed: int, tokens: tuple[int, ...], choice: int, vocab_size: int) -> int:
+    """What FakeJob answers after these ids."""
+    text = f"{seed} {choice} {' '.join(map(str, tokens[-8:]))} {len(tokens)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") % vocab_size
+
+
+@dataclass(slots=True)
+class _Sequence:
+    request: Request
+    choice: int
+    out: list[int] = field(default_factory=list)
+    stop_at: int | None = None
+    cancelled: bool = False
+
+
+class FakeJob:
+    """`script` (request -> ids) replaces the hash. `die_after`: the job is lost once that many requests have ended.
+    `fail`: request ids' prompts (by first id) that end in numerical_error. `hold`: no steps until `release()`."""
+
+    def __init__(
+        self,
+        limits: ModelLimits,
+        script: dict[tuple[int, ...], tuple[int, ...]] | None = None,
+        die_after: int | None = None,
+        fail: frozenset[int] = frozenset(),
+        hold: bool = False,
+        refuse: str | None = None,
+        tokens_a_step: int = 1,
+    ) -> None:
+        self.limits, self.script, self.die_after, self.fail = limits, script or {}, die_after, fail
+        self.refuse, self.tokens_a_step = refuse, tokens_a_step
+        self.submitted: list[Request] = []
+        self.stops: list[tuple[str, int, int]] = []
+        self.cancels: list[str] = []
+        self.most_waiting = 0
+        self.closed = False
+        self.steps = 0
+        self._state = JobState("starting")
+        self._listener: JobListener | None = None
+        self._sequences: list[_Sequence] = []
+        self._ended = 0
+        self._running = asyncio.Event()
+        if not hold:
+            self._running.set()
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> JobState:
+        return self._state
+
+    async def start(self, listener: JobListener) -> None:
+        self._listener = listener
+        self._task = asyncio.create_task(self._run())
+
+    def submit(self, request: Request) -> None:
+        if self._state.phase != "ready":
+            raise RuntimeError(f"the job is {self._state.phase}")
+        self.submitted.append(request)
+        self._sequences += [_Sequence(request, choice) for choice in range(request.params.n)]
+        self.most_waiting = max(self.most_waiting, len(self._sequences))
+        self._work.set()
+
+    def cancel(self, request_id: str) -> None:
+        self.cancels.append(request_id)
+        for sequence in self._sequences:
+            if sequence.request.request_id == request_id:
+                sequence.cancelled = True
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        self.stops.append((request_id, choice, n_tokens))
+        for sequence in self._sequences:
+            if (sequence.request.request_id, sequence.choice) == (request_id, choice):
+                sequence.stop_at = n_tokens
+
+    def release(self) -> None:
+        self._running.set()
+
+    def hold(self) -> None:
+        self._running.clear()
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._to("draining")
+        return True
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.closed = True
+
+    async def bundle(self) -> dict[str, Any]:
+        return {"ranks": []}
+
+    def lose(self, reason: str) -> None:
+        """The job dies now."""
+        ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
+        running = min(len(ids), self.limits.max_num_seqs)
+        self._sequences.clear()
+        assert self._listener is not None
+        self._to("failed", reason)
+        self._listener.on_lost(ids, reason, running)
+
+    def _to(self, phase: Any, reason: str = "") -> None:
+        self._state = JobState(phase, reason, limits=self.limits)
+        assert self._listener is not None
+        self._listener.on_state(self._state)
+
+    async def _run(self) -> None:
+        await asyncio.sleep(0)
+        if self.refuse is not None:
+            self._to("failed", self.refuse)
+            return
+        self._to("loading")
+        self._report()
+        self._to("ready")
+        while True:
+            await self._running.wait()
+            if not self._sequences:
+                self._work.clear()
+                self._report()
+                await self._work.wait()
+                continue  # it may have been held meanwhile
+            await asyncio.sleep(0)
+            self._step()
+
+    def _report(self) -> None:
+        assert self._listener is not None
+        rows = [MetricRow("rank_info", ("cpu", "avx2", "1"), 1.0)]
+        for exposure, seconds in (("hidden", 0.5 * self.steps), ("exposed", 0.25 * self.steps)):
+            rows.append(MetricRow("collective_seconds_total", ("all_reduce", "net", exposure), seconds))
+            for layer, share in (("ladder attention", 0.25), ("ladder mlp", 0.75)):
+                rows.append(MetricRow("layer_collective_seconds_total", (layer, "net", exposure), share * seconds))
+        self._listener.on_report(RankHeartbeat(0, "here", 1, self.steps, time.time(), tuple(rows)))
+
+    def _step(self) -> None:
+        assert self._listener is not None
+        self.steps += 1
+        events = []
+        for sequence in self._sequences[: self.limits.max_num_seqs]:
+            events.append(self._event(sequence))
+            if events[-1].finish is not None:
+                self._sequences.remove(sequence)
+                self._ended += 1
+        if events:
+            self._listener.on_tokens(events)
+        if self.die_after is not None and self._ended >= self.die_after:
+            self.die_after = None
+            self.lose("rank 1 on node-b was killed")
+
+    def _event(self, sequence: _Sequence) -> TokensEvent:
+        request, params, start = sequence.request, sequence.request.params, len(sequence.out)
+        if request.prompt[0] in self.fail:
+            return TokensEvent(request.request_id, sequence.choice, 0, (), "numerical_error", message="NaN logits")
+        finish: Any = None
+        stop_token = None
+        if sequence.cancelled:
+            finish = "cancelled"
+        elif sequence.stop_at is not None:
+            finish = "stop"
+        while finish is None and len(sequence.out) - start < self.tokens_a_step:
+            if len(sequence.out) >= params.max_tokens:
+                finish = "length"
+                break
+            token = self._token(sequence)
+            if token in params.stop_token_ids and len(sequence.out) >= params.min_tokens:
+                finish, stop_token = "stop", token
+                break
+            sequence.out.append(token)
+            if len(sequence.out) >= params.max_tokens:
+                finish = "length"
+        new = tuple(sequence.out[start:])
+        first = start == 0 and sequence.choice == 0
+        return TokensEvent(
+            request.request_id,
+            sequence.choice,
+            start,
+            new,
+            finish,
+            logprobs=None if params.logprobs is None else tuple(self._score(t, params.logprobs) for t in new),
+            prompt_logprobs=(None, *(self._score(t, params.prompt_logprobs) for t in request.prompt[1:]))
+            if first and params.prompt_logprobs is not None
+            else None,
+            stop_token=stop_token,
+            epoch=request.epoch,
+        )
+
+    def _token(self, sequence: _Sequence) -> int:
+        scripted = self.script.get(sequence.request.prompt)
+        if scripted is not None and len(sequence.out) < len(scripted):
+            return scripted[len(sequence.out)]
+        tokens = (*sequence.request.prompt, *sequence.out)
+        return next_token(sequence.request.params.seed, tokens, sequence.choice, self.limits.vocab_size)
+
+    def _score(self, token: int, top: int) -> TokenLogprob:
+        others = tuple(((token + i) % self.limits.vocab_size, -0.5 - i) for i in range(top))
+        return TokenLogprob(token, -0.5, others)

@@ -1,0 +1,171 @@
+"""A recorded graph without a GPU: notes every torch operator of a computation and repeats it on the same tensors.
+
+As strict as a CUDA graph: what Python decided while recording is fixed, only what lies in the noted tensors may change.
+All-reduces are no operators; `Noted` puts them into the record. Also the engine on ranks, with and without graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import engine_cases
+import torch
+from fake_flashinfer import LIBRARY
+from laddertron.engine.estimate.cuda_graph_sizes import graph_sizes
+from laddertron.engine.sampling.sampler import Sampler
+from laddertron.engine.step import build
+from laddertron.engine.step.build import Built
+from laddertron.engine.step.cuda_graphs import DecodeGraphs
+from laddertron.engine.step.runner import Runner
+from laddertron.models.cuda.flashinfer import FlashInferAttention
+from laddertron.models.kv_cache import KVCache
+from laddertron.models.ops import TorchOps
+from laddertron.topology.comm.collectives import Collective, Pending
+from overlapped import overlap, sampler, told
+from rank_pool import Rank
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operators while active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        fresh = [not any(out is given for given in _tensors((args, kwargs))) for out in _tensors(results)]
+
+        def again() -> None:
+            for new, noted, own in zip(_tensors(func(*args, **kwargs)), _tensors(results), fresh, strict=True):
+                if own and new.data_ptr() != noted.data_ptr():  # a view of what is noted has changed with it
+                    noted.copy_(new)
+
+        self.calls.append(again)
+        return results
+
+
+class TapeRecorder:
+    """engine/step/cuda_graphs.py's Recorder on a CPU. `computed` counts the runs of Python code, `replayed` those of a
+    tape."""
+
+    def __init__(self) -> None:
+        self.tape: _Tape | None = None
+        self.computed = self.replayed = 0
+
+    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+        compute()  # as for a GPU: the first call of anything is not recorded
+        self.tape = tape = _Tape()
+        with tape:
+            compute()
+        self.tape = None
+        self.computed += 2
+
+        def replay() -> None:
+            self.replayed += 1
+            for call in tape.calls:
+                call()
+
+        return replay
+
+    def memory(self) -> int:
+        return 0
+
+
+class Noted:
+    """A Collective that takes part in recordings: a replay starts and awaits it where the recording did."""
+
+    def __init__(self, inner: Collective, recorder: TapeRecorder) -> None:
+        self._inner, self._recorder = inner, recorder
+
+    def start(self, x: Tensor) -> Pending:
+        tape = self._recorder.tape
+        if tape is None:
+            return self._inner.start(x)
+        under_way = [self._inner.start(x)]
+        tape.calls.append(lambda: under_way.__setitem__(0, self._inner.start(x)))
+        return _NotedPending(under_way, tape)
+
+
+class _NotedPending:
+    def __init__(self, under_way: list[Pending], tape: _Tape) -> None:
+        self._under_way, self._tape = under_way, tape
+
+    def wait(self) -> Tensor:
+        self._tape.calls.append(lambda: (self._under_way[0].wait(), None)[1])
+        return self._under_way[0].wait()
+
+
+def generate(
+    rank: Rank,
+    folder: str,
+    prompts: list[list[int]],
+    how: str,
+    params: dict[str, Any],
+    sizes: list[int] | None = None,
+) -> dict[str, Any] | None:
+    """Answers by request, of 4 lengths, so that few and many run at once. how: "portable" as built, "eager" with the
+    FlashInfer backend (its stand-in), "recorded" with its decode steps recorded, "overlapped" with these drawn on the
+    device and set off ahead of the ids before. On rank 0, with how often steps were computed and replayed, and what
+    the host waited for."""
+    communicator, recorder = rank.communicator, TapeRecorder()
+    d = engine_cases.deployment(folder, rank.size, max_num_seqs=5, enable_prefix_caching=False)
+    with patch.object(build, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
+        built = engine_cases.build_on(rank, d, communicator)
+    notes: list[str] = []
+    if how != "portable":
+        parts: dict[str, Any] = parts_of(built)
+        if how == "overlapped":
+            parts["sampler"] = sampler(built, communicator, notes)
+        if how != "eager":
+            parts["graphs"] = _graphs(built, recorder, sizes or graph_sizes(5), **parts)
+        if how == "overlapped":
+            built, _ = overlap(built, communicator, notes, **parts)
+        else:
+            own, most = built.runner.sampler, built.limits.max_model_len
+            runner = Runner(built.runner.model, sampler=own, max_slots=5, max_model_len=most, **parts)
+            built = replace(built, runner=runner)
+    lengths = [params["max_tokens"] + 4 * (i % 4) for i in range(len(prompts))]
+    requests = [engine_cases.request(i, p, **params | {"max_tokens": lengths[i]}) for i, p in enumerate(prompts)]
+    answers = engine_cases.run_requests(rank, built, communicator, requests)
+    if answers is None:
+        return None
+    return {"answers": answers, "computed": recorder.computed, "replayed": recorder.replayed, "steps": told(notes)}
+
+
+def parts_of(built: Built) -> dict[str, Any]:
+    """Cache and attention of a Runner that records, with a block that is nobody's."""
+    old, model = built.runner, built.runner.model
+    config, shard = model.config, model.shard
+    cache = KVCache(shard, old.cache.num_blocks + 1, old.size, torch.float32, torch.device("cpu"))
+    windows = config.sliding_window or (None,) * config.num_layers
+    attention = FlashInferAttention(cache, windows, config.head_dim**-0.5, shard.num_heads, torch.float32, LIBRARY)
+    return {"cache": cache, "attention": attention}
+
+
+def _graphs(
+    built: Built,
+    recorder: TapeRecorder,
+    sizes: Sequence[int],
+    cache: KVCache,
+    attention: FlashInferAttention,
+    sampler: Sampler | None = None,
+) -> DecodeGraphs:
+    model = built.runner.model
+    model.all_reduce = Noted(model.all_reduce, recorder)
+    latest = None if sampler is None else sampler.latest
+    scratch, most = cache.num_blocks - 1, built.runner.blocks.shape[1]
+    graphs = DecodeGraphs(model, attention, recorder, sizes, scratch_block=scratch, most_blocks=most, latest=latest)
+    graphs.record()
+    return graphs

@@ -1,0 +1,99 @@
+"""Cases of tests/engine/test_split_steps.py and test_drafted_answers.py: requests of all kinds through a deployment,
+with what they answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import checkpoints
+from engine_cases import build_on, deployment, request
+from laddertron.engine.request import Request
+from laddertron.engine.schedule.scheduler import Scheduler
+from laddertron.engine.schedule.split import SplitRule
+from laddertron.engine.step.engine import Engine, StepProgress, follow
+from laddertron.topology.comm.groups import CommOptions
+from rank_pool import Rank
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "min_p": 0.02, "logprobs": 3},
+    {"n": 2, "temperature": 1.0},
+    {"logprobs": 2, "prompt_logprobs": 2},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "temperature": 0.8},
+]
+
+
+def requests(seed: int, most: int) -> list[Request]:
+    """Two dozen: prompts of up to 90 tokens, half of them with a common beginning; answers of up to `most`."""
+    dice, common = Random(seed), checkpoints.prompts(1, longest=90, seed=seed)[0]
+    prompts = checkpoints.prompts(24, longest=90, seed=seed + 1)
+    made = []
+    for number, prompt in enumerate(prompts):
+        begins = common[: dice.randrange(40)] if number % 2 else []
+        params = dice.choice(CASES) | {"max_tokens": dice.randrange(1, most)}
+        if number % 6 == 3:  # three ids over and over: some drafts are right
+            params |= {"allowed_token_ids": (5, 6, 7), "max_tokens": most, "temperature": dice.choice((0.0, 1.0))}
+        elif number % 5 == 0:
+            params["stop_token_ids"] = dice.sample(range(300), 20)
+        made.append(request(number, (begins + prompt)[:90], **params))
+    return made
+
+
+def answers(
+    rank: Rank,
+    folder: str,
+    seed: int,
+    split: str = "never",
+    speculation: str | bool = False,
+    most: int = 12,
+    seats: int = 12,
+    deterministic: bool = True,
+) -> dict[str, Any] | None:
+    """Of rank 0: steps in all, counters, and by request and choice the ids, what they scored and how it ended. Requests
+    enter two at a time, so that steps mix prompts with decodes."""
+    with rank.connect(None, CommOptions(deterministic=deterministic)) as communicator:
+        keys: dict[str, Any] = {"max_num_seqs": seats, "max_num_batched_tokens": 48, "kv_cache_memory": 1 << 20}
+        d = deployment(folder, rank.size, None, speculation=speculation, **keys)
+        parallel = replace(d.parallel, split_steps=split, deterministic=deterministic)  # type: ignore[arg-type]
+        built = build_on(rank, replace(d, parallel=parallel), communicator)
+        progress = StepProgress()
+        if rank.rank:
+            follow(built.runner, communicator.plans, progress)
+            return None
+        assert built.scheduler_limits.split == (None if split == "never" else SplitRule(True, ANY))
+        scheduler = Scheduler(built.scheduler_limits)
+        engine = Engine(scheduler, built.runner, communicator.plans, progress)
+        told: dict[str, list[Any]] = {}
+        waiting = requests(seed, most)
+        while waiting or engine.has_work:
+            for _ in range(min(2, len(waiting))):
+                engine.add(waiting.pop(0))
+            for event in engine.step():
+                scores = [(p.token, p.logprob, p.top) for p in event.logprobs or ()]
+                prompt = [p and (p.token, p.logprob, p.top) for p in event.prompt_logprobs or ()]
+                one = told.setdefault(f"{event.request_id}/{event.choice}", [])
+                one.append((list(event.tokens), scores, prompt, event.finish, event.stop_token))
+        engine.close()
+        counters = scheduler.snapshot()
+        return {
+            "steps": progress.step,
+            "split": counters["split_steps_total"],
+            "drafts": counters["spec_decode_num_draft_tokens_total"],
+            "accepted": counters["spec_decode_num_accepted_tokens_total"],
+            "answers": told,
+        }
+
+
+class _Any:
+    """Equal to whatever it is compared with."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ANY: Any = _Any()

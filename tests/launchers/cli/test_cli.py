@@ -1,0 +1,334 @@
+"""The command line's front door: what it lists, how it answers mistakes, and how quickly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pwd
+import resource
+import struct
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from laddertron import __version__
+from laddertron.engine.config.load import load
+from laddertron.launchers.cli import __main__ as cli
+from laddertron.models.config.model_config import from_folder
+from laddertron.models.weights.slices import expected_shapes
+from tiny_text import byte_level
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(cli.group, list(words))
+
+
+def write_model(folder: Path, **changes: object) -> None:
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    byte_level().save(str(folder / "tokenizer.json"))
+    with contextlib.suppress(ValueError):
+        write_weights(folder)
+
+
+def write_weights(folder: Path) -> None:
+    """Zeros in the shapes that config.json asks for. Raises ValueError where it is no model's."""
+    header, at = {}, 0
+    for name, shape in expected_shapes(from_folder(folder)).items():
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at := at + 4 * prod(shape)]}
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+
+
+def test_help_teaches_by_role_and_lists_only_what_exists() -> None:
+    """Commands stand under what they are for; one whose module is not there is not shown, nor run."""
+    text = invoke("--help").output
+    assert "laddertron check deploy.yaml" in text
+    assert "Plan and deploy" in text
+    assert "check" in text
+    commands = Path(cli.__file__).parent / "commands"
+    for role, names in cli.ROLES.items():
+        folder = commands / "weights" if role == "Weights" else commands
+        for name in names:
+            assert cli.available(name) == (folder / f"{name}.py").exists()
+    assert not cli.available("os")
+
+
+def test_every_command_teaches() -> None:
+    """Each command that is there has a help text of its own."""
+    for name in cli.group.list_commands(None):  # type: ignore[arg-type]
+        done = invoke(name, "--help")
+        assert done.exit_code == 0, done.output
+        assert len(done.output) > 150
+
+
+def test_version_and_misspelling(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version says which; a slip of the finger is answered with its neighbour and exit code 2."""
+    assert __version__ in invoke("--version").output
+    assert cli.main(["chekc"]) == 2
+    assert "Did you mean 'check'?" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2
+    assert "No such command 'xyzzy'" in capsys.readouterr().err
+
+
+def test_a_faulty_config_ends_with_two_and_one_line_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """stderr holds the faults and nothing else: no traceback, no usage."""
+    file = tmp_path / "d.yaml"
+    file.write_text("model: {}\nengine: {max_num_seqs: 0}\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(": ")[1] for line in said.err.splitlines()] == ["model.path", "engine.max_num_seqs"]
+
+
+def test_check_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every shipped config passes --no-model where there are no weights; without the flag the folder is missed."""
+    for file in sorted(CONFIGS.glob("*.yaml")):
+        assert cli.main(["check", str(file), "--no-model"]) == 0
+        assert "OK" in capsys.readouterr().out
+    assert cli.main(["check", str(CONFIGS / "llama-3.1-8b.yaml")]) == 2
+    assert ":3: model.path: /models/Llama-3.1-8B-Instruct: no such folder" in capsys.readouterr().err
+
+
+def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model folder's config.json is held against the deployment: ranks, length, layers, files; each at its line."""
+    write_model(tmp_path / "m")
+    file = tmp_path / "d.yaml"
+    file.write_text(
+        "model:\n  path: ./m\n  max_model_len: 256\n  wiring: hybrid\n  ladder_layers: [0, 2]\n"
+        "parallel:\n  tensor_parallel_size: 3\n  tuning_file: t.json\n",
+        encoding="utf-8",
+    )
+    assert cli.main(["check", str(file)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.replace(f"{file}:", "").split(": ")[:2] for line in lines] == [
+        ["3", "model.max_model_len"],
+        ["5", "model.ladder_layers"],
+        ["7", "parallel.tensor_parallel_size"],
+        ["8", "parallel.tuning_file"],
+    ]
+    assert "4 heads % 3 = 1" in lines[2]
+    assert "use 1, 2 or 4" in lines[2]
+    assert cli.main(["check", str(file), "--set", "parallel.tensor_parallel_size=2"]) == 2
+    assert "heads" not in capsys.readouterr().err
+    file.write_text("model: {path: ./m}\nparallel: {tensor_parallel_size: 4}\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 0
+    assert "tp 4 x 1 = 4 ranks" in capsys.readouterr().out
+
+
+def test_check_tells_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """405B over 12 ranks of nodes of 8: what the nodes say and the shape's arithmetic with the nearest sizes, although
+    the weights are not here."""
+    config = str(CONFIGS / "llama-3.1-405b-tp16.yaml")
+    for flags in ([], ["--no-model"]):
+        assert cli.main(["check", config, "--set", "parallel.tensor_parallel_size=12", *flags]) == 2
+        said = capsys.readouterr().err
+        assert "launch.ranks_per_node: 12 ranks are no multiple of 8 a node" in said
+        assert "128 heads % 12 = 8" in said
+        assert "use 1, 2, 4, 8, 16, 32, 64 or 128 (llama-3.1-405b by its folder's name)" in said
+        assert ("no such folder" in said) == (not flags)
+    assert cli.main(["check", config, "--no-model", "--set", "parallel.tensor_parallel_size=none"]) == 2
+    assert "heads" not in capsys.readouterr().err  # a value that is none is not judged as another
+
+
+def test_check_splits_no_wiring_that_overlaps_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    always = ["--no-model", "--set", "parallel.split_steps=always"]
+    assert cli.main(["check", str(CONFIGS / "llama-3.1-405b-tp16.yaml"), *always]) == 0
+    for wiring in ("ladder", "hybrid"):
+        capsys.readouterr()
+        assert cli.main(["check", str(CONFIGS / f"llama-3.1-405b-tp16-{wiring}.yaml"), *always]) == 2
+        assert f"parallel.split_steps: split_steps=always: wiring {wiring}" in capsys.readouterr().err
+
+
+def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An architecture that is not computed, or no config.json, is a fault of model.path, on one line."""
+    write_model(tmp_path / "m", model_type="mixtral")
+    (tmp_path / "empty").mkdir()
+    file = tmp_path / "d.yaml"
+    for folder, says in (("m", "mixtral"), ("empty", "config.json")):
+        file.write_text(f"model: {{path: ./{folder}}}", encoding="utf-8")
+        assert cli.main(["check", str(file)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{file}:1: model.path: ")
+        assert says in line
+
+
+def test_check_misses_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `run` would refuse is said before: no tokenizer.json where the deployment says that it is. The folder may be
+    named, or the file."""
+    write_model(tmp_path / "m")
+    (tmp_path / "m/tokenizer.json").rename(tmp_path / "tokenizer.json")
+    file = tmp_path / "d.yaml"
+    file.write_text("model:\n  path: ./m\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{file}:2: model.path: {tmp_path}/m/tokenizer.json is missing: save it there")
+    assert cli.main(["check", str(file), "--no-model"]) == 0
+    for named in (".", "./tokenizer.json"):
+        file.write_text(f"model:\n  path: ./m\n  tokenizer: {named}\n", encoding="utf-8")
+        assert cli.main(["check", str(file)]) == 0
+    file.write_text("model:\n  path: ./m\n  tokenizer: ./m\n", encoding="utf-8")
+    capsys.readouterr()
+    assert cli.main(["check", str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"{file}:3: model.tokenizer: ")
+
+
+WEIGHTS = "model.safetensors"
+
+
+def cut_header(data: bytes) -> bytes:
+    return data[:60]
+
+
+def move_offsets(data: bytes) -> bytes:
+    return data.replace(b'"data_offsets": [0, ', b'"data_offsets": [4, ', 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        (WEIGHTS, lambda data: b"", "truncated, or not a safetensors file"),
+        (WEIGHTS, cut_header, "truncated, or not a safetensors file"),
+        (WEIGHTS, lambda data: data[:-1], "cut within tensor"),
+        (WEIGHTS, lambda data: data + b"x", "more than its tensors"),
+        (WEIGHTS, lambda data: data[:8] + b"[" + data[9:], "bad safetensors header"),
+        (WEIGHTS, move_offsets, "bytes, "),
+        (WEIGHTS, lambda data: data.replace(b"model.norm.weight", b"model.nrom.weight"), "model.norm.weight (64,)"),
+        (WEIGHTS, lambda data: data.replace(b"F32", b"Z32"), "dtype Z32 is not one of"),
+        (WEIGHTS, lambda data: b"version https://git-lfs", "git lfs pull"),
+        ("model.safetensors.index.json", lambda data: b"{}", "bad index: weight_map is missing"),
+        ("model.safetensors.index.json", lambda data: b'{"weight_map": {"a": "../x.safetensors"}}', "only bare"),
+        ("tokenizer.json", lambda data: b"{}", "cannot be read as a tokenizer"),
+        ("tokenizer.json", lambda data: data[:-20], "cannot be read as a tokenizer"),
+        ("tokenizer_config.json", lambda data: b"[]", "holds a list"),
+    ],
+)
+def test_check_reads_the_weights_and_the_tokenizer_as_a_start_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, change: Callable[[bytes], bytes], says: str
+) -> None:
+    write_model(tmp_path / "m")
+    path, file = tmp_path / "m" / name, tmp_path / "d.yaml"
+    file.write_text("model: {path: ./m}\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 0
+    path.write_bytes(change(path.read_bytes() if path.exists() else b""))
+    capsys.readouterr()
+    assert cli.main(["check", str(file)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{file}:1: model.path: ")
+    assert says in line
+    assert cli.main(["check", str(file), "--no-model"]) == 0
+
+
+def test_check_is_quick_and_imports_no_torch(tmp_path: Path) -> None:
+    """An editor's save hook can call it: a fifth of a second from the shell, without torch or MPI in the process."""
+    write_model(tmp_path / "m")
+    file = tmp_path / "d.yaml"
+    file.write_text("model: {path: ./m}\n", encoding="utf-8")
+    script = (
+        "import sys; from laddertron.launchers.cli.__main__ import main; code = main(['check', sys.argv[1]]);"
+        "heavy = {'torch', 'mpi4py', 'numpy', 'megatron', 'transformers'} & set(sys.modules);"
+        "print(sorted(heavy)); sys.exit(code)"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    # of processor time, which on an idle machine is the wall time; the bound leaves room for a slow one
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 2.0
+
+
+@pytest.mark.parametrize("said", [{}, {"HOME": ""}])
+def test_a_service_without_home_gets_the_users_own(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that is said stays."""
+    cli.give_home(said)
+    assert said == {"HOME": pwd.getpwuid(os.getuid()).pw_dir}
+    kept = {"HOME": "/elsewhere"}
+    cli.give_home(kept)
+    assert kept == {"HOME": "/elsewhere"}
+
+    def nobody(uid: int) -> pwd.struct_passwd:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    unknown: dict[str, str] = {}
+    cli.give_home(unknown)
+    assert os.path.isdir(unknown["HOME"])
+
+
+def test_the_shipped_files_come_with_the_command(tmp_path: Path) -> None:
+    """The reference and every other deployment file by name; rules and dashboards as they stand, and all of it in the
+    wheel."""
+    names = invoke("config", "--list").output.split()
+    assert {"reference", "demo", "llama-3.1-405b-tp16"} <= set(names)
+    assert invoke("config").output == (CONFIGS / "reference.yaml").read_text()
+    assert invoke("config", "demo").output == (CONFIGS / "demo.yaml").read_text()
+    assert "there are demo" in invoke("config", "nothing").output
+    out = tmp_path / "out"
+    written = [Path(line) for line in invoke("monitoring", "export", str(out)).output.split()]
+    assert {"alerts.yml", "overview.json", "prometheus.yml"} <= {path.name for path in written}
+    assert "exists" in invoke("monitoring", "export", str(out)).output
+    assert invoke("monitoring", "export", str(out), "--overwrite").exit_code == 0
+    settings = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed = {path for glob in settings["package-data"]["laddertron"] for path in CONFIGS.parent.glob(glob)}
+    for path in written:
+        source = CONFIGS / "monitoring" / path.relative_to(out)
+        assert source.read_bytes() == path.read_bytes()
+        assert source in packed
+    assert {CONFIGS / f"{name}.yaml" for name in names} <= packed
+
+
+def test_a_models_folder_is_a_deployment(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every key at its default; --set works as with a file, and errors name the folder."""
+    folder = str(CONFIGS / "demo-standard")
+    loaded = load(folder, ["engine.max_num_seqs=8"])
+    assert loaded.model.path == folder
+    assert (loaded.parallel.tensor_parallel_size, loaded.engine.max_num_seqs) == (1, 8)
+    assert cli.main(["check", folder]) == 0
+    assert "OK: demo-standard, tp 1" in capsys.readouterr().out
+    assert cli.main(["check", folder, "--set", "parallel.tensor_parallel_size=64"]) == 2
+    assert "--set parallel.tensor_parallel_size" in capsys.readouterr().err
+    assert cli.main(["check", str(CONFIGS / "monitoring")]) == 2
+    assert "cannot be read: Is a directory" in capsys.readouterr().err
+
+
+def test_an_interrupt_during_imports_is_one_line() -> None:
+    """^C in the first moments, while the command line itself is still being imported."""
+    program = """
+        import builtins, sys
+        from laddertron.launchers.cli import main
+        real = builtins.__import__
+        def interrupted(name, *rest):
+            if name == "click":
+                raise KeyboardInterrupt
+            return real(name, *rest)
+        builtins.__import__ = interrupted
+        sys.exit(main())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -1,0 +1,65 @@
+"""`--fabric FILE`: the same as `--set launch.fabric=FILE`, on every command that takes a CONFIG for a job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from laddertron.engine.config.load import load
+from laddertron.launchers.cli.__main__ import main
+from laddertron.launchers.cli.fabric_option import with_fabric
+from laddertron.topology.hardware.presets import preset
+
+LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "RANK", "SLURM_STEP_ID", "SLURM_JOB_NODELIST")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """tp 16 on node0 and node1, as a deployment that names another fabric; the working directory is empty."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    file = tmp_path / "deploy.yaml"
+    text = "model: {path: ./model}\nparallel: {tensor_parallel_size: 16}\n"
+    file.write_text(text + "launch: {launcher: openmpi, fabric: ./old.json, hosts: ['node0:8', 'node1:8']}\n")
+    return file
+
+
+@pytest.mark.parametrize("name", ["fabric.json", "a: b #c.json", "null", "12", "[x", 'with "quotes"', "-", "ä b.json"])
+def test_any_name_arrives_as_it_is(name: str, config: Path) -> None:
+    """What YAML would read as something else included; relative to the working directory, and over --set's."""
+    overrides = with_fabric(("launch.fabric=/other.json",), name)
+    assert load(config, overrides).launch.fabric == os.path.abspath(name)
+    assert load(config, with_fabric((), None)).launch.fabric == str(config.parent / "old.json")
+
+
+def test_a_job_is_laid_out_over_the_file_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """launch --dry-run: seats and HCAs of that fabric, and the started command is told of it, too."""
+    preset("2x8xH100").save(Path("new.json"))
+    assert main(["launch", str(config), "run", "--fabric", "new.json", "-i", "a", "-o", "b", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "LADDERTRON_SEATS=node0:8,node1:8" in out
+    assert "mlx5_7:1" in out
+    assert f"--set launch.fabric={Path.cwd()}/new.json" in out
+
+
+def test_profile_takes_it_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(config), "--fabric", "absent.json"]) != 0
+    assert f"{Path.cwd()}/absent.json: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [("check",), ("run", "-i", "in", "-o", "out"), ("serve",), ("launch",), ("preflight",)]
+)
+def test_faults_are_those_of_the_key(
+    arguments: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is not there: the same words and exit code 2 for either way of naming it, and nothing is started."""
+    found = []
+    for way in (["--fabric", "absent.json"], ["--set", "launch.fabric=absent.json"]):
+        assert main([arguments[0], str(config), *arguments[1:], *way]) == 2
+        found.append(capsys.readouterr().err)
+    assert found[0] == found[1]
+    assert f"{Path.cwd()}/absent.json: no such file" in found[0]

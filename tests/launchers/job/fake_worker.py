@@ -1,0 +1,226 @@
+"""A rank without torch or MPI: the real control client around a deterministic fake engine.
+
+Started like the worker (`python tests/launchers/job/fake_worker.py`), also by mpirun. The welcome's config is a JSON
+object:
+  max_num_seqs (8), step_s (0.005), load_s (0), load_until: a file that must be there, raise_loading: rank,
+  refuse: rank,
+  refuse_after: a file whose presence makes that refusal hold, digests: {rank: text}, version: {rank: text},
+  vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
+  warns: {rank: text} that it logs as a warning while it loads,
+  poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
+Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of choice c is
+`fake_token(seed, c, i)`, whatever else runs; a request ends by "length".
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field
+
+from laddertron.engine.job import MetricRow
+from laddertron.engine.request import FinishReason, ModelLimits, Request, TokensEvent
+from laddertron.launchers.control.control_client import ControlClient, address_and_secret
+from laddertron.launchers.control.messages import (
+    Announce,
+    Beat,
+    Cancel,
+    Command,
+    Loading,
+    Ready,
+    Running,
+    StopChoice,
+    Submit,
+)
+from laddertron.launchers.control.processes import die_with_parent
+from laddertron.launchers.job.rank_logs import set_up_logs
+
+VOCAB = 50000
+
+
+def fake_token(seed: int, choice: int, position: int) -> int:
+    """The token that this fake model "computes"."""
+    return (seed * 2654435761 + choice * 40503 + position * 97) % VOCAB
+
+
+def fake_tokens(request: Request, choice: int = 0) -> list[int]:
+    """A choice's whole answer."""
+    return [fake_token(request.params.seed, choice, i) for i in range(request.params.max_tokens)]
+
+
+class AskedToRaise(RuntimeError):
+    """SIGUSR1 came."""
+
+
+@dataclass
+class Sequence:
+    request: Request
+    produced: dict[int, int]
+    stops: dict[int, int] = field(default_factory=dict)
+
+
+class FakeEngine:
+    """Rank 0's: admits, steps, reports."""
+
+    def __init__(self, client: ControlClient, config: dict[str, object], beat: Beats) -> None:
+        self.client, self.beat = client, beat
+        self.max_num_seqs = int(str(config.get("max_num_seqs", 8)))
+        self.poison = {int(str(i)) for i in config.get("poison", [])}  # type: ignore[attr-defined]
+        self.vocab = int(str(config.get("vocab", VOCAB)))
+        self.starts = str(config.get("starts", ""))
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[str, Sequence] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def handle(self, command: Command) -> None:
+        match command:
+            case Submit(request):
+                self.waiting.append(Sequence(request, dict.fromkeys(range(request.params.n), 0)))
+            case Cancel(request_id):
+                self._end_all(request_id, "cancelled")
+            case StopChoice(request_id, choice, n_tokens):
+                if (sequence := self.running.get(request_id)) and choice in sequence.produced:
+                    sequence.stops[choice] = n_tokens
+            case _:
+                pass
+
+    def _end_all(self, request_id: str, finish: FinishReason) -> None:
+        sequence = self.running.pop(request_id, None)
+        for queued in [s for s in self.waiting if s.request.request_id == request_id]:
+            self.waiting.remove(queued)
+            sequence = queued
+        if sequence is not None:
+            epoch = sequence.request.epoch
+            self.client.send_tokens(
+                [TokensEvent(request_id, c, at, (), finish, epoch=epoch) for c, at in sequence.produced.items()]
+            )
+
+    def step(self) -> None:
+        started = []
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting.popleft()
+            self.running[sequence.request.request_id] = sequence
+            started.append(sequence.request.request_id)
+        if started:
+            self.client.send_state(Running(started=tuple(started)))
+        if started and self.starts:
+            with open(self.starts, "ab", buffering=0) as file:
+                file.write("".join(f"{request_id}\n" for request_id in started).encode())
+        if self.poison and any(self.poison & set(s.request.prompt) for s in self.running.values()):
+            self.client.flush(1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        events = []
+        for request_id, sequence in list(self.running.items()):
+            request = sequence.request
+            for choice, position in list(sequence.produced.items()):
+                finish: FinishReason | None = None
+                if choice in sequence.stops:
+                    position = min(position, sequence.stops[choice])
+                    tokens: tuple[int, ...] = ()
+                    finish = "stop"
+                else:
+                    tokens = (fake_token(request.params.seed, choice, position) % self.vocab,)
+                    sequence.produced[choice] += 1
+                    finish = "length" if position + 1 >= request.params.max_tokens else None
+                events.append(TokensEvent(request_id, choice, position, tokens, finish, epoch=request.epoch))
+                if finish:
+                    del sequence.produced[choice]
+            if not sequence.produced:
+                del self.running[request_id]
+        self.client.send_tokens(events)
+
+
+class Beats:
+    """The plain attributes that the heartbeat reads."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.since: float | None = None
+        self.last_s = 0.0
+        self.tokens = 0
+        self.waiting = ""
+
+    def __call__(self) -> Beat:
+        busy = 0.0 if self.since is None else time.monotonic() - self.since
+        rows = (MetricRow("generation_tokens_total", (), float(self.step)),)
+        return Beat(self.step, busy, self.tokens, self.tokens, self.last_s, self.step, self.waiting, rows)
+
+
+def _raise(*_: object) -> None:
+    raise AskedToRaise("asked to raise")
+
+
+def main() -> None:
+    die_with_parent()
+    rank, local = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+    address, secret = address_and_secret(os.environ)
+    beats, never = Beats(), threading.Event()
+
+    def hang(*_: object) -> None:
+        beats.since = time.monotonic()
+        never.wait()
+
+    versions = json.loads(os.environ.get("FAKE_VERSIONS", "{}"))
+    extra = {"version": versions[str(rank)]} if str(rank) in versions else {}
+    client = ControlClient(
+        address, secret, rank, local, beats, lambda: {"collectives": [f"step {beats.step}"]}, **extra
+    )
+    try:
+        signal.signal(signal.SIGUSR1, _raise)
+        signal.signal(signal.SIGUSR2, hang)
+        work(client, beats, rank)
+    except Exception:
+        client.fail(traceback.format_exc())
+        os._exit(1)
+    client.close()
+
+
+def work(client: ControlClient, beats: Beats, rank: int) -> None:
+    config = json.loads(client.config)
+    digests = config.get("digests", {})
+    client.send_state(Announce({"config": "c0ffee", "weights": digests.get(str(rank), "feed")}))
+    client.send_state(Loading(0.5, "weights"))
+    if text := config.get("warns", {}).get(str(rank)):
+        set_up_logs(rank, "n0")
+        logging.getLogger("laddertron.fake").warning("%s", text)
+    if config.get("load_s"):
+        threading.Event().wait(config["load_s"])
+    while config.get("load_until") and not os.path.exists(config["load_until"]):
+        time.sleep(0.01)
+    if config.get("raise_loading") == rank:
+        raise AskedToRaise("asked to raise while loading")
+    if config.get("refuse") == rank and os.path.exists(config.get("refuse_after", "/")):
+        client.fail("model.safetensors: 3 bytes are missing", refused=True)
+        os._exit(1)
+    limits = ModelLimits(4096, int(config.get("vocab", VOCAB)), int(config.get("max_num_seqs", 8)), 65536, (2,))
+    client.send_state(Ready(limits))
+    print(f"fake rank {rank} is ready", flush=True)
+    engine = FakeEngine(client, config, beats)
+    pace, step_s = threading.Event(), float(config.get("step_s", 0.005))
+    while True:
+        for command in client.poll(None if engine.idle else 0.0):
+            engine.handle(command)
+        if client.shutdown_announced:
+            return
+        if engine.idle:
+            continue
+        beats.since, beats.tokens = time.monotonic(), len(engine.running) or 1
+        engine.step()
+        pace.wait(step_s)
+        beats.last_s, beats.since = time.monotonic() - beats.since, None
+        beats.step += 1
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

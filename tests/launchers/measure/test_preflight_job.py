@@ -1,0 +1,126 @@
+"""Preflight's ranks under a launcher that may never end: signs of life, limits, and who is named."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from laddertron.launchers.measure import preflight_job
+from laddertron.launchers.measure.preflight_job import DONE_S, END_S, MEET_S, SIGNS, START_S, Signs, Watch, hold, sign
+from waiting import FOR_EVER_S, HANG_S
+
+WORDS = "laddertron preflight: rank {} {}\n"
+
+
+def test_signs_say_how_long_to_wait() -> None:
+    """Until all have started, until all have met, then as long as it takes; a rank's error or the end of the work
+    leaves a little. Signs are not shown, other lines are."""
+    signs = Signs(("n0", "n1"), 100.0)
+    assert signs.deadline == 100.0 + START_S
+    assert signs.missing().startswith("error: rank 0 on n0, rank 1 on n1 did not start in 120 s")
+    assert signs.take(WORDS.format(0, "started"), 101.0)
+    assert not signs.take("WARNING: something\n", 101.0)
+    assert signs.missing().startswith("error: rank 1 on n1 did not start")
+    assert signs.deadline == 100.0 + START_S
+    assert signs.take(WORDS.format(1, "started"), 102.0)
+    assert signs.deadline == 102.0 + MEET_S
+    assert signs.take(WORDS.format(0, "met"), 103.0)
+    assert signs.missing().startswith("error: rank 1 on n1 did not meet the others")
+    assert signs.take(WORDS.format(1, "met"), 103.0)
+    assert signs.missing() == ""
+    waits: float | None = signs.deadline
+    assert waits is None
+    assert signs.take(WORDS.format(0, "done"), 200.0)
+    assert signs.deadline == 200.0 + DONE_S
+    assert not signs.take("error: rank 1 on n1: CollectiveTimeout\n", 201.0)
+    assert not signs.take("error: rank 0 on n0: CollectiveTimeout\n", 205.0)
+    assert signs.deadline == 201.0 + END_S
+
+
+def test_a_rank_gives_signs_only_where_somebody_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(SIGNS, raising=False)
+    sign(3, "started")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(SIGNS, "1")
+    sign(3, "started")
+    assert capsys.readouterr().err == WORDS.format(3, "started")
+
+
+def held(program: str) -> tuple[int, str]:
+    """`program` in Python as the launcher of two ranks; (status, what was shown)."""
+    shown: list[str] = []
+    status = hold((sys.executable, "-c", program), dict(os.environ), ("n0", "n1"), shown.append)
+    return status, "".join(shown)
+
+
+def test_a_launcher_that_ends_is_left_alone() -> None:
+    said = "import sys; sys.stderr.write('hello\\nladdertron preflight: rank 0 started\\n'); sys.exit(2)"
+    assert held(said) == (2, "hello\n")
+
+
+@pytest.mark.parametrize("tag", ["[1,0]<stderr>: ", "0: ", "half a line of a library's"])
+def test_signs_are_known_behind_a_launchers_tag(tag: str) -> None:
+    """mpirun --tag-output and srun --label write before every line; else ranks would seem never to have started."""
+    signs = Signs(("n0",), 100.0)
+    assert signs.take(tag + WORDS.format(0, "started"), 101.0)
+    assert signs.take(tag + WORDS.format(0, "met"), 102.0)
+    assert signs.missing() == ""
+    assert not signs.take(f"{tag}error: rank 0 on n0: gone\n", 103.0)
+    assert signs.deadline == 103.0 + END_S
+
+
+def test_a_launcher_whose_hosts_are_silent_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With what it started, and the ranks are named."""
+    kept = Signs.take
+
+    def take(self: Signs, line: str, now: float) -> bool:
+        told = kept(self, line, now)
+        self.deadline = now  # rank 0 has started: the other's time is over
+        return told
+
+    monkeypatch.setattr(Signs, "take", take)
+    pid = tmp_path / "pid"
+    program = f"""
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: None)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open({str(pid)!r}, "w").write(str(child.pid))
+sys.stderr.write("laddertron preflight: rank 0 started\\n")
+sys.stderr.flush()
+time.sleep(600)
+"""
+    monkeypatch.setattr(preflight_job, "KILL_GRACE_S", 0.2)
+    status, shown = held(program)
+    assert (status, shown.count("\n")) == (1, 1)
+    assert "error: rank 1 on n1 did not start" in shown
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_a_launcher_that_outlives_its_ranks_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the rank said is enough."""
+    monkeypatch.setattr(preflight_job, "END_S", 0.2)
+    program = "import sys, time; sys.stderr.write('error: rank 0 on n0: gone\\n'); sys.stderr.flush(); time.sleep(600)"
+    assert held(program) == (1, "error: rank 0 on n0: gone\n")
+
+
+def test_a_wait_that_lasts_too_long_ends_the_rank() -> None:
+    """Contexts in one another: the inner one's words; one that ended in time is forgotten."""
+    said: list[str] = []
+    came = threading.Event()
+
+    def end(words: str) -> None:
+        said.append(words)
+        came.set()
+
+    with Watch(FOR_EVER_S, end) as watch:
+        with watch.over(lambda: "never"):
+            pass
+        with watch.over(lambda: "the outer"), watch.over(lambda: "rank 1 did not answer", 0.05):
+            assert came.wait(HANG_S)
+    assert said == ["rank 1 did not answer (allowed: 0 s)"]

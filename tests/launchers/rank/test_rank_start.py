@@ -1,0 +1,209 @@
+"""What a rank insists on before it joins its group: the transport, the order of devices, whom it meets at a store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConfig, ModelSection, ParallelConfig
+from laddertron.launchers.compose.rank_mapping import ENV_CORES
+from laddertron.launchers.rank.rank import DeviceError, comm_options, insist_on_transport, set_threads
+from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store
+from laddertron.topology.comm.groups import CommOptions
+from laddertron.topology.hardware.cpu_tier import VARIABLE
+from laddertron.topology.placement.identity import Identity
+from laddertron.topology.placement.mapping import MappingError
+from rank_pool import Rank
+from waiting import HANG_S
+
+Ranks = Callable[..., list[Any]]
+ME = Identity(2, 0, 0, 2, "here", "torchrun")
+
+
+def deployment(wanted: Literal["any", "ib", "socket"]) -> Deployment:
+    return Deployment(model=ModelSection(path="nowhere"), parallel=ParallelConfig(require_transport=wanted))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spans", "said"),
+    [("ib", True, "IB"), ("socket", True, "Socket"), ("any", True, None), ("ib", False, None)],
+)
+def test_nccl_is_told_its_network_where_one_is_required(
+    monkeypatch: pytest.MonkeyPatch, wanted: Literal["any", "ib", "socket"], spans: bool, said: str | None
+) -> None:
+    """With a network named, NCCL fails without it; on one node, and where any will do, it chooses."""
+    monkeypatch.setenv("NCCL_NET", "")  # so that it is put back
+    monkeypatch.delenv("NCCL_NET")
+    insist_on_transport(deployment(wanted), "nccl", spans)
+    assert os.environ.get("NCCL_NET") == said
+
+
+def test_what_the_operator_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NET", "AWS Libfabric")
+    insist_on_transport(deployment("ib"), "nccl", True)
+    assert os.environ["NCCL_NET"] == "AWS Libfabric"
+
+
+@pytest.mark.parametrize("backend", ["native", "gloo"])
+def test_sockets_are_refused_where_infiniband_is_required(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"require_transport is ib, backend {backend} sends over sockets"):
+        insist_on_transport(deployment("ib"), backend, True)
+    insist_on_transport(deployment("ib"), backend, False)
+    insist_on_transport(deployment("socket"), backend, True)
+
+
+def test_devices_are_counted_in_pci_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the fabric counts them; CUDA by itself puts the fastest first, which on a mixed host is another GPU."""
+    monkeypatch.setattr("torch.set_num_threads", lambda n: None)
+    monkeypatch.setattr("torch.set_grad_enabled", lambda on: None)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    set_threads(deployment("any"), ME)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    set_threads(deployment("any"), ME)
+    assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_a_rank_refuses_a_tier_that_its_processor_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "avx1024")
+    with pytest.raises(DeviceError, match="LADDERTRON_CPU_TIER='avx1024' is no CPU tier: this processor can play"):
+        set_threads(deployment("any"), ME)
+
+
+@pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}])
+def test_a_store_that_is_not_named_is_said_so(environ: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="torchrun sets both"):
+        bootstrap_of(ME, environ)
+
+
+def test_rank_0_keeps_the_store_where_no_agent_does() -> None:
+    """MASTER_ADDR and MASTER_PORT alone, without torchrun's agent behind them."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", 0))  # and stays, so that nobody else gets the port
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+        alone = bootstrap_of(replace(ME, world_size=1, local_size=1), environ)
+        assert alone.all_gather(b"me") == [b"me"]
+
+
+def test_ranks_that_were_started_again_do_not_meet_the_dead() -> None:
+    """torchrun's agent keeps one store over all attempts: what rank 1 of the first left there is not taken for the
+    second's."""
+    store = open_store("127.0.0.1", 0, True, HANG_S)
+    dead = [StoreBootstrap(store, rank, 2, HANG_S, attempt="0") for rank in (0, 1)]
+    store.set("bootstrap/0/0/0", b"dead 0".hex())
+    assert dead[1].all_gather(b"dead 1") == [b"dead 0", b"dead 1"]
+    again = StoreBootstrap(store, 0, 2, 0.2, attempt="1")
+    with pytest.raises(Exception, match=r"(?i)time"):
+        again.all_gather(b"alive 0")
+
+
+def test_who_keeps_the_store_stays_until_all_have_read() -> None:
+    """Rank 0 may end right after a round, and the store with it: a slow rank 1 must have had everything by then."""
+    store = open_store("127.0.0.1", 0, True, HANG_S)
+    keeper = StoreBootstrap(store, 0, 2, HANG_S, keeps=True)
+    other = open_store("127.0.0.1", store.port, False, HANG_S)  # a connection serves one caller at a time
+    slow = StoreBootstrap(other, 1, 2, HANG_S)
+    with ThreadPoolExecutor(1) as pool:
+        round_of_0 = pool.submit(keeper.all_gather, b"0")
+        other.wait(["bootstrap/0/0/0"])
+        other.set("bootstrap/0/0/1", b"1".hex())  # rank 1 has given its part, and not read yet
+        with pytest.raises(TimeoutError):
+            round_of_0.result(0.3)
+        assert slow.all_gather(b"1") == [b"0", b"1"]
+        assert round_of_0.result(HANG_S) == [b"0", b"1"]
+
+
+def case_bound(rank: Rank, fits: bool) -> dict[str, Any]:
+    """This rank bound as set_threads binds it, while another thread of it runs; then, after an all-reduce that wakes
+    the transport's thread, the cores of every thread. All is put back: the next case is in the same process."""
+    mine = sorted(os.sched_getaffinity(0))
+    # one core each where there are two, or else the same: told of as two ranks of this host
+    told = "/".join(str(mine[i % len(mine)]) for i in range(2)) if fits else "60001/60002"
+    me = Identity(2, rank.rank, rank.rank, 2, socket.gethostname(), "openmpi")
+    launch = LaunchConfig(bind_to="placement", fabric="f.json")
+    bound = Deployment(model=ModelSection(path="nowhere"), engine=EngineConfig(device="cpu"), launch=launch)
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait)
+    beside.start()
+    os.environ[ENV_CORES] = f"{me.node}={told}"
+    try:
+        set_threads(bound, me)
+        compute = torch.get_num_threads()
+        with rank.connect(None, comm_options(bound, "127.0.0.1", b"")) as communicator:
+            communicator.all_reduce.start(torch.ones(8)).wait()
+            found = set[tuple[int, ...]]()
+            for thread in map(int, os.listdir("/proc/self/task")):
+                with contextlib.suppress(ProcessLookupError):  # of an earlier case's, some end only now
+                    found.add(tuple(os.sched_getaffinity(thread)))
+        return {"told": int(told.split("/")[rank.rank]), "found": sorted(found), "threads": compute}
+    except MappingError as error:
+        return {"refused": str(error)}
+    finally:
+        over.set()
+        beside.join()
+        del os.environ[ENV_CORES]
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, mine)
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(grad)
+
+
+def test_two_ranks_keep_to_the_cores_of_their_seats(ranks: Ranks) -> None:
+    """launch.bind_to: placement, two real ranks: every thread of each, those that ran before and the transport's, is on
+    its seat's core and computes with as many threads; cores that this machine lacks are refused with the fix."""
+    for found in ranks(2, "test_rank_start:case_bound", {"fits": True}):
+        assert found["found"] == [[found["told"]]]
+        assert found["threads"] == 1
+    for found in ranks(2, "test_rank_start:case_bound", {"fits": False}):
+        assert "which has cores 6000" in found["refused"]
+        assert "or set launch.bind_to: none" in found["refused"]
+
+
+@pytest.mark.parametrize(("cores", "spin"), [({3}, 0.0), ({3, 4}, 20.0)])
+def test_a_bound_rank_spins_on_a_core_of_its_own(monkeypatch: pytest.MonkeyPatch, cores: set[int], spin: float) -> None:
+    """The cores that it sees are not the node's, to be shared with other ranks: unbound, the group divides them."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores)
+    bound = replace(deployment("any"), launch=LaunchConfig(bind_to="placement", fabric="f.json"))
+    assert comm_options(bound, "127.0.0.1", b"").spin_us == spin
+    assert comm_options(deployment("any"), "127.0.0.1", b"").spin_us is None
+
+
+def test_a_rank_that_was_told_no_cores_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An mpirun of one's own knows nothing of seats; running anywhere while the table names cores would be a lie."""
+    monkeypatch.delenv(ENV_CORES, raising=False)
+    bound = replace(deployment("any"), launch=LaunchConfig(bind_to="placement", fabric="f.json"))
+    with pytest.raises(MappingError, match="nobody told rank 0 on here its cores"):
+        set_threads(bound, ME)
+
+
+def case_collective(rank: Rank, collective: str, deterministic: bool) -> str:
+    options = CommOptions(backend="gloo", collective=collective, deterministic=deterministic)  # type: ignore[arg-type]
+    try:
+        rank.connect(None, options).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_strategy_that_a_library_does_not_have_is_refused(ranks: Ranks) -> None:
+    """collective: exchange with gloo would otherwise be gloo's ring, unsaid; two_level it has; asked for one order of
+    summation, it is the library's own that holds."""
+    case = "test_rank_start:case_collective"
+    for name in ("exchange", "pipeline"):
+        said = ranks(2, case, {"collective": name, "deterministic": False})
+        assert all(f"collective: {name} is the native transport's, backend gloo has" in words for words in said)
+    for name in ("flat", "two_level"):
+        assert ranks(2, case, {"collective": name, "deterministic": False}) == ["", ""]
+    assert ranks(2, case, {"collective": "auto", "deterministic": True}) == ["", ""]

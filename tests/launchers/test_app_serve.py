@@ -1,0 +1,269 @@
+"""`laddertron serve`, `keys` and `batch` as processes: the demo model on two real ranks, a rank killed in the middle of
+a batch, SIGTERM; and the client's commands against it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from click.testing import CliRunner
+from daemon_tools import deployment, line, served
+from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli.batch_client import ApiError, BatchClient, ServerAddress
+from laddertron.launchers.cli.commands.batch import BatchPace
+from openai import OpenAI
+from tiny_text import write_folder
+from waiting import FOR_EVER_S, HANG_S, until
+
+ROOT = Path(__file__).resolve().parents[2]
+LADDERTRON = (sys.executable, "-m", "laddertron.launchers.cli")
+
+
+def run_cli(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.group, list(words), standalone_mode=False)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        return getattr(result.exception, "exit_code", 99), str(result.exception)
+    return result.return_value or 0, result.output
+
+
+class Process:
+    """A `laddertron serve` of the demo model, its log kept."""
+
+    def __init__(self, folder: Path, *more: str) -> None:
+        self.log_path = folder / "log"
+        sets = [f"daemon.data_dir={folder / 'data'}", "daemon.port=0", "daemon.limits.min_free_disk=0", *more]
+        words = [*LADDERTRON, "serve", str(ROOT / "configs" / "demo.yaml")]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen([*words, *(w for s in sets for w in ("--set", s))], stderr=log)
+        self.port = next(e["port"] for e in self.wait_for("listening"))
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+
+    def events(self) -> list[dict[str, Any]]:
+        """What is logged so far."""
+        rows = self.log_path.read_text().splitlines()
+        return [json.loads(row) for row in rows if row.startswith("{") and row.endswith("}")]
+
+    def wait_for(self, event: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+
+        def told() -> bool:
+            assert self.process.poll() is None, self.log_path.read_text()
+            found[:] = [e for e in self.events() if e.get("event") == event]
+            return bool(found)
+
+        until(told, self.log_path.read_text, 0.05)
+        return found
+
+    def ready(self) -> None:
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.log_path.read_text()
+            return self.status("/ready") == 200
+
+        until(is_ready, self.log_path.read_text, 0.05)
+
+    def status(self, path: str) -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=HANG_S) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def rank_pids(self) -> list[int]:
+        """Of the latest launch, by rank."""
+        found = [e for e in self.events() if "is pid" in e["message"]]
+        return [int(e["message"].split()[4]) for e in sorted(found[-2:], key=lambda e: int(e["rank"]))]
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(HANG_S)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[Process]:
+    """With patience for heartbeats on a slow machine: what is seen here is not seen by their silence."""
+    process = Process(tmp_path, f"daemon.heartbeat_timeout={FOR_EVER_S:g}s")
+    try:
+        yield process
+    finally:
+        process.process.kill()
+        process.process.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def test_a_batch_outlives_a_rank_and_sigterm_drains(demo: Process, tmp_path: Path) -> None:
+    """The real thing: 40 lines on two ranks; one is killed half way; /ready is 503 until the relaunch; every line has
+    its answer, once; a chat streams; SIGTERM ends it with 0 and no rank is left."""
+    [said] = [entry["message"] for entry in demo.wait_for("ready")]
+    assert said == f"ready: {demo.url} serves demo: 1 x 2 ranks, metrics at {demo.url.removesuffix('/v1')}/metrics"
+    client = OpenAI(base_url=demo.url, api_key="none", max_retries=0)
+    lines = tmp_path / "in.jsonl"
+    lines.write_bytes(
+        b"".join(line(f"r-{n}", f"def f{n}(", model="demo", max_tokens=48, temperature=0) for n in range(40))
+    )
+    code, batch_id = run_cli("batch", "--url", demo.url, "submit", str(lines))
+    batch_id = batch_id.strip().splitlines()[-1]
+    assert code == 0
+    until(lambda: client.batches.retrieve(batch_id).request_counts.completed >= 5)  # type: ignore[union-attr]
+    first = demo.rank_pids()
+    os.kill(first[1], signal.SIGKILL)
+    until(lambda: demo.status("/ready") != 200)
+    demo.ready()
+    code, said = run_cli("batch", "--url", demo.url, "wait", batch_id, "-o", str(tmp_path / "out.jsonl"))
+    assert code == 0, said
+    found = [json.loads(row) for row in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    assert sorted(entry["custom_id"] for entry in found) == sorted(f"r-{n}" for n in range(40))
+    failure = next(e for e in demo.events() if e.get("event") == "failure")
+    assert failure["rank"] == 1
+    stream = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "def add("}], max_tokens=8, stream=True
+    )
+    assert [c.choices[0].finish_reason for c in stream if c.choices][-1] is not None
+    assert len([entry for entry in demo.events() if entry.get("event") == "ready"]) == 1
+    last = demo.rank_pids()
+    assert demo.stop() == 0
+    assert not any(alive(pid) for pid in (*first, *last))
+
+
+def test_the_clients_commands(tmp_path: Path) -> None:
+    """submit --wait, list, status, fetch, cancel against a daemon; refusals are one line and exit code 1 or 2."""
+    folder = write_folder(tmp_path / "tiny")
+    lines = tmp_path / "in.jsonl"
+    lines.write_bytes(b"".join(line(f"r-{n}") for n in range(150)) + line("long", "x" * 3000))
+    with served(deployment(tmp_path), folder) as daemon:
+        url = ("batch", "--url", f"{daemon.url}/v1")
+        out = tmp_path / "out.jsonl"
+        code, said = run_cli(*url, "submit", str(lines), "--metadata", "who=me", "--wait", "-o", str(out))
+        assert code == 0
+        batch_id = said.split()[0]
+        assert len(out.read_bytes().splitlines()) == 150
+        assert len((tmp_path / "out.errors.jsonl").read_bytes().splitlines()) == 1
+        assert json.loads(run_cli(*url, "status", batch_id)[1])["metadata"] == {"who": "me"}
+        assert batch_id in run_cli(*url, "list")[1]
+        again = tmp_path / "again.jsonl"
+        assert run_cli(*url, "fetch", batch_id, "-o", str(again))[0] == 0
+        assert again.read_bytes() == out.read_bytes()
+        assert run_cli(*url, "cancel", batch_id) == (1, "409: the batch is completed already")
+        assert run_cli(*url, "status", "batch_x")[0] == 1
+        daemon.on_loop(daemon.jobs[0].hold)
+        code, running = run_cli(*url, "submit", str(lines))
+        assert run_cli(*url, "fetch", running.strip(), "-o", str(again))[0] == 1
+        assert run_cli(*url, "cancel", running.strip())[0] == 0
+        bad = tmp_path / "bad.jsonl"
+        bad.write_text('{"no": "url"}\n')
+        assert run_cli(*url, "submit", str(bad))[0] == 2
+        code, said = run_cli(*url, "submit", str(bad), "--endpoint", "/v1/completions", "--wait")
+        assert code == 1
+        assert "missing_required_parameter" in said
+        code, said = run_cli(*url, "wait", batch_id)
+        assert f"laddertron batch --url {daemon.url}/v1 fetch {batch_id} -o answers.jsonl" in said
+    assert run_cli("batch", "--url", "ftp://x", "list")[0] == 2
+
+
+def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens: the bar says so and asks again until its patience is over; ^C names the command that goes on."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+    client, pauses, errors = BatchClient(ServerAddress(url)), [], []  # type: ignore[var-annotated]
+    with pytest.raises(ApiError, match="refused"):
+        client.wait("batch_1", lambda batch: None, errors.append, pauses.append, patience=60.0)
+    assert sum(pauses) >= 60.0
+    assert len(errors) == len(pauses)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchClient, "wait", interrupted)
+    assert cli.main(["batch", "--url", url, "wait", "batch_1", "-o", "a.jsonl"]) == 130
+    assert f"laddertron batch --url {url} wait batch_1 -o a.jsonl" in capsys.readouterr().err
+
+
+def test_the_pace_of_a_watched_batch() -> None:
+    pace = BatchPace()
+
+    def said(at: float, status: str, completed: int, failed: int, tokens: int) -> str:
+        counts = {"total": 100, "completed": completed, "failed": failed}
+        return pace.text({"status": status, "request_counts": counts, "usage": {"output_tokens": tokens}}, at)
+
+    assert said(0.0, "validating", 0, 0, 0) == ""
+    assert said(10.0, "in_progress", 10, 0, 1000) == ""
+    assert said(20.0, "in_progress", 28, 2, 3000) == "2 failed, 200 tokens/s, 0:35 left"
+    assert said(30.0, "completed", 98, 2, 9000) == "2 failed"
+
+
+def test_the_keys_command(tmp_path: Path) -> None:
+    path = str(tmp_path / "keys.json")
+    code, secret = run_cli("keys", "add", path, "alice")
+    assert code == 0
+    assert secret.strip().splitlines()[-1].startswith("sk-lt-")
+    assert "alice" in run_cli("keys", "list", path)[1]
+    assert run_cli("keys", "revoke", path, "alice")[0] == 0
+    assert run_cli("keys", "revoke", path, "alice")[0] == 2
+    assert run_cli("keys", "add", path, "a\nb")[0] == 2
+
+
+def test_serve_says_what_is_wrong_before_anything_is_launched(tmp_path: Path) -> None:
+    """A folder that is held, a port in use, no key file, an outer mpirun: exit code 2 and one line that names the
+    fix."""
+    config = str(ROOT / "configs" / "demo.yaml")
+    sets = ("--set", f"daemon.data_dir={tmp_path / 'data'}")
+    folder = write_folder(tmp_path / "tiny")
+    with served(deployment(tmp_path), folder) as daemon:
+        code, said = run_cli("serve", config, *sets, "--set", "daemon.port=0")
+        assert (code, "is held by process" in said) == (2, True)
+        code, said = run_cli("serve", config, *sets, "--set", f"daemon.port={daemon.port}")
+        assert (code, "set daemon.port" in said) == (2, True)
+    (tmp_path / "data" / "store.db").write_bytes(b"")
+    code, said = run_cli("serve", config, *sets, "--set", "daemon.port=0")
+    assert (code, "serve --adopt" in said) == (2, True)
+    spoilt = tmp_path / "keys.json"
+    spoilt.write_text("[]")
+    code, said = run_cli("serve", config, *sets, "--set", f"daemon.api_key_file={spoilt}")
+    assert (code, "is not a key file" in said) == (2, True)
+    outer = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    environment = {**os.environ, **outer, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    done = subprocess.run([*LADDERTRON, "serve", config], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert "laddertron run" in done.stderr
+
+
+def test_ranks_log_their_own_words_and_their_libraries_warnings() -> None:
+    code = """
+import logging
+from laddertron.launchers.job.rank_logs import set_up_logs
+set_up_logs(1, "n0")
+for name in ("laddertron.engine.step.build", "megatron.core.hyper_comm_grid"):
+    logging.getLogger(name).info("told by %s", name)
+logging.getLogger("megatron.core").warning("trouble")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [line.split(" ", 2)[2] for line in done.stderr.splitlines()] == [
+        "INFO rank 1 on n0 laddertron.engine.step.build: told by laddertron.engine.step.build",
+        "WARNING rank 1 on n0 megatron.core: trouble",
+    ]
+
+
+def test_a_kept_alive_client_is_the_same_everywhere() -> None:
+    """The package that judges is the published one, unmodified."""
+    assert openai.__file__ is not None
+    assert "site-packages" in openai.__file__

@@ -1,0 +1,389 @@
+"""config.json and generation_config.json as a ModelConfig: every family's own spelling, and every refusal by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from laddertron.models.config.json_fields import MAX_JSON_BYTES, read_json
+from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+MIXER = {"sequence_mixer_type": "softmax_attention", "num_attention_heads": 8, "num_key_value_heads": 2}
+MLP = {"mlp_type": "MLP", "intermediate_size": 96, "activation_function": "swiglu"}
+DOLOMITE: dict[str, Any] = {
+    "model_type": "ladder_residual",
+    "num_layers": 4,
+    "hidden_size": 64,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "normalization_function": "rmsnorm",
+    "layer_norm_epsilon": 1e-6,
+    "position_embedding_type": "rope",
+    "rope_theta": 10000,
+    "sequence_mixer_blocks": [MIXER] * 4,
+    "mlp_blocks": [MLP] * 4,
+    "eos_token_id": 0,
+}
+
+
+def read(folder: Path, data: dict[str, Any], **changes: Any) -> ModelConfig:
+    """None in `changes` removes a key; the string "null" sets it to null."""
+    merged = {k: (None if v == "null" else v) for k, v in {**data, **changes}.items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(merged))
+    return from_folder(folder)
+
+
+def test_a_llama_is_read_field_by_field(tmp_path: Path) -> None:
+    c = read(tmp_path, LLAMA)
+    assert (c.family, c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads) == ("llama", 4, 64, 8, 2)
+    assert (c.head_dim, c.ffn_size, c.vocab_size, c.max_position_embeddings) == (8, 96, 300, 128)
+    assert (c.norm_eps, c.dtype, c.tied_embeddings, c.rope) == (1e-5, "bfloat16", False, Rope())
+    assert (c.wiring.name, c.declares_wiring, c.layout, c.sliding_window) == ("standard", False, "huggingface", ())
+    assert (c.eos_token_ids, c.bos_token_id) == ((2,), 1)
+    assert (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm) == (False,) * 4
+
+
+def test_old_llama_configurations_default_what_they_do_not_say(tmp_path: Path) -> None:
+    """Llama 2 names no key/value heads, head size, activation, rope_theta or dtype."""
+    c = read(tmp_path, LLAMA, num_key_value_heads=None, torch_dtype=None)
+    assert (c.num_kv_heads, c.head_dim, c.rope.theta, c.dtype) == (8, 8, 10000.0, "float32")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 500000, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+    ],
+)
+def test_both_spellings_of_rope_scaling_mean_the_same(words: dict[str, Any], tmp_path: Path) -> None:
+    rope = read(tmp_path, LLAMA, **words).rope
+    assert rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 32)
+
+
+def test_the_other_rope_kinds(tmp_path: Path) -> None:
+    """linear and dynamic stretch the model's own length; yarn's attention factor is resolved when read."""
+    for kind in ("linear", "dynamic"):
+        rope = read(tmp_path, LLAMA, rope_scaling={"type": kind, "factor": 2}).rope
+        assert (rope.kind, rope.factor, rope.original_max_position_embeddings) == (kind, 2.0, 128)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    rope = read(tmp_path, LLAMA, rope_scaling=yarn).rope
+    assert rope.kind == "yarn"
+    assert rope.attention_factor == pytest.approx(1.1386294)  # 0.1 ln 4 + 1
+    rope = read(tmp_path, LLAMA, rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 2.0}).rope
+    assert rope.attention_factor == pytest.approx(1.1386294 / 1.2772589)
+    rope = read(tmp_path, LLAMA, rope_scaling={**yarn, "attention_factor": 0.5, "beta_fast": 16}).rope
+    assert (rope.attention_factor, rope.beta_fast) == (0.5, 16.0)
+
+
+def test_mistral_and_its_window(tmp_path: Path) -> None:
+    mistral = {**LLAMA, "model_type": "mistral"}
+    assert read(tmp_path, mistral, sliding_window=16).sliding_window == (16,) * 4
+    assert read(tmp_path, mistral, sliding_window="null").sliding_window == ()
+    assert read(tmp_path, mistral).sliding_window == (4096,) * 4, "what transformers computes when nothing is said"
+    assert read(tmp_path, mistral, head_dim=16, sliding_window="null").head_dim == 16
+
+
+def test_qwen2_biases_and_windows(tmp_path: Path) -> None:
+    qwen = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True, "sliding_window": 16}
+    c = read(tmp_path, qwen, max_window_layers=4, use_sliding_window=False)
+    assert (c.qkv_bias, c.o_bias, c.tied_embeddings, c.sliding_window) == (True, False, True, ())
+    c = read(tmp_path, qwen, max_window_layers=3, use_sliding_window=True)
+    assert c.sliding_window == (None, None, None, 16)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert read(tmp_path, qwen, use_sliding_window=True, layer_types=types).sliding_window == (16, None, 16, None)
+    assert read(tmp_path, qwen, layer_types=["full_attention"] * 4).sliding_window == ()
+
+
+def test_qwen3_norms_its_heads(tmp_path: Path) -> None:
+    c = read(tmp_path, LLAMA, model_type="qwen3", head_dim=16, attention_bias=True, sliding_window="null")
+    assert (c.qk_norm, c.head_dim, c.qkv_bias, c.o_bias) == (True, 16, True, True)
+
+
+def test_dtype_is_read_in_both_spellings(tmp_path: Path) -> None:
+    assert read(tmp_path, LLAMA, torch_dtype=None, dtype="float16").dtype == "float16"
+    assert read(tmp_path, LLAMA, torch_dtype="float32").dtype == "float32"
+
+
+def test_llama_ladder_by_number_and_by_list(tmp_path: Path) -> None:
+    """ladder_layers: an integer means the last N, a list means those; all of them is ladder, none is standard."""
+    ladder = {**LLAMA, "model_type": "llamaLadder"}
+    assert read(tmp_path, ladder, ladder_layers=1).wiring.kinds == ("standard",) * 3 + ("ladder",)
+    c = read(tmp_path, ladder, ladder_layers=[0, 2])
+    assert c.wiring.kinds == ("ladder", "standard", "ladder", "standard")
+    assert (c.wiring.name, c.declares_wiring, c.family) == ("hybrid", True, "llamaLadder")
+    assert read(tmp_path, ladder, ladder_layers=4).wiring.name == "ladder"
+    assert read(tmp_path, ladder, ladder_layers=0).wiring.name == "standard"
+    assert read(tmp_path, ladder, ladder_layers=[]).wiring.name == "standard"
+
+
+@pytest.mark.parametrize(
+    ("declared", "name"),
+    [
+        ({"kind": "standard"}, "standard"),
+        ({"kind": "parallel"}, "parallel"),
+        ({"kind": "ladder"}, "ladder"),
+        ({"kind": "ladder", "ladder_layers": [3]}, "hybrid"),
+        ({"kind": "hybrid", "ladder_layers": [2, 3]}, "hybrid"),
+        ({"kind": "desync", "every": 3, "tensor_parallel_size": 2}, "desync-3"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_declared_wirings(declared: dict[str, Any], name: str, family: str, tmp_path: Path) -> None:
+    c = read(tmp_path, LLAMA, model_type=family, sliding_window="null", laddertron_wiring=declared)
+    assert (c.wiring.name, c.declares_wiring) == (name, True)
+    if name == "desync-3":
+        assert (c.wiring.desync_every, c.wiring.trained_tp) == (3, 2)
+    if declared.get("ladder_layers") == [2, 3]:
+        assert c.wiring.kinds == ("standard", "standard", "ladder", "ladder")
+
+
+def test_dolomite_is_read_with_its_multipliers(tmp_path: Path) -> None:
+    c = read(tmp_path, DOLOMITE, m_residual=0.22, m_emb=12, m_width=8)
+    assert (c.layout, c.wiring.name, c.declares_wiring) == ("dolomite", "ladder", True)
+    assert (c.residual_multiplier, c.embedding_multiplier, c.logits_divisor) == (0.22, 12.0, 8.0)
+    assert (c.tied_embeddings, c.norm_eps, c.head_dim, c.attention_scale) == (True, 1e-6, 8, None)
+    assert (c.qkv_bias, c.o_bias, c.mlp_bias) == (False,) * 3
+    mixer = {**MIXER, "add_bias": True, "attention_multiplier": 0.125, "sliding_window": 32}
+    c = read(tmp_path, DOLOMITE, sequence_mixer_blocks=[MIXER | mixer] * 4, mlp_blocks=[{**MLP, "add_bias": True}] * 4)
+    assert (c.qkv_bias, c.o_bias, c.mlp_bias, c.attention_scale) == (True, True, True, 0.125)
+    assert c.sliding_window == (32,) * 4
+    c = read(tmp_path, DOLOMITE, rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32})
+    assert (c.rope.kind, c.rope.factor) == ("yarn", 4.0)
+
+
+def test_stop_ids_come_from_both_files(tmp_path: Path) -> None:
+    """generation_config.json first, then what only config.json names; each once."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert read(tmp_path, LLAMA, eos_token_id=[2, 9]).eos_token_ids == (7, 2, 9)
+    (tmp_path / "generation_config.json").unlink()
+    assert read(tmp_path, LLAMA, eos_token_id="null").eos_token_ids == ()
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (LLAMA, {"model_type": "mixtral"}, "model_type 'mixtral' is not computed here; llama, "),
+    (LLAMA, {"model_type": None}, "model_type is missing"),
+    (LLAMA, {"model_type": 3}, "model_type=3 must be a string"),
+    (LLAMA, {"num_local_experts": 8}, "num_local_experts says mixture of experts"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not computed here; silu is"),
+    (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq' is not read"),
+    (LLAMA, {"num_key_value_heads": 3}, "8 heads are not a multiple of 3 key/value heads"),
+    (LLAMA, {"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size=64 is not a multiple of"),
+    (LLAMA, {"head_dim": 7}, "head_dim=7 must be even"),
+    (LLAMA, {"hidden_size": None}, "hidden_size is missing; it must be an integer from 1"),
+    (LLAMA, {"hidden_size": "64"}, "hidden_size='64' must be an integer"),
+    (LLAMA, {"hidden_size": True}, "hidden_size=True must be an integer"),
+    (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers=0 must be an integer from 1"),
+    (LLAMA, {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647 must be an integer from 1 to 4096"),
+    (LLAMA, {"vocab_size": 10**12}, "vocab_size=1000000000000 must be an integer"),
+    (LLAMA, {"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be a finite number above 0"),
+    (LLAMA, {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
+    (LLAMA, {"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not computed here"),
+    (LLAMA, {"eos_token_id": 300}, "eos_token_id=300 must be an integer or a list of integers from 0 to 299"),
+    (LLAMA, {"eos_token_id": [1, "2"]}, "eos_token_id="),
+    (LLAMA, {"bos_token_id": -1}, "bos_token_id=-1"),
+    (LLAMA, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not computed here; default, linear"),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor=1 must be"),
+    (LLAMA, {"rope_scaling": 2.0}, "rope_scaling=2.0 must be an object"),
+    (LLAMA, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=false is not computed"),
+    (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+    (LLAMA, {"rope_theta": 0}, "rope_theta=0 must be a finite number above 0"),
+    (LLAMA, {"ladder_layers": 2}, "ladder_layers belongs to model_type llamaLadder, not llama"),
+    (LLAMA, {"model_type": "llamaLadder"}, "ladder_layers=None|ladder_layers is missing"),
+    (LLAMA, {"model_type": "llamaLadder", "ladder_layers": 5}, "ladder_layers=5 must be"),
+    (LLAMA, {"model_type": "llamaLadder", "ladder_layers": [0, 4]}, "must be different layers of 0 to 3"),
+    (LLAMA, {"model_type": "llamaLadder", "ladder_layers": [1, 1]}, "must be different layers of 0 to 3"),
+    (LLAMA, {"model_type": "llamaLadder", "ladder_layers": 1, "laddertron_wiring": {"kind": "ladder"}}, "ambiguous"),
+    (LLAMA, {"laddertron_wiring": "ladder"}, "laddertron_wiring='ladder' must be an object"),
+    (LLAMA, {"laddertron_wiring": {}}, "laddertron_wiring: kind is missing"),
+    (LLAMA, {"laddertron_wiring": {"kind": "rope"}}, "wiring 'rope' must be standard, parallel, ladder, hybrid"),
+    (LLAMA, {"laddertron_wiring": {"kind": "none"}}, "exists for timings alone"),
+    (LLAMA, {"laddertron_wiring": {"kind": "hybrid"}}, "hybrid needs ladder_layers"),
+    (LLAMA, {"laddertron_wiring": {"kind": "parallel", "ladder_layers": [1]}}, "belong to ladder and hybrid"),
+    (LLAMA, {"laddertron_wiring": {"kind": "desync", "every": 2}}, "desync needs every"),
+    (LLAMA, {"laddertron_wiring": {"kind": "ladder", "every": 2}}, "belong to desync"),
+    (
+        LLAMA,
+        {"laddertron_wiring": {"kind": "ladder", "colour": 2}},
+        "unknown key 'colour'; known are delay, every, kind",
+    ),
+    (
+        LLAMA,
+        {"mlp_bias": True, "laddertron_wiring": {"kind": "desync", "every": 2, "tensor_parallel_size": 2}},
+        "desync with an output bias is not defined",
+    ),
+    ({**LLAMA, "model_type": "mistral"}, {"layer_types": ["full_attention"] * 4}, "layer_types in a mistral model"),
+    ({**LLAMA, "model_type": "mistral"}, {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    ({**LLAMA, "model_type": "qwen2"}, {"layer_types": ["full_attention"] * 3}, "layer_types must be 4 times"),
+    ({**LLAMA, "model_type": "qwen2"}, {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is false"),
+    ({**LLAMA, "model_type": "qwen3"}, {"num_experts": 128}, "num_experts says mixture of experts"),
+    (DOLOMITE, {"normalization_function": "layernorm"}, "normalization_function 'layernorm' is not computed here"),
+    (DOLOMITE, {"position_embedding_type": "nope"}, "position_embedding_type 'nope' is not computed here"),
+    (DOLOMITE, {"sequence_mixer_blocks": [MIXER] * 3}, "sequence_mixer_blocks=.* must be a list of 4 objects"),
+    (DOLOMITE, {"sequence_mixer_blocks": [{"sequence_mixer_type": "mamba2"}] * 4}, "'mamba2' is not computed here"),
+    (
+        DOLOMITE,
+        {"sequence_mixer_blocks": [MIXER] * 3 + [MIXER | {"num_key_value_heads": 4}]},
+        "differs between layers",
+    ),
+    (DOLOMITE, {"mlp_blocks": [{**MLP, "mlp_type": "MoE"}] * 4}, "mlp_type 'MoE' is not computed here"),
+    (DOLOMITE, {"mlp_blocks": [{**MLP, "activation_function": "gelu"}] * 4}, "'gelu' is not computed here; swiglu is"),
+    (DOLOMITE, {"mlp_blocks": [{**MLP, "use_interleaved_weights": True}] * 4}, "c_fc must be \\[up; gate\\]"),
+    (DOLOMITE, {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "yarn is"),
+    (DOLOMITE, {"rope_dim": 4}, "rope_dim=4 other than"),
+]
+
+
+@pytest.mark.parametrize(("data", "changes", "message"), REFUSED)
+def test_refusals_name_file_key_and_rule(
+    data: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        read(tmp_path, data, **changes)
+    assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"model_type": "llama"', "not usable JSON"),
+        (b"[1]", "must hold one JSON object, not list"),
+        (b'{"hidden_size": NaN}', "NaN is not JSON"),
+        (b'{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' stands twice"),
+        (b'{"a": "\xff"}', "not usable JSON"),
+        (b"[" * 100_000, "nested deeper than 64 levels"),
+        (b'{"rms_norm_eps": 1e999, "model_type": "llama", "vocab_size": 3}', "1e999 is too large"),
+        (b" " * (MAX_JSON_BYTES + 1), "bytes is more than"),
+    ],
+)
+def test_bad_json_is_one_error_with_the_file_in_it(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as refusal:
+        from_folder(tmp_path)
+    assert "config.json" in str(refusal.value)
+
+
+def test_brackets_inside_strings_do_not_count_as_nesting(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"a": '[[\\"' * 500}))
+    assert read_json(tmp_path / "x.json").string("a").startswith("[[")
+
+
+def test_a_folder_without_a_model_says_what_one_holds(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"a model folder holds config\.json"):
+        from_folder(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+KEYS = sorted({*LLAMA, *DOLOMITE, "rope_scaling", "laddertron_wiring", "ladder_layers", "sliding_window", "head_dim"})
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    base=st.sampled_from([LLAMA, DOLOMITE, {**LLAMA, "model_type": "qwen3"}, {**LLAMA, "model_type": "llamaLadder"}]),
+    changes=st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4),
+)
+def test_whatever_a_configuration_holds_is_a_model_or_a_value_error(
+    base: dict[str, Any], changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Random JSON in random fields: never a KeyError, TypeError, ZeroDivisionError or OverflowError."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "config.json").write_text(json.dumps({**base, **changes}))
+    try:
+        config = from_folder(folder)
+    except ValueError:
+        return
+    assert len(config.wiring.kinds) == config.num_layers
+
+
+def test_parameters_are_counted(tmp_path: Path) -> None:
+    c = read(tmp_path, LLAMA, tie_word_embeddings=True)
+    layer = 64 * 64 + 2 * 64 * 16 + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert c.num_parameters == 300 * 64 + 4 * layer + 64
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-2-7b": (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+        | {"intermediate_size": 11008, "vocab_size": 32000, "rope_scaling": "null"},
+        6_738_415_616,
+    ),
+    "Llama-3.1-8B": (
+        {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"intermediate_size": 14336, "vocab_size": 128256},
+        8_030_261_248,
+    ),
+    "Llama-3.1-405B": (
+        {"hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}
+        | {"intermediate_size": 53248, "vocab_size": 128256},
+        405_853_388_800,
+    ),
+    "Llama-3.2-1B": (
+        {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"intermediate_size": 8192, "vocab_size": 128256, "head_dim": 64, "tie_word_embeddings": True},
+        1_235_814_400,
+    ),
+    "Mistral-7B-v0.1": (
+        {"model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "sliding_window": 4096},
+        7_241_732_096,
+    ),
+    "Qwen2.5-7B": (
+        {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064},
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936},
+        8_190_735_360,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_have_their_published_sizes(name: str, tmp_path: Path) -> None:
+    words, parameters = PUBLISHED[name]
+    assert read(tmp_path, LLAMA, **words).num_parameters == parameters
+
+
+def test_wirings_are_made_or_refused() -> None:
+    assert make_wiring("none", 2).name == "no-communication"
+    assert make_wiring("ladder", 3).kinds == ("ladder",) * 3
+    with pytest.raises(ValueError, match="must be different layers of 0 to 2"):
+        make_wiring("hybrid", 3, [3])
+    with pytest.raises(ValueError, match="desync needs every >= 1"):
+        make_wiring("desync", 3, every=2)
+
+
+def test_reading_a_configuration_loads_no_torch() -> None:
+    """`plan` and the daemon read configurations without it."""
+    code = "import sys, laddertron.models.config.model_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,193 @@
+"""The FlashInfer backend against the portable one, on a stand-in of the library (tests/helpers/fake_flashinfer.py); its
+arguments against the installed library; and, where there is a GPU, on the real one."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_flashinfer
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laddertron.models.attention import Capturable, StepLayout, TorchAttention
+from laddertron.models.cuda.flashinfer import FlashInferAttention, pages, unfit
+from laddertron.models.kv_cache import KVCache
+from laddertron.models.ops import Norm
+from laddertron.models.weights.tensor_reader import FP8
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def make_cache(
+    kv_heads: int, dim: int, blocks: int, size: int, dtype: torch.dtype, device: torch.device, layers: int = 2
+) -> KVCache:
+    """Filled with noise: what a step leaves there is what is compared."""
+    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=layers, head_dim=dim), num_kv_heads=kv_heads)
+    cache = KVCache(shard, blocks, size, dtype, device)
+    dice = torch.Generator().manual_seed(1)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=dice).to(dtype))
+    return cache
+
+
+def make_layout(counts: list[int], before: list[int], size: int, device: torch.device, seed: int = 0) -> StepLayout:
+    """Sequences with `before` positions known and `counts` new tokens, in shuffled blocks; decodes first."""
+    order = sorted(range(len(counts)), key=lambda i: counts[i] != 1)
+    counts, before = [counts[i] for i in order], [before[i] for i in order]
+    ends = [b + c for b, c in zip(before, counts, strict=True)]
+    held = [-(-end // size) for end in ends]
+    shuffled = torch.randperm(sum(held), generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(counts), max(held)), 10**6)  # what is behind a sequence's own blocks may be anything
+    positions, blocks, start = [], [], [0]
+    for i, n in enumerate(held):
+        table[i, :n] = torch.tensor(shuffled[:n])
+        del shuffled[:n]
+        where = list(range(before[i], ends[i]))
+        positions += where
+        blocks += [int(table[i, p // size]) for p in where]
+        start.append(len(positions))
+    at = torch.tensor(positions, device=device)
+    return StepLayout(
+        positions=at,
+        query_start=start,
+        kv_len=ends,
+        block_table=table.to(device),
+        blocks=torch.tensor(blocks, device=device),
+        offsets=at % size,
+        decode=counts.count(1),
+    )
+
+
+def compare(
+    library: Any, dtype: torch.dtype, kv_dtype: torch.dtype, shape: tuple[int, int, int, int], layout: StepLayout,
+    windows: tuple[int | None, ...], device: torch.device = CPU, norms: bool = False, within: float = 1e-5,
+) -> None:  # fmt: skip
+    """Both backends through a step of two layers: the same outputs, the same cache."""
+    heads, kv_heads, dim, size = shape
+    blocks = int(layout.blocks.max()) + sum(-(-n // size) for n in layout.kv_len)
+    caches = [make_cache(kv_heads, dim, blocks, size, kv_dtype, device) for _ in range(2)]
+    scale = 0.7 * dim**-0.5
+    portable = TorchAttention(caches[0], windows, scale)
+    ours = FlashInferAttention(caches[1], windows, scale, heads, dtype, library)
+    tokens = len(layout.positions)
+    dice = torch.Generator().manual_seed(2)
+    angles = torch.rand(tokens, 1, dim // 2, generator=dice).to(device)
+    norm = Norm((torch.rand(dim, generator=dice) + 0.5).to(device, dtype), 1e-6) if norms else None
+    for backend in (portable, ours):
+        layout_of = layout
+        if backend is portable:
+            table = layout.block_table.clamp(max=blocks - 1)
+            layout_of = StepLayout(
+                layout.positions, layout.query_start, layout.kv_len, table, layout.blocks, layout.offsets, layout.decode
+            )
+        backend.plan(layout_of, angles.cos(), angles.sin())
+    for layer in range(2):
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=dice).to(device, dtype)
+        want, got = (backend.attend(layer, qkv, norm, norm) for backend in (portable, ours))
+        assert got.dtype == dtype
+        assert (got - want).abs().max().item() < within
+    for want, got in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
+        assert torch.equal(want.view(torch.uint8), got.view(torch.uint8))
+
+
+steps = st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 5, 9]), st.integers(0, 20)), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps, st.sampled_from([1, 3, 4, 16]), st.sampled_from([None, 1, 3, 8]), st.sampled_from([(4, 4), (6, 1), (5, 1)])
+)
+def test_the_same_attention_as_the_portable_one(
+    step: list[tuple[int, int]], size: int, window: int | None, heads: tuple[int, int]
+) -> None:
+    """Decodes, prompts and pieces of prompts in one step, blocks of any size, full and sliding layers, groups with and
+    without tensor cores."""
+    layout = make_layout([count for count, _ in step], [before for _, before in step], size, CPU)
+    compare(fake_flashinfer.LIBRARY, torch.float32, torch.float32, (*heads, 8, size), layout, (None, window))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+def test_bf16_over_bf16_and_fp8_keys(kv_dtype: torch.dtype, norms: bool) -> None:
+    """An fp8 cache is read as it was written: a prompt attends to its own keys as stored, in both backends alike, but
+    for a whole prompt, which the portable one attends to before they are rounded."""
+    layout = make_layout([1, 1, 3, 4], [7, 0, 9, 5], 4, CPU)
+    compare(
+        fake_flashinfer.LIBRARY, torch.bfloat16, kv_dtype, (4, 2, 8, 4), layout, (None, 4), norms=norms, within=0.04
+    )
+
+
+def test_page_tables() -> None:
+    """Two sequences of 5 and 4 positions and one of 9 in blocks of 4: indptr, indices and the last page's share."""
+    layout = StepLayout(
+        positions=torch.zeros(3), query_start=[0, 1, 2, 3], kv_len=[5, 4, 9],
+        block_table=torch.tensor([[7, 1, 99], [4, 99, 99], [3, 0, 8]]), blocks=torch.zeros(3), offsets=torch.zeros(3),
+        decode=3,
+    )  # fmt: skip
+    indptr, indices, last = pages(layout, 0, 3, 4)
+    assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 2, 3, 6], [7, 1, 4, 3, 0, 8], [1, 4, 1])
+    indptr, indices, last = pages(layout, 1, 2, 4)
+    assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 1], [4], [4])
+
+
+def test_a_step_must_be_planned() -> None:
+    cache = make_cache(1, 8, 2, 4, torch.float32, CPU)
+    backend = FlashInferAttention(cache, (None, None), 1.0, 1, torch.float32, fake_flashinfer.LIBRARY)
+    assert isinstance(backend, Capturable)
+    assert not isinstance(TorchAttention(cache, (None, None), 1.0), Capturable)
+    for each in (backend, backend.captured([1], 1)[1]):
+        with pytest.raises(RuntimeError, match="before plan"):
+            each.attend(0, torch.ones(1, 24), None, None)
+
+
+def test_where_it_cannot_serve() -> None:
+    bf16 = torch.bfloat16
+    assert unfit(CUDA, (9, 0), bf16, 128) is None
+    for reason, arguments in {
+        "CUDA device, not cpu": (CPU, (0, 0), bf16, 128),
+        "8.0, this GPU has 7.5": (CUDA, (7, 5), bf16, 128),
+        "not float32": (CUDA, (9, 0), torch.float32, 128),
+        "64, 128, 256, not 80": (CUDA, (9, 0), bf16, 80),
+    }.items():
+        assert reason in str(unfit(*arguments))
+
+
+def _parameters(tree: ast.Module, name: str, method: str) -> set[str]:
+    """Names that `name.method` takes; where it only hands **kwargs on, those of `_method_impl`, which gets them."""
+    found = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    functions = {n.name: n.args for n in found.body if isinstance(n, ast.FunctionDef)}  # the last of overloads
+    taken = functions[method]
+    if taken.kwarg is not None:
+        taken = functions[f"_{method}_impl"]
+    return {a.arg for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}
+
+
+@pytest.mark.parametrize("name", ["BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"])
+def test_the_installed_library_takes_what_is_given(name: str) -> None:
+    """The stand-in's arguments are the library's. Read from its source: importing it wants a GPU's libraries."""
+    spec = importlib.util.find_spec("flashinfer")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("flashinfer is not installed: laddertron[cuda]")
+    source = Path(spec.submodule_search_locations[0]) / ("decode.py" if "Decode" in name else "prefill.py")
+    tree = ast.parse(source.read_text())
+    for method in ("__init__", "plan", "run"):
+        used = set(inspect.signature(getattr(fake_flashinfer.LIBRARY.__dict__[name], method)).parameters)
+        assert used <= _parameters(tree, name, method), method
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (7, 1)])
+def test_on_a_gpu(heads: tuple[int, int], kv_dtype: torch.dtype) -> None:
+    """The library itself against the portable backend, on the same device."""
+    library = pytest.importorskip("flashinfer")
+    layout = make_layout([1, 1, 1, 17, 40, 5], [0, 63, 200, 0, 33, 64], 16, CUDA)
+    shape = (*heads, 128, 16)
+    compare(library, torch.bfloat16, kv_dtype, shape, layout, (None, 50), CUDA, norms=True, within=0.05)

@@ -1,0 +1,101 @@
+"""A layer's Triton kernels: interpreted on a CPU against torch, compiled for the GPUs they are for, and on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import FOLDERS
+from laddertron.models.weights.tensor_reader import FP8
+from test_flashinfer import CUDA, make_cache
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed: make env ACCEL=cuda"
+)
+
+
+def test_interpreted_kernels_mean_what_torch_means() -> None:
+    """Norm, gate, and rotation with the write into scattered blocks; partial rotation, QK norms, dimensions that are no
+    power of two. fp32 and fp16 to their last bits or so. The interpreter cuts where it should round to bfloat16, and
+    loses the carry in some roundings to fp8: those have a wide bound here and their true one on a GPU."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpret_gpu_ops.py"))]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(FOLDERS)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for kind, distances in found["layers"].items():
+        assert max(distances.values()) < {"torch.float32": 1e-6, "torch.float16": 2e-3}.get(kind, 0.05), (
+            kind,
+            distances,
+        )
+    assert len(found["stores"]) == 7
+    for case in found["stores"]:
+        kind, stored = case["case"][:2]
+        bound = {"torch.float32": 1e-6, "torch.float16": 2e-3}.get(kind, 0.03)
+        assert case["queries"] < bound, case
+        assert case["unequal"] < (0.1 if stored == str(FP8) else 1.0), case
+        assert case["cache"] < (1.0 if stored == str(FP8) else bound), case
+
+
+def _compile(name: str, capability: int, kind: str, cache: str = "", **constants: Any) -> str:
+    import triton
+    from laddertron.models.cuda import kernels as gpu_kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel: Any = getattr(gpu_kernels, name)
+    types = {"keys": f"*{cache}", "values": f"*{cache}", "cos": "*fp32", "sin": "*fp32", "blocks": "*i64"}
+    types |= {"offsets": "*i64", "eps": "fp32", "size": "i32", "width": "i32"}
+    signature = {p: "constexpr" if p in constants else types.get(p, f"*{kind}") for p in kernel.arg_names}
+    compiled = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants), target=GPUTarget("cuda", capability, 32)
+    )
+    assert compiled.asm["cubin"][:4] == b"\x7fELF"
+    return str(compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+def test_kernels_compile(capability: int, kind: str) -> None:
+    _compile("rms_norm", capability, kind, BLOCK=4096)
+    _compile("silu_and_mul", capability, kind, BLOCK=1024)
+    shape = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK": 128}
+    for norm in (False, True):
+        _compile("rotate_and_store", capability, kind, kind, NORM=norm, FP8=False, **shape)
+    if capability >= 90:
+        assert "e4m3" in _compile("rotate_and_store", capability, kind, "fp8e4nv", NORM=False, FP8=True, **shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8])
+def test_on_a_gpu(kv_dtype: torch.dtype) -> None:
+    from laddertron.models import attention, ops
+    from laddertron.models.cuda import ops as gpu_ops
+    from laddertron.models.ops import Norm
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+
+    x, gate_up, norm = normal(7, 4096), normal(7, 2 * 14336), Norm(normal(4096), 1e-5)
+    assert (gpu_ops.rms_norm(x, norm) - ops.rms_norm(x, norm)).abs().max() <= 0.02 * norm.weight.abs().max() * 4
+    assert (gpu_ops.silu_and_mul(gate_up) - ops.silu_and_mul(gate_up)).abs().max() <= 0.06
+    caches = [make_cache(8, 128, 9, 16, kv_dtype, CUDA) for _ in range(2)]
+    if not gpu_ops.stores(caches[0], torch.cuda.get_device_capability()):
+        pytest.skip("fp8 conversions need compute capability 8.9")
+    angles = torch.rand(7, 1, 64, device=CUDA)
+    where = torch.arange(7, device=CUDA), torch.arange(7, device=CUDA) * 2
+    norms = Norm(normal(128), 1e-6), Norm(normal(128), 1e-6)
+    arguments: Any = (1, normal(7, 48 * 128), norms, (angles.cos(), angles.sin()), *where)
+    want, _, _ = attention.rotate_and_store(caches[0], *arguments)
+    got = gpu_ops.rotate_and_store(caches[1], *arguments)
+    assert torch.allclose(got.float(), want.float(), atol=0.05, rtol=0.02)
+    for a, b in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
+        assert (a.view(torch.uint8) != b.view(torch.uint8)).float().mean() < 0.02

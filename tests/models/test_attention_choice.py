@@ -1,0 +1,56 @@
+"""Which attention backend serves, what is said about it, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_flashinfer import LIBRARY
+from laddertron.models import attention_choice
+from laddertron.models.attention_choice import AttentionError, make_attention
+from laddertron.models.cpu.ops import Kernels
+from test_flashinfer import CPU, CUDA, make_cache
+
+BF16 = torch.bfloat16
+CONFIG = SimpleNamespace(head_dim=64, num_layers=2, sliding_window=None, attention_scale=None)
+SHARD: Any = SimpleNamespace(config=CONFIG, num_heads=4)
+
+
+def chosen(wanted: str, dtype: torch.dtype = BF16) -> tuple[str, str]:
+    backend, why = make_attention(wanted, SHARD, make_cache(2, 64, 2, 4, dtype, CPU), dtype)
+    return backend.name, why
+
+
+def test_on_a_cpu() -> None:
+    """auto takes the kernels where they were built, torch is torch, flashinfer is refused with its reason."""
+    assert chosen("torch") == ("torch", "torch, as configured")
+    assert chosen("auto")[0] == ("torch" if Kernels.find() is None else "cpu")
+    assert chosen("auto", torch.float16) == chosen("auto")
+    with pytest.raises(AttentionError, match=r"attention=flashinfer: it needs a CUDA device, not cpu; use auto"):
+        chosen("flashinfer")
+
+
+def test_the_library_is_taken_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "_library", lambda *_: LIBRARY)
+    monkeypatch.setattr(attention_choice, "_store", lambda _: None)
+    assert chosen("flashinfer") == ("flashinfer", "flashinfer fake, rotation and writes by torch")
+
+
+def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not installed, broken, or not for this model: a reason, never an exception, since auto goes on with torch."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    library = attention_choice._library
+    assert "not float32" in library(CUDA, torch.float32, 128)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert "not installed" in library(CUDA, BF16, 128)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+
+    def broken(name: str) -> Any:
+        raise OSError("libcudart.so.12: cannot open")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert "cannot be imported: OSError: libcudart" in library(CUDA, BF16, 128)

@@ -1,0 +1,207 @@
+"""The collectives that other libraries carry: gloo and NCCL through torch.distributed, MPI through mpi4py (mpi.py).
+
+Beside topology/transport/transport.py, behind the same interface. Those libraries have algorithms of their own: `flat`
+leaves the choice to them. Over torch.distributed there is one strategy more, two_level.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .bootstrap import Bootstrap, MpiBootstrap
+from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Named, PeerLost
+from .ordered import Ordered
+from .two_level import Relay, TwoLevel, two_level
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ..placement.layout import GroupLayout
+    from .groups import CommOptions, Deterministic
+    from .ledger import Ledger
+
+_limit: Any = distributed_c10d._set_pg_timeout  # torch has no other name for it
+
+Parts = tuple[Collective, Gather, Callable[[float], None], Callable[[], None]]
+"""All-reduces, gathers, how to set the timeout, how to end."""
+
+
+def other_backend(
+    name: str,
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    tp: Any,
+    options: CommOptions,
+    ledger: Ledger,
+    subgroups: Mapping[str, Any],
+    takes: Callable[[int], bool] | None = None,
+) -> Parts:
+    """The parts of the backend `name` (mpi, gloo or nccl); `subgroups` and `takes` as two_level.two_level wants them.
+    Raises ValueError for a backend that cannot be had here, and for a strategy that it does not have."""
+    has = ("auto", "flat") if name == "mpi" else ("auto", "flat", "two_level")
+    if options.collective not in (*has, "emulated") and options.deterministic is not True:
+        raise ValueError(
+            f"collective: {options.collective} is the native transport's, backend {name} has algorithms of its own: "
+            f"use collective {', '.join(has[:-1])} or {has[-1]}, or backend native"
+        )
+    link = "net" if len(layout.nodes) > 1 else "node"
+    if name == "mpi":
+        if not isinstance(bootstrap, MpiBootstrap):
+            raise ValueError("backend: mpi needs ranks started by mpirun or srun: use native or gloo here")
+        from .mpi import MpiBackend
+
+        backend = MpiBackend(bootstrap, layout, options, ledger, link)
+        return backend, backend.gathers, backend.set_timeout, backend.close
+    levels = two_level(subgroups, takes)
+    timeout = [options.timeout_s]
+
+    def set_timeout(seconds: float) -> None:
+        timeout[0] = seconds
+        # torch ends by itself what takes longer than its group allows
+        for group in {tp, *subgroups.values()}:
+            _limit(timedelta(seconds=max(seconds, options.connect_timeout_s)), group)
+
+    set_timeout(options.timeout_s)
+    if name == "nccl":
+        if not torch.cuda.is_available():
+            raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
+        from .nccl import NcclGather, nccl_collective
+
+        reduce = nccl_collective(tp, ledger, link, options.deterministic, levels)
+        return reduce, NcclGather(tp, ledger), set_timeout, lambda: None
+    gloo = GlooCollective(tp, ledger, link, timeout, options.deterministic, levels)
+    return gloo, GlooGather(tp, ledger, timeout), set_timeout, gloo.close
+
+
+class GlooCollective:
+    """gloo's all-reduce on a torch group; its own threads make progress, if they get processor time. `deterministic`:
+    gathered and added up by ordered.py, as the order of gloo's ring depends on the size. `levels`: what carries some
+    messages instead."""
+
+    def __init__(
+        self,
+        group: Any,
+        ledger: Ledger,
+        link: str,
+        timeout: list[float],
+        deterministic: Deterministic = False,
+        levels: TwoLevel | None = None,
+    ) -> None:
+        self._group, self._ledger, self._link, self._timeout = group, ledger, link, timeout
+        self._deterministic = deterministic
+        self._levels, self._relay = levels, None if levels is None else Relay(levels)
+        self._seq = 0
+
+    def close(self) -> None:
+        if self._relay is not None:
+            self._relay.close()
+
+    def start(self, x: Tensor, layer: str = "") -> _GlooPending:
+        if not x.is_contiguous():
+            raise ValueError(f"cannot all-reduce {tuple(x.shape)} with strides {x.stride()}: contiguous is needed")
+        began = time.monotonic()
+        ordered: Any = None
+        work: Any
+        strategy, levels, relay = "gloo", self._levels, self._relay
+        if self._deterministic:
+            ordered = _guard(lambda: Ordered(x, self._group, True, self._deterministic), self._seq)
+            work = ordered.work
+        elif levels is not None and relay is not None and levels.carries(x):
+            work, strategy = _guard(lambda: relay.start(x), self._seq), "gloo two_level"
+        else:
+            work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
+        self._seq += 1
+        self._ledger.started += 1
+        return _GlooPending(self, work, x, began, self._seq - 1, ordered, strategy, layer)
+
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
+
+    def _finish(self, pending: _GlooPending) -> None:
+        asked, x, seq = time.monotonic(), pending.x, pending.seq
+        self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
+        _guard(lambda: pending.work.wait(timedelta(seconds=self._timeout[0])), seq)
+        if pending.ordered is not None:
+            pending.ordered.add_up()
+        self._ledger.waiting = ""
+        ended = pending.ended or time.monotonic()
+        self._ledger.add(
+            "all_reduce", pending.strategy, self._link, x.nbytes, pending.began, ended, asked, pending.layer
+        )
+
+
+@dataclass(slots=True)
+class _GlooPending:
+    """`ended`: when the work was over, noted by the thread that ended it, not by whoever asks later; 0.0 before."""
+
+    owner: GlooCollective
+    work: Any
+    x: Tensor
+    began: float
+    seq: int
+    ordered: Ordered | None
+    strategy: str
+    layer: str
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: Any) -> None:
+        self.ended = time.monotonic()
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.owner._finish(self)
+            self.work = None  # not before: a wait that failed fails again, it never gives x without its sum
+        return self.x
+
+
+class GlooGather:
+    """gloo's all-gather of bytes."""
+
+    def __init__(self, group: Any, ledger: Ledger, timeout: list[float]) -> None:
+        self._group, self._ledger, self._timeout = group, ledger, timeout
+        self._size = dist.get_world_size(group)
+
+    def start(self, payload: NDArray[np.uint8]) -> _GlooGathering:
+        mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8).copy())
+        out = [torch.empty_like(mine) for _ in range(self._size)]
+        work = _guard(lambda: dist.all_gather(out, mine, group=self._group, async_op=True), -1) if len(mine) else None
+        self._ledger.started += work is not None
+        return _GlooGathering(work, out, self._ledger, self._timeout)
+
+
+class _GlooGathering:
+    def __init__(self, work: Any, out: list[Tensor], ledger: Ledger, timeout: list[float]) -> None:
+        self._work, self._out, self._ledger, self._timeout = work, out, ledger, timeout
+
+    def wait(self) -> NDArray[np.uint8]:
+        if self._work is not None:
+            self._ledger.waiting = "gather"
+            _guard(lambda: self._work.wait(timedelta(seconds=self._timeout[0])), -1)
+            self._work, self._ledger.waiting = None, ""
+        return torch.stack(self._out).numpy()
+
+
+def _guard(call: Callable[[], Any], seq: int) -> Any:
+    """torch names neither peer nor collective; its words tell a time out from a lost peer."""
+    try:
+        return call()
+    except RuntimeError as error:
+        words = str(error)
+        if "imed out" in words or "imeout" in words:
+            raise CollectiveTimeout(f"collective {seq}: {words.splitlines()[0]}", -1, seq) from error
+        if "closed" in words or "reset" in words or "refused" in words:
+            raise PeerLost(f"collective {seq}: {words.splitlines()[0]}", -1, seq) from error
+        raise CommunicationError(f"collective {seq}: {words}") from error

@@ -1,0 +1,190 @@
+"""How ranks first find one another: every rank gives a few bytes, every rank gets them all. Over MPI, or over a
+TCPStore (torchrun's MASTER_ADDR and MASTER_PORT). Used to exchange addresses, secrets and digests at start, then
+idle; no tensor ever passes here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ..placement.identity import Identity
+
+LIMIT = 1 << 20
+"""Bytes that a rank may give at once: addresses and digests, nothing else."""
+
+
+class Bootstrap(Protocol):
+    """The ranks of one job before they have any connection of their own."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload (at most LIMIT bytes each, lengths may differ) in rank order. All ranks call it."""
+
+    def close(self) -> None: ...
+
+
+class MpiBootstrap:
+    """The ranks of an mpirun or srun. MPI is initialised here (thread level SERIALIZED) and finalised at exit; `comm`
+    is the world communicator, for the mpi backend's own thread."""
+
+    def __init__(self) -> None:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        if not MPI.Is_initialized():
+            level = MPI.Init_thread(MPI.THREAD_SERIALIZED)
+            atexit.register(_finalize, MPI)
+            if level < MPI.THREAD_SERIALIZED:
+                raise RuntimeError(
+                    f"this MPI gives thread level {level}, THREAD_SERIALIZED ({MPI.THREAD_SERIALIZED}) is needed: "
+                    "use one built with thread support (Open MPI and MPICH wheels are)"
+                )
+        self.comm: Any = MPI.COMM_WORLD
+        self.rank: int = self.comm.Get_rank()
+        self.size: int = self.comm.Get_size()
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        _check(payload)
+        lengths = bytearray(8 * self.size)
+        self.comm.Allgather(struct.pack("<q", len(payload)), lengths)
+        counts = struct.unpack(f"<{self.size}q", lengths)
+        received = bytearray(sum(counts))
+        self.comm.Allgatherv([payload, self._mpi.BYTE], [received, (counts, None), self._mpi.BYTE])
+        return _split(received, counts)
+
+    def close(self) -> None:
+        """Nothing: MPI is finalised at exit, once, when everything that used it is gone."""
+
+
+class StarBootstrap(MpiBootstrap):
+    """MPI whose rounds go through rank 0 alone, so that a broken link between two others does not stop them (an MPI
+    collective takes any links, and cannot say which one it waits for). `waits_for`: the rank that is waited for, None
+    outside a round."""
+
+    waits_for: int | None = None
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        _check(payload)
+        try:
+            if self.rank != 0:
+                self._send(payload, 0)
+                every = self._receive(0)
+            else:
+                found = [payload]
+                for peer in range(1, self.size):
+                    found.append(self._receive(peer))
+                every = struct.pack(f"<{self.size}q", *map(len, found)) + b"".join(found)
+                for peer in range(1, self.size):
+                    self._send(every, peer)
+        finally:
+            self.waits_for = None
+        return _split(every[8 * self.size :], struct.unpack_from(f"<{self.size}q", every))
+
+    def _send(self, data: bytes, peer: int) -> None:
+        self.waits_for = peer
+        self.comm.Send([data, self._mpi.BYTE], peer)
+
+    def _receive(self, peer: int) -> bytes:
+        self.waits_for = peer
+        status = self._mpi.Status()
+        self.comm.Probe(peer, status=status)
+        data = bytearray(status.Get_count(self._mpi.BYTE))
+        self.comm.Recv([data, self._mpi.BYTE], peer)
+        return bytes(data)
+
+
+def _split(data: bytes | bytearray, counts: Sequence[int]) -> list[bytes]:
+    ends = list(accumulate(counts))
+    return [bytes(data[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+
+def _finalize(mpi: Any) -> None:
+    if mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+class StoreBootstrap:
+    """Ranks that know a TCPStore: torchrun's, or one that `open_store` made. The store is not authenticated: where its
+    network is shared, give CommOptions.secret as well. `attempt`: what tells these ranks from those that used the same
+    store before them. `keeps`: this process is the store, and may end after any round: it stays until all have read."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_s: float = 60.0, attempt: str = "0", keeps: bool = False
+    ) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._attempt, self._keeps = attempt, keeps
+        self._timeout = timedelta(seconds=timeout_s)
+        self._round = 0
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        _check(payload)
+        base = f"bootstrap/{self._attempt}/{self._round}"
+        keys, read = ([f"{base}/{what}{rank}" for rank in range(self.size)] for what in ("", "read/"))
+        self._round += 1
+        self.store.set(keys[self.rank], payload.hex())
+        self.store.wait(keys, self._timeout)
+        found = [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
+        self.store.set(read[self.rank], "")
+        if self._keeps:
+            self.store.wait(read, self._timeout)
+        return found
+
+    def close(self) -> None:
+        """Nothing: the store goes with its last holder."""
+
+
+def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
+    """MPI, or the store at torchrun's MASTER_ADDR and MASTER_PORT: its agent keeps one there, else rank 0 does. Raises
+    ValueError where the two are missing or broken."""
+    if identity.launcher != "torchrun":
+        return MpiBootstrap()
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise ValueError(
+            f"MASTER_ADDR={address!r} and MASTER_PORT={port!r}: torchrun sets both, start it with torchrun"
+        )
+    agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps = identity.rank == 0 and not agent
+    store = open_store(address, int(port), master=keeps)
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt, keeps=keeps)
+
+
+def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> Any:
+    """The TCPStore at address:port; the master makes it there and nowhere else (port 0: any free one, see its `.port`).
+    Raises OSError if it cannot listen there."""
+    import torch.distributed as dist
+
+    make: Any = vars(dist)["TCPStore"]  # torch leaves its stores without public types
+    own: dict[str, Any] = {}
+    if master:
+        # torch itself would listen on every interface, and who reaches a store may write into it
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(place)
+            door.listen(512)
+            port = door.getsockname()[1]
+            own["master_listen_fd"] = door.detach()
+    wait = timedelta(seconds=timeout_s)
+    return make(address, port, is_master=master, wait_for_workers=False, timeout=wait, use_libuv=True, **own)
+
+
+def _check(payload: bytes) -> None:
+    if len(payload) > LIMIT:
+        raise ValueError(f"{len(payload)} bytes to exchange at start, at most {LIMIT} are allowed: send them later")

@@ -1,0 +1,155 @@
+"""`start(x) -> Pending`, `Pending.wait()`: an all-reduce that travels while the next sub-block computes.
+
+The interface that models/residual.py is written against; the strategies and backends stand beside it. A Collective
+knows its group, never the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+class Pending(Protocol):
+    """An all-reduce under way."""
+
+    def wait(self) -> Tensor:
+        """The sum over the group, in x's shape and dtype: x itself, overwritten. On a GPU this makes the current
+        stream wait, never the host. A second call returns the same again. Raises CollectiveTimeout or PeerLost, which
+        name the peer and the collective."""
+
+
+class Collective(Protocol):
+    """All-reduces over one group, in program order, the same on every rank, started and awaited by one thread."""
+
+    def start(self, x: Tensor) -> Pending:
+        """Sets off the sum of x (contiguous, not empty; any shape; float32, bfloat16 or float16) over the group. x
+        belongs to the collective until `wait`, which gives it back holding the sum: do not read, write or free it
+        meanwhile. At most eight travel at once: a ninth `start` first waits for the oldest."""
+
+
+@runtime_checkable
+class Accounting(Collective, Protocol):
+    """A Collective that accounts for each kind of layer apart."""
+
+    def named(self, layer: str) -> Collective:
+        """The same collective, in the same program order, with its accounts under `layer` (see ledger.Entry)."""
+
+
+class Gathering(Protocol):
+    """A gather under way."""
+
+    def wait(self) -> NDArray[np.uint8]:
+        """uint8 [size, n]: every rank's bytes in rank order. Raises as `Pending.wait`."""
+
+
+class Gather(Protocol):
+    """Gathers of equally many bytes from every rank, in program order with the all-reduces."""
+
+    def start(self, payload: NDArray[np.uint8]) -> Gathering:
+        """Sets off the gathering of payload, uint8 [n], n the same on every rank."""
+
+
+@runtime_checkable
+class DeviceGather(Protocol):
+    """A Gather that can also gather what lies on devices, with no host in between."""
+
+    def gather_tensor(self, x: Tensor) -> Tensor:
+        """x [n] of every rank, n and dtype the same everywhere: [size, n] in rank order, on x's device. The current
+        stream waits for it, the host does not."""
+
+
+def device_gather(gathers: Gather, size: int) -> Callable[[Tensor], Tensor] | None:
+    """How a group of `size` gathers what lies on its devices; None where gathers pass through the host."""
+    if size == 1:
+        return lambda x: x[None]
+    return gathers.gather_tensor if isinstance(gathers, DeviceGather) else None
+
+
+class Boundary(Protocol):
+    """From the pipeline stage before this one, and to the one after it. Messages come in the order of their sending;
+    each crosses between nodes once, in shares of the group's ranks."""
+
+    def send(self, x: Tensor) -> None:
+        """Sets off x [T, D], the same on every rank of the group, to the next stage. Not to be written to
+        afterwards."""
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
+        """The next `count` messages of the stage before, [T, D] each."""
+
+
+class CommunicationError(RuntimeError):
+    """A group cannot go on: the job has to be ended and launched again."""
+
+
+class _PeerError(CommunicationError):
+    """`peer`: the rank in the group (-1: unknown), `seq`: which collective of the group it was."""
+
+    def __init__(self, message: str, peer: int, seq: int) -> None:
+        super().__init__(message)
+        self.peer, self.seq = peer, seq
+
+
+class CollectiveTimeout(_PeerError):
+    """A peer did not deliver in time."""
+
+
+class PeerLost(_PeerError):
+    """A peer's process or connection has ended."""
+
+
+class RanksDisagree(_PeerError):
+    """A peer is in another collective than this rank."""
+
+
+class Done:
+    """A Pending whose sum is there."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def wait(self) -> Tensor:
+        return self._x
+
+
+class Blocking:
+    """The same collective without overlap: `start` returns when the sum is there. Bitwise the same numbers."""
+
+    def __init__(self, inner: Collective) -> None:
+        self._inner = inner
+
+    def start(self, x: Tensor) -> Pending:
+        return Done(self._inner.start(x).wait())
+
+    def named(self, layer: str) -> Blocking:
+        return Blocking(self._inner.named(layer)) if isinstance(self._inner, Accounting) else self
+
+
+class Accounted(Protocol):
+    """A collective that is told at each start what it is for."""
+
+    def start(self, x: Tensor, layer: str = "") -> Pending: ...
+
+
+class Named:
+    """`inner` with one layer's name: what `named` of most collectives gives."""
+
+    __slots__ = ("_inner", "_layer")
+
+    def __init__(self, inner: Accounted, layer: str) -> None:
+        self._inner, self._layer = inner, layer
+
+    def start(self, x: Tensor) -> Pending:
+        return self._inner.start(x, self._layer)
+
+    def named(self, layer: str) -> Named:
+        return Named(self._inner, layer)

@@ -1,0 +1,102 @@
+"""A fabric that is not there: an all-reduce whose result may not be taken before the predicted time has passed. Wraps
+another collective, which does the arithmetic; its name, wherever it is printed, begins with "emulated". Here for CPUs,
+where the host's clock holds results back; on a GPU a kernel does (emulated_gpu.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from ..emulation import Emulation
+from .collectives import Collective, Named, Pending
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .ledger import Ledger
+
+_PR_SET_TIMERSLACK = 29
+
+
+class HoldClock(Protocol):
+    """Holds a result back."""
+
+    def start(self, wire_s: float, latency_s: float) -> float:
+        """The message sets off now; returns a token for `finish`."""
+
+    def finish(self, token: float) -> None:
+        """Returns when the message may have arrived."""
+
+
+class HostClock:
+    """Sleeps on the monotonic clock; exact to some ten microseconds, without ever spinning."""
+
+    def __init__(self) -> None:
+        self._wire_free = 0.0
+        self._precise = threading.local()
+
+    def start(self, wire_s: float, latency_s: float) -> float:
+        self._wire_free = max(self._wire_free, time.monotonic()) + wire_s
+        return self._wire_free + latency_s
+
+    def finish(self, token: float) -> None:
+        if not getattr(self._precise, "done", False):
+            # The kernel rounds a thread's sleeps up by 50 us unless told otherwise.
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+            self._precise.done = True
+        while (left := token - time.monotonic()) > 0:
+            time.sleep(left)
+
+
+class Emulated:
+    """`inner` with the time of `emulation` laid over it; also for a group of one that stands for a larger one."""
+
+    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger, clock: HoldClock | None = None) -> None:
+        self._inner, self._emulation, self._ledger = inner, emulation, ledger
+        self._clock: HoldClock = clock or HostClock()
+
+    def start(self, x: Tensor, layer: str = "") -> Pending:
+        began = time.monotonic()
+        latency_s, wire_s = self._emulation.parts(x.nbytes)
+        token = self._clock.start(wire_s, latency_s)
+        return _EmulatedPending(self, self._inner.start(x), token, began, layer)
+
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
+
+    def _finish(self, inner: Pending, token: float, began: float, layer: str) -> Tensor:
+        asked = time.monotonic()
+        x = inner.wait()
+        self._clock.finish(token)
+        self._ledger.add("all_reduce", "emulated", self._emulation.label, x.nbytes, began, token, asked, layer)
+        return x
+
+
+class _EmulatedPending:
+    __slots__ = ("_began", "_inner", "_layer", "_owner", "_token", "_x")
+
+    def __init__(self, owner: Emulated, inner: Pending, token: float, began: float, layer: str) -> None:
+        self._owner, self._inner, self._token, self._began, self._layer = owner, inner, token, began, layer
+        self._x: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._x is None:
+            self._x = self._owner._finish(self._inner, self._token, self._began, self._layer)
+        return self._x
+
+
+def emulate(inner: Collective, emulation: Emulation, ledger: Ledger, on_gpu: bool) -> Collective:
+    """`inner` with the time of `emulation` laid over it, by the device's clock or the host's. Raises ValueError where
+    multiprocessors are to be held and there are none, RuntimeError where the GPU's part cannot be had."""
+    if on_gpu:
+        from .emulated_gpu import EmulatedOnGpu
+
+        return EmulatedOnGpu(inner, emulation, ledger)
+    if emulation.multiprocessors:
+        raise ValueError(
+            f"{emulation.label}: only a GPU has multiprocessors to hold; leave emulated_multiprocessors at 0 on a CPU"
+        )
+    return Emulated(inner, emulation, ledger)

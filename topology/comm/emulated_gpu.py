@@ -1,0 +1,123 @@
+"""A fabric that is not there, on one GPU: a kernel on the communication stream takes the predicted time, holds so many
+multiprocessors meanwhile and moves the message's bytes through memory (hold_kernel.py). No host sync; capturable in a
+CUDA graph once a message of its kind was sent outside of one (Triton compiles at the first).
+
+What it leaves out: the peers' part in the GPU's and the fabric's traffic, and ranks that come late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .collectives import Named
+from .gpu_stream import StreamCollective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..emulation import Emulation
+    from .collectives import Collective, Pending
+    from .ledger import Ledger
+
+LONGEST_S = 2.0
+"""A longer message would not fit the kernels' 32 bits of nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldKernelLaunch:
+    """One message as the kernels take it: `programs` that hold a multiprocessor each (0: a pure delay), nanoseconds,
+    vectors of the message, and how many of them pass through memory."""
+
+    programs: int
+    ns: int
+    vectors: int
+    moved: int
+
+
+def launch_of(emulation: Emulation, nbytes: int, vector_bytes: int) -> HoldKernelLaunch:
+    """Pure. What is left over beyond whole vectors stays where it is. Raises ValueError for a message that takes more
+    than LONGEST_S."""
+    seconds = emulation.seconds(nbytes)
+    if seconds > LONGEST_S:
+        raise ValueError(f"{emulation.label}: {nbytes} bytes take {seconds:.3g} s, at most {LONGEST_S:g} s can be had")
+    vectors, moved = nbytes // vector_bytes, emulation.moved_bytes(nbytes) // vector_bytes
+    held = emulation.multiprocessors
+    return HoldKernelLaunch(held, round(seconds * 1e9), vectors if held else 0, moved if held else 0)
+
+
+def load_kernels() -> Any:
+    """hold_kernel, whose import compiles nothing yet. Raises ImportError."""
+    from . import hold_kernel
+
+    return hold_kernel
+
+
+def multiprocessors_here() -> int:
+    """Of the current device."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+
+
+class EmulatedOnGpu:
+    """`inner` with the time of `emulation` laid over it, on a stream beside the computing one: both set off when x is
+    ready, and the later one decides when x may be taken. Messages of one such group go one after another, as NCCL's
+    do. x passes unchanged through the emulation."""
+
+    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger) -> None:
+        """Raises RuntimeError without Triton, ValueError if not one multiprocessor would be left to compute."""
+        try:
+            self._kernels = load_kernels()
+        except ImportError as fault:
+            raise RuntimeError(
+                f"{emulation.label}: needs Triton, which comes with CUDA builds of torch ({fault}): make env ACCEL=cuda"
+            ) from fault
+        there = multiprocessors_here()
+        if emulation.multiprocessors >= there:
+            raise ValueError(
+                f"{emulation.label}: this GPU has {there}, and some must be left to compute: use at most {there - 1}"
+            )
+        self._inner, self._emulation = inner, emulation
+        self._scratches: list[Tensor] = []
+        self._side = StreamCollective(self._issue, ledger, "emulated", emulation.label)
+
+    def start(self, x: Tensor, layer: str = "") -> Pending:
+        if self._emulation.multiprocessors and (not self._scratches or self._scratches[-1].nbytes < x.nbytes):
+            # The outgrown ones stay: a graph that was captured with one still writes to it.
+            size = 1 << (x.nbytes - 1).bit_length()
+            self._scratches.append(torch.empty(size, dtype=torch.uint8, device=x.device))
+        return _Both(self._inner.start(x), self._side.start(x, layer))
+
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
+
+    def _issue(self, x: Tensor) -> None:
+        kernels = self._kernels
+        launch = launch_of(self._emulation, x.nbytes, kernels.VECTOR_BYTES)
+        if not launch.programs:
+            kernels.delay[(1,)](launch.ns, num_warps=1)
+            return
+        kernels.hold[(launch.programs,)](
+            x,
+            self._scratches[-1][: x.nbytes].view(x.dtype),
+            launch.vectors,
+            launch.moved,
+            launch.ns,
+            VECTOR=kernels.VECTOR_BYTES // x.itemsize,
+            TILE=kernels.TILE_BYTES // x.itemsize,
+            num_warps=kernels.HOLD_WARPS,
+        )
+
+
+class _Both:
+    """Two Pendings over the same tensor."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: Pending, second: Pending) -> None:
+        self._first, self._second = first, second
+
+    def wait(self) -> Tensor:
+        self._first.wait()
+        return self._second.wait()

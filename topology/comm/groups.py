@@ -1,0 +1,121 @@
+"""Communicator: everything that one tensor-parallel group needs to talk, made once at start by topology/connect.py.
+
+Chooses the backend and puts the parts together; torch_groups.py makes the torch groups, never through Megatron's
+parallel_state. Knows no model and no schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..emulation import Emulation
+from ..link_cost import WHOLE_BYTES
+from .batch_channel import PlanChannel
+from .collectives import Collective, Gather, Gathering
+from .ledger import Ledger
+from .pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..placement.layout import GroupLayout
+
+BackendName = Literal["auto", "native", "mpi", "gloo", "nccl"]
+Deterministic = Literal["everywhere"] | bool
+CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "pipeline", "emulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class CommOptions:
+    """backend auto: native where it was built, else gloo. collective auto: `choose` of `connect` where given, else by
+    size on native and flat on the others. `deterministic`: one order of summation for every message; "everywhere": a
+    binary tree over the ranks, rounded at each node, for 1, 2, 4, 8 or 16 of them. `address`: what this rank binds to,
+    reachable from the group's other nodes. `timeout_s`: how long a collective may make its caller wait
+    (Communicator.set_timeout changes it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where
+    ranks outnumber cores. `cpu`: the communication thread's core. `chunk_bytes`: of a large message, what one node
+    sends another at once. `secret`: the launch's, mixed into the connections' key."""
+
+    backend: BackendName = "auto"
+    collective: CollectiveName = "auto"
+    emulation: Emulation | None = None
+    overlap: bool = True
+    deterministic: Deterministic = False
+    process_groups: bool = True
+    address: str = "127.0.0.1"
+    connect_timeout_s: float = 60.0
+    timeout_s: float = 30.0
+    spin_us: float | None = None
+    cpu: int | None = None
+    small_bytes: int = WHOLE_BYTES
+    chunk_bytes: int = 256 << 10
+    secret: bytes = b""
+
+    def __post_init__(self) -> None:
+        if (self.collective == "emulated") != (self.emulation is not None):
+            raise ValueError("collective: emulated and an emulation (latency_s, bytes_per_s) go together")
+        if self.deterministic is True and self.collective not in (
+            "pipeline",
+            "emulated",
+        ):  # the one tree small and large share
+            object.__setattr__(self, "collective", "two_level")
+        for name in ("small_bytes", "chunk_bytes"):
+            if getattr(self, name) < 4096 or getattr(self, name) % 4096:
+                raise ValueError(f"{name}={getattr(self, name)}: a multiple of 4096 is needed")
+
+
+class Communicator:
+    """One group on one rank: a replica's, or that of a pipeline's stage. `rank` counts inside the group; one thread
+    starts and waits for all of its collectives, in the same order on every rank. `tp` and `subgroups`: torch groups, as
+    TorchGroups says; None and empty where CommOptions.process_groups is off."""
+
+    def __init__(
+        self,
+        rank: int,
+        layout: GroupLayout,
+        backend: str,
+        all_reduce: Collective,
+        gathers: Gather,
+        plans: PlanChannel,
+        ledger: Ledger,
+        tp: Any,
+        subgroups: dict[str, Any],
+        closers: list[Callable[[], None]],
+        set_timeout: Callable[[float], None],
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        """pipeline: what connects this group, a stage, with the others."""
+        self.rank, self.size, self.layout, self.backend = rank, layout.size, layout, backend
+        self.all_reduce, self.plans, self.ledger = all_reduce, plans, ledger
+        self.tp, self.subgroups = tp, subgroups
+        self.pipeline, self._set_timeout = pipeline, set_timeout
+        self.gathers, self._closers = gathers, closers
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a collective may make its caller wait from now on."""
+        self._set_timeout(seconds)
+        if self.pipeline is not None:
+            self.pipeline.set_timeout(seconds)
+
+    def start_gather(self, payload: NDArray[np.uint8]) -> Gathering:
+        """Sets off the gathering of payload, uint8 [n] with the same n everywhere; `.wait()` gives uint8 [size, n]."""
+        return self.gathers.start(payload)
+
+    def gather(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """uint8 [n] of every rank, in rank order: uint8 [size, n]. Blocks, asleep."""
+        return self.gathers.start(payload).wait()
+
+    def close(self) -> None:
+        """Ends every connection and thread of the group; always returns. Idempotent."""
+        closers, self._closers = self._closers, []
+        for close in closers:
+            close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

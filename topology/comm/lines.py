@@ -1,0 +1,184 @@
+"""Sockets to a few peers that one thread sends on and receives from: frames of bytes in order, sends that return at
+once (what a socket does not take now goes on in the background), receives that sleep. Knows nothing of what the bytes
+mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from .collectives import CollectiveTimeout, CommunicationError, PeerLost
+
+_STAMPS, _RX_SOFTWARE, _TIMES = 37, 1 << 3 | 1 << 4, struct.Struct("<6q")  # SO_TIMESTAMPING and its flags
+
+
+class Lines:
+    """`sockets[n]`: the non-blocking socket of line n, owned from now on; `gone(n)` says in words that its peer is
+    lost. One thread sends and receives; `close` may come from any."""
+
+    def __init__(self, sockets: Mapping[int, socket.socket], gone: Callable[[int], str], name: str) -> None:
+        self._sockets, self._gone, self._name = dict(sockets), gone, name
+        self._unsent: dict[int, deque[memoryview]] = {n: deque() for n in sockets}
+        self._lock = threading.Lock()
+        self._lost: int | None = None
+        self._closing = False
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._flusher: threading.Thread | None = None
+
+    @property
+    def leave_the_host(self) -> bool:
+        """Whether a peer is on another host."""
+        return any(s.family != socket.AF_UNIX for s in self._sockets.values())
+
+    def send(self, line: int, *parts: bytes | memoryview) -> None:
+        """All parts, one after another. Their memory is read until it has gone. Raises PeerLost if a peer is gone."""
+        backlog = False
+        with self._lock:
+            self._check()
+            queue, left = self._unsent[line], [memoryview(part) for part in parts]
+            if not queue:
+                left = self._sent_now(line, left)
+            if left:
+                queue.extend(left)
+                backlog = True
+            if backlog and self._flusher is None:
+                self._flusher = threading.Thread(target=self._flush, name=f"laddertron-{self._name}", daemon=True)
+                self._flusher.start()
+        if backlog:
+            os.eventfd_write(self._bell, 1)
+
+    def _sent_now(self, line: int, left: list[memoryview]) -> list[memoryview]:
+        try:
+            gone = self._sockets[line].sendmsg(left, [], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return left
+        except OSError:
+            self._lost = line
+            self._check()
+        while left and gone >= len(left[0]):
+            gone -= len(left.pop(0))
+        return [left[0][gone:], *left[1:]] if left else []
+
+    def receive(self, line: int, into: memoryview, deadline: float | None, what: str) -> float:
+        """Fills `into`; sleeps until all is there, and returns when the kernel had the last of it (monotonic seconds),
+        as far as it says. deadline: of time.monotonic. Raises PeerLost, CollectiveTimeout past the deadline (naming
+        `what`), CommunicationError once closed."""
+        peer, at, heard = self._sockets[line], 0, time.monotonic()
+        while at < len(into):
+            try:
+                n, stamps, _, _ = peer.recvmsg_into([into[at:]], 128)
+            except BlockingIOError:
+                self._sleep(line, deadline, what)
+                continue
+            except OSError:
+                n, stamps = 0, []
+            if not n:
+                self._check()
+                raise PeerLost(f"{what}: {self._gone(line)}", line, -1)
+            at += n
+            heard = _heard(stamps)
+        return heard
+
+    def ready(self, line: int) -> bool:
+        """Whether something can be read without sleeping: a message, or its end."""
+        poll = select.poll()
+        poll.register(self._sockets[line], select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _sleep(self, line: int, deadline: float | None, what: str) -> None:
+        self._check()
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise CollectiveTimeout(f"{what} did not come in time", line, -1)
+        poll = select.poll()
+        poll.register(self._sockets[line], select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
+        poll.poll(None if left is None else left * 1e3)
+
+    def close(self) -> None:
+        """Sends what is left for at most a second, then ends; a `receive` of another thread raises. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._bell, 1)
+        if self._flusher is not None:
+            self._flusher.join()
+        with self._lock:
+            for peer in self._sockets.values():
+                with contextlib.suppress(OSError):
+                    peer.shutdown(socket.SHUT_RDWR)
+                peer.close()
+        os.close(self._bell)
+
+    def _check(self) -> None:
+        if self._closing:
+            raise CommunicationError(f"the {self._name} channel is closed")
+        if self._lost is not None:
+            raise PeerLost(f"{self._name} channel: {self._gone(self._lost)}", self._lost, -1)
+
+    def _flush(self) -> None:
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        watched: set[int] = set()
+        by_fd = {s.fileno(): n for n, s in self._sockets.items()}
+        until: float | None = None
+        while True:
+            if self._closing and until is None:
+                until = time.monotonic() + 1.0
+            if until is not None and (time.monotonic() > until or not any(self._unsent.values())):
+                return
+            for fd, event in poll.poll(50 if until is not None else None):
+                if fd == self._bell:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._bell)
+                elif event:
+                    self._push(by_fd[fd])
+            with self._lock:
+                wanted = {fd for fd, line in by_fd.items() if self._unsent[line]}
+            for fd in wanted - watched:
+                poll.register(fd, select.POLLOUT)
+            for fd in watched - wanted:
+                poll.unregister(fd)
+            watched = wanted
+
+    def _push(self, line: int) -> None:
+        with self._lock:
+            queue = self._unsent[line]
+            try:
+                while queue:
+                    n = self._sockets[line].send(queue[0], socket.MSG_NOSIGNAL)
+                    queue[0] = queue[0][n:]
+                    if not queue[0]:
+                        queue.popleft()
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._lost = line
+                for q in self._unsent.values():
+                    q.clear()
+
+
+def stamped(line: socket.socket) -> None:
+    """Asks the kernel to say when what is received arrived; a unix socket never does."""
+    with contextlib.suppress(OSError):
+        line.setsockopt(socket.SOL_SOCKET, _STAMPS, _RX_SOFTWARE)
+
+
+def _heard(stamps: list[tuple[int, int, bytes]]) -> float:
+    """When bytes arrived, from what came with them; now where nothing did."""
+    for level, kind, data in stamps:
+        if level == socket.SOL_SOCKET and kind == _STAMPS and len(data) >= _TIMES.size:
+            seconds, nanoseconds, *_ = _TIMES.unpack_from(data)
+            if seconds:
+                # the kernel stamps by the clock that others set: only the stamp's age is taken
+                age = (time.time_ns() - int(seconds) * 10**9 - int(nanoseconds)) * 1e-9
+                return time.monotonic() - max(0.0, age)
+    return time.monotonic()

@@ -1,0 +1,74 @@
+"""Hidden rows between pipeline stages on GPUs: NCCL's send and receive on a communicator and a stream of their own, the
+shares put together by the group's all-gather. Never ran on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .collectives import Pending
+    from .ledger import Ledger
+
+_STREAM: Any = torch.cuda.Stream
+_EVENT: Any = torch.cuda.Event
+
+
+class NcclBoundary:
+    """`rail`: the torch group of this rank's peers, stage after stage; `tp`: its own stage's. Seconds are not counted:
+    sends and receives have no common clock."""
+
+    def __init__(self, rail: Any, tp: Any, ledger: Ledger) -> None:
+        self._rail, self._tp, self._ledger = rail, tp, ledger
+        self._stage, self._index, self._size = rail.rank(), tp.rank(), tp.size()
+        self._sending, self._receiving = _STREAM(priority=-1), _STREAM(priority=-1)
+
+    def send(self, x: Tensor) -> None:
+        """The share lies in memory of its own, which the stream keeps until it has gone."""
+        share = self._padded(x)[self._index].clone()
+        self._sending.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._sending):
+            share.record_stream(self._sending)
+            self._rail.send([share], self._stage + 1, 0)
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
+        """Posted at once, so that the link works while the current stream computes."""
+        return [self._post(shape, dtype) for _ in range(count)]
+
+    def _post(self, shape: tuple[int, int], dtype: torch.dtype) -> _NcclIncoming:
+        each = -(-shape[0] * shape[1] // self._size)
+        share = torch.empty(each, dtype=dtype, device="cuda")
+        self._receiving.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._receiving):
+            share.record_stream(self._receiving)
+            self._rail.recv([share], self._stage - 1, 0)
+            there = _EVENT()
+            there.record(self._receiving)
+        self._ledger.started += 1
+        self._ledger.add("boundary", "nccl", "net", shape[0] * shape[1] * dtype.itemsize, 0.0, 0.0, 0.0, now=0.0)
+        return _NcclIncoming(share, there, shape, self._tp)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        flat, each = x.reshape(-1), -(-x.numel() // self._size)
+        if each * self._size > len(flat):
+            flat = torch.cat((flat, flat.new_zeros(each * self._size - len(flat))))
+        return flat.view(self._size, each)
+
+
+class _NcclIncoming:
+    def __init__(self, share: Tensor, there: Any, shape: tuple[int, int], tp: Any) -> None:
+        self._share, self._there, self._shape, self._tp = share, there, shape, tp
+        self._x: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._x is None:
+            torch.cuda.current_stream().wait_event(self._there)
+            whole = self._share.new_empty(self._tp.size() * len(self._share))
+            dist.all_gather_into_tensor(whole, self._share, group=self._tp)
+            self._x = whole[: self._shape[0] * self._shape[1]].view(self._shape)
+        return self._x

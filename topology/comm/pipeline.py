@@ -1,0 +1,190 @@
+"""What passes between the stages of a pipeline on one rank: hidden rows to the same rank of the next stage
+(`Boundary`), what the last stage drew back to the first, and a number that all stages agree on at start. Over sockets;
+rows that lie on GPUs go by nccl_boundary.py.
+
+Each rank of a stage sends its share of a message's bytes to its peer, and the peer's group puts the shares together, so
+that bytes cross between nodes once. Nothing is waited for in sending: the kernel holds what travels.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from .collectives import Gather, RanksDisagree
+from .lines import Lines
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from .collectives import Boundary
+    from .ledger import Ledger
+
+NEXT, PREVIOUS, RING = range(3)
+"""The lines of a rank: to its peer in the next stage and in the one before, and between the last and the first."""
+_HEAD = struct.Struct("<4sIQQq")  # magic, dtype, number, bytes of the whole, wall clock at sending [ns]
+_MAGIC = b"LTS1"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LENGTH = struct.Struct("<I")
+
+
+class Pipeline:
+    """Stage `stage` of `stages`; `peers[line]` are global ranks. One thread uses it; `close` may come from any."""
+
+    def __init__(self, stage: int, stages: int, peers: Sequence[int], lines: Lines, ledger: Ledger) -> None:
+        self.stage, self.stages = stage, stages
+        self.boundary: Boundary
+        self._lines, self._ledger, self._peers = lines, ledger, peers
+        self._timeout_s = 60.0
+        self.close = lines.close
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a message of another stage may be waited for. It stands behind the steps of all stages."""
+        self._timeout_s = seconds * 2 * self.stages
+
+    def send_back(self, payload: bytes) -> None:
+        """The last stage's rank: to its peer in the first."""
+        self._lines.send(RING, _LENGTH.pack(len(payload)) + payload)
+
+    def arrived(self) -> bool:
+        """The first stage's rank: whether `receive_back` need not sleep."""
+        return self._lines.ready(RING)
+
+    def receive_back(self) -> bytes:
+        """The next payload that the last stage sent back. Raises as `take`."""
+        head = bytearray(_LENGTH.size)
+        self.take(RING, memoryview(head), "what the last stage drew")
+        body = bytearray(_LENGTH.unpack(head)[0])
+        self.take(RING, memoryview(body), "what the last stage drew")
+        return bytes(body)
+
+    def take(self, line: int, into: memoryview, what: str) -> float:
+        """Lines.receive, with the place where this rank waits meanwhile in the ledger. Raises PeerLost or
+        CollectiveTimeout, which name the stage."""
+        stage = {NEXT: self.stage + 1, PREVIOUS: self.stage - 1}.get(line, self.stages - 1 if self.first else 0)
+        name = f"{what} from stage {stage} (rank {self._peers[line]})"
+        self._ledger.waiting = name
+        heard = self._lines.receive(line, into, time.monotonic() + self._timeout_s, name)
+        self._ledger.waiting = ""
+        return heard
+
+    def least(self, value: int) -> int:
+        """The least of all stages' values; every rank calls it, and gets that of its rail."""
+
+        def take(line: int) -> int:
+            data = bytearray(8)
+            self.take(line, memoryview(data), "a number to agree on")
+            return int.from_bytes(data, "little")
+
+        def tell(line: int, number: int) -> None:
+            self._lines.send(line, number.to_bytes(8, "little"))
+
+        if self.first:
+            tell(NEXT, value)
+            value = take(RING)
+        else:
+            value = min(value, take(PREVIOUS))
+            tell(RING if self.last else NEXT, value)
+            value = take(PREVIOUS)
+        if not self.last:
+            tell(NEXT, value)
+        return value
+
+
+class SocketBoundary:
+    """Boundary of rank `index` in a group of `size`, for rows in host memory; `gathers`: the group's."""
+
+    def __init__(
+        self, pipeline: Pipeline, lines: Lines, gathers: Gather, index: int, size: int, ledger: Ledger, link: str
+    ) -> None:
+        self._pipeline, self._lines, self._gathers = pipeline, lines, gathers
+        self._index, self._size, self._ledger, self._link = index, size, ledger, link
+        self._sent = self._asked = self._received = 0
+        self._due: dict[int, tuple[tuple[int, int], torch.dtype]] = {}
+        self._early: dict[int, Tensor] = {}
+
+    def send(self, x: Tensor) -> None:
+        data = x.contiguous().view(-1).view(torch.uint8).numpy()
+        first, end = self._share(len(data))
+        head = _HEAD.pack(_MAGIC, _DTYPES.index(x.dtype), self._sent, len(data), time.time_ns())
+        self._sent += 1
+        self._lines.send(NEXT, head, data[first:end].data)
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Any]:
+        first, self._asked = self._asked, self._asked + count
+        numbers = range(first, self._asked)
+        self._due |= dict.fromkeys(numbers, (shape, dtype))
+        return [_Incoming(self, number) for number in numbers]
+
+    def _share(self, total: int) -> tuple[int, int]:
+        each = -(-total // self._size)
+        return min(total, self._index * each), min(total, (self._index + 1) * each)
+
+    def take(self, number: int) -> Tensor:
+        """Message `number`; those before it that nobody has taken yet are kept for who asks."""
+        while self._received <= number:
+            self._early[self._received] = self._next(*self._due[self._received])
+            del self._due[self._received]
+            self._received += 1
+        return self._early.pop(number)
+
+    def _next(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        asked, head = time.monotonic(), bytearray(_HEAD.size)
+        self._pipeline.take(PREVIOUS, memoryview(head), "hidden rows")
+        magic, kind, number, total, sent_ns = _HEAD.unpack(head)
+        expected = shape[0] * shape[1] * dtype.itemsize
+        if (magic, kind, number, total) != (_MAGIC, _DTYPES.index(dtype), self._received, expected):
+            raise RanksDisagree(
+                f"hidden rows {self._received} of {expected} bytes, {dtype}, were due from the stage before, number "
+                f"{number} of {total} bytes came: ranks run different programs",
+                -1,
+                self._received,
+            )
+        first, end = self._share(total)
+        each = -(-total // self._size)
+        share = np.empty(each, np.uint8)
+        heard = self._pipeline.take(PREVIOUS, share.data[: end - first], "hidden rows")
+        self._account(asked, sent_ns, heard, total)
+        whole: NDArray[np.uint8] = share
+        if self._size > 1:
+            whole = self._gathers.start(share).wait().reshape(-1)
+        return torch.from_numpy(whole)[:total].view(dtype).view(shape)
+
+    def _account(self, asked: float, sent_ns: int, heard: float, size: int) -> None:
+        """In flight from when the peer sent (by the nodes' wall clocks) until the kernel had it; that nothing had been
+        sent yet, and this rank stood idle, is no wait for the link but for the stage, entered as such."""
+        now = time.monotonic()
+        sent = min(now, now - (time.time_ns() - sent_ns) * 1e-9)
+        self._ledger.started += 1
+        self._ledger.add("boundary", "send", self._link, size, sent, heard, max(asked, sent), now=now)
+        if sent > asked:
+            self._ledger.add("stage_wait", "idle", self._link, 0, asked, sent, asked, now=sent)
+
+
+class _Incoming:
+    """A Pending of the stage before."""
+
+    __slots__ = ("_boundary", "_number", "_x")
+
+    def __init__(self, boundary: SocketBoundary, number: int) -> None:
+        self._boundary, self._number = boundary, number
+        self._x: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._x is None:
+            self._x = self._boundary.take(self._number)
+        return self._x

@@ -1,0 +1,182 @@
+"""An all-reduce in two levels over libraries that have it in one piece (gloo, NCCL): reduce-scatter inside the node,
+all-reduce across the rail, all-gather inside. Knows two torch groups; backends.py and nccl.py say when.
+
+Each rank sends 1 / per_node of the message across. All ranks end with the same bits: a rail's all-reduce gives both its
+ends the same part, and inside a node parts are copied.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_JOIN_S = 1.0
+
+# Of torch 2.13 on; the names before it warn since then.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class TwoLevel:
+    """Called with x (contiguous, any float type): the sum over all ranks, in place. On GPUs all three calls are issued
+    to the current stream, one after another, and the host waits for none: NCCL takes a part that lies in the whole at
+    rank x part for both ends of a scatter or gather, so nothing is allocated and the whole may be captured."""
+
+    def __init__(self, intra: Any, rail: Any, takes: Callable[[int], bool], gather: Any = None) -> None:
+        """Torch groups of this rank's node and rail; `takes`: message bytes -> whether to go in two levels; `gather`:
+        another group of the node, which Relay needs."""
+        self._intra, self._rail, self._takes, self._gather = intra, rail, takes, gather or intra
+        self.ranks, self._index = dist.get_world_size(intra), dist.get_rank(intra)
+
+    def carries(self, x: Tensor) -> bool:
+        """Whether x goes in two levels: chosen for its size, and divisible by the ranks of a node. What is not goes
+        flat. All ranks say the same, as they agree on the size; the rows of a model's messages are `hidden_size` long,
+        which divides, so that padding (and a copy for it) would serve nobody."""
+        return x.numel() % self.ranks == 0 and self._takes(x.nbytes)
+
+    def __call__(self, x: Tensor) -> None:
+        whole, part = self.parts(x)
+        self.scatter(whole, part, False)
+        self.cross(part, False)
+        self.collect(whole, part)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x in one dimension, and this rank's part of it."""
+        whole = x.view(-1)
+        each = whole.numel() // self.ranks
+        return whole, whole[self._index * each : (self._index + 1) * each]
+
+    def scatter(self, whole: Tensor, part: Tensor, async_op: bool) -> Any:
+        return _reduce_scatter(part, whole, group=self._intra, async_op=async_op)
+
+    def cross(self, part: Tensor, async_op: bool) -> Any:
+        return dist.all_reduce(part, group=self._rail, async_op=async_op)
+
+    def collect(self, whole: Tensor, part: Tensor) -> None:
+        _all_gather(whole, part, group=self._gather)
+
+
+def two_level(subgroups: Mapping[str, Any], takes: Callable[[int], bool] | None) -> TwoLevel | None:
+    """What carries messages in two levels that `takes` (message bytes -> whether; None: none). None where all go flat,
+    as they do in a group on one node or with one rank a node: such a one has not both `subgroups`, intra and rail."""
+    if takes is None or not {"intra", "rail"} <= subgroups.keys():
+        return None
+    return TwoLevel(subgroups["intra"], subgroups["rail"], takes, subgroups.get("gather"))
+
+
+class Relay:
+    """TwoLevel over a library that works on the host, where somebody must wait for a level before the next can be set
+    off: two threads do. Several messages travel at once, as the wirings want it; and since torch matches calls of a
+    group by their order, each group is called from one thread alone, in program order: the node's from the caller's,
+    the rail from the one that waits for the scatter, a second one of the node (`gather` of TwoLevel) from the other."""
+
+    def __init__(self, levels: TwoLevel) -> None:
+        self._levels, self._across, self._back = levels, SerialExecutor(), SerialExecutor()
+
+    def start(self, x: Tensor) -> Call:
+        levels, crossing = self._levels, list[Any]()
+        whole, part = levels.parts(x)
+        scattering = levels.scatter(whole, part, True)
+
+        def cross() -> None:
+            scattering.wait()
+            crossing.append(levels.cross(part, True))
+
+        def come_back() -> None:
+            crossed.wait()
+            crossing[0].wait()
+            levels.collect(whole, part)
+
+        crossed = self._across.submit(cross)
+        return self._back.submit(come_back)
+
+    def close(self) -> None:
+        """As Aside.close, both at once."""
+        end_all(self._across, self._back)
+
+
+class SerialExecutor:
+    """A thread that makes calls one after another, in the order in which they were given, and sleeps between. A call
+    that fails fails all after it."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], None]) -> Call:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="laddertron-two-level", daemon=True)
+            self._thread.start()
+        made = Call(call)
+        self._calls.put(made)
+        return made
+
+    def close(self) -> None:
+        """Ends the thread, unless a call hangs in it; always returns, soon. Idempotent."""
+        end_all(self)
+
+    def end(self) -> threading.Thread | None:
+        """The thread, which ends after the calls that it was given."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._calls.put(None)
+        return thread
+
+    def _run(self) -> None:
+        failed: BaseException | None = None
+        with torch.inference_mode():
+            while (made := self._calls.get()) is not None:
+                failed = made.make(failed)
+
+
+def end_all(*asides: SerialExecutor) -> None:
+    """Who waited in vain closes next, and has an error to report: a hanging thread is not waited for long."""
+    threads, until = [aside.end() for aside in asides], time.monotonic() + _JOIN_S
+    for thread in threads:
+        if thread is not None:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+class Call(Future[None]):
+    """A call under way; waited for as torch's Work is."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def make(self, failed: BaseException | None) -> BaseException | None:
+        """Makes it, unless one before has `failed`; why it failed itself."""
+        if failed is None:
+            try:
+                self._call()
+            except BaseException as error:
+                failed = error
+        if failed is None:
+            self.set_result(None)
+        else:
+            self.set_exception(failed)
+        return failed
+
+    def get_future(self) -> Future[None]:
+        return self
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Raises RuntimeError if it is not over in time (None: there is no hurry), or what the call raised."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        try:
+            error = self.exception(seconds)
+        except TimeoutError:
+            raise RuntimeError(f"timed out after {seconds:g} s") from None
+        if error is not None:
+            raise RuntimeError(str(error)) from error

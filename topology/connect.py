@@ -1,0 +1,180 @@
+"""`connect`: a group's Communicator, made once at start. Chooses the backend and what carries its collectives.
+
+Stands above the collectives of topology/comm and our own transport, so that neither knows of the choice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .comm.batch_channel import PlanChannel
+from .comm.bootstrap import Bootstrap
+from .comm.collectives import Blocking, Collective, Gather
+from .comm.emulated import emulate
+from .comm.groups import CommOptions, Communicator
+from .comm.ledger import Ledger
+from .comm.lines import Lines, stamped
+from .comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
+from .transport import transport
+from .transport.mesh import BACK, PLAN, STAGE, connect_lines, connect_mesh
+
+if TYPE_CHECKING:
+    from .placement.layout import GroupLayout
+
+
+def connect(
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    options: CommOptions | None = None,
+    choose: Callable[[int], str] | None = None,
+    stages: Sequence[GroupLayout] = (),
+) -> Communicator:
+    """This rank's Communicator. All ranks of the job call it at once with their own group's layout. `stages`: the
+    groups of the pipeline that it is one of, in order; its first rank sends plans to all of them. `choose`: message
+    bytes -> flat, exchange, two_level, doubling or pipeline, for collective auto (to gloo and nccl, all but two_level
+    is flat). Raises MeshError, RuntimeError or ValueError naming what does not fit."""
+    options = options or CommOptions()
+    rank = layout.ranks.index(bootstrap.rank)
+    backend = options.backend
+    if backend == "auto":
+        backend = "native" if transport.available() else "gloo"
+    native = backend == "native"
+    # What nodes exchange of a chunk is a share of it: pieces as large as between two cost as few packets and wake-ups.
+    share = min(len(layout.nodes), 8) if len(layout.nodes) > 2 else 1
+    small, chunk = (options.small_bytes, options.chunk_bytes * share) if native else (4096, 4096)
+    segment = transport.segment_bytes(layout.size, layout.per_node, small, chunk) if native else 4096
+    staged = len(stages) > 1
+    mesh = connect_mesh(
+        bootstrap, layout, options.address, segment, options.secret, options.connect_timeout_s, not staged
+    )
+    ledger, pipeline = Ledger(), None
+    closers: list[Callable[[], None]] = []
+    if staged:
+        plans, pipeline, lines = _join_stages(bootstrap, stages, options, ledger)
+        closers.append(pipeline.close)
+    else:
+        plans = PlanChannel(rank, mesh.plan)
+    closers.append(plans.close)
+    tp, subgroups = None, dict[str, Any]()
+    takes = _takes(options, choose)
+    try:
+        if options.process_groups or backend in ("gloo", "nccl"):
+            from .comm.torch_groups import make_torch_groups
+
+            groups = make_torch_groups(bootstrap, layout, options, backend, takes is not None, stages)
+            tp, subgroups = groups.tp, groups.subgroups
+            closers.append(groups.end)
+        all_reduce: Collective
+        gathers: Gather
+        set_timeout: Callable[[float], None]
+        if native:
+            core = transport.Transport(
+                mesh,
+                layout,
+                bootstrap.rank,
+                small,
+                chunk,
+                _spin(options, layout),
+                options.timeout_s,
+                options.cpu,
+                options.deterministic == "everywhere",
+            )
+            closers.insert(0, core.close)
+            link = "net" if len(layout.nodes) > 1 else "node"
+            ledger.add_source(lambda: core.entries(lambda _: link), core.records, core.place)
+            all_reduce = transport.NativeCollective(core, _strategy(options, layout, choose))
+            gathers = transport.NativeGather(core, layout.size)
+            set_timeout = core.set_timeout
+        else:
+            mesh.close_data()
+            from .comm.backends import other_backend
+
+            all_reduce, gathers, set_timeout, end = other_backend(
+                backend, bootstrap, layout, tp, options, ledger, subgroups, takes
+            )
+            closers.insert(0, end)
+        if pipeline is not None and backend == "nccl":
+            from .comm.nccl_boundary import NcclBoundary
+
+            pipeline.boundary = NcclBoundary(subgroups["stages"], tp, ledger)
+        elif pipeline is not None:
+            link = "net" if lines.leave_the_host else "node"
+            pipeline.boundary = SocketBoundary(pipeline, lines, gathers, rank, layout.size, ledger, link)
+        if options.emulation is not None:
+            all_reduce = emulate(all_reduce, options.emulation, ledger, on_gpu=backend == "nccl")
+        if not options.overlap:
+            all_reduce = Blocking(all_reduce)
+    except BaseException:
+        for close in closers:
+            close()
+        raise
+    return Communicator(
+        rank, layout, backend, all_reduce, gathers, plans, ledger, tp, subgroups, closers, set_timeout, pipeline
+    )
+
+
+def _join_stages(
+    bootstrap: Bootstrap, stages: Sequence[GroupLayout], options: CommOptions, ledger: Ledger
+) -> tuple[PlanChannel, Pipeline, Lines]:
+    """Lines to the same rank of the stages before and after, between the last stage and the first, and of the whole
+    pipeline's first rank to all others."""
+    ranks, size, last = tuple(rank for stage in stages for rank in stage.ranks), stages[0].size, len(stages) - 1
+    me = ranks.index(bootstrap.rank)
+    stage, index = divmod(me, size)
+    peers = {NEXT: me + size if stage < last else None, PREVIOUS: me - size if stage else None}
+    peers[RING] = last * size + index if stage == 0 else index if stage == last else None
+    channels = {NEXT: STAGE, PREVIOUS: STAGE, RING: BACK}
+    wanted = [(peer, channels[line]) for line, peer in peers.items() if peer is not None]
+    wanted += [(r, PLAN) for r in range(1, len(ranks))] if me == 0 else [(0, PLAN)]
+    found = connect_lines(bootstrap, ranks, wanted, options.address, options.secret, options.connect_timeout_s)
+    sockets = {line: found[peer, channels[line]] for line, peer in peers.items() if peer is not None}
+    names = [-1 if (peer := peers[line]) is None else ranks[peer] for line in range(3)]
+    for s in sockets.values():
+        stamped(s)
+    lines = Lines(sockets, lambda line: f"rank {names[line]} is gone (its connection ended)", "stage")
+    plans = PlanChannel(me, tuple(found.get((r, PLAN)) for r in range(len(ranks))))
+    return plans, Pipeline(stage, len(stages), names, lines, ledger), lines
+
+
+def _spin(options: CommOptions, layout: GroupLayout) -> float:
+    if options.spin_us is not None:
+        return options.spin_us
+    return 20.0 if layout.per_node * 2 <= len(os.sched_getaffinity(0)) else 0.0
+
+
+def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int], str] | None) -> Callable[[int], str]:
+    """Message bytes -> the transport's strategy. Above small_bytes everything is the pipeline."""
+    spans = len(layout.nodes) > 1 and layout.per_node > 1
+    names = {name: name for name in ("exchange", "two_level", "doubling", "pipeline")} | {"flat": "exchange"}
+    if options.collective == "doubling" and (layout.per_node > 1 or layout.size & (layout.size - 1)):
+        raise ValueError(
+            f"collective: doubling needs one rank on each of 2, 4, 8, … nodes, not {len(layout.nodes)} x "
+            f"{layout.per_node}: use auto or two_level"
+        )
+
+    def strategy(size: int) -> str:
+        if size > options.small_bytes:
+            return "pipeline"
+        if options.collective == "emulated":
+            return "two_level" if options.deterministic is True else "exchange"
+        if options.collective != "auto":
+            return names[options.collective]
+        if choose is not None:
+            return names[choose(size)]
+        # Whole vectors to everyone save a hop through a communication thread; node sums save per_node times the bytes.
+        return "two_level" if spans and size * layout.per_node > (8 << 10) else "exchange"
+
+    return strategy
+
+
+def _takes(options: CommOptions, choose: Callable[[int], str] | None) -> Callable[[int], bool] | None:
+    """Message bytes -> whether gloo or NCCL is to go in two levels; None where it never is."""
+    if options.deterministic:
+        return None
+    if options.collective == "two_level":
+        return lambda nbytes: True
+    if options.collective == "auto" and choose is not None:
+        return lambda nbytes: choose(nbytes) == "two_level"
+    return None

@@ -1,0 +1,1 @@
+"""What a message takes: prices of links, fits and tuning."""

@@ -1,0 +1,274 @@
+"""What an all-reduce costs: latency and bandwidth per link class -> predicted seconds by strategy, size, layout. Pure.
+
+The model is linear: a strategy on a layout is so many calls, hops and bytes (`terms`), and a link class has a price for
+each. `reference` has the prices of machines nobody measured yet; fit.py gets them from measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, log2
+from typing import Literal
+
+from ..hardware.fabric import Fabric, LinkClass
+from ..link_cost import WHOLE_BYTES, LinkCost
+from ..placement.placement import Placement
+
+Strategy = Literal["flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline", "p2p"]
+"""flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling; two_level:
+reduce-scatter inside the node, all-reduce across (over NCCL and gloo by calls of theirs), all-gather inside;
+two_level_latency: all-reduce inside, all-reduce across, all whole; pipeline: the fewest bytes, in chunks:
+reduce-scatter, then all-gather, inside the node and between nodes alike; p2p: one message one way (measurements
+only)."""
+
+Backend = Literal["nccl", "mpi", "gloo", "native"]
+
+STRATEGIES: tuple[Strategy, ...] = (
+    "flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A group as the cost model sees it: `per_node` ranks on each of `nodes` nodes, the link class inside and between
+    nodes (the slowest pair's), `rails` ports a node's ranks share, nominal bytes/s in one direction of one rank's link
+    inside and of one port between (None: not known)."""
+
+    nodes: int
+    per_node: int
+    intra: LinkClass = "shm"
+    inter: LinkClass = "tcp"
+    rails: int = 1
+    intra_bytes_per_s: float | None = None
+    inter_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.per_node < 1 or self.rails < 1:
+            raise ValueError(f"nodes={self.nodes}, per_node={self.per_node}, rails={self.rails}: all must be 1 or more")
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one all-reduce of one rank consists of: dependent calls, message latencies in a row and bytes on the wire
+    inside the node and between nodes."""
+
+    calls: float
+    intra_hops: float
+    intra_bytes: float
+    inter_hops: float
+    inter_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Prices under one wire protocol (low latency, or bulk), for messages of more than `above_bytes` and at most
+    `up_to_bytes` (None: of any size). A link class of None was never priced."""
+
+    overhead_s: float
+    intra: LinkCost | None = None
+    inter: LinkCost | None = None
+    above_bytes: int = 0
+    up_to_bytes: int | None = None
+
+    def holds(self, nbytes: int) -> bool:
+        return self.above_bytes < nbytes and (self.up_to_bytes is None or nbytes <= self.up_to_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Prices of one backend on one fabric. The library is taken to use the cheapest of the regimes that hold for a
+    size; `strategies` has a strategy's own where one set of prices did not explain all that was measured."""
+
+    backend: Backend
+    regimes: tuple[Regime, ...]
+    strategies: Mapping[str, tuple[Regime, ...]] = field(default_factory=dict)
+
+    def of(self, strategy: Strategy) -> tuple[Regime, ...]:
+        return self.strategies.get(strategy, self.regimes)
+
+    def delayed(self, one_way_s: float) -> Costs:
+        """The same with every message between nodes `one_way_s` later."""
+
+        def later(regimes: Sequence[Regime]) -> tuple[Regime, ...]:
+            return tuple(
+                replace(r, inter=replace(r.inter, latency_s=r.inter.latency_s + one_way_s)) if r.inter else r
+                for r in regimes
+            )
+
+        return replace(self, regimes=later(self.regimes), strategies={k: later(v) for k, v in self.strategies.items()})
+
+
+def possible(strategy: Strategy, shape: Shape) -> bool:
+    """Whether the strategy exists on this layout: doubling needs powers of two, two levels need two."""
+    if strategy == "doubling":
+        return shape.nodes.bit_count() == 1 and shape.per_node.bit_count() == 1
+    if strategy in ("two_level", "two_level_latency"):
+        return shape.nodes > 1 and shape.per_node > 1
+    return True
+
+
+def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
+    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). Native's
+    doubling knows one rank a node. NCCL and gloo choose among algorithms of their own, NCCL's hierarchical already:
+    two_level stands beside them to be measured, and replaces them only for sizes where a tuning file says that it wins
+    (`untuned`). MPI is left alone."""
+    if backend != "native":
+        both = backend in ("nccl", "gloo") and possible("two_level", shape)
+        return ("flat", "two_level") if both else ("flat",)
+    if nbytes is not None and nbytes > WHOLE_BYTES:
+        return ("pipeline",)
+    ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling", "pipeline")
+    return tuple(s for s in ours if possible(s, shape) and (s != "doubling" or shape.per_node == 1))
+
+
+def untuned(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
+    """Those of the candidates that `collective: auto` picks from where nothing was measured: a library's own alone."""
+    return candidates(backend, shape, nbytes) if backend == "native" else ("flat",)
+
+
+def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Terms:
+    """How many calls, hops and bytes an all-reduce of `nbytes` takes. Raises ValueError if `strategy` is not possible
+    on this layout."""
+    if not possible(strategy, shape):
+        raise ValueError(f"{strategy} is not possible on {shape.nodes} nodes x {shape.per_node} ranks")
+    nodes, inside, size, whole = shape.nodes, shape.per_node, shape.size, float(nbytes)
+    if size == 1:
+        return Terms(0, 0, 0, 0, 0)
+    share = max(1.0, inside / shape.rails)  # ranks of a node that send at once divide its ports
+    if strategy == "p2p":
+        return Terms(1, 0, 0, 1, whole) if nodes > 1 else Terms(1, 1, whole, 0, 0)
+    if strategy == "flat":
+        return _flat(backend, shape, whole)
+    if strategy == "ring":
+        return _ring(shape, whole, 1)
+    if strategy == "exchange":
+        abroad = int(nodes > 1)
+        return Terms(1, 1 - abroad, (inside - 1) * whole, abroad, (size - inside) * whole * share)
+    if strategy == "doubling":
+        rounds, across = int(log2(inside)), int(log2(nodes))
+        calls = rounds + across if backend == "nccl" else 1  # there each round is a kernel of its own
+        return Terms(calls, rounds, rounds * whole, across, across * whole * share)
+    if strategy == "pipeline":
+        hops, around = 2 * int(inside > 1), 2 * (inside - 1) / inside * whole
+        # handed to the communication thread and back; two nodes exchange slices whole: as many bytes, one hop less
+        return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * whole / inside * share)
+    if strategy == "two_level_latency":
+        return Terms(2, 1, (inside - 1) * whole, 1, (nodes - 1) * whole * share)
+    part = whole / inside
+    if backend == "nccl":  # its reduce-scatter and all-gather are rings, its all-reduce across a tree
+        hops, across = 2 * (inside - 1), 2 * ceil(log2(nodes))
+        return Terms(3, hops, 2 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
+    if backend == "gloo":  # rings that wait for consent at every step (_ring); its reduce-scatter is a whole all-reduce
+        hops, across = 6 * (inside - 1), 4 * (nodes - 1)
+        return Terms(3, hops, 3 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
+    return Terms(3, 2, 2 * (inside - 1) * part, 1, (nodes - 1) * part * share)
+
+
+def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
+    if backend == "nccl":
+        # A tree between nodes hangs on a chain inside each; the volume of a ring passes the narrowest link.
+        volume = 2 * (shape.size - 1) / shape.size * whole
+        across = 2 * ceil(log2(shape.nodes))
+        hops = 2 * (shape.per_node - 1)
+        return Terms(1, hops, 0, across, volume) if shape.nodes > 1 else Terms(1, hops, volume, 0, 0)
+    if backend == "gloo":
+        return _ring(shape, whole, 2)  # each of its ring's steps waits for the receiver's consent first
+    if backend == "native":
+        return terms(backend, shape, "exchange", int(whole))
+    inside, across = ceil(log2(shape.per_node)), ceil(log2(shape.nodes))
+    share = max(1.0, shape.per_node / shape.rails)
+    return Terms(1, inside, inside * whole, across, across * whole * share)
+
+
+def _ring(shape: Shape, whole: float, delays: int) -> Terms:
+    """A chunk travels size - 1 links twice, of which as many as there are nodes lead to another one."""
+    steps = shape.size - 1
+    across = min(shape.nodes, steps) if shape.nodes > 1 else 0
+    volume = 2 * steps / shape.size * whole
+    narrow = (0.0, volume) if shape.nodes > 1 else (volume, 0.0)
+    return Terms(1, 2 * delays * (steps - across), narrow[0], 2 * delays * across, narrow[1])
+
+
+def price(regime: Regime, t: Terms) -> float | None:
+    """Seconds of `t` under `regime`; None if it needs a link class without a price."""
+    seconds = t.calls * regime.overhead_s
+    for hops, volume, link in (
+        (t.intra_hops, t.intra_bytes, regime.intra),
+        (t.inter_hops, t.inter_bytes, regime.inter),
+    ):
+        if hops or volume:
+            if link is None:
+                return None
+            seconds += hops * link.latency_s + volume / link.bytes_per_s
+    return seconds
+
+
+def predict(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> float:
+    """Seconds of one all-reduce. Raises ValueError if the strategy is not possible or its links have no price."""
+    seconds = _cheapest(costs, shape, strategy, nbytes)
+    if seconds is None:
+        raise ValueError(f"no price of {strategy} on {shape.nodes} nodes x {shape.per_node}: measure it first")
+    return seconds
+
+
+def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy] = STRATEGIES) -> tuple[Strategy, float]:
+    """The cheapest of the allowed strategies and its seconds; of equals the first. Raises ValueError if none of them
+    is possible on this layout, or has a price."""
+    priced = [(s, _cheapest(costs, shape, s, nbytes)) for s in allowed if possible(s, shape)]
+    known = [(s, seconds) for s, seconds in priced if seconds is not None]
+    if not known:
+        raise ValueError(
+            f"none of {', '.join(allowed)} is possible and priced on {shape.nodes} nodes x {shape.per_node} ranks"
+        )
+    return min(known, key=lambda pair: pair[1])
+
+
+def _cheapest(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> float | None:
+    t = terms(costs.backend, shape, strategy, nbytes)
+    regimes = [regime for regime in costs.of(strategy) if regime.holds(nbytes)]
+    return min((p for regime in regimes if (p := price(regime, t)) is not None), default=None)
+
+
+def shape_of(fabric: Fabric, placement: Placement, group: int = 0) -> Shape:
+    """Group `group` as a Shape: link classes and nominal rates of its slowest pairs."""
+    layout = placement.groups[group]
+    by_name = {n.hostname: n for n in fabric.nodes}
+    intra: LinkClass = "nvlink"
+    rates: list[float] = []
+    for ranks in layout.nodes:
+        node = by_name[placement.seats[ranks[0]].hostname]
+        devices = {d.index: d for d in node.devices}
+        here = [devices[s.device] for r in ranks if (s := placement.seats[r]).device is not None]
+        if not here:
+            intra = "shm"
+        elif not all(node.path(a.key, b.key).startswith("NV") for a in here for b in here if a.index < b.index):
+            intra = "pcie" if intra != "shm" else intra
+        rates += [d.nvlink_bandwidth for d in here if d.nvlink_bandwidth]
+    seats = [placement.seats[r] for r in layout.ranks]
+    ports = {(n.hostname, h.key): h for n in fabric.nodes for h in n.hcas}
+    used = [ports[s.hostname, s.hca] for s in seats if s.hca is not None]
+    rails = 1
+    inter: LinkClass = "tcp"
+    speeds: list[float] = []
+    if len(used) == len(seats):
+        inter = "ib" if all(h.link_layer == "InfiniBand" for h in used) else "roce"
+        rails = min(len({placement.seats[r].hca for r in ranks}) for ranks in layout.nodes)
+        speeds = [h.bytes_per_s for h in used]
+    else:
+        nics = {(n.hostname, c.name): c for n in fabric.nodes for c in n.nics}
+        found = [nics.get((s.hostname, s.interface)) for s in seats]
+        speeds = [c.gbit_per_s * 1e9 / 8 for c in found if c is not None and c.gbit_per_s]
+    return Shape(
+        nodes=len(layout.nodes),
+        per_node=layout.per_node,
+        intra=intra,
+        inter=inter,
+        rails=rails,
+        intra_bytes_per_s=min(rates) if intra == "nvlink" and rates else None,
+        inter_bytes_per_s=min(speeds) if speeds else None,
+    )

@@ -1,0 +1,349 @@
+"""What preflight measures and how it judges, without doing either: data in, findings out. Pure.
+
+`launchers/measure/preflight.py` has the effects: it gathers a `Setup` from every rank, runs the `PreflightPlan`
+where all are alike, and hands what was measured here. A finding names the culprit, what is wrong and the fix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+from typing import TYPE_CHECKING, Literal
+
+from ..hardware.fabric import Fabric
+from ..placement.placement import Placement
+from .cost import Backend, Shape, Strategy, candidates
+
+if TYPE_CHECKING:
+    from .fit import Fit, Point
+
+SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
+"""32 KiB to 8 MiB, doubling."""
+
+MAX_SKEW_S, BROKEN_SKEW_S = 0.5, 5.0
+"""A clock so far off is warned of; one so far off is broken: logs and traces of its node cannot be read beside others',
+certificates are not yet or no longer valid there."""
+SLOW_RANK = 1.15
+"""A rank whose matmul takes this many times the median is a culprit."""
+SLOW_LINK = 1.5
+"""A link whose round trip or transfer takes this many times the median of its class is one."""
+
+NOMINAL_SHARE = 1 / 3
+"""Of its port's nominal rate a link between nodes has at least this much, where nothing is wrong with it."""
+FAR_S, SLOW_BYTES_PER_S = 1e-3, 125e6
+"""What a link between nodes of one site stays below (one way), and the port that is taken where no rate is known: of
+1 Gb/s."""
+
+MIN_SHM_BYTES = 256 << 20
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two ranks to send between. `rail` is the HCA's place on its nodes for pairs of different nodes, else None; `path`
+    (pairs of one node) is that between their devices, or NUMA nodes: links of one path are alike."""
+
+    a: int
+    b: int
+    rail: int | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightPlan:
+    """In `rounds`, pairs of any group measured at once: no rank stands twice in one. `sweep` is every (strategy,
+    bytes) of one group."""
+
+    rounds: tuple[tuple[Pair, ...], ...]
+    sweep: tuple[tuple[Strategy, int], ...]
+
+
+def plan(
+    fabric: Fabric,
+    placement: Placement,
+    shape: Shape,
+    backend: Backend,
+    message_bytes: Sequence[int] = (),
+    group: int = 0,
+) -> PreflightPlan:
+    """Of every group: neighbours inside every node, then each rail from every node to the next. Of `group`, whose shape
+    is given: every strategy that the backend has for a size, over the model's own message sizes and 32 KiB to 8 MiB."""
+    pairs = []
+    for layout in placement.groups:
+        for node in layout.nodes:
+            pairs += [Pair(a, b, path=_path(fabric, placement, a, b)) for a, b in pairwise(node)]
+        if len(layout.nodes) > 1:
+            for rail, ranks in enumerate(layout.rails):
+                around = zip(ranks, ranks[1:] + ranks[:1] if len(ranks) > 2 else ranks[1:], strict=False)
+                pairs += [Pair(a, b, rail) for a, b in around]
+    rounds: list[list[Pair]] = []
+    for pair in pairs:
+        for others in rounds:
+            alike = (others[0].rail is None) == (pair.rail is None)
+            if alike and not any({pair.a, pair.b} & {p.a, p.b} for p in others):
+                others.append(pair)
+                break
+        else:
+            rounds.append([pair])
+    sizes = sorted({*message_bytes, *SWEEP_BYTES})
+    sweep = tuple((s, n) for n in sizes for s in candidates(backend, shape, n))
+    return PreflightPlan(tuple(tuple(r) for r in rounds), sweep)
+
+
+def _path(fabric: Fabric, placement: Placement, a: int, b: int) -> str:
+    """Between two ranks of one node: their devices', else NODE or SYS."""
+    one, other = placement.seats[a], placement.seats[b]
+    if one.device is None or other.device is None:
+        return "NODE" if one.numa == other.numa else "SYS"
+    (node,) = (n for n in fabric.nodes if n.hostname == one.hostname)
+    return node.path(f"GPU{one.device}", f"GPU{other.device}")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTransport:
+    """How a rank's traffic to other nodes goes, and what it would need to go by RDMA. `used`: NET/IB, NET/Socket or a
+    plugin's name from NCCL, else the backend's own name; empty where there is one node. `memlock_bytes` None:
+    unlimited."""
+
+    used: str = ""
+    devices: tuple[str, ...] = ()
+    memlock_bytes: int | None = None
+    library: str = ""
+    shm_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What must be the same on every rank before any of them connects. `config`: the configuration's digest;
+    `versions`: nccl, cuda, driver, laddertron, torch, …"""
+
+    rank: int
+    hostname: str
+    config: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank measured of itself. `clock_s` is unix time at a barrier, `matmul_s` the best of a few short
+    matmuls."""
+
+    rank: int
+    hostname: str
+    transport: NodeTransport
+    clock_s: float
+    matmul_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTime:
+    """A pair's measured one-way latency (half a round trip of few bytes) and bytes/s."""
+
+    pair: Pair
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    severity: Severity
+    culprit: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.culprit}: {self.message}"
+
+
+def slowest(sweeps: Sequence[Sequence[Point]]) -> int:
+    """The group whose all-reduces take longest, over what all groups measured; the first of those alike. A tuning file
+    serves every group, so it is made of what the slowest has. Raises ValueError without a group."""
+    times = [{(p.strategy, p.nbytes): p.seconds for p in points} for points in sweeps]
+    common = set.intersection(*map(set, times)) if times else set()
+    return max(range(len(times)), key=lambda group: sum(log(times[group][key]) for key in common))
+
+
+def judge(
+    reports: Sequence[RankReport],
+    links: Sequence[LinkTime] = (),
+    fitted: Fit | None = None,
+    require_transport: str = "any",
+    port_bytes_per_s: float | None = None,
+) -> tuple[Finding, ...]:
+    """Everything that is wrong with what was measured, errors first. Preflight's exit code is non-zero if any finding
+    is an error. `port_bytes_per_s`: the nominal rate of a port between nodes (None: not known)."""
+    found = [
+        *_transports(reports, require_transport),
+        *_clocks(reports),
+        *_shared_memory(reports),
+        *_slow_ranks(reports),
+        *_slow_links(reports, links),
+        *_poor_links(reports, links, port_bytes_per_s),
+        *_unexplained(fitted),
+    ]
+    return tuple(sorted(found, key=lambda f: f.severity != "error"))
+
+
+def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
+    """Ranks with another configuration or library than most: judged before anything is measured, as such ranks cannot
+    be made to do the same."""
+    names = sorted({name for s in setups for name in s.versions})
+    facts = {"config": [s.config for s in setups]}
+    facts |= {name: [s.versions.get(name, "none") for s in setups] for name in names}
+    found = []
+    for name, values in facts.items():
+        usual = Counter(values).most_common(1)[0][0] if values else ""
+        odd = [(s, value) for s, value in zip(setups, values, strict=True) if value != usual]
+        if odd:
+            fix = "start all ranks with one file" if name == "config" else f"install one {name} on every node"
+            theirs = ", ".join(sorted({value for _, value in odd}))
+            text = f"{name} is {theirs}, on the others {usual}: {fix}"
+            found.append(Finding("error", _who([s for s, _ in odd]), text))
+    return tuple(found)
+
+
+def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
+    if require == "any":
+        return []
+    if unknown := [r for r in reports if r.transport.used == "mpi"]:
+        text = f"parallel.require_transport is {require}; which network MPI takes is not known here: ask UCX_TLS or btl"
+        return [Finding("warning", _who(unknown), text)]
+    if by_sockets := [r for r in reports if r.transport.used in ("native", "gloo")]:
+        used = by_sockets[0].transport.used
+        text = (
+            f"parallel.require_transport is ib, backend {used} sends over sockets between nodes: use backend nccl "
+            "(or mpi), or require_transport: any"
+        )
+        return [Finding("error", _who(by_sockets), text)] if require == "ib" else []
+    if require == "socket":
+        wrong = [r for r in reports if "IB" in r.transport.used]
+        if not wrong:
+            return []
+        return [Finding("error", _who(wrong), "traffic goes by NET/IB, parallel.require_transport is socket")]
+    found: list[Finding] = []
+    for r in reports:
+        if not r.transport.used or r.transport.used == "NET/IB":
+            continue
+        lacks = []
+        if not r.transport.devices:
+            lacks.append("no /dev/infiniband device (in a container: mount it)")
+        if r.transport.memlock_bytes is not None and r.transport.memlock_bytes < 1 << 30:
+            kib = r.transport.memlock_bytes >> 10
+            lacks.append(f"memlock is limited to {kib} KiB (ulimit -l unlimited; in a container: IPC_LOCK)")
+        if not r.transport.library:
+            lacks.append("libibverbs is not installed")
+        why = (
+            "; ".join(lacks) or "devices, memlock and libibverbs are there: is the port active, is NCCL_IB_DISABLE set?"
+        )
+        found.append(
+            Finding("error", _who([r]), f"traffic goes by {r.transport.used}, parallel.require_transport is ib: {why}")
+        )
+    return found
+
+
+def _clocks(reports: Sequence[RankReport]) -> list[Finding]:
+    if len(reports) < 2:
+        return []
+    middle = sorted(r.clock_s for r in reports)[len(reports) // 2]
+    return [
+        Finding(
+            "error" if abs(off) > BROKEN_SKEW_S else "warning",
+            _who([r]),
+            f"its clock is {off:+.1f} s off the others': run chrony or ntpd",
+        )
+        for r in reports
+        if abs(off := r.clock_s - middle) > MAX_SKEW_S
+    ]
+
+
+def _shared_memory(reports: Sequence[RankReport]) -> list[Finding]:
+    crowded = Counter(r.hostname for r in reports)
+    small = [
+        r
+        for r in reports
+        if crowded[r.hostname] > 1 and r.transport.shm_bytes is not None and r.transport.shm_bytes < MIN_SHM_BYTES
+    ]
+    if not small:
+        return []
+    text = f"/dev/shm holds {min(r.transport.shm_bytes or 0 for r in small) >> 20} MiB (in a container: --shm-size=16g)"
+    return [Finding("error", _who(small), text)]
+
+
+def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
+    times = sorted(r.matmul_s for r in reports)
+    middle = times[(len(times) - 1) // 2] if times else 0.0
+    return [
+        Finding(
+            "error",
+            _who([r]),
+            f"a matmul takes {r.matmul_s * 1e3:.2f} ms, {r.matmul_s / middle:.2f} times the median: every step waits "
+            "for it: look at its clocks, power limit, temperature and neighbours",
+        )
+        for r in reports
+        if middle > 0 and r.matmul_s > SLOW_RANK * middle
+    ]
+
+
+def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> list[Finding]:
+    """Against others of the same path inside nodes, and between nodes."""
+    found = []
+    for path in sorted({k.pair.path for k in links}):
+        alike = [k for k in links if k.pair.path == path]
+        if len(alike) < 2:
+            continue
+        latency = sorted(k.latency_s for k in alike)[(len(alike) - 1) // 2]
+        rate = sorted(k.bytes_per_s for k in alike)[len(alike) // 2]
+        for k in alike:
+            what = []
+            if k.latency_s > SLOW_LINK * latency:
+                what.append(f"latency {k.latency_s * 1e6:.1f} us, others {latency * 1e6:.1f} us")
+            if k.bytes_per_s * SLOW_LINK < rate:
+                what.append(f"{k.bytes_per_s / 1e9:.1f} GB/s, others {rate / 1e9:.1f} GB/s")
+            if what:
+                text = f"{'; '.join(what)}: look at cable, port errors and PCIe width"
+                found.append(Finding("error", _ends(reports, k), text))
+    return found
+
+
+def _poor_links(
+    reports: Sequence[RankReport], links: Sequence[LinkTime], port_bytes_per_s: float | None
+) -> list[Finding]:
+    """Between nodes, against what such a link should have: all may be slow alike, and one alone has no others."""
+    across = [k for k in links if k.pair.rail is not None]
+    least = (port_bytes_per_s or SLOW_BYTES_PER_S) * NOMINAL_SHARE
+    slow = sorted((k for k in across if k.bytes_per_s < least), key=lambda k: k.bytes_per_s)
+    far = sorted((k for k in across if k.latency_s > FAR_S), key=lambda k: -k.latency_s)
+    found = []
+    if slow:
+        known = f"a port has {port_bytes_per_s / 1e9:.3g} GB/s" if port_bytes_per_s else "even 1 Gb/s are 0.125 GB/s"
+        fix = "does the traffic take this port (launch.interface), and is nobody else on it?"
+        found.append((slow, f"{slow[0].bytes_per_s / 1e9:.3g} GB/s, {known}: {fix}"))
+    if far:
+        found.append((far, f"latency {far[0].latency_s * 1e6:.1f} us: are these nodes of one site?"))
+    return [Finding("warning", _ends(reports, *poor), text) for poor, text in found]
+
+
+def _ends(reports: Sequence[RankReport], link: LinkTime, *others: LinkTime) -> str:
+    host, pair = {r.rank: r.hostname for r in reports}, link.pair
+    rail = "" if pair.rail is None else f" on rail {pair.rail}"
+    more = f" and {len(others)} more" if others else ""
+    return f"link {host.get(pair.a, '?')} rank {pair.a} to {host.get(pair.b, '?')} rank {pair.b}{rail}{more}"
+
+
+def _unexplained(fitted: Fit | None) -> list[Finding]:
+    if fitted is None or not fitted.outliers:
+        return []
+    worst = fitted.outliers[0]
+    text = (
+        f"{len(fitted.outliers)} of {len(fitted.residuals)} measured all-reduces are beyond what the cost model says, "
+        f"worst {worst.point.strategy} of {worst.point.nbytes} bytes ({worst.relative:+.0%}): is the fabric shared now?"
+    )
+    return [Finding("warning", "cost model", text)]
+
+
+def _who(reports: Sequence[RankReport | Setup]) -> str:
+    named = ", ".join(f"rank {r.rank} on {r.hostname}" for r in reports[:4])
+    return f"{named} and {len(reports) - 4} more" if len(reports) > 4 else named

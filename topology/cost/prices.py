@@ -1,0 +1,67 @@
+"""Prices of fabrics that nobody measured: where the cost model starts from, and what it falls back to. Pure.
+
+NCCL's come from published end-to-end speeds on H100 (a flat all-reduce of 32 to 512 KiB over 2 x 8 in 48 to 85 us, of
+16 KiB to 1 MiB over 8 in 24 to 44 us, without peer access in 64 to 112 us); the rest from small measurements on CPUs.
+"""
+
+from __future__ import annotations
+
+from ..hardware.fabric import LinkClass
+from ..link_cost import LinkCost
+from .cost import Backend, Costs, Regime, Shape
+
+_US = 1e-6
+
+_OVERHEAD: dict[Backend, float] = {"nccl": 10 * _US, "mpi": 1 * _US, "gloo": 20 * _US, "native": 8 * _US}
+
+_LATENCY_US: dict[Backend, dict[LinkClass, float]] = {
+    "nccl": {"nvlink": 1.0, "pcie": 4.1, "shm": 4.1, "ib": 10.9, "roce": 12.0, "tcp": 45.0},
+    "mpi": {"nvlink": 1.5, "pcie": 1.5, "shm": 1.5, "ib": 2.0, "roce": 3.0, "tcp": 25.0},
+    "gloo": {"nvlink": 12.0, "pcie": 12.0, "shm": 12.0, "ib": 30.0, "roce": 30.0, "tcp": 30.0},
+    "native": {"nvlink": 3.0, "pcie": 3.0, "shm": 3.0, "ib": 30.0, "roce": 30.0, "tcp": 30.0},
+}
+
+_NOMINAL: dict[LinkClass, float] = {
+    "nvlink": 450e9, "pcie": 64e9, "shm": 4e9, "ib": 50e9, "roce": 50e9, "tcp": 1.25e9,
+}  # fmt: skip
+
+# Of the nominal rate, what messages get by NCCL's low-latency protocol and in bulk; TCP: 957 of 1000 Mbit/s measured.
+_SMALL_SHARE: dict[LinkClass, float] = {"nvlink": 0.21, "pcie": 0.6, "shm": 1.0, "ib": 0.45, "roce": 0.45, "tcp": 0.9}
+_BULK_SHARE: dict[LinkClass, float] = {"nvlink": 0.82, "pcie": 0.6, "shm": 1.0, "ib": 0.9, "roce": 0.85, "tcp": 0.95}
+_BULK_LATENCY: dict[LinkClass, float] = {"nvlink": 3.4, "pcie": 2.0, "shm": 2.0, "ib": 1.3, "roce": 1.3, "tcp": 1.0}
+
+
+def reference(backend: Backend, shape: Shape) -> Costs:
+    """Untuned prices for the links of `shape`, scaled by their nominal rates where those are known."""
+    overhead = _OVERHEAD[backend]
+    if backend != "nccl":
+        return Costs(backend, (Regime(overhead, _link(backend, shape, True, 1), _link(backend, shape, False, 1)),))
+    small = Regime(overhead, _link(backend, shape, True, 1), _link(backend, shape, False, 1))
+    bulk = _bulk(shape, 1)
+    # NCCL's own all-reduce opens rings over all ports of a node once messages are large.
+    return Costs(backend, (small, bulk), {"flat": (small, _bulk(shape, shape.rails))})
+
+
+def _link(backend: Backend, shape: Shape, inside: bool, ports: int) -> LinkCost:
+    kind = shape.intra if inside else shape.inter
+    share = _SMALL_SHARE[kind] if backend == "nccl" else _BULK_SHARE[kind]
+    return LinkCost(_LATENCY_US[backend][kind] * _US, _rate(shape, inside) * share * ports)
+
+
+def _bulk(shape: Shape, ports: int) -> Regime:
+    latency = _LATENCY_US["nccl"]
+    return Regime(
+        _OVERHEAD["nccl"],
+        LinkCost(
+            latency[shape.intra] * _BULK_LATENCY[shape.intra] * _US, _rate(shape, True) * _BULK_SHARE[shape.intra]
+        ),
+        LinkCost(
+            latency[shape.inter] * _BULK_LATENCY[shape.inter] * _US,
+            _rate(shape, False) * _BULK_SHARE[shape.inter] * ports,
+        ),
+    )
+
+
+def _rate(shape: Shape, inside: bool) -> float:
+    known = shape.intra_bytes_per_s if inside else shape.inter_bytes_per_s
+    return known or _NOMINAL[shape.intra if inside else shape.inter]

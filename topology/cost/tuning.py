@@ -1,0 +1,204 @@
+"""The tuning file: what preflight measured on a fabric, kept for the engine's choice of a strategy by message size.
+
+A file made for another fabric is refused by naming what differs; `chooser` then falls back to untuned prices and says
+so in a warning that the caller prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..hardware.fabric import Fabric, differences
+from ..json_codec import ReadError, build, header, layered, read_file, unbuild, write_file
+from .cost import Backend, Costs, Shape, Strategy, candidates, choose, possible, predict, untuned
+from .fit import Fit, Point
+from .prices import reference
+
+KIND, VERSION = "laddertron.tuning", 1
+
+_UNTUNED = (
+    "collectives go by untuned prices: measure this fabric with `laddertron preflight CONFIG --save FILE` and name the "
+    "file as parallel.tuning_file"
+)
+_MARGIN = 0.03  # a strategy takes over from the one chosen for the next smaller size only if it is this much faster
+
+
+class TuningError(ValueError):
+    """The file is for another fabric, or none; the message names what differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`strategy` for messages of up to `up_to_bytes`; None: for all larger ones."""
+
+    up_to_bytes: int | None
+    strategy: Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    strategy: Strategy
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """`fabric` is Fabric.digest and `traits` its nodes' traits, `versions` of the libraries that were measured,
+    `points` what was measured on `shape`."""
+
+    backend: Backend
+    fabric: str
+    traits: tuple[dict[str, str], ...]
+    versions: dict[str, str]
+    shape: Shape
+    choices: tuple[Choice, ...]
+    costs: Costs
+    points: tuple[Measured, ...] = ()
+
+    def __post_init__(self) -> None:
+        bounds = [c.up_to_bytes for c in self.choices]
+        sizes = [b for b in bounds[:-1] if b is not None]
+        if not bounds or bounds[-1] is not None or None in bounds[:-1] or sizes != sorted(set(sizes)):
+            raise ValueError(f"choices: sizes must rise and the last be null, got {bounds}")
+
+    def save(self, path: Path) -> None:
+        write_file(path, layered({"kind": KIND, "version": VERSION, **unbuild(self)}) + "\n")
+
+
+def load(path: Path) -> Tuning:
+    """The tuning in the file at `path`. Raises ReadError naming the file and the place in it, OSError."""
+    data = read_file(path)
+    try:
+        return build(Tuning, header(data, KIND, VERSION))
+    except ReadError as error:
+        raise ReadError(f"{path}: {error}") from None
+
+
+def make(fabric: Fabric, shape: Shape, fitted: Fit, versions: Mapping[str, str]) -> Tuning:
+    """What is kept of a sweep over `shape`: choices from the measured points themselves, prices for what lies beyond.
+    Raises ValueError if no point is an all-reduce on this shape."""
+    points = [r.point for r in fitted.residuals if r.point.shape == shape and r.point.strategy != "p2p"]
+    if not points:
+        raise ValueError(f"none of {len(fitted.residuals)} points is an all-reduce over {_words(shape)}")
+    return Tuning(
+        backend=fitted.costs.backend,
+        fabric=fabric.digest,
+        traits=tuple(n.traits() for n in fabric.nodes),
+        versions=dict(versions),
+        shape=shape,
+        choices=choices(points),
+        costs=fitted.costs,
+        points=tuple(Measured(p.strategy, p.nbytes, p.seconds) for p in points),
+    )
+
+
+def choices(points: Sequence[Point]) -> tuple[Choice, ...]:
+    """The fastest measured strategy of each size; the border between two sizes lies at their geometric mean."""
+    by_size: dict[int, dict[Strategy, float]] = {}
+    for p in points:
+        row = by_size.setdefault(p.nbytes, {})
+        row[p.strategy] = min(p.seconds, row.get(p.strategy, p.seconds))
+    found: list[Choice] = []
+    last: tuple[int, Strategy] | None = None
+    for size, row in sorted(by_size.items()):
+        best = min(row, key=lambda s: row[s])
+        if last is not None and last[1] in row and row[best] > row[last[1]] * (1 - _MARGIN):
+            best = last[1]
+        if last is not None and best != last[1]:
+            found.append(Choice(int((last[0] * size) ** 0.5), last[1]))
+        last = (size, best)
+    if last is None:
+        raise ValueError("no points: nothing was measured")
+    return (*found, Choice(None, last[1]))
+
+
+def refuse_other_fabric(tuning: Tuning, fabric: Fabric, shape: Shape, backend: Backend) -> None:
+    """Raises TuningError naming what differs between what the file was made for and this."""
+    found = [] if tuning.fabric == fabric.digest else differences(tuning.traits, fabric)
+    if tuning.fabric != fabric.digest and not found:
+        found.append(f"digest: {tuning.fabric} there, {fabric.digest} here")
+    if tuning.backend != backend:
+        found.append(f"backend: {tuning.backend} there, {backend} here")
+    if (tuning.shape.intra, tuning.shape.inter) != (shape.intra, shape.inter):
+        found.append(
+            f"links: {tuning.shape.intra} and {tuning.shape.inter} there, {shape.intra} and {shape.inter} here"
+        )
+    if found:
+        raise TuningError(f"made for another fabric ({'; '.join(found)}): run `laddertron preflight` here")
+
+
+@dataclass(frozen=True, slots=True)
+class TuningWarning:
+    """Why choices are worse than they could be, and the fix."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """The strategy and its predicted seconds for any size. `source`: measured choices on this very layout, prices
+    fitted on this fabric, or untuned prices."""
+
+    shape: Shape
+    costs: Costs
+    choices: tuple[Choice, ...]
+    source: Literal["measured", "fitted", "untuned"]
+
+    def strategy(self, nbytes: int, allowed: Sequence[Strategy] | None = None) -> Strategy:
+        """For messages of `nbytes`, of those allowed (None: cost.candidates, or cost.untuned by untuned prices). A
+        measured choice that is not allowed gives way to the prices."""
+        usual = untuned if self.source == "untuned" else candidates
+        allowed = usual(self.costs.backend, self.shape, nbytes) if allowed is None else allowed
+        for choice in self.choices:
+            if choice.up_to_bytes is None or nbytes <= choice.up_to_bytes:
+                if choice.strategy in allowed and possible(choice.strategy, self.shape):
+                    return choice.strategy
+                break
+        return choose(self.costs, self.shape, nbytes, allowed)[0]
+
+    def seconds(self, nbytes: int, strategy: Strategy | None = None) -> float:
+        """Predicted, of `strategy` or else of the one that would be chosen."""
+        return predict(self.costs, self.shape, strategy or self.strategy(nbytes), nbytes)
+
+
+def chooser(
+    path: Path | None, fabric: Fabric, shape: Shape, backend: Backend, versions: Mapping[str, str] | None = None
+) -> tuple[Chooser, tuple[TuningWarning, ...]]:
+    """From the tuning file, or from untuned prices where there is none that fits; never raises for what the file is
+    or is not. `versions` are those of the libraries here: differing ones are warned of, and the file used."""
+    fallback = Chooser(shape, reference(backend, shape), (), "untuned")
+    if path is None:
+        return fallback, (TuningWarning(_UNTUNED),)
+    try:
+        tuning = load(path)
+        refuse_other_fabric(tuning, fabric, shape, backend)
+    except (ReadError, OSError) as error:
+        return fallback, (TuningWarning(f"tuning file not used: {error}"),)
+    except TuningError as error:
+        return fallback, (TuningWarning(f"tuning file {path} not used: {error}"),)
+    warnings = []
+    for name, version in (versions or {}).items():
+        was = tuning.versions.get(name)
+        if was != version:
+            warnings.append(TuningWarning(f"tuning file {path}: measured with {name} {was}, here is {version}"))
+    if replace(tuning.shape, intra_bytes_per_s=None, inter_bytes_per_s=None) == replace(
+        shape, intra_bytes_per_s=None, inter_bytes_per_s=None
+    ):
+        return Chooser(shape, tuning.costs, tuning.choices, "measured"), tuple(warnings)
+    try:
+        choose(tuning.costs, shape, 1 << 15, candidates(backend, shape, 1 << 15))
+    except ValueError:
+        why = f"tuning file {path} not used: it has no prices for {_words(shape)}: run `laddertron preflight` here"
+        return fallback, (TuningWarning(why),)
+    why = f"tuning file {path}: measured on {_words(tuning.shape)}, prices carried over to {_words(shape)}"
+    # A library's own, where nothing beside it was measured, is replaced by nothing.
+    kept = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
+    return Chooser(shape, tuning.costs, kept, "fitted"), (*warnings, TuningWarning(why))
+
+
+def _words(shape: Shape) -> str:
+    return f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} x {shape.per_node} ranks"

@@ -1,0 +1,1 @@
+"""What there is: hosts, devices, links and interfaces."""

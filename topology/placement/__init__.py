@@ -1,0 +1,1 @@
+"""Who sits where: identity, layout, grid and mapping of ranks."""

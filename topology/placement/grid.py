@@ -1,0 +1,173 @@
+"""Which nodes a group's ranks are divided over, and the words for what cannot be divided. Pure; placement.py asks.
+
+The rule: every node of a group holds equally many of its ranks, as many as fit, so that it spans as few nodes as it
+can; the ranks that there are must divide into groups, or hosts are left out by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from ..hardware.fabric import Fabric, Node
+
+Suits = Callable[[int], str | None]
+"""Why a tensor_parallel_size does not suit the model, or None if it does."""
+
+
+MAX_MIXED_REPLICAS = 16
+"""Beyond so many groups on unlike hosts, mixes of two part sizes are not tried: they would take minutes to find."""
+
+
+class Problem:
+    """What may be laid out on a fabric: capacities, the search, and the words for what cannot."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        replicas: int,
+        slots: Mapping[str, int],
+        ranks_per_node: int | None,
+        suits: Suits | None,
+        stages: int = 1,
+    ) -> None:
+        """replicas: how many groups; `stages` of them make one replica in words."""
+        self.fabric, self.replicas, self.slots, self.suits, self.stages = fabric, replicas, slots, suits, stages
+        self.ranks_per_node = ranks_per_node
+        self.gpus = any(n.devices for n in fabric.nodes)
+        self.elastic = not self.gpus and not slots and ranks_per_node is None
+        self.capacity = [self._capacity(n) for n in fabric.nodes]
+        kinds = [n.traits() for n in fabric.nodes]
+        self.kind = [kinds.index(kind) for kind in kinds]
+        self.order = sorted(range(len(kinds)), key=lambda i: (-fabric.nodes[i].nvlinks, self.kind[i], i))
+
+    def _capacity(self, node: Node) -> int:
+        room = len(node.devices) if self.gpus else len(node.cores)
+        if not self.gpus and node.hostname in self.slots:
+            room = self.slots[node.hostname]  # who names slots on a CPU host may oversubscribe it
+        room = min(room, self.slots.get(node.hostname, 0 if self.slots else room))
+        return room if self.ranks_per_node is None else min(room, self.ranks_per_node)
+
+    @property
+    def total(self) -> int:
+        return sum(self.capacity)
+
+    def layout(self, size: int) -> tuple[tuple[int, ...], ...] | None:
+        """Each group's nodes, as indices into the fabric, or None. A group's ranks are divided evenly over them."""
+        if self.suits is not None and self.suits(size) is not None:
+            return None
+        if not self.elastic:
+            return self._search(size, self.capacity) if self.total % size == 0 else None
+        for each in range(1, max(self.capacity) + 1):
+            capacity = [min(each * len(n.numa), room) for n, room in zip(self.fabric.nodes, self.capacity, strict=True)]
+            found = self._search(size, capacity)
+            if found is not None:
+                return found
+        return None
+
+    def _search(self, size: int, capacity: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+        if size * self.replicas > sum(capacity):
+            return None
+        shares = [n for n in range(min(size, max(capacity)), 0, -1) if size % n == 0]
+        for by_group, by_preference in self._attempts(shares, len(set(capacity)) > 1):
+            found = self._deal(size, list(capacity), by_group, by_preference)
+            if found is not None:
+                return found
+        return None
+
+    def _attempts(self, shares: Sequence[int], mixed: bool) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
+        """What to try: each group as whole as it fits; all in parts of one size; among mixed hosts, some in parts of
+        one size and the rest of a smaller one."""
+        count = self.replicas
+        yield [shares] * count, True
+        for share in shares:
+            yield [[share]] * count, True
+            yield [[share]] * count, False
+        if mixed and count <= MAX_MIXED_REPLICAS:
+            for large, small in combinations(shares, 2):
+                for first in range(count - 1, 0, -1):
+                    yield [[large]] * first + [[small]] * (count - first), False
+
+    def _deal(
+        self, size: int, free: list[int], by_group: Sequence[Sequence[int]], by_preference: bool
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Gives each group distinct nodes with room for the largest of its shares that there is room for. By
+        preference: nodes of one kind, in order. Else the emptiest first, which succeeds with one share for all if
+        anything does."""
+        groups = []
+        for shares in by_group:
+            chosen: list[int] = []
+            for share in shares:
+                span = size // share
+                room = [i for i in self.order if free[i] >= share]
+                if len(room) < span:
+                    continue
+                if by_preference:
+                    kinds = dict.fromkeys(self.kind[i] for i in room)
+                    alike = ([i for i in room if self.kind[i] == kind] for kind in kinds)
+                    chosen = next((nodes for nodes in alike if len(nodes) >= span), room)[:span]
+                else:
+                    emptiest = sorted(room, key=lambda i: -(free[i] // share))[:span]
+                    chosen = sorted(emptiest, key=self.order.index)
+                for i in chosen:
+                    free[i] -= share
+                break
+            if not chosen:
+                return None
+            groups.append(tuple(chosen))
+        return tuple(groups)
+
+    def refusal(self, size: int) -> str:
+        what = f"tensor_parallel_size={size}"
+        reason = self.suits(size) if self.suits is not None else None
+        have = f"{self.total} ranks ({self._arithmetic()})"
+        if reason is not None:
+            text = f"{what}: {reason}"
+        elif size * self.replicas > self.total:
+            product = f" x pipeline_parallel_size={self.stages}" if self.stages > 1 else ""
+            product += f" x replicas={self.replicas // self.stages}" if self.replicas > self.stages else ""
+            text = f"{what}{product} needs {size * self.replicas} ranks, the fabric has {have}"
+        elif self.total % size and not self.elastic:
+            text = f"{what} does not divide {have}"
+        else:
+            several = f" {self.replicas} times" if self.replicas > 1 else ""
+            text = f"{what} does not fit{several} on {have} with equally many ranks on each node of a group"
+        return f"{text}: {self._mend(size)}"
+
+    def _mend(self, size: int) -> str:
+        can = [n for n in range(1, self.total + 1) if self.layout(n) is not None]
+        near = sorted(sorted(can, key=lambda n: (abs(n - size), n))[:8])
+        ways = [f"use {'' if near == can else 'for example '}{_either(near)}"] if near else []
+        each = self.stages
+        if self.replicas > each:
+            fewer_groups = range(self.replicas - each, 0, -each)
+            most = next((r // each for r in fewer_groups if self._with(r).layout(size) is not None), 0)
+            ways += [f"replicas={most}"] if most else []
+        fewer = self._fewer_hosts(size)
+        ways += [f"only the hosts {fewer} (launch.hosts)"] if fewer else []
+        return ", or ".join(ways) if ways else "no layout of this model fits these hosts: add hosts"
+
+    def _with(self, replicas: int) -> Problem:
+        return Problem(self.fabric, replicas, self.slots, self.ranks_per_node, self.suits, self.stages)
+
+    def _fewer_hosts(self, size: int) -> str:
+        """The most hosts, first ones first, that the wanted layout fits as it stands."""
+        names = [self.fabric.nodes[i].hostname for i in self.order if self.capacity[i]]
+        for count in range(len(names) - 1, 0, -1):
+            slots = {n: s for n, s in self.slots.items() if n in names[:count]}
+            some = Problem(self.fabric.only(names[:count]), self.replicas, slots, self.ranks_per_node, self.suits)
+            if some.layout(size) is not None:
+                return ", ".join(names[:count]) if count <= 4 else f"{names[0]} … {names[count - 1]} ({count} of them)"
+        return ""
+
+    def _arithmetic(self) -> str:
+        counts = sorted(Counter(c for c in self.capacity if c).items(), reverse=True)
+        if not counts:
+            return "no host has room"
+        return " + ".join(f"{count} node{'s' if count > 1 else ''} x {room}" for room, count in counts)
+
+
+def _either(numbers: Sequence[int]) -> str:
+    texts = [str(n) for n in numbers]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

@@ -1,0 +1,1 @@
+"""Our own transport: TCP between nodes, shared memory inside one."""

@@ -1,0 +1,347 @@
+"""The sockets between a group's ranks: found through the bootstrap, bound to a chosen address, authenticated both ways
+with HMAC over a per-launch secret, then handed to whoever sends on them. Unix sockets inside a node, TCP between.
+
+A mesh knows ranks and file descriptors, no collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..comm.bootstrap import Bootstrap
+from ..placement.layout import GroupLayout
+
+DATA, PLAN, STAGE, BACK = range(4)
+"""Channels: a group's tensors, rank 0's plans; between neighbouring pipeline stages, and from the last to the first."""
+_HELLO = struct.Struct("<4sIIII16s")  # magic, group's first rank, from, to, channel, nonce
+_MAGIC = b"LTM1"
+_PROOF = 32
+
+
+class MeshError(RuntimeError):
+    """Ranks did not find one another, or are not who they should be; the message names the rank and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """`data[r]`, `plan[r]`: the sockets to the group's r-th rank (None for the own; plan only to and from the first).
+    `segment`: the fd of the memory that the node's ranks share. Whoever takes a socket or fd owns it."""
+
+    data: tuple[socket.socket | None, ...]
+    plan: tuple[socket.socket | None, ...]
+    segment: int
+    hosts: tuple[str, ...]
+
+    def close_data(self) -> None:
+        """For who needs no more than the plan channel."""
+        for s in self.data:
+            if s is not None:
+                s.close()
+        with contextlib.suppress(OSError):
+            os.close(self.segment)
+
+    def close(self) -> None:
+        self.close_data()
+        for s in self.plan:
+            if s is not None:
+                s.close()
+
+
+Line = tuple[int, int]
+"""A peer by its place in the group, and a channel."""
+Cards = list[dict[str, Any]]
+"""What the group's ranks say of themselves."""
+Near = Callable[[int, Cards], bool]
+"""Whether a peer is reached over a unix socket."""
+
+
+def connect_mesh(
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    address: str,
+    segment_bytes: int,
+    secret: bytes = b"",
+    timeout_s: float = 60.0,
+    plans: bool = True,
+) -> Mesh:
+    """Connects this rank with every other of its group; `plans`: and with its first for plans. `address`: what this
+    rank binds to and the others reach it at (never a wildcard). Every rank of the job calls it at the same time. Raises
+    MeshError."""
+    me, size = layout.ranks.index(bootstrap.rank), layout.size
+    deadline = time.monotonic() + timeout_s
+    wanted = [(r, DATA) for r in range(size) if r != me]
+    if plans:
+        wanted += [(r, PLAN) for r in range(1, size)] if me == 0 else [(0, PLAN)]
+    said = {"layout": [list(n) for n in layout.nodes]}
+
+    def near(peer: int, cards: Cards) -> bool:
+        return peer // layout.per_node == me // layout.per_node
+
+    def verify(cards: Cards) -> None:
+        _verify(layout, cards)
+
+    data, group = _meet(bootstrap, layout.ranks, said, wanted, near, verify, address, secret, deadline)
+    plan = tuple(data.get((r, PLAN)) for r in range(size))
+    lines = tuple(data.get((r, DATA)) for r in range(size))
+    segment = _share_segment(layout, me, lines, segment_bytes, deadline)
+    for s in lines:
+        if s is not None:
+            _quick(s)
+    for s in plan:
+        if s is not None:
+            _patient(s)
+    return Mesh(lines, plan, segment, tuple(c["hostname"] for c in group))
+
+
+def connect_lines(
+    bootstrap: Bootstrap,
+    ranks: tuple[int, ...],
+    wanted: list[Line],
+    address: str,
+    secret: bytes = b"",
+    timeout_s: float = 60.0,
+) -> dict[Line, socket.socket]:
+    """Connects this rank, one of `ranks`, with those that `wanted` names by their place among them; each names the
+    other. As `connect_mesh` in all else."""
+    said, deadline = {"layout": [list(ranks)]}, time.monotonic() + timeout_s
+
+    def near(peer: int, cards: Cards) -> bool:
+        return bool(cards[peer]["host"] == host_token())
+
+    def verify(cards: Cards) -> None:
+        for rank, card in zip(ranks, cards, strict=True):
+            _same_layout(rank, card, said["layout"])
+
+    lines, _ = _meet(bootstrap, ranks, said, wanted, near, verify, address, secret, deadline)
+    for (_, channel), s in lines.items():
+        (_patient if channel == PLAN else _quick)(s)
+    return lines
+
+
+def _quick(s: socket.socket) -> None:
+    s.setblocking(False)
+    if s.family != socket.AF_UNIX:
+        s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 6)
+
+
+def _patient(s: socket.socket) -> None:
+    _quick(s)
+    # What a plan has in the kernel's queue is what an all-reduce may have to stand behind: keep it short.
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 128 << 10)
+    if s.family != socket.AF_UNIX:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, 0)
+
+
+def _meet(
+    bootstrap: Bootstrap,
+    ranks: tuple[int, ...],
+    said: dict[str, Any],
+    wanted: list[Line],
+    near: Near,
+    verify: Callable[[Cards], None],
+    address: str,
+    secret: bytes,
+    deadline: float,
+) -> tuple[dict[Line, socket.socket], Cards]:
+    """The sockets, and what every rank says of itself, `said` included."""
+    if address in ("", "0.0.0.0", "::"):  # noqa: S104 (refused here)
+        raise MeshError(f"address {address!r} would listen on every interface: name one, e.g. 127.0.0.1 or 10.0.0.5")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        name = f"laddertron-{secrets.token_hex(16)}"
+        tcp.bind((address, 0))
+        unix.bind(f"\0{name}")
+        tcp.listen(512)
+        unix.listen(512)
+        card = {
+            "address": address,
+            "port": tcp.getsockname()[1],
+            "unix": name,
+            "host": host_token(),
+            "hostname": socket.gethostname(),
+            "secret": secrets.token_hex(32),
+        } | said
+        cards = [json.loads(c) for c in bootstrap.all_gather(json.dumps(card).encode())]
+        group = [cards[r] for r in ranks]
+        verify(group)
+        # Every rank's part of the key: nobody who missed one round of the bootstrap can compute it.
+        key = hashlib.blake2b(
+            "".join(c["secret"] for c in group).encode(), key=hashlib.sha256(secret).digest(), digest_size=32
+        ).digest()
+        return _connect_all(ranks, wanted, near, group, ranks.index(bootstrap.rank), tcp, unix, key, deadline), group
+
+
+def host_token() -> str:
+    """The same for two processes exactly if they can share memory through a unix socket: one kernel, one network
+    namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def _verify(layout: GroupLayout, group: Cards) -> None:
+    ranks = layout.ranks
+    for rank, card in zip(ranks, group, strict=True):
+        _same_layout(rank, card, [list(n) for n in layout.nodes])
+    for node in layout.nodes:
+        first = group[ranks.index(node[0])]
+        for rank in node[1:]:
+            card = group[ranks.index(rank)]
+            if card["host"] != first["host"]:
+                raise MeshError(
+                    f"ranks {node[0]} and {rank} should share a node but run on {first['hostname']} and "
+                    f"{card['hostname']}: map {layout.per_node} ranks to each node in order (Open MPI: "
+                    f"--map-by ppr:{layout.per_node}:node; Slurm: --ntasks-per-node={layout.per_node} "
+                    "--distribution=block)"
+                )
+
+
+def _same_layout(rank: int, card: dict[str, Any], layout: list[list[int]]) -> None:
+    if card["layout"] != layout:
+        raise MeshError(
+            f"rank {rank} on {card['hostname']} was given another layout, {card['layout']}: start every rank "
+            "with the same configuration"
+        )
+
+
+def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(key, role + hello + nonce, "sha256")
+
+
+def _connect_all(
+    ranks: tuple[int, ...],
+    lines: list[Line],
+    near: Near,
+    group: Cards,
+    me: int,
+    tcp: socket.socket,
+    unix: socket.socket,
+    key: bytes,
+    deadline: float,
+) -> dict[Line, socket.socket]:
+    """Connects to every lower rank, then takes the connections of the higher ones: rank 0 only takes, so the order
+    cannot deadlock."""
+    done: dict[Line, socket.socket] = {}
+    wanted = {line for line in lines if line[0] > me}
+    try:
+        for peer, channel in [line for line in lines if line[0] < me]:
+            done[peer, channel] = _call(group[peer], near(peer, group), ranks[0], me, peer, channel, key, deadline)
+        with selectors.DefaultSelector() as doors:
+            for door in (tcp, unix):
+                door.setblocking(False)
+                doors.register(door, selectors.EVENT_READ)
+            while wanted:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    late = sorted({ranks[r] for r, _ in wanted})
+                    raise MeshError(
+                        f"ranks {late} did not connect in time: are they running, is the address reachable?"
+                    )
+                for ready, _ in doors.select(left):
+                    assert isinstance(ready.fileobj, socket.socket)
+                    door = ready.fileobj
+                    taken = _answer(door, ranks[0], me, wanted, key, deadline)
+                    if taken is not None:
+                        done[taken[0]] = taken[1]
+                        wanted.discard(taken[0])
+    except BaseException:
+        for s in done.values():
+            s.close()
+        raise
+    return done
+
+
+def _call(
+    card: dict[str, Any], near: bool, first: int, me: int, peer: int, channel: int, key: bytes, deadline: float
+) -> socket.socket:
+    family = socket.AF_UNIX if near else socket.AF_INET6 if ":" in card["address"] else socket.AF_INET
+    s = socket.socket(family)
+    try:
+        s.settimeout(max(0.01, deadline - time.monotonic()))
+        s.connect(f"\0{card['unix']}" if near else (card["address"], int(card["port"])))
+        hello = _HELLO.pack(_MAGIC, first, me, peer, channel, secrets.token_bytes(16))
+        s.sendall(hello)
+        answer = _take(s, 16 + _PROOF)
+        if not hmac.compare_digest(answer[16:], _proof(key, b"answer", hello, answer[:16])):
+            raise MeshError(f"{card['hostname']} answered for rank {peer} without the launch's secret: refused")
+        s.sendall(_proof(key, b"caller", hello, answer[:16]))
+        return s
+    except OSError as error:
+        s.close()
+        raise MeshError(f"rank {peer} at {card['address']}:{card['port']} ({card['hostname']}): {error}") from error
+    except BaseException:
+        s.close()
+        raise
+
+
+def _answer(
+    door: socket.socket, first: int, me: int, wanted: set[tuple[int, int]], key: bytes, deadline: float
+) -> tuple[tuple[int, int], socket.socket] | None:
+    """One caller at the door; a stranger is shown out and the next one heard."""
+    try:
+        s, _ = door.accept()
+    except BlockingIOError:
+        return None
+    try:
+        s.settimeout(min(2.0, max(0.01, deadline - time.monotonic())))
+        hello = _take(s, _HELLO.size)
+        magic, group, caller, to, channel, _ = _HELLO.unpack(hello)
+        nonce = secrets.token_bytes(16)
+        if magic == _MAGIC and group == first and to == me and (caller, channel) in wanted:
+            s.sendall(nonce + _proof(key, b"answer", hello, nonce))
+            if hmac.compare_digest(_take(s, _PROOF), _proof(key, b"caller", hello, nonce)):
+                return (caller, channel), s
+    except OSError:
+        pass
+    s.close()
+    return None
+
+
+def _take(s: socket.socket, count: int) -> bytes:
+    got = bytearray()
+    while len(got) < count:
+        part = s.recv(count - len(got))
+        if not part:
+            raise ConnectionError("the other end closed the connection during the handshake")
+        got += part
+    return bytes(got)
+
+
+def _share_segment(
+    layout: GroupLayout, me: int, lines: tuple[socket.socket | None, ...], size: int, deadline: float
+) -> int:
+    """The node's first rank makes anonymous shared memory and passes it on: no name that could be left behind, and no
+    /dev/shm that could be too small."""
+    per_node = layout.per_node
+    first = me // per_node * per_node
+    if me == first:
+        segment = os.memfd_create("laddertron", os.MFD_CLOEXEC)
+        os.ftruncate(segment, size)
+        for peer in range(first + 1, first + per_node):
+            line = lines[peer]
+            assert line is not None
+            socket.send_fds(line, [b"s"], [segment])
+        return segment
+    line = lines[first]
+    assert line is not None
+    line.settimeout(max(0.01, deadline - time.monotonic()))
+    try:
+        message, fds, _, _ = socket.recv_fds(line, 1, 1)
+    except OSError as error:
+        raise MeshError(f"rank {layout.ranks[first]} did not share its memory: {error}") from error
+    if message != b"s" or len(fds) != 1 or os.fstat(fds[0]).st_size != size:
+        raise MeshError(f"rank {layout.ranks[first]} shared memory of another size: are all ranks of one version?")
+    return fds[0]

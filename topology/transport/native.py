@@ -1,0 +1,35 @@
+"""The project's plain C libraries, built beside the Python files and called through ctypes.
+
+Finds what setup built (or did not: every one of them is optional). Knows no library by name, keeps nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+
+def load(module: str) -> ctypes.CDLL | None:
+    """The built extension `module` (dotted, e.g. "laddertron.engine.sampling._noise") as a ctypes library, or None if
+    it was not built or cannot be loaded here. The module itself is not imported: its C symbols alone are of
+    interest."""
+    path = locate(module)
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def locate(module: str) -> Path | None:
+    """The file of the built extension `module`, or None. Raises ModuleNotFoundError if its package is unknown."""
+    package, _, leaf = module.rpartition(".")
+    for folder in import_module(package).__path__:
+        for suffix in EXTENSION_SUFFIXES:
+            path = Path(folder) / f"{leaf}{suffix}"
+            if path.is_file():
+                return path
+    return None

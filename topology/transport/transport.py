@@ -1,0 +1,365 @@
+"""The ctypes face of transport.c: all-reduces and gathers of one group on CPUs.
+
+Takes a Mesh's sockets, gives Collectives. One thread starts and waits; `close` may come from any.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import errno
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_uint64, c_void_p
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..comm.collectives import CollectiveTimeout, CommunicationError, PeerLost, RanksDisagree
+from ..comm.ledger import HISTORY, Entry, Record
+from .native import load, locate
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from ..placement.layout import GroupLayout
+    from .mesh import Mesh
+
+EXTENSION = "laddertron.topology.transport._transport"
+STRATEGIES = {"exchange": 0, "two_level": 1, "pipeline": 2, "doubling": 3}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NAMES = tuple(STRATEGIES)
+_OPS = ("all_reduce", "gather")
+_TIMEOUT, _LOST, _MISMATCH, _PROTOCOL, _CLOSED, _TOO_LARGE, _SYSTEM, _BUSY = range(1, 9)
+_ABI = 4  # LT_ABI of transport.h
+_DEPTH = 8  # collectives in flight
+_LAYERS = 16  # names that accounts stand under
+
+
+class _Total(Structure):
+    _fields_ = [("count", c_uint64), ("bytes", c_uint64), ("flight_ns", c_int64), ("waited_ns", c_int64)]
+
+
+class _Record(Structure):
+    _fields_ = [
+        ("seq", c_uint64),
+        ("bytes", c_uint64),
+        ("start_ns", c_int64),
+        ("flight_ns", c_int64),
+        ("waited_ns", c_int64),
+        ("kind", c_int32),
+        ("strategy", c_int32),
+        ("layer", c_int32),
+        ("spare", c_int32),
+    ]
+
+
+def available() -> bool:
+    """Whether the extension was built (a machine without a C compiler installs without it)."""
+    return locate(EXTENSION) is not None
+
+
+def segment_bytes(size: int, per_node: int, small: int, chunk: int) -> int:
+    """Bytes of shared memory that a node of the group needs."""
+    library = _library(ctypes.CDLL)
+    library.lt_segment_bytes.restype = c_uint64
+    library.lt_segment_bytes.argtypes = [c_int, c_int, c_uint64, c_uint64]
+    return int(library.lt_segment_bytes(size, per_node, small, chunk))
+
+
+def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
+    path = locate(EXTENSION)
+    if path is None or load(EXTENSION) is None:
+        raise RuntimeError(
+            f"{EXTENSION} is not built: install with a C compiler at hand (pip install -e .), or use backend: gloo"
+        )
+    library = kind(str(path))
+    if not hasattr(library, "lt_abi") or library.lt_abi() != _ABI:
+        raise RuntimeError(
+            f"{path} was built from another version of its source: build anew (make env, or pip install -e .)"
+        )
+    return library
+
+
+class Transport:
+    """One group's connections on this rank. The mesh's data sockets and segment belong to it from now on.
+
+    small: bytes up to which a message goes whole, without the communication thread; larger ones travel in pieces of
+    `chunk` bytes. spin_us: how long `wait` looks before it sleeps. cpu: the communication thread's core, or None.
+    tree: sums are a binary tree over the ranks, rounded at each node, for every strategy (2, 4, 8 … ranks)."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: GroupLayout,
+        rank: int,
+        small: int,
+        chunk: int,
+        spin_us: float,
+        timeout_s: float,
+        cpu: int | None,
+        tree: bool = False,
+    ) -> None:
+        self._layout = layout
+        # PyDLL keeps the GIL: right for calls of microseconds that never sleep. Handing it over costs more than they
+        # do, and getting it back can cost a whole switch interval where another thread computes in Python.
+        quick, slow = _library(ctypes.PyDLL), _library(ctypes.CDLL)
+        fds = [-1 if s is None else s.detach() for s in mesh.data]
+        slow.lt_open.restype = c_void_p
+        slow.lt_open.argtypes = [c_int] * 3 + [
+            POINTER(c_int),
+            c_int,
+            c_uint64,
+            c_uint64,
+            c_int64,
+            c_int64,
+            c_int,
+            c_int,
+        ]
+        handle = slow.lt_open(
+            layout.ranks.index(rank),
+            layout.size,
+            layout.per_node,
+            (c_int * len(fds))(*fds),
+            mesh.segment,
+            small,
+            chunk,
+            int(spin_us * 1e3),
+            int(timeout_s * 1e9),
+            -1 if cpu is None else cpu,
+            tree,
+        )
+        code = ctypes.get_errno()
+        os.close(mesh.segment)
+        if not handle:
+            raise CommunicationError(f"the transport could not start: {os.strerror(code) if code else 'no resources'}")
+        # Closing ends the connections; memory goes with the object, as a waiter may still be inside.
+        self._handle = c_void_p(handle)
+        slow.lt_free.restype, slow.lt_free.argtypes = None, [c_void_p]
+        weakref.finalize(self, _end, slow, self._handle)
+        self._close = slow.lt_close
+        self._close.restype, self._close.argtypes = None, [c_void_p]
+        self._set_timeout = quick.lt_set_timeout
+        self._set_timeout.restype, self._set_timeout.argtypes = None, [c_void_p, c_int64]
+        self._error_of = quick.lt_error_of
+        self._error_of.restype, self._error_of.argtypes = None, [c_void_p, POINTER(c_int64)]
+        self._start = quick.lt_all_reduce
+        self._start.restype, self._start.argtypes = c_int64, [c_void_p, c_void_p, c_uint64, c_int, c_int, c_int]
+        self._gather = quick.lt_gather
+        self._gather.restype, self._gather.argtypes = c_int64, [c_void_p, c_void_p, c_void_p, c_uint64]
+        self._try = quick.lt_try
+        self._try.restype, self._try.argtypes = c_int, [c_void_p, c_uint64]
+        self._wait = slow.lt_wait
+        self._wait.restype, self._wait.argtypes = c_int, [c_void_p, c_uint64]
+        self._totals = quick.lt_totals
+        self._totals.restype, self._totals.argtypes = POINTER(_Total), [c_void_p]
+        self._history = quick.lt_history
+        self._history.restype, self._history.argtypes = POINTER(_Record), [c_void_p, POINTER(c_uint64)]
+        self.small = small
+        # What C may still read or write, even if its caller has let go of it: at most eight are in flight.
+        self._held: list[object] = [None] * 8
+        self._last = -1
+        self._layers = [""]
+        self.waiting_for = -1
+        """The collective whose `wait` sleeps, for whoever asks from another thread; it stays if the wait fails."""
+
+    def place(self) -> tuple[int, str]:
+        """See Ledger.place."""
+        seq = self.waiting_for
+        if seq < 0:
+            return self._last + 1, ""
+        held = self._held[seq & 7]
+        what = f"all_reduce of {held.nbytes} bytes" if isinstance(held, torch.Tensor) else "gather"
+        return self._last + 1, f"collective {seq} ({what})"
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long `wait` may take from now on before it raises CollectiveTimeout."""
+        self._set_timeout(self._handle, int(seconds * 1e9))
+
+    def layer(self, name: str) -> int:
+        """The number under which `start` accounts for `name`. Beyond fifteen names it is that of none."""
+        if name not in self._layers:
+            if len(self._layers) == _LAYERS:
+                return 0
+            self._layers.append(name)
+        return self._layers.index(name)
+
+    def start(self, x: Tensor, strategy: int, layer: int = 0) -> int:
+        """Sets off the sum of x, in place; returns the collective's number for `wait`."""
+        seq: int = self._start(self._handle, x.data_ptr(), x.numel(), DTYPES[x.dtype], strategy, layer)
+        if seq == -_BUSY:
+            self.wait(self._last + 1 - _DEPTH)
+            return self.start(x, strategy, layer)
+        if seq < 0:
+            self._raise(-seq)
+        self._held[seq & 7] = x
+        self._last = seq
+        return seq
+
+    def start_gather(self, payload: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
+        """Sets off the gathering of payload [n] (at most `small` bytes) into out [size, n]; both stay with the caller
+        until `wait`."""
+        seq: int = self._gather(self._handle, payload.ctypes.data, out.ctypes.data, payload.nbytes)
+        if seq == -_BUSY:
+            self.wait(self._last + 1 - _DEPTH)
+            return self.start_gather(payload, out)
+        if seq < 0:
+            self._raise(-seq)
+        self._held[seq & 7] = payload, out
+        self._last = seq
+        return seq
+
+    def wait(self, seq: int) -> None:
+        """Returns when collective `seq` has been taken. Raises CollectiveTimeout, PeerLost or RanksDisagree, after
+        which the group is of no more use."""
+        code = self._try(self._handle, seq)
+        if code == 0:
+            self.waiting_for = seq
+            code = self._wait(self._handle, seq)
+            if code >= 0:
+                self.waiting_for = -1
+        if code < 0:
+            self._raise(-code)
+
+    def _raise(self, code: int) -> None:
+        if code == _TOO_LARGE:
+            raise ValueError(f"a message of this strategy may have {self.small} bytes at most: use pipeline, or cut it")
+        out = (c_int64 * 4)()
+        self._error_of(self._handle, out)
+        peer, seq = int(out[1]), int(out[2])
+        who = f"rank {self._layout.ranks[peer]}" if 0 <= peer < self._layout.size else "a rank"
+        if code == _TIMEOUT:
+            raise CollectiveTimeout(f"collective {seq}: {who} did not deliver its part in time", peer, seq)
+        if code == _LOST:
+            raise PeerLost(f"collective {seq}: {who} is gone (its connection ended)", peer, seq)
+        if code == _MISMATCH:
+            raise RanksDisagree(
+                f"collective {seq}: {who} is in another collective (size, dtype or kind differ): "
+                "ranks run different programs",
+                peer,
+                seq,
+            )
+        if code == _PROTOCOL:
+            raise RanksDisagree(f"collective {seq}: {who} sent what is no frame of this version", peer, seq)
+        if code == _CLOSED:
+            raise CommunicationError(f"collective {seq}: the group is closed")
+        raise CommunicationError(f"collective {seq}: {errno.errorcode.get(int(out[3]), 'system error')} towards {who}")
+
+    def entries(self, link: Callable[[str], str]) -> Iterable[Entry]:
+        """The C side's accounts; `link` says which link class a strategy crossed."""
+        totals = self._totals(self._handle)
+        return [
+            Entry(op, name, link(name), int(t.count), int(t.bytes), t.flight_ns * 1e-9, t.waited_ns * 1e-9, layer)
+            for o, op in enumerate(_OPS)
+            for s, name in enumerate(_NAMES)
+            for i, layer in enumerate(tuple(self._layers))
+            if (t := totals[(o * len(_NAMES) + s) * _LAYERS + i]).count
+        ]
+
+    def records(self) -> Iterable[Record]:
+        recorded = c_uint64()
+        ring = self._history(self._handle, ctypes.byref(recorded))
+        count = int(recorded.value)
+        return [
+            Record(
+                int((r := ring[i % HISTORY]).seq),
+                _OPS[r.kind],
+                _NAMES[r.strategy],
+                int(r.bytes),
+                r.start_ns * 1e-9,
+                r.flight_ns * 1e-9,
+                r.waited_ns * 1e-9,
+                self._layers[r.layer],
+            )
+            for i in range(max(0, count - HISTORY), count)
+        ]
+
+    def close(self) -> None:
+        """Ends the connections; always returns, within about two seconds. Idempotent."""
+        self._close(self._handle)
+
+
+def _end(library: ctypes.CDLL, handle: c_void_p) -> None:
+    library.lt_close(handle)
+    library.lt_free(handle)
+
+
+class NativePending:
+    """An all-reduce of the transport under way."""
+
+    __slots__ = ("_seq", "_transport", "_x")
+
+    def __init__(self, transport: Transport, x: Tensor, seq: int) -> None:
+        self._transport, self._x, self._seq = transport, x, seq
+
+    def wait(self) -> Tensor:
+        self._transport.wait(self._seq)
+        return self._x
+
+
+class NativeCollective:
+    """All-reduces over a Transport. `choose`: message bytes -> one of STRATEGIES; asked once for every size."""
+
+    def __init__(self, transport: Transport, choose: Callable[[int], str]) -> None:
+        self._transport, self._choose = transport, choose
+        self._strategy: dict[int, int] = {}
+        self._layer = 0
+        self._named = {"": self}
+
+    def named(self, layer: str) -> NativeCollective:
+        if (found := self._named.get(layer)) is None:
+            found = self._named[layer] = copy.copy(self)  # what is chosen and who is named they share
+            found._layer = self._transport.layer(layer)
+        return found
+
+    def start(self, x: Tensor) -> NativePending:
+        strategy = self._strategy.get(x.nbytes)
+        if strategy is None:
+            if x.device.type != "cpu":
+                raise ValueError(f"the native transport reads host memory, x lies on {x.device}: use backend: nccl")
+            strategy = self._strategy[x.nbytes] = STRATEGIES[self._choose(x.nbytes)]
+        if not x.is_contiguous() or x.dtype not in DTYPES or not x.numel():
+            raise ValueError(
+                f"cannot all-reduce {tuple(x.shape)} of {x.dtype}, contiguous: {x.is_contiguous()}: contiguous, "
+                "non-empty float32, bfloat16 or float16 is needed"
+            )
+        return NativePending(self._transport, x, self._transport.start(x, strategy, self._layer))
+
+
+class NativeGather:
+    """Gathers of bytes over a Transport; longer payloads go in pieces."""
+
+    def __init__(self, transport: Transport, size: int) -> None:
+        self._transport, self._size = transport, size
+
+    def start(self, payload: NDArray[np.uint8]) -> NativeGathering:
+        return NativeGathering(self._transport, self._size, np.ascontiguousarray(payload, dtype=np.uint8))
+
+
+class NativeGathering:
+    """One gather under way: the first piece travels, the others follow in `wait`."""
+
+    def __init__(self, transport: Transport, size: int, payload: NDArray[np.uint8]) -> None:
+        self._transport, self._payload = transport, payload
+        self._step = transport.small
+        self._out = np.empty((size, payload.nbytes), dtype=np.uint8)
+        self._whole = payload.nbytes <= self._step
+        self._piece = self._out if self._whole else np.empty((size, self._step), dtype=np.uint8)
+        self._seq = transport.start_gather(payload[: self._step], self._piece) if payload.nbytes else -1
+
+    def wait(self) -> NDArray[np.uint8]:
+        if self._seq < 0:
+            return self._out
+        self._transport.wait(self._seq)
+        self._seq = -1
+        if not self._whole:
+            self._out[:, : self._step] = self._piece
+            for at in range(self._step, self._payload.nbytes, self._step):
+                rest = self._payload[at : at + self._step]
+                piece = np.empty((self._out.shape[0], rest.nbytes), dtype=np.uint8)
+                self._transport.wait(self._transport.start_gather(rest, piece))
+                self._out[:, at : at + self._step] = piece
+        return self._out
