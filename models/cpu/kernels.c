@@ -30,8 +30,10 @@ static const struct loops generic = {
 int kernels_tier = GENERIC;
 const struct loops *kernels_loops = &generic;
 
-/* What the processor has, or less. Called before anything else. */
-void kernels_set_tier(int tier) {
+/* What the processor has, or less. Called before anything else. 0: with AMX, where the system does not allow its tiles, so that
+ * AVX-512 BF16 computes. */
+int kernels_set_tier(int tier) {
+    int allowed = 1;
     kernels_loops = &generic;
     kernels_tier = GENERIC;
 #ifdef WIDE_X86
@@ -42,12 +44,14 @@ void kernels_set_tier(int tier) {
         dot = kernels_avx512;
         dot.products[BF16] = &kernels_dot;
         if (__builtin_cpu_supports("avx512vbmi")) dot.products[INT8] = &kernels_dot_int8;
+        if (tier >= AMX) allowed = kernels_use_tiles(&dot);
         kernels_loops = &dot;
     } else if (tier >= AVX2)
         kernels_loops = tier >= AVX512 ? &kernels_avx512 : &kernels_avx2;
 #else
     (void)tier;
 #endif
+    return allowed;
 }
 
 /* ---- the pool ---- */

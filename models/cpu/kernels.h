@@ -143,6 +143,7 @@ extern const struct loops *kernels_loops;
 #ifdef WIDE_X86
 extern const struct loops kernels_avx2, kernels_avx512;
 extern const struct product_loops kernels_dot, kernels_dot_int8;
+int kernels_use_tiles(struct loops *loops);
 #endif
 
 /* bf16 alone: the jobs [from, to) of a (job = row * kv_heads + head) by attend.c; 0 if it does not serve them. */

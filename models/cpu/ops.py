@@ -9,6 +9,7 @@ means what models/ops.py means; attention is attention.py's.
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
@@ -22,6 +23,8 @@ from ...topology.transport import native
 from ..ops import Lookup, Norm, Product, TorchOps, Tree, rms_norm, silu_and_mul
 from ..pages import HugePages
 from ..refusal import Refusal
+
+log = logging.getLogger(__name__)
 
 FEW_TOKENS = 64
 """Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
@@ -64,15 +67,18 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, deterministic: bool = False) -> None:
         tiers, tier = cpu_tier.TIERS[::-1], cpu_tier.current()
-        library.kernels_set_tier(tiers.index(tier))
+        if not library.kernels_set_tier(tiers.index(tier)):
+            log.warning(
+                "AMX is not to be had (the system refuses it, or the compiler knew none): products run on AVX-512 BF16"
+            )
         self.deterministic = deterministic
         self.threads = torch.get_num_threads() if _share_pool(library) else 1
         p, i, n, f = c_void_p, c_int, c_int64, c_float
         self.read: Callable[..., int] = library.kernels_read
         library.kernels_read.argtypes = [p, n, i]
         library.kernels_read.restype = ctypes.c_uint64
-        slower = {"generic": {*TYPES}, "amx": {torch.float32, torch.bfloat16}}.get(tier, {torch.float32})
-        self.served = frozenset(TYPES if deterministic else TYPES.keys() - slower)
+        faster = () if tier == "generic" else (torch.bfloat16, torch.float16)
+        self.served = frozenset(TYPES if deterministic else faster)
         self.int8: bool = library.kernels_has_products(_INT8) == 1
         self.lanes: int = library.kernels_lanes()
         self.product: Callable[..., int] = library.kernels_product

@@ -6,7 +6,7 @@
  * and another, `high`): bf16 [inputs / 2][rows][2 inputs], the others [inputs][rows]; the rows beyond the last are
  * zeros. Gated: `low` are rows of the gate and `high` those of `up` that belong to them. Int8 weights (one scale a row)
  * halve what is read; tokens stay bf16.
- * The inner loops are products_dot.c's (AVX-512 BF16), products_lanes.h's (AVX2, AVX-512) and products_plain.h's. A token's result does not
+ * The inner loops are products_tiles.c's (AMX), products_dot.c's (AVX-512 BF16), products_lanes.h's (AVX2, AVX-512) and products_plain.h's. A token's result does not
  * depend on the other tokens of the call: every sum goes along the inputs in one order.
  *
  * With `leaves` (1, 2, 4, 8 or 16 that divide the inputs into even shares; no norm, no gate) each share is summed by itself,
@@ -16,7 +16,7 @@
  */
 #include "kernels.h"
 
-enum { ROWS = 32, FEW = 16, STRETCH = 96 };
+enum { ROWS = 32, FEW = 16, STRETCH = 128 };
 
 struct call {
     const struct product *p;

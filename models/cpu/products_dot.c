@@ -2,11 +2,11 @@
  * exact in bf16, so int8 is widened in registers, by table: 64 bytes a line [4][low: 4 rows x 2 inputs, high: the same of
  * the rows 16 further on], sign and magnitude.
  */
-#include "wide.h"
+#include "products_wide.h"
 
 #ifdef WIDE_X86
 
-enum { ROWS = 32, TILE = 12, TILE_INT8 = 8 };
+enum { TILE = 12, TILE_INT8 = 8 };
 
 /* The lower bytes of the bf16 values of 0 .. 127, then the upper ones. */
 static uint8_t bytes_of_bf16[256];
@@ -19,78 +19,18 @@ __attribute__((constructor)) static void fill_bytes_of_bf16(void) {
     }
 }
 
-INLINE WIDE __m512 silu16(__m512 v) {
-    return _mm512_div_ps(v, _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), v))));
-}
-
-INLINE WIDE void store16(bf16 *to, __m512 v, int64_t left) {
-    const __m256i out = narrow16(v);
-    if (left >= 16)
-        _mm256_storeu_si256((__m256i *)to, out);
-    else if (left > 0)
-        _mm256_mask_storeu_epi16(to, (__mmask16)((1u << left) - 1), out);
-}
-
-INLINE WIDE __m512 bias16(const bf16 *bias, int64_t left) {
-    if (!bias || left <= 0) return _mm512_setzero_ps();
-    return widen16(left >= 16 ? _mm256_loadu_si256((const __m256i *)bias)
-                              : _mm256_maskz_loadu_epi16((__mmask16)((1u << left) - 1), bias));
-}
-
-/* What T tokens (a constant) of one block of rows are once they are summed: bias, gate, out. */
-INLINE WIDE void finish(const int T, const struct product *p, const bf16 *bias, const __m512 *low, const __m512 *high, bf16 *y,
-                        int64_t block) {
-    const int64_t first = block * (p->gated ? 16 : ROWS), left = p->outputs - first;
-    if (bias) bias += first;
-    const __m512 low_bias = bias16(bias, left);
-    if (p->gated) {
-        const __m512 high_bias = bias16(bias ? bias + p->outputs : NULL, left);
-#pragma GCC unroll 12
-        for (int t = 0; t < T; t++) {
-            const __m512 gate = rounded16(silu16(rounded16(_mm512_add_ps(low[t], low_bias))));
-            store16(y + t * p->outputs + first, _mm512_mul_ps(gate, rounded16(_mm512_add_ps(high[t], high_bias))), left);
-        }
-    } else {
-        const __m512 high_bias = bias16(bias ? bias + 16 : NULL, left - 16);
-#pragma GCC unroll 12
-        for (int t = 0; t < T; t++) {
-            store16(y + t * p->outputs + first, _mm512_add_ps(low[t], low_bias), left);
-            store16(y + t * p->outputs + first + 16, _mm512_add_ps(high[t], high_bias), left - 16);
-        }
-    }
-}
-
-/* A summed leaf of T tokens joins the nodes [TREE][2][T] that wait for it, and waits there itself. */
-INLINE WIDE void join(const int T, const struct product *p, int leaf, __m512 *low, __m512 *high, __m512 *nodes, int64_t block) {
-    const int64_t first = block * ROWS, left = p->outputs - first;
-    const bf16 *bias = p->bias && leaf == 0 ? (const bf16 *)p->bias + first : NULL;
-    const __m512 low_bias = bias16(bias, left), high_bias = bias16(bias ? bias + 16 : NULL, left - 16), factor = _mm512_set1_ps(p->factor);
-#pragma GCC unroll 12
-    for (int t = 0; t < T; t++) {
-        low[t] = rounded16(_mm512_mul_ps(_mm512_add_ps(low[t], low_bias), factor));
-        high[t] = rounded16(_mm512_mul_ps(_mm512_add_ps(high[t], high_bias), factor));
-    }
-    for (; leaf & 1; leaf >>= 1, nodes += 2 * T)
-#pragma GCC unroll 12
-        for (int t = 0; t < T; t++) {
-            low[t] = rounded16(_mm512_add_ps(nodes[t], low[t]));
-            high[t] = rounded16(_mm512_add_ps(nodes[T + t], high[t]));
-        }
-#pragma GCC unroll 12
-    for (int t = 0; t < T; t++) nodes[t] = low[t], nodes[T + t] = high[t];
-}
-
 /* T tokens of one block of rows. */
 INLINE WIDE void tile(const int T, const struct product *p, const bf16 *x, bf16 *y, int64_t block) {
     __m512 low[TILE], high[TILE], nodes[TREE * 2 * TILE];
     const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, count = inputs / leaves;
     const bf16 *weight = (const bf16 *)p->weight + block * ROWS * inputs;
-    for (int leaf = 0; leaf < leaves; leaf++) {
+    int leaf = 0;
+    do {
 #pragma GCC unroll 12
         for (int t = 0; t < T; t++) low[t] = high[t] = _mm512_setzero_ps();
         dot_tile(T, low, high, weight + leaf * count * ROWS, x + leaf * count, inputs, count);
         if (p->leaves) join(T, p, leaf, low, high, nodes, block);
-    }
+    } while (++leaf < leaves);
     finish(T, p, p->leaves ? NULL : p->bias, low, high, y, block);
 }
 
@@ -128,10 +68,11 @@ INLINE WIDE_INT8 void tile_int8(const int T, const struct product *p, const bf16
     __m512 low[TILE_INT8], high[TILE_INT8], nodes[TREE * 2 * TILE_INT8];
     const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, count = inputs / leaves, blocks = (p->outputs + ROWS - 1) / ROWS;
     const uint8_t *weight = (const uint8_t *)p->weight + block * ROWS * inputs;
-    for (int leaf = 0; leaf < leaves; leaf++) {
+    int leaf = 0;
+    do {
         sum_int8(T, low, high, weight + leaf * count * ROWS, p->scale + (leaf * blocks + block) * ROWS, x + leaf * count, inputs, count);
         if (p->leaves) join(T, p, leaf, low, high, nodes, block);
-    }
+    } while (++leaf < leaves);
     finish(T, p, p->leaves ? NULL : p->bias, low, high, y, block);
 }
 

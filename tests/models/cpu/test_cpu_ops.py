@@ -84,7 +84,7 @@ def test_a_tied_table_serves_head_and_lookup(dtype: torch.dtype, rows: int) -> N
 @needs_kernels
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_token_does_not_notice_its_neighbours(dtype: torch.dtype) -> None:
-    """Products by the kernel: a token alone, among 5, among 40 gives the same bits."""
+    """Products by the kernel: a token alone, among 5, among 40, behind 128 gives the same bits."""
     assert KERNELS is not None
     if dtype not in KERNELS.served:
         pytest.skip(f"products in {dtype} are not the kernel's in tier {cpu_tier.current()}")
@@ -96,6 +96,21 @@ def test_a_token_does_not_notice_its_neighbours(dtype: torch.dtype) -> None:
     assert torch.equal(product(x[3:8]), together[3:8])
     for count in range(2, 14):
         assert torch.equal(product(x[:count]), together[:count])
+    assert torch.equal(product(torch.cat((normal(128, 64, dtype=dtype), x)))[128:], together)
+
+
+@needs_kernels
+def test_without_the_right_to_use_amx_another_loop_computes(caplog: pytest.LogCaptureFixture) -> None:
+    """Where arch_prctl refuses, which kernels_set_tier says: one line, and the products go on."""
+    library = native.load("laddertron.models.cpu._kernels")
+
+    class Refused:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda tier: 0) if name == "kernels_set_tier" else getattr(library, name)
+
+    kernels: Any = Kernels(Refused())  # type: ignore[arg-type]
+    assert "AMX is not to be had" in caplog.text
+    assert kernels.lanes > 0
 
 
 @needs_kernels
