@@ -11,11 +11,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..openai.batch_input import BatchLine, LineRules, read_lines
+from ..openai.batch_input import BatchLine, LineRules, read_lines, same_lines
 from ..openai.batch_lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
 from ..openai.body_worker import BodyEncoder, prepare_line
 from ..openai.prefetch import Prompts, Ready, answer_id, prepared
@@ -132,6 +133,21 @@ class BatchFeed:
     def checked(self, line: BatchLine) -> Coroutine[Any, Any, Ready]:
         """A large line, without its ids."""
         return self._large(line, ids=False)
+
+    async def reuse(self, batch_id: str) -> None:
+        """Takes over an earlier batch's answers to lines that stand in both files, byte for byte. Nobody pays for them
+        again. Raises StoreUnavailable or OSError."""
+        earlier = await self._store.read(lambda db: records.get_batch(db, batch_id, self.batch.owner))
+        if earlier is None:
+            return
+        before, most = self._store.path_of(earlier.input_file_id), self._settings.max_line_bytes
+        numbers = await self._store.in_thread(lambda: same_lines(before, self._path, most))
+        last = 0
+        while part := await self._store.read(lambda db: records.answers_after(db, batch_id, last, _REST)):  # noqa: B023
+            taken = [replace(found, number=numbers[found.number]) for found in part if found.number in numbers]
+            add = partial(records.add_results, batch_id=self.batch.id, results=taken, epoch=self._store.generation)
+            await self._store.write(partial(add, day=None))
+            last = part[-1].number
 
     async def stop(self) -> None:
         """Drops what is under way; what was answered is stored."""

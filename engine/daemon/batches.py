@@ -229,6 +229,8 @@ class Batches:
             faults = sorted([*check.errors, *unknown.first], key=lambda fault: fault[0])[:_MAX_ERRORS]
             errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in faults]
             return await self._change(batch, "validating", status="failed", failed_at=now, errors=errors)
+        if batch.reuse_batch_id is not None:
+            await feed.reuse(batch.reuse_batch_id)
         return await self._change(batch, "validating", status="in_progress", in_progress_at=now, total=check.lines)
 
     def _check_file(
@@ -321,7 +323,8 @@ class Batches:
             for file_id, size in sizes.items():
                 kind = "output" if file_id == batch.output_file_id else "error"
                 name = f"{batch.id}_{kind}.jsonl"
-                records.add_file(rows, FileRow(file_id, batch.owner, "batch_output", name, size, now, batch.id))
+                until = None if batch.output_seconds is None else now + batch.output_seconds
+                records.add_file(rows, FileRow(file_id, batch.owner, "batch_output", name, size, now, batch.id, until))
             stamp: dict[str, Any] = {f"{status}_at": now}
             return records.change_batch(rows, batch.id, ("finalizing",), status=status, **stamp)
 

@@ -190,7 +190,12 @@ def _bounds(node: Any, *keywords: str, between: str = "{0} to {1}") -> str:
         return f"more than {least} and at most {most}" if low == "exclusiveMinimum" else between.format(least, most)
     if found:
         return f"at most {found[0][1]}"
-    children = node.get("anyOf", []) + [node[key] for key in ("items", "additionalProperties") if key in node]
+    inner = (node.get(key) for key in ("items", "additionalProperties"))
+    children = (
+        *node.get("anyOf", ()),
+        *node.get("properties", {}).values(),
+        *(i for i in inner if isinstance(i, dict)),
+    )
     return next((said for child in children if (said := _bounds(child, *keywords, between=between))), "")
 
 

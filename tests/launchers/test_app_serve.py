@@ -217,6 +217,14 @@ def test_the_keys_command(tmp_path: Path) -> None:
     assert code == 0
     assert secret.strip().splitlines()[-1].startswith("sk-lt-")
     assert "alice" in run_cli("keys", "list", path)[1]
+    code, rotated = run_cli("keys", "rotate", path, "alice", "--old-for", "90m")
+    assert code == 0
+    assert rotated.strip().splitlines()[-1].startswith("sk-lt-")
+    assert rotated.strip().splitlines()[-1] != secret.strip().splitlines()[-1]
+    code, said = run_cli("keys", "rotate", path, "alice", "--old-for", "-1")
+    assert code == 2
+    assert "a time such as 1ms, 30s or 24h" in said
+    assert "the old secret works no more" in run_cli("keys", "rotate", path, "alice", "--old-for", "0")[1]
     assert run_cli("keys", "revoke", path, "alice")[0] == 0
     assert run_cli("keys", "revoke", path, "alice")[0] == 2
     assert run_cli("keys", "add", path, "a\nb")[0] == 2

@@ -16,7 +16,7 @@ from ...openai.validators import BadRequest, StrictModel, checked, invalid, json
 from ..store import records
 from ..store.records import BatchRow
 from .errors import HttpFault, not_found, of_bad_request
-from .files import page
+from .files import ExpiresAfter, page
 from .state import Services, audit, owner_of
 
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
@@ -41,6 +41,11 @@ class NewBatch(StrictModel):
     endpoint: Endpoint
     completion_window: Annotated[str, AfterValidator(_window), _WINDOW_SCHEMA]
     metadata: Annotated[dict[Annotated[str, text(64)], Annotated[str, text(512)]], Field(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+    reuse_batch_id: Annotated[str, text(80, 1)] | None = Field(
+        None,
+        description="Answers of this batch of yours to the same lines are taken over: only the others are computed.",
+    )
 
 
 _CREATE = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(NewBatch)}}}}
@@ -63,6 +68,11 @@ def batches_router(services: Services) -> APIRouter:
         if file is None or file.purpose != "batch":
             message = f"input_file_id={wanted['input_file_id'][:80]!r}: no such file of purpose batch"
             raise HttpFault(400, message, "invalid_input_file", "input_file_id")
+        if (reuse := wanted.get("reuse_batch_id")) is not None and not await services.read(
+            lambda db: records.can_reuse(db, reuse, owner)
+        ):
+            message = f"reuse_batch_id={reuse[:80]!r}: no batch of yours whose input file is still here"
+            raise HttpFault(400, message, "invalid_reuse_batch", "reuse_batch_id")
         number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
         batch = BatchRow(
             records.new_id("batch_"),
@@ -74,6 +84,8 @@ def batches_router(services: Services) -> APIRouter:
             now,
             now + number * _SECONDS[unit],
             metadata=wanted.get("metadata"),
+            output_seconds=wanted.get("output_expires_after", {}).get("seconds"),
+            reuse_batch_id=reuse,
         )
         digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
         made = await services.write(services.batches.create(batch, idempotency_key, digest))

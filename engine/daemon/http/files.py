@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
+from pydantic import Field
 
+from ...openai.validators import BadRequest, StrictModel, checked, json_schema
 from ..store import records
 from ..store.disk import NewFile, free_bytes
 from ..store.records import FileRow
@@ -19,6 +21,15 @@ from .state import Services, audit, limit_fault, owner_of
 from .upload import FormFault, FormParser, boundary_of
 
 _CHUNK = 1 << 20
+
+
+class ExpiresAfter(StrictModel):
+    """How long a file is kept, as the Batch API says it."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
+
+
 _UPLOAD = {
     "requestBody": {
         "required": True,
@@ -31,6 +42,7 @@ _UPLOAD = {
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
                         "purpose": {"type": "string", "enum": ["batch"]},
+                        "expires_after": json_schema(ExpiresAfter),
                     },
                 }
             }
@@ -202,12 +214,25 @@ def _row(form: FormParser, file_id: str, owner: str, now: int) -> FileRow:
         raise HttpFault(400, "purpose is missing", "missing_required_parameter", "purpose")
     if purpose != "batch":
         raise HttpFault(400, f"purpose={purpose[:64]!r}: 'batch' is what is supported", "unsupported_value", "purpose")
+    expires_at = _expiry(form.fields, now)
     if form.fields:
         name = next(iter(form.fields))[:64]
         raise HttpFault(400, f"unknown field {name!r}", "unknown_parameter", name)
     if form.filename is None:
         raise HttpFault(400, "file is missing", "missing_required_parameter", "file")
-    return FileRow(file_id, owner, purpose, form.filename, 0, now)
+    return FileRow(file_id, owner, purpose, form.filename, 0, now, expires_at=expires_at)
+
+
+def _expiry(fields: dict[str, str], now: int) -> int | None:
+    """Takes `expires_after[anchor]` and `expires_after[seconds]` out of a form. Raises HttpFault."""
+    given: dict[str, Any] = {}
+    for name in ("anchor", "seconds"):
+        if (value := fields.pop(f"expires_after[{name}]", None)) is not None:
+            given[name] = int(value) if value.isdecimal() and len(value) < 12 else value
+    try:
+        return now + checked(ExpiresAfter, given).seconds if given else None
+    except BadRequest as bad:
+        raise HttpFault(400, f"expires_after: {bad.message}", bad.code, "expires_after") from None
 
 
 def _values(row: FileRow) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class KeyFileError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Key:
     """`id` is what logs and the store call its holder; `digest` is BLAKE2b-256 of the key, hex. `kind`: what it opens,
-    the API (client) or /metrics (metrics)."""
+    the API (client) or /metrics (metrics). `old_digest`: of the secret before, which opens the same until `old_until`
+    (unix seconds)."""
 
     id: str
     name: str
@@ -40,6 +41,8 @@ class Key:
     revoked_at: int | None = None
     kind: Literal["client", "metrics"] = "client"
     limits: KeyLimits = field(default_factory=KeyLimits)
+    old_digest: str | None = None
+    old_until: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Without what has its default: earlier versions read such entries too."""
@@ -102,10 +105,26 @@ def add_key(path: Path, name: str, kind: Literal["client", "metrics"] = "client"
     """The entry, and the key itself: it is nowhere else. Raises KeyFileError."""
     with _Locked(path):
         keys = read_keys(path) if path.exists() else []
-        secret = _PREFIX + secrets.token_urlsafe(32)
+        secret = _new_secret()
         key = Key(f"key_{secrets.token_hex(6)}", name, digest_of(secret), int(time.time()), kind=kind)
         _write(path, [*keys, key])
     return key, secret
+
+
+def _new_secret() -> str:
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def rotate_key(path: Path, which: str, old_seconds: float) -> tuple[Key, str]:
+    """The same entry with a new secret, which is nowhere else; the one before works for `old_seconds` more, one from
+    before that no longer. Files, batches, limits and usage are the id's: they stay. Raises KeyFileError."""
+    secret, until = _new_secret(), int(time.time() + old_seconds)
+
+    def renewed(key: Key) -> Key:
+        kept = key.digest if old_seconds else None
+        return replace(key, digest=digest_of(secret), old_digest=kept, old_until=until if kept else 0)
+
+    return _change(path, which, renewed), secret
 
 
 def revoke_key(path: Path, which: str) -> Key:
@@ -132,10 +151,10 @@ def _change(path: Path, which: str, change: Callable[[Key], Key]) -> Key:
 
 class KeyRing:
     """The keys of a running daemon. `holder(key)` is None for anything that is not a working key; a file that became
-    unreadable lets nobody in."""
+    unreadable lets nobody in. `wall`: unix seconds."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
+        self._path, self._wall = path, wall
         self._take(read_keys(path))
         self._stamp = self._look()
         self._looked = time.monotonic()
@@ -143,8 +162,10 @@ class KeyRing:
     def holder(self, key: str) -> Key | None:
         self._refresh()
         wanted, found = digest_of(key[:MAX_KEY]), None
+        now = self._wall()
         for known in self._keys:  # all of them, whichever matches
-            if hmac.compare_digest(known.digest, wanted):
+            old = hmac.compare_digest(known.old_digest or "", wanted) and now < known.old_until
+            if hmac.compare_digest(known.digest, wanted) or old:
                 found = known
         return found if len(key) <= MAX_KEY else None
 

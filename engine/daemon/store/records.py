@@ -62,6 +62,7 @@ class FileRow:
     bytes: int
     created_at: int
     batch_id: str | None = None
+    expires_at: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,7 +70,7 @@ class FileRow:
             "object": "file",
             "bytes": self.bytes,
             "created_at": self.created_at,
-            "expires_at": None,
+            "expires_at": self.expires_at,
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
@@ -79,7 +80,8 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """Times are unix seconds. `errors` and `metadata` are JSON values."""
+    """Times are unix seconds. `errors` and `metadata` are JSON values. `output_seconds`: how long the files of its
+    results are kept; `reuse_batch_id`: whose answers to the same lines it takes over."""
 
     id: str
     owner: str
@@ -106,6 +108,8 @@ class BatchRow:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    output_seconds: int | None = None
+    reuse_batch_id: str | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -151,7 +155,7 @@ class Result:
     tokens: Tokens = NO_TOKENS
 
 
-_FILE = "id, owner, purpose, filename, bytes, created_at, batch_id"
+_FILE = "id, owner, purpose, filename, bytes, created_at, batch_id, expires_at"
 _JSON = ("errors", "metadata")
 
 
@@ -237,6 +241,12 @@ def get_batch(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -
     return _batch(row) if row is not None and owner in (None, row["owner"]) else None
 
 
+def can_reuse(db: sqlite3.Connection, batch_id: str, owner: str) -> bool:
+    """Whether lines can be compared with those of a batch of this owner."""
+    batch = get_batch(db, batch_id, owner)
+    return batch is not None and get_file(db, batch.input_file_id, owner) is not None
+
+
 def list_batches(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> list[BatchRow] | None:
     rows = _page(db, "batches", "", [owner], limit, after, True)
     return None if rows is None else [_batch(row) for row in rows]
@@ -266,9 +276,9 @@ def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **va
     return changed
 
 
-def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int = 0) -> BatchRow:
-    """Stores those that have none yet and counts them, in the batch and in its owner's `day`; a line's second result
-    changes nothing."""
+def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int | None = 0) -> BatchRow:
+    """Stores those that have none yet and counts them, in the batch and in its owner's `day` (None: nothing was
+    computed); a line's second result changes nothing."""
     batch = get_batch(rows.db, batch_id)
     if batch is None:
         raise KeyError(batch_id)
@@ -281,7 +291,8 @@ def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int
     if not any(done):
         return batch
     counts: dict[str, Any] = {"completed": batch.completed + done[1], "failed": batch.failed + done[0]}
-    add_usage(rows, batch.owner, day, sum(done), tokens)
+    if day is not None:
+        add_usage(rows, batch.owner, day, sum(done), tokens)
     tokens = tokens.plus(batch.tokens)
     used: dict[str, Any] = {
         "input_tokens": tokens.prompt,
@@ -322,6 +333,13 @@ def finished_numbers(db: sqlite3.Connection, batch_id: str) -> set[int]:
     return {row[0] for row in db.execute("SELECT number FROM results WHERE batch_id = ?", (batch_id,))}
 
 
+def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int) -> list[Result]:
+    """The answers of the lines behind one, in order; their tokens are not looked at."""
+    query = "SELECT * FROM results WHERE batch_id = ? AND ok = 1 AND number > ? ORDER BY number LIMIT ?"
+    found = db.execute(query, (batch_id, number, limit))
+    return [Result(row["custom_id"], row["number"], True, row["line"]) for row in found]
+
+
 def result_lines(db: sqlite3.Connection, batch_id: str, ok: bool) -> Iterator[bytes]:
     """Lines of the output file (or the error file), in the order of the input: the same bytes every time."""
     query = "SELECT line FROM results WHERE batch_id = ? AND ok = ? ORDER BY number"
@@ -355,14 +373,14 @@ def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:
     return [_batch(row) for row in db.execute(query, (before, *sorted(ENDED)))]
 
 
-def old_files(db: sqlite3.Connection, before: int) -> list[FileRow]:
-    """Uploads from before a time that no open batch needs."""
+def old_files(db: sqlite3.Connection, before: int, now: int) -> list[FileRow]:
+    """Uploads from before a time, and files that have expired; none that an open batch needs."""
     marks = ", ".join("?" * len(ENDED))
     query = (
-        f"SELECT {_FILE} FROM files WHERE created_at < ? AND batch_id IS NULL AND id NOT IN "
+        f"SELECT {_FILE} FROM files WHERE (created_at < ? AND batch_id IS NULL OR expires_at <= ?) AND id NOT IN "
         f"(SELECT input_file_id FROM batches WHERE status NOT IN ({marks})) ORDER BY no LIMIT 100"
     )
-    return [_file(row) for row in db.execute(query, (before, *sorted(ENDED)))]
+    return [_file(row) for row in db.execute(query, (before, now, *sorted(ENDED)))]
 
 
 def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:

@@ -16,30 +16,33 @@ _CLEANING_SECONDS = 600.0
 
 
 class Cleaner:
-    """`retention` in seconds; None keeps everything. Nothing is deleted while the store's clock is paused."""
+    """`retention` in seconds; None keeps everything but files that expire. Nothing is deleted while the store's clock
+    is paused."""
 
     def __init__(self, store: Store, retention: float | None) -> None:
         self._store, self._retention = store, retention
 
     async def run(self) -> None:
         """Until cancelled."""
-        while self._retention is not None:
+        while True:
             try:
                 if not self._store.clock.paused:
-                    await self.clean(int(self._store.clock.now() - self._retention))
+                    now = self._store.clock.now()
+                    await self.clean(0 if self._retention is None else int(now - self._retention), int(now))
             except (StoreUnavailable, OSError) as error:
                 log.warning("nothing was cleaned: %s", error, extra={"event": "retention"})
             await asyncio.sleep(_CLEANING_SECONDS)
 
-    async def clean(self, before: int) -> int:
-        """Deletes what was made before a time; how many files and batches. Raises StoreUnavailable or OSError."""
+    async def clean(self, before: int, now: int) -> int:
+        """Deletes what was made before a time, or has expired; how many files and batches. Raises StoreUnavailable or
+        OSError."""
         count = 0
         while batches := await self._store.read(lambda db: records.old_batches(db, before)):
             for batch in batches:
                 for name in await self._store.write(partial(_drop, batch)):
                     self._store.remove_bytes(name)
             count += len(batches)
-        while files := await self._store.read(lambda db: records.old_files(db, before)):
+        while files := await self._store.read(lambda db: records.old_files(db, before, now)):
             for file in files:
                 await self._store.write(partial(_drop_file, file))
                 self._store.remove_bytes(file.id)

@@ -58,6 +58,11 @@ MIGRATIONS: tuple[str, ...] = (
         cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, PRIMARY KEY (owner, day)
     );
     """,
+    """
+    ALTER TABLE files ADD COLUMN expires_at INTEGER;
+    ALTER TABLE batches ADD COLUMN output_seconds INTEGER;
+    ALTER TABLE batches ADD COLUMN reuse_batch_id TEXT;
+    """,
 )
 VERSION = len(MIGRATIONS)
 

@@ -41,6 +41,7 @@ def command(context: click.Context, url: str | None) -> None:
 
     \b
       laddertron batch submit prompts.jsonl --wait -o answers.jsonl
+      laddertron batch submit prompts.jsonl --reuse batch_1f…
       laddertron batch list
       laddertron batch wait batch_1f…
       laddertron batch fetch batch_1f… -o answers.jsonl
@@ -58,6 +59,9 @@ def command(context: click.Context, url: str | None) -> None:
 @click.option("--endpoint", help="/v1/chat/completions or /v1/completions.  [default: the first line's url]")
 @click.option("--window", default="24h", show_default=True, help="When it expires: such as 90m, 24h, 7d.")
 @click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept with the batch; up to 16.")
+@click.option(
+    "--reuse", metavar="BATCH", help="Take over that batch's answers to the same lines; only the others are computed."
+)
 @click.option("--wait", is_flag=True, help="Until it has ended.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="With --wait: where answers go.")
 @click.pass_obj
@@ -67,6 +71,7 @@ def submit(
     endpoint: str | None,
     window: str,
     metadata: tuple[str, ...],
+    reuse: str | None,
     wait: bool,
     output: Path | None,
 ) -> int:
@@ -80,7 +85,7 @@ def submit(
         with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
             task = bar.add_task("upload", total=file.stat().st_size)
             uploaded = client.upload(file, lambda size: bar.advance(task, size))
-        batch = client.create(uploaded["id"], chosen, window, pairs, secrets.token_hex(16))
+        batch = client.create(uploaded["id"], chosen, window, pairs, secrets.token_hex(16), reuse)
         click.echo(batch["id"])
         if not wait:
             return 0

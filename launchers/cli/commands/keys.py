@@ -6,19 +6,23 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import click
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from ....engine.daemon.http.keys import Key, KeyFileError, add_key, limit_key, read_keys, revoke_key
+from ....engine.config.bind import allowed
+from ....engine.config.schema import DAY, Range, Unit
+from ....engine.daemon.http.keys import Key, KeyFileError, add_key, limit_key, read_keys, revoke_key, rotate_key
 from .run import UsageError
 
+_OldFor = Annotated[float, Unit("seconds"), Range(0, 90 * DAY)]
 _FILE = click.argument("file", type=click.Path(path_type=Path))
 
 
-@click.group(short_help="Add, revoke and list API keys.")
+@click.group(short_help="Add, rotate, revoke and list API keys.")
 def command() -> None:
     """Manage the API keys in FILE, which daemon.api_key_file names.
 
@@ -26,6 +30,7 @@ def command() -> None:
     A running daemon sees a change within a second or two.
       laddertron keys add keys.json alice
       laddertron keys list keys.json
+      laddertron keys rotate keys.json alice --old-for 24h
       laddertron keys revoke keys.json alice
       laddertron keys add keys.json prometheus --kind metrics
       laddertron keys limit keys.json alice --requests-per-minute 60 --tokens-per-day 1000000
@@ -46,6 +51,28 @@ def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
     except (KeyFileError, OSError) as error:
         raise UsageError(str(error)) from error
     click.echo(f"{key.id} for {name}, kept in {file} as a digest. The key, shown only now:", err=True)
+    click.echo(secret)
+
+
+@command.command()
+@_FILE
+@click.argument("which", metavar="ID|NAME")
+@click.option(
+    "--old-for", default="24h", show_default=True, metavar="TIME", help="How long the old secret still works."
+)
+def rotate(file: Path, which: str, old_for: str) -> None:
+    """Give a key a new secret and print it: it is shown this once. The id stays, and with it files, batches, limits and
+    usage. The secret before works for a while more; --old-for 0 ends it now."""
+    try:
+        seconds = TypeAdapter(_OldFor).validate_python(old_for)
+    except ValidationError:
+        raise UsageError(f"--old-for {old_for!r} is not {allowed(_OldFor)}") from None
+    try:
+        key, secret = rotate_key(file, which, seconds)
+    except (KeyFileError, OSError) as error:
+        raise UsageError(str(error)) from error
+    until = f"works until {_day(key.old_until)} UTC" if seconds else "works no more"
+    click.echo(f"{key.id} of {key.name}: the old secret {until}. The new one, shown only now:", err=True)
     click.echo(secret)
 
 
@@ -94,10 +121,11 @@ def show(file: Path) -> None:
         keys = read_keys(file)
     except KeyFileError as error:
         raise UsageError(str(error)) from error
-    table = Table("id", "name", "kind", "limits", "made", "revoked")
+    table = Table("id", "name", "kind", "limits", "made", "revoked", "old secret until")
     for key in keys:
         revoked = "" if key.revoked_at is None else _day(key.revoked_at)
-        table.add_row(key.id, key.name, key.kind, _limits(key), _day(key.created_at), revoked)
+        old = _day(key.old_until) if key.old_until > time.time() and not revoked else ""
+        table.add_row(key.id, key.name, key.kind, _limits(key), _day(key.created_at), revoked, old)
     Console().print(table)
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,15 @@ import openai
 import pytest
 from daemon_tools import NAME, Served, deployment, line, served, submit, wait_batch
 from laddertron.engine.config.load import LimitsConfig
-from laddertron.engine.daemon.http.keys import KeyFileError, KeyRing, add_key, read_keys, revoke_key
+from laddertron.engine.daemon.http.keys import (
+    KeyFileError,
+    KeyRing,
+    add_key,
+    limit_key,
+    read_keys,
+    revoke_key,
+    rotate_key,
+)
 from laddertron.engine.daemon.http.upload import FormFault, FormParser, boundary_of, clean_name
 from laddertron.engine.metrics.observer import MetricsObserver
 from laddertron.engine.text.tokenizer import TextModel
@@ -281,6 +290,29 @@ def test_keys_are_digests_at_rest_and_revoked_by_name(tmp_path: Path) -> None:
         read_keys(path)
 
 
+def test_a_rotated_key_keeps_its_id_and_the_old_secret_for_a_while(tmp_path: Path) -> None:
+    """A secret that is replaced works until the stated time, the one before it no more; what is revoked opens nothing,
+    old secrets included."""
+    path, clock = tmp_path / "keys.json", [time.time()]
+    key, first = add_key(path, "alice")
+    limit_key(path, "alice", {"concurrent_requests": 3})
+    renewed, second = rotate_key(path, "alice", 3600.0)
+    assert (renewed.id, renewed.limits.concurrent_requests) == (key.id, 3)
+    assert second not in path.read_text()
+    ring = KeyRing(path, lambda: clock[0])
+    assert [ring.holder(secret) for secret in (first, second)] == [renewed, renewed]
+    clock[0] = renewed.old_until
+    assert [ring.holder(secret) for secret in (first, second)] == [None, renewed]
+    third = rotate_key(path, key.id, 3600.0)[1]
+    clock[0] = time.time()
+    assert [KeyRing(path).holder(secret) is None for secret in (first, second, third)] == [True, False, False]
+    fourth = rotate_key(path, key.id, 0.0)[1]
+    assert [KeyRing(path).holder(secret) is None for secret in (third, fourth)] == [True, False]
+    rotate_key(path, key.id, 3600.0)
+    revoke_key(path, "alice")
+    assert KeyRing(path).holder(fourth) is None
+
+
 def test_a_running_daemon_sees_a_revocation_and_a_spoilt_file_lets_nobody_in(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     _, one = add_key(path, "one")
@@ -327,6 +359,11 @@ def test_every_route_but_probes_wants_a_key_and_each_owner_sees_their_own(folder
         assert bob.files.list().data == []
         assert bob.batches.list().data == []
         assert len(alice.files.list().data) == 2
+        # a new secret, the same id: what alice made is still hers, under both
+        renewed = rotate_key(path, "alice", 3600.0)[1]
+        until(lambda: ask(daemon, "GET", "/v1/models", authorization=f"Bearer {renewed}")[0] == 200)
+        for secret in (alice_secret, renewed):
+            assert daemon.client(secret).batches.retrieve(batch.id).output_file_id == batch.output_file_id
 
 
 # the rest

@@ -29,6 +29,7 @@ from daemon_tools import (
 )
 from fake_job import FakeJob
 from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.daemon.suspects import SAME_PLACE
@@ -373,6 +374,69 @@ def test_expiry_and_retention(folder: Path, tmp_path: Path) -> None:
         with sqlite3.connect(tmp_path / "data" / "store.db") as db:
             assert db.execute("SELECT count(*) FROM results WHERE batch_id = ?", (first.id,)).fetchone() == (0,)
         client.batches.retrieve(batch.id)
+
+
+def test_files_expire_by_their_own_time(folder: Path, tmp_path: Path) -> None:
+    """`expires_after` of an upload, `output_expires_after` of a batch, without any retention: gone when the time has
+    come, not before; the batch stays."""
+    config = deployment(tmp_path, retention=None)
+    soon: Any = {"anchor": "created_at", "seconds": 3600}
+    with served(config, folder) as daemon:
+        client = daemon.client()
+        upload = client.files.create(file=("in.jsonl", many(2)), purpose="batch", expires_after=soon)
+        assert upload.expires_at == upload.created_at + 3600
+        assert client.files.create(file=("x.jsonl", many(2)), purpose="batch").expires_at is None
+        made = client.batches.create(
+            input_file_id=upload.id, endpoint="/v1/completions", completion_window="24h", output_expires_after=soon
+        )
+        batch = wait_batch(client, made.id)
+        output = client.files.retrieve(batch.output_file_id)
+        assert output.expires_at == output.created_at + 3600
+        for bad in ({**soon, "seconds": 3599}, {**soon, "seconds": 30 * 86400 + 1}, {**soon, "anchor": "now"}):
+            with pytest.raises(openai.BadRequestError, match="expires_after"):
+                client.files.create(file=("in.jsonl", many(2)), purpose="batch", expires_after=bad)
+            with pytest.raises(openai.BadRequestError, match="expires_after"):
+                client.batches.create(
+                    input_file_id=upload.id,
+                    endpoint="/v1/completions",
+                    completion_window="24h",
+                    output_expires_after=bad,
+                )
+        clean = daemon.daemon.services.batches._cleaner.clean
+        assert daemon.on_loop(clean(0, upload.created_at + 3599)) == 0
+        assert daemon.on_loop(clean(0, output.created_at + 3600)) == 2
+        assert len(client.files.list().data) == 1
+        assert client.batches.retrieve(batch.id).output_file_id is None
+
+
+def test_a_batch_takes_over_answers_to_the_same_lines(folder: Path, tmp_path: Path) -> None:
+    """Of a batch that was cancelled half way: unchanged lines with an answer are not computed again, changed and
+    failed ones are; the output file is whole, usage is of the rest. Another's batch is refused."""
+    path = tmp_path / "keys.json"
+    alice, bob = (add_key(path, name)[1] for name in ("alice", "bob"))
+    config = deployment(tmp_path, api_key_file=str(path))
+    with served(config, folder, keys=path) as daemon:
+        client, job = daemon.client(alice), daemon.jobs[0]
+        first = wait_batch(client, submit(client, line("a") + line("b") + line("c") + line("bad", "x" * 3000)).id)
+        assert (first.request_counts.completed, first.request_counts.failed) == (3, 1)
+        answers, ran = lines_of(client, first.output_file_id), len(job.submitted)
+        before = daemon.on_loop(daemon.daemon.services.read(lambda db: records.read_usage(db, None, 0)))
+        again = line("new") + line("c") + line("b", "changed") + line("a") + line("bad", "short now")
+        reuse = {"reuse_batch_id": first.id}
+        second = wait_batch(client, submit(client, again, extra_body=reuse).id)
+        found = lines_of(client, second.output_file_id)
+        assert list(found) == ["new", "c", "b", "a", "bad"]
+        assert [found[name] == answers[name] for name in ("a", "b", "c")] == [True, False, True]
+        assert len(job.submitted) - ran == 3
+        used = daemon.on_loop(daemon.daemon.services.read(lambda db: records.read_usage(db, None, 0)))
+        assert used[0]["requests"] - before[0]["requests"] == 3
+        assert second.usage.output_tokens == 3 * 8
+        for asked, name in ((daemon.client(bob), first.id), (client, "batch_0")):
+            with pytest.raises(openai.BadRequestError, match="reuse_batch_id"):
+                submit(asked, again, extra_body={"reuse_batch_id": name})
+        client.files.delete(first.input_file_id)
+        with pytest.raises(openai.BadRequestError, match="reuse_batch_id"):
+            submit(client, again, extra_body=reuse)
 
 
 # order and streams
