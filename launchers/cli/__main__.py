@@ -29,7 +29,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     },
     "Run the service": {
         "serve": "The batch daemon: HTTP, store, and ranks that are relaunched when lost.",
-        "keys": "Add, revoke and list API keys.",
+        "keys": "Add, rotate, revoke and list API keys.",
         "metrics": "Print the catalogue of metrics.",
         "monitoring": "Write out alert rules, dashboards and Prometheus configuration.",
         "bundle": "Collect what a night call needs into one archive.",
@@ -41,6 +41,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         "launch": "Print, emit or run the launcher's command line.",
         "topo": "Show nodes, devices, links and where ranks go.",
         "verify": "Prove that answers do not depend on what runs beside them.",
+        "trial": "The same requests to this daemon and to another server: which to keep.",
         "preflight": "Measure the fabric and refuse a broken one.",
         "simulate": "Step times of machines that are not there.",
     },

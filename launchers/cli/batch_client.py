@@ -78,12 +78,21 @@ class BatchClient:
         return self._json("POST", "/files", body(), headers)
 
     def create(
-        self, file_id: str, endpoint: str, window: str, metadata: dict[str, str] | None, repeat_key: str
+        self,
+        file_id: str,
+        endpoint: str,
+        window: str,
+        metadata: dict[str, str] | None,
+        repeat_key: str,
+        reuse: str | None = None,
     ) -> dict[str, Any]:
-        """The batch; the same one again for the same `repeat_key`."""
+        """The batch; the same one again for the same `repeat_key`. `reuse`: an earlier batch whose answers to the same
+        lines it takes over, on a laddertron daemon."""
         wanted: dict[str, Any] = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         if metadata:
             wanted["metadata"] = metadata
+        if reuse is not None:
+            wanted["reuse_batch_id"] = reuse
         headers = {"content-type": "application/json", "idempotency-key": repeat_key}
         return self._again(lambda: self._json("POST", "/batches", json.dumps(wanted).encode(), headers))
 
@@ -125,6 +134,26 @@ class BatchClient:
         finally:
             temporary.unlink(missing_ok=True)
         return size
+
+    def models(self) -> tuple[str, ...]:
+        """The names that the server answers to."""
+        return tuple(str(model["id"]) for model in self._again(lambda: self._json("GET", "/models"))["data"])
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events of a streamed answer, as they come."""
+        headers = {"content-type": "application/json"}
+        connection, response = self._send("POST", path, json.dumps({**body, "stream": True}).encode(), headers)
+        try:
+            for raw in response:
+                if raw.startswith(b"data:") and (data := raw[5:].strip()) != b"[DONE]":
+                    event = json.loads(data)
+                    if fault := event.get("error"):
+                        raise ApiError(str(fault.get("message") if isinstance(fault, dict) else fault))
+                    yield event
+        except (ValueError, OSError, http.client.HTTPException) as error:
+            raise ApiError(f"{path}: the stream broke off ({error})") from error
+        finally:
+            connection.close()
 
     def wait(
         self,
