@@ -15,7 +15,7 @@ from math import ceil
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
 from ...models.residual import collectives_per_step
-from ...topology.cost.cost import Backend, Costs, Shape, terms
+from ...topology.cost.cost import Backend, Costs, Shape, sent_bytes
 from ...topology.emulation import Emulation
 from ...topology.hardware.fabric import Fabric
 from ...topology.placement.mapping import RankRow, explain
@@ -306,9 +306,8 @@ def _traffic(q: Question, group: SimulatedGroup, wiring: Wiring, batch: int) -> 
     strategy = group.links.strategy(size)
     intra = inter = 0.0
     if messages:
-        # Flat and two-level are the same volume to NCCL's cost model, which counts the narrowest link alone.
-        each = terms(q.backend, q.shape, strategy, size)  # type: ignore[arg-type]
-        intra, inter = each.intra_bytes * messages, each.inter_bytes * messages
+        inside, between = sent_bytes(q.backend, q.shape, strategy, size)  # type: ignore[arg-type]
+        intra, inter = inside * messages, between * messages
     return StepTraffic(
         wiring.name, batch, messages, size, strategy, intra, inter, cost.all_reduce.seconds, cost.sub_block_s
     )

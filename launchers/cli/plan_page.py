@@ -10,7 +10,7 @@ from ...engine.estimate.estimate import CapacityEstimate
 from ...engine.estimate.layouts import Layout, by_cost
 from ...engine.estimate.memory import GIB
 from ...engine.estimate.step_simulator import law
-from ...engine.estimate.tables import Sheet, headline, sheets
+from ...engine.estimate.tables import Sheet, basis, headline, sheets
 from .charts import ChartSeries, Stack, law_plot, lines, stacks
 
 COLOURS = {
@@ -70,6 +70,7 @@ def plan_page(plan: CapacityEstimate) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>Plan of {escape(q.name)}</title><style>{STYLE}</style></head><body><main>"
         f'<h1>{escape(title)}</h1><p class="sub">{escape(facts)}</p><p>{verdict}</p>'
+        f'<p class="sub">{escape(basis(plan))}</p>'
         f'<div class="advice"><ul>{advice}</ul></div><div class="plots">{"".join(_plots(plan))}</div>{tables}'
         f'<h2>What this rests on</h2><ul class="small">{rests}</ul></main></body></html>\n'
     )

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ...engine.estimate.estimate import CapacityEstimate
-from ...engine.estimate.tables import Sheet, headline, sheets
+from ...engine.estimate.tables import Sheet, basis, brief, headline, sheets
 
 
-def plan_view(plan: CapacityEstimate) -> RenderableType:
-    """Headline, tables, what it rests on, and the advice last, where the eye is."""
+def plan_view(plan: CapacityEstimate, whole: bool) -> RenderableType:
+    """What was assumed, the verdict, the advice, and three tables that fit 80 columns; `whole`: all tables, and what
+    they rest on."""
     style = "bold green" if plan.memory.fits else "bold red"
-    parts: list[RenderableType] = [Text(headline(plan), style=style), Text()]
-    for sheet in sheets(plan):
+    parts: list[RenderableType] = [Text(basis(plan), style="dim"), Text(headline(plan), style=style), Text()]
+    parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2)) for sentence in plan.recommendation]
+    for sheet in sheets(plan) if whole else brief(plan):
         if sheet.rows:
-            parts += [sheet_view(sheet), Text()]
-    parts.append(Text("What this rests on", style="bold"))
-    parts += [Text(f"  {text}", style="dim") for text in plan.assumptions]
-    parts += [Text(), Text("Advice", style="bold")]
-    parts += [Text(f"  {sentence}") for sentence in plan.recommendation]
-    return Group(*parts)
+            parts += [Text(), sheet_view(sheet)]
+    if not whole:
+        return Group(*parts, Text("--all: every table, and what they rest on; --html FILE: with plots", style="dim"))
+    parts += [Text(), Text("What this rests on", style="bold")]
+    return Group(*parts, *(Text(f"  {text}", style="dim") for text in plan.assumptions))
 
 
 def sheet_view(sheet: Sheet) -> RenderableType:
     """One table with its note."""
-    table = Table(title=sheet.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for i, name in enumerate(sheet.columns):
-        table.add_column(name, justify="left" if i < sheet.left else "right", no_wrap=True)
+    table = Table(
+        title=sheet.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for i, name in enumerate(sheet.columns):  # words behind a row's name may be folded, numbers never
+        table.add_column(name, justify="left" if i < sheet.left else "right", no_wrap=i == 0 or i >= sheet.left)
     for row in sheet.rows:
         table.add_row(*row)
     return Group(table, Text(sheet.note, style="dim")) if sheet.note else table

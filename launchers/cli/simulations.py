@@ -48,7 +48,7 @@ def steps(q: Question, load: Load) -> Steps:
     for name, t in times.items():
         parts = (t.total_s, t.compute_s, t.flight_s, t.hidden_s, t.waited_s, t.slowed_s)
         speedup = times["standard"].total_s / t.total_s
-        rows.append((name, *(f"{part * 1e3:.3f}" for part in parts), f"{speedup:.2f}x"))
+        rows.append((name, *(f"{part * 1e3:.2f}" for part in parts), f"{speedup:.2f}x"))
     ell, c = cost.all_reduce.seconds, cost.sub_block_s
     note = (
         f"L {ell * 1e6:.0f} us, c {c * 1e6:.0f} us, L/c {ell / c:.2f}: the law allows ladder {law(c, ell):.2f}x, "
@@ -57,7 +57,7 @@ def steps(q: Question, load: Load) -> Steps:
     )
     beside = f", {load.prompt} of prompt" if load.prompt else ""
     title = f"{q.name}, tp {group.size}, {_sequences(load.decodes)} at {load.context:g}{beside}"
-    columns = ("wiring", "step ms", "computing", "in flight", "hidden", "waited", "slowed", "speed-up")
+    columns = ("wiring", "step ms", "computing", "in flight", "hidden", "waited", "slowed", "gain")
     return Steps(times, ell, c, Sheet(title, columns, tuple(rows), 1, note))
 
 
@@ -106,19 +106,20 @@ def scaling(model: str, spec: str, batch: int, context: int, fp8: bool = False) 
 def scaling_sheet(model: str, batch: int, context: int, spans: tuple[ReplicaSpan, ...]) -> Sheet:
     """As a table."""
     rows = tuple(
-        (str(s.nodes), str(s.tp), f"{s.kv_tokens:,}" if s.fits else "does not fit", f"{s.all_reduce_s * 1e6:.0f}",
-         f"{s.sub_block_s * 1e6:.0f}", f"{s.all_reduce_s / s.sub_block_s:.2f}", f"{s.standard_s * 1e3:.2f}",
-         f"{s.standard_exposed:.0%}", f"{s.ladder_s * 1e3:.2f}", f"{s.ladder_exposed:.0%}",
+        (str(s.nodes), str(s.tp), f"{s.kv_tokens:,}" if s.fits else "no room", f"{s.all_reduce_s * 1e6:.0f}",
+         f"{s.sub_block_s * 1e6:.0f}", f"{s.all_reduce_s / s.sub_block_s:.2f}",
+         f"{s.standard_s * 1e3:.1f} {s.standard_exposed:4.0%}", f"{s.ladder_s * 1e3:.1f} {s.ladder_exposed:4.0%}",
          f"{s.standard_s / s.ladder_s:.2f}x", f"{batch / s.ladder_s:,.0f}")
         for s in spans
     )  # fmt: skip
     columns = (
-        "nodes", "tp", "KV positions", "L us", "c us", "L/c", "standard ms", "exposed", "ladder ms", "exposed",
-        "speed-up", "ladder tokens/s",
+        "nodes", "tp", "KV tokens", "L us", "c us", "L/c", "standard", "ladder", "gain", "tok/s",
     )  # fmt: skip
-    return Sheet(
-        f"{model}, one replica, {batch} sequences at {context}", columns, rows, 1, "Flat NCCL, untuned prices."
+    note = (
+        "Standard and ladder: ms a step, and the share of it that is exposed; ladder's gain and tokens/s. Flat NCCL, "
+        "untuned prices."
     )
+    return Sheet(f"{model}, one replica, {batch} sequences at {context}", columns, rows, 1, note)
 
 
 @dataclass(frozen=True, slots=True)

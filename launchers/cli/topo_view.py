@@ -17,6 +17,7 @@ from ...topology.hardware.fabric import Device, Fabric, Hca, Nic, Node
 from ...topology.placement.mapping import RankRow, explain, matrix
 from ...topology.placement.placement import Placement
 
+_INDENT = 3
 LEGEND = """\
 NV#   that many NVLinks
 PIX   PCIe, over one bridge or switch
@@ -26,8 +27,8 @@ NODE  between host bridges of one NUMA node
 SYS   between NUMA nodes"""
 
 
-def fabric_view(fabric: Fabric) -> RenderableType:
-    """One tree and matrix for each kind of host, hosts that are alike named together."""
+def fabric_view(fabric: Fabric, width: int) -> RenderableType:
+    """One tree and matrix for each kind of host, hosts that are alike named together, in `width` columns."""
     kinds: dict[Node, list[int]] = {}
     for i, node in enumerate(fabric.nodes):
         kinds.setdefault(_kind(node), []).append(i)
@@ -36,7 +37,8 @@ def fabric_view(fabric: Fabric) -> RenderableType:
         nodes = [fabric.nodes[i] for i in members]
         parts.append(_tree(nodes))
         if nodes[0].devices:
-            parts += [Padding(_matrix(fabric, members[0]), (0, 0, 0, 3), expand=False), ""]
+            tables = _matrix(matrix(fabric, members[0]), width - _INDENT)
+            parts += [Padding(Group(table, ""), (0, 0, 0, _INDENT), expand=False) for table in tables]
     if any(n.devices for n in fabric.nodes):
         parts.append(Text(LEGEND, style="dim"))
     return Group(*parts)
@@ -124,14 +126,22 @@ def _nic_words(nic: Nic) -> str:
     return f"{nic.name}  {', '.join(nic.addresses)}  {speed}  mtu {nic.mtu}"
 
 
-def _matrix(fabric: Fabric, index: int) -> Table:
-    header, *rows = matrix(fabric, index)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in header:
-        table.add_column(name, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(cell, style=_path_style(cell)) for cell in row))
-    return table
+def _matrix(rows: Sequence[tuple[str, ...]], width: int) -> list[Table]:
+    """The matrix as tables of some of its columns each, beside the rows' names: a row that is cut cannot be read."""
+    tables: list[Table] = []
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    begin = 1
+    while begin < len(widths):
+        too_far = (n for n in range(begin + 1, len(widths)) if widths[0] + sum(widths[begin : n + 1]) > width)
+        end = next(too_far, len(widths))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in (rows[0][0], *rows[0][begin:end]):
+            table.add_column(name, no_wrap=True)
+        for row in rows[1:]:
+            table.add_row(*(Text(cell, style=_path_style(cell)) for cell in (row[0], *row[begin:end])))
+        tables.append(table)
+        begin = end
+    return tables
 
 
 def _path_style(cell: str) -> str:
@@ -178,7 +188,9 @@ def _group_table(name: str, shape: Shape, rows: Sequence[RankRow], bound: bool) 
         "interface": [r.interface for r in rows],
     }
     shown = {name: cells for name, cells in columns.items() if any(cells)}
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for name in shown:
         table.add_column(name, justify="right" if name in ("tp", "rank", "local", "NUMA") else "left", no_wrap=True)
     hosts = [r.hostname for r in rows]

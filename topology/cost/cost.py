@@ -169,6 +169,17 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
     return Terms(3, 2, 2 * (inside - 1) * part, 1, (nodes - 1) * part * share)
 
 
+def sent_bytes(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> tuple[float, float]:
+    """What a rank sends of an all-reduce, inside its node and between nodes, in bytes and on the mean of the ranks.
+    `terms` prices the narrowest link: there ranks that share a port count one another's bytes, and a ring's whole
+    volume passes the link between nodes, which one in `per_node` of its links is."""
+    t = terms(backend, replace(shape, rails=max(shape.rails, shape.per_node)), strategy, nbytes)
+    across = t.inter_bytes
+    if strategy == "ring" or (strategy == "flat" and backend in ("nccl", "gloo")):
+        across /= shape.per_node
+    return t.intra_bytes + t.inter_bytes - across, across
+
+
 def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
     if backend == "nccl":
         # A tree between nodes hangs on a chain inside each; the volume of a ring passes the narrowest link.

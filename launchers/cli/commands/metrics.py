@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from ....configs.monitoring.generate.dashboards import write_all
 from ....configs.monitoring.generate.dashboards_content import BOARDS
@@ -37,14 +36,13 @@ def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int
     if as_objects:
         click.echo(json.dumps(as_json(), indent=1))
         return 0
-    # A name that is folded is found by no search: rather let a narrow terminal break lines.
-    console = Console()
-    console = Console(width=max(console.width, 200))
+    width = Console().width
     for title, group in GROUPS.items():
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in ("name", "type", "labels", "meaning"):
-            table.add_column(column, overflow="fold", no_wrap=column in ("name", "type"))
+        click.echo(f"{title}\n")
         for series in group:
-            table.add_row(series.full_name, series.kind, ", ".join(series.labels), series.help)
-        console.print(table, "")
+            labels = f", by {', '.join(series.labels)}" if series.labels else ""
+            # the name on a line of its own: one that is folded is found by no search
+            said = click.wrap_text(f"{series.kind}{labels}. {series.help}", width, "    ", "    ")
+            click.echo(f"  {series.full_name}\n{said}")
+        click.echo()
     return 0

@@ -42,6 +42,7 @@ from ..plan_source import Asked, from_deployment, from_names
     "--gpu-hour", type=click.FloatRange(0), default=2.5, show_default=True, metavar="DOLLARS", help="What a GPU costs."
 )
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@click.option("--all", "whole", is_flag=True, help="Every table, and what they rest on.")
 @click.option("--json", "json_out", is_flag=True, help="Every number, in base units.")
 @click.option("--markdown", "markdown_out", is_flag=True, help="The tables as Markdown.")
 @click.option(
@@ -53,7 +54,7 @@ from ..plan_source import Asked, from_deployment, from_names
 def command(
     config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
     max_model_len: int | None, fp8: bool, prompt: int, output: int, gpu_hour: float, overrides: tuple[str, ...],
-    json_out: bool, markdown_out: bool, html: str | None, write: str | None,
+    whole: bool, json_out: bool, markdown_out: bool, html: str | None, write: str | None,
 ) -> None:  # fmt: skip
     """Predict memory, speed and cost of a deployment, and compare it with other layouts of the same GPUs.
 
@@ -92,7 +93,7 @@ def command(
     elif html is not None:
         click.echo(f"wrote {html}")
     else:
-        _show(plan)
+        _show(plan, whole)
 
 
 def _plan(
@@ -113,12 +114,12 @@ def _plan(
         raise ConfigError([f"{what}: {' '.join(str(error).split())}"]) from None
 
 
-def _show(plan: CapacityEstimate) -> None:
+def _show(plan: CapacityEstimate, whole: bool) -> None:
     from rich.console import Console
 
     from ..plan_view import plan_view
 
-    # A table row that is folded cannot be read: rather let the terminal break lines.
     console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 200))
-    console.print(plan_view(plan))
+    if whole:  # a table row that is folded cannot be read: rather let the terminal break lines
+        console = Console(highlight=False, width=max(console.width, 200))
+    console.print(plan_view(plan, whole))

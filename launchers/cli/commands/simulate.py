@@ -142,5 +142,4 @@ def _print(sheet: Sheet) -> None:
 
     from ..plan_view import sheet_view
 
-    console = Console(highlight=False)
-    Console(highlight=False, width=max(console.width, 160)).print(sheet_view(sheet))
+    Console(highlight=False).print(sheet_view(sheet))

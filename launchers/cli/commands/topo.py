@@ -161,10 +161,12 @@ def show(
 
     from ..topo_view import fabric_view, placement_view
 
-    # A matrix row that is cut or folded cannot be read: rather let the terminal break lines, as nvidia-smi does.
     console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 240))
-    console.print(fabric_view(fabric) if placement is None else placement_view(placement, shapes, lines, bound))
+    if placement is None:
+        console.print(fabric_view(fabric, console.width))
+    else:  # a row that is cut cannot be read: rather let a very narrow terminal break lines
+        console = Console(highlight=False, width=max(console.width, 100))
+        console.print(placement_view(placement, shapes, lines, bound))
     for note in notes:
         console.print(f"note: {note}", style="yellow")
     if saved is not None:

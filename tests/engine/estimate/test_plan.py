@@ -16,7 +16,7 @@ from laddertron.engine.estimate.advice import deployment_text
 from laddertron.engine.estimate.estimate import CapacityEstimate, Question, make_plan
 from laddertron.engine.estimate.layouts import Work
 from laddertron.engine.estimate.memory import MemoryKeys, StoredTypes, memory
-from laddertron.engine.estimate.tables import as_json, headline, markdown, sheets
+from laddertron.engine.estimate.tables import as_json, basis, headline, markdown, sheets
 from laddertron.launchers.cli.__main__ import group, main
 from laddertron.launchers.cli.generate_plan_docs import written
 from laddertron.launchers.cli.plan_page import plan_page
@@ -192,6 +192,10 @@ def test_messages_of_a_step() -> None:
     assert rows["standard", 1].message_bytes == 32 << 10
     assert rows["parallel", 1].messages == 126
     assert rows["standard", 32].inter_bytes == 32 * rows["standard", 1].inter_bytes
+    # a ring over 2 x 8: of a node's eight links one leads abroad
+    sent = 252 * (32 << 10) * 2 * 15 / 16
+    assert rows["standard", 1].intra_bytes == pytest.approx(sent * 7 / 8)
+    assert rows["standard", 1].inter_bytes == pytest.approx(sent / 8)
     assert 1.0 < rows["standard", 1].law <= 2.0
 
 
@@ -333,6 +337,39 @@ def test_usage_errors_say_what_to_do(args: list[str], said: str) -> None:
     result = run(*args)
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "llama-3.1-405b", "--nodes", "2x8xH100"),
+        ("--model", "llama-3.1-8b"),
+        (str(ROOT / "configs" / "demo.yaml"),),
+        (str(ROOT / "configs" / "llama-3.1-405b-tp8-pp2-ladder.yaml"),),
+        ("--model", "llama-3.1-405b"),
+    ],
+)
+def test_the_answer_comes_first_in_80_columns(words: tuple[str, ...]) -> None:
+    """What was assumed, the verdict, the advice, three tables that nothing is cut from; the rest with --all."""
+    said = CliRunner().invoke(group, ["plan", *words], env={"COLUMNS": "80"}).output.splitlines()
+    assert max(map(len, said)) <= 80
+    assert not any("…" in line for line in said)
+    assert ("assumed; --fabric for yours" in said[0]) == ("--nodes" not in words)
+    text = " ".join(said)
+    assert [text.find(word) for word in ("Predicted", "fits:" if "fits:" in text else "does not fit", "Memory of")] == (
+        sorted(text.find(word) for word in ("Predicted", "fits:" if "fits:" in text else "does not fit", "Memory of"))
+    )
+    assert "What this rests on" not in text
+    assert "What this rests on" in run(*words, "--all").output
+
+
+def test_how_far_off_predictions_were_is_what_validation_says() -> None:
+    page = " ".join((ROOT / "docs" / "plans" / "validation.md").read_text().split())
+    assert "### Tokens/s" in page
+    assert "mean error 6.1%, worst 15.7%" in page.partition("### Tokens/s")[2].partition("###")[0]
+    assert "missed by 6.1% in tokens/s, 15.7% at most" in basis(planned("llama-3.1-8b", "1x8xH100"))
+    assert "missed by 4.0 % on average and by 14.0 % at most" in page
+    assert "missed by 4.0 %, by 14.0 % at most" in basis(make_plan(deployed(ROOT / "configs" / "demo.yaml")))
 
 
 def test_json_holds_what_the_tables_show() -> None:

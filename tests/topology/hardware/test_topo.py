@@ -40,8 +40,16 @@ def test_this_host_as_a_tree(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "NUMA" in out
 
 
-def test_a_saved_pair_as_tree_and_matrix(capsys: pytest.CaptureFixture[str]) -> None:
-    """Alike hosts are shown once; the matrix has a row for each GPU and port; a port that is down says so."""
+def test_a_saved_pair_as_tree_and_matrix(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike hosts are shown once; the matrix has a row for each GPU and port; a port that is down says so. In 80
+    columns the matrix comes in parts, and nothing is cut."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["topo", "--fabric", str(FIXTURES / "dgx-h100-pair.json")]) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "…" not in narrow
+    rows = [line.split()[1:] for line in narrow.splitlines() if line.split()[:1] == ["GPU1"]]
+    monkeypatch.setenv("COLUMNS", "240")
     assert main(["topo", "--fabric", str(FIXTURES / "dgx-h100-pair.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("dgx-01, dgx-02  (2 hosts alike)")
@@ -50,6 +58,8 @@ def test_a_saved_pair_as_tree_and_matrix(capsys: pytest.CaptureFixture[str]) -> 
     assert gpu1[:12] == ["GPU1", "NV18", "X", *["NV18"] * 6, "NODE", "NODE", "NODE"]
     assert gpu1[12] == "PXB"
     assert gpu1[-2:] == ["0-55", "0"]
+    assert len(rows) == 3
+    assert [cell for row in rows for cell in row] == gpu1[1:]
 
 
 @pytest.mark.parametrize("what", ["a port more, down", "other paths", "less memory"])
