@@ -187,7 +187,7 @@ def report(trial: Trial, other: str) -> list[str]:
         ("first token, ms", lambda r: r.first, 1e3),
         ("a token after it, ms", lambda r: r.between, 1e3),
     ]
-    rows: list[tuple[str, ...]] = [("median (lowest to highest round)", "this deployment", "the other")]
+    rows: list[tuple[str, ...]] = [("median (lowest-highest)", "this deployment", "the other")]
     if not any(reply.error for found in (*trial.ours, *trial.theirs) for reply in found.replies):
         for name, figure, unit in figures:
             both = [Spread.of([figure(r) * unit for r in rounds]) for rounds in (trial.ours, trial.theirs)]
@@ -197,10 +197,11 @@ def report(trial: Trial, other: str) -> list[str]:
             costs = [cost(rate, price) for rate, price in zip(rates, trial.prices, strict=True)]
             rows.append(("cost of a million tokens", *(f"{value:,.2f}" for value in costs)))
         rows.append(("answers that are the same", f"{trial.same_text:.0%}", ""))
-    lines = [f"{name:<33}{mine:<24}{its}".rstrip() for name, mine, its in rows]
+    lines = [f"{name:<27}{mine:<27}{its}".rstrip() for name, mine, its in rows]
     said = (click.wrap_text(line, 80, subsequent_indent="  ") for line in verdict(trial, other))
     return [*lines, "", *said]
 
 
 def _shown(spread: Spread) -> str:
-    return f"{spread.middle:,.1f} ({spread.low:,.1f} to {spread.high:,.1f})"
+    middle, low, high = (f"{v:,.0f}" if v >= 1000 else f"{v:.1f}" for v in (spread.middle, spread.low, spread.high))
+    return f"{middle} ({low}-{high})"

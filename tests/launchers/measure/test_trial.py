@@ -116,7 +116,7 @@ def test_two_daemons(folder: Path, tmp_path: Path) -> None:
         code, said = run(*words, "--price", "98,49")
         assert code == 0, said
         assert f"6 rounds of 2 requests, 2 at once: from {file}" in said
-        assert "answers that are the same        100%" in said
+        assert "answers that are the same  100%" in said
         assert "cost of a million tokens" in said
         assert "tokens for the same money" in said
         assert max(map(len, said.splitlines()[1:])) <= 80  # the first line has the file's path
@@ -179,7 +179,7 @@ def test_a_server_that_does_not_count_tokens(folder: Path, tmp_path: Path) -> No
         code, said = run(str(config), "--against", url, "-i", str(file), "--rounds", "6")
         assert code == 0, said
         assert "both servers' are counted from their text" in said
-        assert "answers that are the same        0%" in said
+        assert "answers that are the same  0%" in said
         config.write_text(f"model: {{path: {tmp_path}, served_model_name: tiny}}\ndaemon: {{port: {daemon.port}}}\n")
         code, said = run(str(config), "--against", url, "-i", str(file), "--rounds", "6")
         assert code == 1
