@@ -137,7 +137,7 @@ class BatchClient:
 
     def models(self) -> tuple[str, ...]:
         """The names that the server answers to."""
-        return tuple(str(model["id"]) for model in self._again(lambda: self._json("GET", "/models"))["data"])
+        return tuple(str(model["id"]) for model in self._json("GET", "/models")["data"])
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer, as they come."""

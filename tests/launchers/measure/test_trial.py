@@ -129,7 +129,7 @@ def test_two_daemons(folder: Path, tmp_path: Path) -> None:
         assert run(*words, "--price", "0,1")[0] == 2
     code, said = run(*words)
     assert code == 1
-    assert str(one.port) in said
+    assert "Connection refused" in said
 
 
 @contextmanager
