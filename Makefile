@@ -13,7 +13,7 @@ UPGRADE ?= no
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env lock audit demo test test-newest lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test dashboards plans quality snapshots bench-cross-node wheel clean
+.PHONY: help env lock audit demo test test-newest lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test metric-docs plans quality snapshots bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -47,8 +47,7 @@ lint:
 types:
 	@echo "== types"
 	@mkdir -p build/typecheck && ln -sfn "$(CURDIR)" build/typecheck/laddertron
-	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers \
-		-p laddertron.configs
+	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers
 	@MYPYPATH=build/typecheck:tests:benchmarks:benchmarks/cross_node:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
 
 unit:
@@ -128,6 +127,5 @@ monitoring-demo: env ## The daemon under load, a real Prometheus with the shippe
 monitoring-test: env ## Every panel and alert in a real Prometheus over four ranks on two nodes, each fault made (root; ten minutes)
 	@$(VENV)/bin/pytest tests/cluster/test_monitoring_live.py -s
 
-dashboards: env ## Renew docs/metrics.md and configs/monitoring/grafana from the code
+metric-docs: env ## Renew docs/metrics.md from the catalogue
 	@$(VENV)/bin/laddertron metrics --markdown > docs/metrics.md
-	@$(VENV)/bin/laddertron metrics --dashboards configs/monitoring/grafana

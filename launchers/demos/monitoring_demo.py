@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import json
 import os
-import re
+import secrets
 import shutil
 import signal
 import socket
@@ -29,8 +29,7 @@ from typing import Any
 
 import yaml
 
-from ...configs.monitoring.generate.dashboards import expressions, to_json
-from ...configs.monitoring.generate.dashboards_content import BOARDS
+from ..cli.batch_client import BatchClient, ServerAddress
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "configs/monitoring"
@@ -62,28 +61,6 @@ def query(prometheus: str, expression: str) -> list[dict[str, Any]]:
     """An instant query's series. Raises URLError where Prometheus refuses it."""
     text = urllib.parse.urlencode({"query": expression})
     found: list[dict[str, Any]] = ask(f"{prometheus}/api/v1/query?{text}")["data"]["result"]
-    return found
-
-
-def panel_queries() -> list[tuple[str, str]]:
-    """(dashboard, expression) of every panel, with Grafana's variables filled in as `All` and a minute."""
-    found = []
-    for board in BOARDS:
-        for expression in expressions(to_json(board)):
-            text = re.sub(r"\$(deployment|replica|node|rank)\b", ".*", expression)
-            found.append((board.name, text.replace("$__rate_interval", "1m")))
-    return found
-
-
-def rule_selectors() -> list[tuple[str, str]]:
-    """(rule, selector) of everything that the shipped rules read: their comparisons are empty while all is well."""
-    rules = yaml.safe_load((MONITORING / "alerts.yml").read_text())
-    found = []
-    for group in rules["groups"]:
-        for rule in group["rules"]:
-            name = rule.get("alert") or rule["record"]
-            for selector in re.findall(r"\b((?:laddertron[_:]|up\b)[a-z0-9_:]*(?:\{[^}]*\})?)", rule["expr"]):
-                found.append((name, selector))
     return found
 
 
@@ -158,25 +135,15 @@ def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str
     """Uploads a batch of the demo prompts and starts it; its id. `more`: of each completion's body."""
     bodies = [json.loads(line)["body"] for line in PROMPTS.read_text().splitlines()]
     prompts = [body["prompt"] for body in bodies if "prompt" in body]
-    out = []
-    for number in range(lines):
-        body = {"model": "demo", "prompt": prompts[number % len(prompts)], "max_tokens": 48, **more}
-        line = {"custom_id": f"demo-{number}", "method": "POST", "url": "/v1/completions", "body": body}
-        out.append(json.dumps(line))
-    border = "laddertron-demo"
-    parts = (
-        f'--{border}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-        f'--{border}\r\ncontent-disposition: form-data; name="file"; filename="demo.jsonl"\r\n\r\n'
-        + "\n".join(out)
-        + f"\r\n--{border}--\r\n"
-    )
-    headers = {"content-type": f"multipart/form-data; boundary={border}"}
-    with urllib.request.urlopen(
-        urllib.request.Request(f"{daemon}/v1/files", parts.encode(), headers), timeout=30
-    ) as said:
-        file = json.load(said)["id"]
-    given = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": window}
-    return str(ask(f"{daemon}/v1/batches", given)["id"])
+    client = BatchClient(ServerAddress(f"{daemon}/v1"))
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        for number in range(lines):
+            body = {"model": "demo", "prompt": prompts[number % len(prompts)], "max_tokens": 48, **more}
+            line = {"custom_id": f"demo-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+        file.flush()
+        uploaded = client.upload(Path(file.name))["id"]
+    return str(client.create(uploaded, "/v1/completions", window, None, secrets.token_hex(8))["id"])
 
 
 class DemoClients:

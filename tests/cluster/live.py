@@ -25,10 +25,10 @@ from laddertron.launchers.demos.monitoring_demo import (
     Addresses,
     DemoClients,
     ask,
-    panel_queries,
     query,
     wait_until,
 )
+from monitoring_queries import panel_queries
 from rule_scale import scaled
 
 from cluster.launching import ranks_on

@@ -21,12 +21,11 @@ import yaml
 from laddertron.launchers.demos.monitoring_demo import (
     MONITORING,
     ask,
-    panel_queries,
     query,
-    rule_selectors,
     send_batch,
     wait_until,
 )
+from monitoring_queries import panel_queries, rule_selectors
 from rule_scale import scaled_expression
 
 from cluster.live import DAEMON, DEADLY_TOKEN, FACTOR, NAN_TOKEN, PROMETHEUS, Live, held_back, living

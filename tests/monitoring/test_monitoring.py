@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -11,13 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
-from laddertron.configs.monitoring.generate.dashboards import WIDTH, expressions, to_json
-from laddertron.configs.monitoring.generate.dashboards_content import BOARDS
 from laddertron.engine.metrics.catalogue import CATALOGUE, PREFIX
-from laddertron.launchers.demos.monitoring_demo import panel_queries, rule_selectors
+from monitoring_queries import BOARDS, MONITORING, panel_queries, rule_selectors
 
 ROOT = Path(__file__).resolve().parents[2]
-MONITORING = ROOT / "configs/monitoring"
 RULES: list[dict[str, Any]] = [
     rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]
 ]
@@ -43,6 +39,7 @@ def test_rules_and_panels_read_only_what_there_is() -> None:
     unknown = {name for text in expressions_of_all for name in names_in(text)} - known_names()
     assert not unknown
     assert len(panel_queries()) > 100
+    assert {name for name, _ in panel_queries()} == BOARDS.keys()
     assert {name for name, _ in rule_selectors()} == {rule.get("alert") or rule["record"] for rule in RULES}
 
 
@@ -93,28 +90,6 @@ def test_promtool_agrees_with_the_rules(words: tuple[str, ...]) -> None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     done = subprocess.run([tool, *words], cwd=MONITORING, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
-def test_dashboards_are_those_that_were_written(board: Any) -> None:
-    """The files are what the code makes; panels lie side by side, none on another; every one has a unit and a query."""
-    path = MONITORING / "grafana" / f"{board.name}.json"
-    made = to_json(board, BOARDS)
-    assert json.loads(path.read_text()) == made, "laddertron metrics --dashboards configs/monitoring/grafana"
-    taken: set[tuple[int, int]] = set()
-    for panel in made["panels"]:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert at["x"] + at["w"] <= WIDTH
-        assert not cells & taken, panel["title"]
-        taken |= cells
-        if panel["type"] != "row":
-            assert panel["targets"]
-            assert panel["fieldConfig"]["defaults"]["unit"]
-    ids = [panel["id"] for panel in made["panels"]]
-    assert len(set(ids)) == len(ids)
-    assert len(made["links"]) == len(BOARDS) - 1
-    assert expressions(made)
 
 
 def test_shipped_configurations_parse_and_stay_on_loopback() -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from ....configs.monitoring.generate.dashboards import write_all
-from ....configs.monitoring.generate.dashboards_content import BOARDS
 from ....engine.metrics.catalogue import GROUPS
 from ....engine.metrics.markdown import as_json, markdown
+from .config import FOLDER
 
 
 @click.command(short_help="Print the catalogue of metrics.")
@@ -24,14 +23,16 @@ def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int
     \b
       laddertron metrics
       laddertron metrics --json | jq -r '.[].name'
-      laddertron metrics --dashboards configs/monitoring/grafana
+      laddertron metrics --dashboards /var/lib/grafana/dashboards
     """
     if as_markdown:
         click.echo(markdown(), nl=False)
         return 0
     if dashboards is not None:
-        for path in write_all(BOARDS, dashboards):
-            click.echo(str(path))
+        dashboards.mkdir(parents=True, exist_ok=True)
+        for path in sorted((FOLDER / "monitoring/grafana").glob("*.json")):
+            (dashboards / path.name).write_bytes(path.read_bytes())
+            click.echo(dashboards / path.name)
         return 0
     if as_objects:
         click.echo(json.dumps(as_json(), indent=1))

@@ -1,1 +1,0 @@
-"""What makes the dashboards: their panels and queries as data, from the catalogue of metrics."""
