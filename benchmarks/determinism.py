@@ -21,6 +21,7 @@ from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSecti
 from laddertron.engine.profiling.bench import Case
 from laddertron.launchers.measure.bench_job import BenchJob
 from laddertron.launchers.measure.bench_measure import Row, measure, roomy
+from peers.model import write
 
 VALUES: tuple[Any, ...] = (False, True, "everywhere")
 
@@ -38,7 +39,7 @@ def main() -> int:
     sizes = [case.split("x") for case in args.cases.split(",")]
     cases = [Case(int(batch), int(prompt), args.generate) for batch, prompt in sizes]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        save(Path(folder))
+        write(Path(folder))
         jobs = []
         for value in VALUES:
             deployment = roomy(deployment_of(folder, args, value), cases)
@@ -52,17 +53,6 @@ def main() -> int:
     if args.file:
         Path(args.file).write_text(json.dumps(rows, indent=1) + "\n")
     return 0
-
-
-def save(folder: Path) -> None:
-    import torch
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=1024, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=8, intermediate_size=2816,
-        vocab_size=8192, max_position_embeddings=2048, tie_word_embeddings=True, dtype=torch.bfloat16,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def deployment_of(folder: str, args: argparse.Namespace, value: Any) -> Deployment:

@@ -19,18 +19,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.rank_shard import RankShard
+from laddertron.models.weights.load import load
 from laddertron.models.weights.manifest import NAME, make_manifest, write_manifest
-from laddertron.models.weights.mapping import open_checkpoint
+from laddertron.models.weights.mapping import open_checkpoint, open_source
 from laddertron.models.weights.rank_files import shards_folder
 from laddertron.models.weights.shard_writer import write_shards
-from laddertron.models.weights.slices import expected_shapes
-from loading_ranks import Ranks, load_rank
-from safetensors.torch import save_file
+from laddertron.models.weights.slices import expected_shapes, plan_fills
+from peers.model import write
 
 CHUNK = 16 << 20
 Case = tuple[Callable[[], int], Callable[[], None]]
@@ -39,45 +40,34 @@ Case = tuple[Callable[[], int], Callable[[], None]]
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
     """Layers of Llama 3.2 1B's width until the size is reached, 1 GB a file."""
-    layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / 2 / 60.8e6))
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": layers,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 1,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    part: dict[str, torch.Tensor] = {}
-    weight_map: dict[str, str] = {}
-    number = size = 0
-    noise = torch.randn(1 << 22).to(torch.bfloat16)
+    write(
+        folder,
+        hidden_size=2048,
+        num_hidden_layers=max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / 2 / 60.8e6)),
+        num_attention_heads=32,
+        intermediate_size=8192,
+        vocab_size=32000,
+    )
 
-    def flush() -> None:
-        nonlocal number, size
-        name = f"model-{number:05d}.safetensors"
-        save_file(part, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(part, name))
-        part.clear()
-        number, size = number + 1, 0
 
-    for tensor, shape in expected_shapes(from_folder(folder)).items():
-        count = torch.Size(shape).numel()
-        part[tensor] = noise.repeat(-(-count // len(noise)))[:count].view(shape)
-        size += count * 2
-        if size > 1e9:
-            flush()
-    flush()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+def parameters_of(shard: RankShard) -> dict[str, torch.Tensor]:
+    """Empty ones, shaped as the fills say."""
+    wanted = expected_shapes(shard.config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for fill in plan_fills(shard):
+        if fill.tensor is not None:
+            shape = wanted[fill.tensor]
+            rows = max(fill.row + fill.count, shapes.get(fill.parameter, (0,))[0])
+            shapes[fill.parameter] = (rows, fill.columns or shape[1]) if len(shape) == 2 else (rows,)
+    return {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+
+
+def load_rank(folder: Path, size: int, rank: int) -> int:
+    """Returns the bytes of the rank's parameters."""
+    shard = RankShard(from_folder(folder), size, rank)
+    parameters = parameters_of(shard)
+    load(open_source(folder, shard), shard, parameters, verify=(0, 1))
+    return sum(p.numel() * 2 for p in parameters.values())
 
 
 def drop_caches(folder: Path) -> None:
@@ -165,8 +155,12 @@ def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool
         return lambda: (call, lambda: None)
 
     def by_ranks() -> Case:
-        ranks = Ranks(folder, size)
-        return ranks.load, ranks.end
+        context = get_context("spawn")
+        ready = context.Barrier(size + 1)
+        pool = context.Pool(size, ready.wait)
+        ready.wait()
+        everyone = [(folder, size, rank) for rank in range(size)]
+        return lambda: sum(pool.starmap(load_rank, everyone, 1)), pool.terminate
 
     cases: dict[str, Callable[[], Case]] = {
         "plain": at_once(lambda: plain_read(folder)),

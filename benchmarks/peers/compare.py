@@ -1,7 +1,9 @@
 """laddertron beside other engines on this machine, in turns: ratios, and each one's share of the memory's floor.
 
     python benchmarks/peers/compare.py --peers transformers,openvino --tp 1,2 --repeats 5
+    LADDERTRON_CPU_TIER=avx2 python benchmarks/peers/compare.py --peers transformers --tp 1 --dtypes bfloat16,float32
 
+Figures are medians with the least and the most. A CPU tier that is forced holds laddertron's and torch's kernels alike.
 Each peer gets an environment of its own under --environments (made at the first call, from its official wheels) and
 the same random Llama. A peer that cannot be installed or does not run is named with its reason, and the rest goes on.
 """
@@ -14,15 +16,19 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from laddertron.engine.config.schema import Deployment, ModelSection, ParallelConfig
 from laddertron.engine.config.schema import EngineConfig as EngineKeys
 from laddertron.engine.profiling.bench import Case, interleaved, step_bytes
 from laddertron.launchers.measure.bench_job import BenchJob
+from laddertron.topology.hardware import cpu_tier
 
+Dtype = Literal["bfloat16", "float16", "float32"]
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent.parent / "build" / "peers"
 NEEDS = {
@@ -41,19 +47,16 @@ class PeerError(RuntimeError):
 class Peer:
     """benchmarks/peers/worker.py in the peer's environment."""
 
-    def __init__(
-        self, name: str, folder: Path, threads: int, environments: Path | None, dtype: str = "bfloat16"
-    ) -> None:
-        """environments None: in this one."""
-        self.name, self.folder, self.threads, self.versions = name, folder, threads, ""
+    def __init__(self, name: str, folder: Path, threads: int, environments: Path, dtype: Dtype) -> None:
+        self.name, self.folder, self.threads, self.versions = f"{name}, {dtype}", folder, threads, ""
         self.environments, self.dtype, self.worker = environments, dtype, name
-        if dtype != "bfloat16" or environments is None:
-            self.name = f"{name}, {dtype}"
 
     def __enter__(self) -> Self:
-        python = Path(sys.executable)
-        if self.environments is not None:
-            python = environment(self.environments / self.worker, NEEDS[self.worker])
+        if self.dtype != "bfloat16" and self.worker != "transformers":
+            raise PeerError(f"{self.name}: of the peers, transformers alone is run in other types than bfloat16")
+        python = environment(self.environments / self.worker, NEEDS[self.worker])
+        environ = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
+        cpu_tier.limit_libraries(environ)
         self._log = (BUILD / f"{self.name}.log").open("w+")
         self._process = subprocess.Popen(
             [str(python), str(HERE / "worker.py"), self.worker, str(self.folder), str(self.threads), self.dtype],
@@ -61,7 +64,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"},
+            env=environ,
         )
         try:
             self.versions = self._answer()["versions"]
@@ -98,14 +101,13 @@ class Peer:
 class Ours:
     """laddertron's own ranks, one thread each where they share the cores."""
 
-    def __init__(
-        self, tp: int, folder: Path, threads: int, dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    ) -> None:
-        self.name, self.versions, self.dtype = f"laddertron, {dtype or f'tp {tp}'}", "", dtype
+    def __init__(self, tp: int, folder: Path, threads: int, dtype: Dtype) -> None:
+        self.name, self.versions = f"laddertron, tp {tp}, {dtype}", ""
+        self.dtype = dtype
         keys = EngineKeys(device="cpu", max_num_seqs=64, kv_cache_memory=512 << 20, enable_prefix_caching=False,
                           threads=max(1, threads // tp))  # fmt: skip
         deployment = Deployment(
-            ModelSection(str(folder), dtype=dtype or "auto"), ParallelConfig(tensor_parallel_size=tp), engine=keys
+            ModelSection(str(folder), dtype=dtype), ParallelConfig(tensor_parallel_size=tp), engine=keys
         )
         self.job = BenchJob(deployment, self.name)
 
@@ -149,6 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peers", default="transformers,vllm,openvino,deepspeed")
     parser.add_argument("--tp", default="1,2", help="of laddertron")
+    parser.add_argument("--dtypes", default="bfloat16", help=f"of {', '.join(get_args(Dtype))}; commas between them")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--generate", type=int, default=64)
@@ -161,11 +164,12 @@ def main() -> int:
         subprocess.run([sys.executable, str(HERE / "model.py"), str(folder)], check=True)
     cases = [Case(int(batch), args.prompt, args.generate) for batch in args.batch.split(",")]
     with ExitStack() as stack:
-        ours = [stack.enter_context(Ours(int(tp), folder, args.threads)) for tp in args.tp.split(",")]
+        sizes, dtypes = map(int, args.tp.split(",")), args.dtypes.split(",")
+        ours = [stack.enter_context(Ours(tp, folder, args.threads, dtype)) for tp, dtype in product(sizes, dtypes)]
         racers: list[Ours | Peer] = [*ours]
-        for name in filter(None, args.peers.split(",")):
+        for name, dtype in product(filter(None, args.peers.split(",")), dtypes):
             try:
-                racers.append(stack.enter_context(Peer(name, folder, args.threads, args.environments)))
+                racers.append(stack.enter_context(Peer(name, folder, args.threads, args.environments, dtype)))
             except PeerError as error:
                 print(f"left out: {error}", flush=True)
         compare(racers, ours[0], cases, args.repeats)
@@ -188,14 +192,20 @@ def compare(racers: list[Ours | Peer], first: Ours, cases: list[Case], repeats: 
     for racer in racers:
         if racer.versions:
             print(f"{racer.name}: {racer.versions}")
-    print(f"{'':28} {'batch':>5} {'prefill/s':>10} {'decode/s':>10} {'of floor':>8} {'ours/this':>9}")
+    print("| | batch | prefill/s | decode/s | of floor | ours / this |\n|---|---|---|---|---|---|")
     best: dict[int, float] = {}
     for (case, racer), runs in zip(pairs, found, strict=True):
-        prefill, decode = (statistics.median(column) for column in zip(*runs, strict=True))
-        about = first.job.about
+        prefill, decode = zip(*runs, strict=True)
+        about, middle = first.job.about, statistics.median(decode)
         limit = case.batch * floor / step_bytes(about["weights"], about["kv_per_token"], case)
-        ratio = best.setdefault(case.batch, decode) / decode
-        print(f"{racer.name:28} {case.batch:5} {prefill:10.0f} {decode:10.1f} {decode / limit:8.0%} {ratio:9.2f}")
+        ratio = best.setdefault(case.batch, middle) / middle
+        share = f"{middle / limit:.0%}" if racer.dtype == first.dtype else "-"
+        print(f"| {racer.name} | {case.batch} | {spread(prefill)} | {spread(decode)} | {share} | {ratio:.2f} |")
+
+
+def spread(rates: Sequence[float]) -> str:
+    """The median, with the least and the most."""
+    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
 
 
 if __name__ == "__main__":
