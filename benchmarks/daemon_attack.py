@@ -14,10 +14,7 @@ import http.client
 import json
 import multiprocessing
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,14 +23,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from laddertron.launchers.demos.serving import free_port, serving
+
 ROOT = Path(__file__).parents[1]
 CONNECTIONS, LINES, TOKENS = 40, 300, 96
 BODY = b'{"model": "demo", "prompt": [' + b"1," * 4_899_999 + b"1]}"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def ask(port: int, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
@@ -158,10 +152,9 @@ def measure(port: int, probes: int, pid: int, length: float) -> None:
 
 def main() -> None:
     length = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
-    port, probes = free_port(), free_port()
+    probes = free_port()
     with tempfile.TemporaryDirectory() as folder:
         settings = {
-            "daemon.port": port,
             "metrics.port": probes,
             "daemon.data_dir": folder,
             "daemon.limits.min_free_disk": 0,
@@ -170,19 +163,8 @@ def main() -> None:
             "parallel.emulated_delay": "0s",
             "engine.max_num_seqs": 16,
         }
-        words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-        command = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(ROOT / "configs/demo.yaml"), *words]
-        with subprocess.Popen(command) as daemon:
-            try:
-                while True:
-                    with contextlib.suppress(OSError):
-                        if ask(probes, "GET", "/ready")[0] == 200:
-                            break
-                    assert daemon.poll() is None, "the daemon ended"
-                    time.sleep(0.2)
-                measure(port, probes, daemon.pid, length)
-            finally:
-                daemon.send_signal(signal.SIGTERM)
+        with serving(ROOT / "configs/demo.yaml", Path(folder) / "serve.log", settings) as daemon:
+            measure(daemon.port, probes, daemon.pid, length)
 
 
 if __name__ == "__main__":

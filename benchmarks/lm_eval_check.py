@@ -14,16 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import yaml
+from laddertron.launchers.demos.serving import serving
 from laddertron.models.training.corpus import BOS, EOS, python_documentation
 from tokenizers import Tokenizer
 
@@ -113,49 +111,18 @@ def write_tasks(folder: Path, count: int) -> list[str]:
 
 
 def over_http(python: Path, folder: Path, tasks: list[str]) -> dict[str, Any]:
-    """lm-eval's `local-completions` against `laddertron serve`, which ends whatever happens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    """lm-eval's `local-completions` against `laddertron serve`."""
     config = {
         "model": {"path": str(MODEL), "served_model_name": "demo", "dtype": "float32"},
         "parallel": {"tensor_parallel_size": 2},
         "engine": {"device": "cpu", "threads": 1, "max_num_seqs": 8, "kv_cache_memory": "64MiB"},
-        "daemon": {"data_dir": str(folder / "data"), "port": port},
+        "daemon": {"data_dir": str(folder / "data")},
     }
     (folder / "deploy.yaml").write_text(yaml.safe_dump(config))
-    words = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(folder / "deploy.yaml")]
-    with (folder / "serve.log").open("w+") as log:
-        daemon = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            until_ready(daemon, port)
-            where = f"model=demo,base_url=http://127.0.0.1:{port}/v1/completions,tokenizer={MODEL}"
-            more = f"tokenizer_backend=huggingface,tokenized_requests=True,max_length=256,num_concurrent=4,{SAID}"
-            return evaluate(python, folder, tasks, "local-completions", f"{where},{more}")
-        except BaseException:
-            log.seek(0)
-            print(log.read()[-3000:], file=sys.stderr)
-            raise
-        finally:
-            daemon.send_signal(signal.SIGTERM)
-            try:
-                daemon.wait(30)
-            except subprocess.TimeoutExpired:
-                daemon.kill()  # the keeper ends the ranks
-                daemon.wait()
-
-
-def until_ready(daemon: subprocess.Popen[bytes], port: int) -> None:
-    for _ in range(600):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                return
-        except OSError:
-            try:
-                raise SystemExit(f"the daemon ended with status {daemon.wait(0.2)}")
-            except subprocess.TimeoutExpired:
-                continue
-    raise SystemExit("the daemon was not ready within two minutes")
+    with serving(folder / "deploy.yaml", folder / "serve.log", {}) as daemon:
+        where = f"model=demo,base_url={daemon.url}/v1/completions,tokenizer={MODEL}"
+        more = f"tokenizer_backend=huggingface,tokenized_requests=True,max_length=256,num_concurrent=4,{SAID}"
+        return evaluate(python, folder, tasks, "local-completions", f"{where},{more}")
 
 
 def evaluate(python: Path, folder: Path, tasks: list[str], kind: str, about: str, *more: str) -> dict[str, Any]:

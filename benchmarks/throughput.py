@@ -13,7 +13,6 @@ the daemon is idle while `run` has its own ranks.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import re
@@ -22,22 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from laddertron.engine.config.load import load
 from laddertron.launchers.cli.batch_client import BatchClient, ServerAddress
+from laddertron.launchers.demos.serving import serving
 from laddertron.launchers.measure.bench_job import BenchJob
 
 HERE = Path(__file__).resolve().parent
-PORT = 18537
 CONFIG = """\
 model: {{path: {folder}/model, served_model_name: llama}}
 parallel: {{tensor_parallel_size: {tp}}}
 engine: {{device: cpu, max_num_seqs: {seats}, kv_cache_memory: 512MiB, enable_prefix_caching: false}}
-daemon: {{data_dir: {folder}/data, port: {port}}}
 """
 CLI = [sys.executable, "-m", "laddertron.launchers.cli"]
 Range = tuple[int, int]
@@ -102,7 +98,8 @@ def run_beside_pure(config: Path, folder: Path, args: argparse.Namespace) -> Non
 def daemon_beside_run(config: Path, folder: Path, args: argparse.Namespace) -> None:
     lines = write_lines(folder / "in.jsonl", args.requests, args.prompt, args.generate)
     ratios = []
-    with daemon(config, folder / "daemon.log") as client:
+    with serving(config, folder / "daemon.log", {"daemon.data_dir": folder / "data"}) as daemon:
+        client = BatchClient(ServerAddress(f"{daemon.url}/v1"))
         batch_seconds(client, write_lines(folder / "warm.jsonl", args.seats, args.prompt, (4, 4)))
         for repeat in range(args.repeats):
             plain = lines.generated / run_seconds(config, lines, folder / f"out{repeat}.jsonl")
@@ -115,31 +112,6 @@ def daemon_beside_run(config: Path, folder: Path, args: argparse.Namespace) -> N
 def say(repeat: int, **figures: float) -> None:
     rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
     print(json.dumps({"repeat": repeat + 1, **rounded}), flush=True)
-
-
-@contextlib.contextmanager
-def daemon(config: Path, log: Path) -> Iterator[BatchClient]:
-    """A daemon that is ready; ended by SIGTERM."""
-    with log.open("w") as output:
-        process = subprocess.Popen([*CLI, "serve", str(config)], stdout=output, stderr=output)
-        try:
-            until = time.monotonic() + 120
-            while not _ready():
-                if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(f"the daemon did not become ready:\n{log.read_text()[-3000:]}")
-                time.sleep(0.1)
-            yield BatchClient(ServerAddress(f"http://127.0.0.1:{PORT}/v1"))
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _ready() -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 def batch_seconds(client: BatchClient, lines: Lines) -> float:
@@ -175,7 +147,7 @@ def main() -> None:
         folder = Path(name)
         subprocess.run([sys.executable, str(HERE / "peers" / "model.py"), str(folder / "model")], check=True)
         config = folder / "deploy.yaml"
-        config.write_text(CONFIG.format(folder=folder, tp=args.tp, seats=args.seats, port=PORT))
+        config.write_text(CONFIG.format(folder=folder, tp=args.tp, seats=args.seats))
         {"run": run_beside_pure, "daemon": daemon_beside_run}[args.what](config, folder, args)
 
 

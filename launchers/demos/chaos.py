@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ..cli.batch_client import ENDED, ApiError, BatchClient, ServerAddress
 from ..control.processes import ProcessId, descendants, is_alive, kill, start_time
-from .monitoring_demo import free_port
+from .serving import free_port, serve_command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/demo.yaml"
@@ -43,9 +43,8 @@ class ChaosDaemon:
 
     def __init__(self, folder: Path) -> None:
         self.port, self.log = free_port(), folder / "daemon.log"
-        sets = (f"daemon.data_dir={folder / 'data'}", f"daemon.port={self.port}", "daemon.drain_timeout=5s")
-        self._argv = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(CONFIG)]
-        self._argv += [word for key in sets for word in ("--set", key)]
+        settings = {"daemon.data_dir": folder / "data", "daemon.port": self.port, "daemon.drain_timeout": "5s"}
+        self._argv = serve_command(CONFIG, settings)
         self.start()
 
     def start(self) -> None:

@@ -9,20 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import secrets
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ from typing import Any
 import yaml
 
 from ..cli.batch_client import BatchClient, ServerAddress
+from .serving import ask, free_port, serving, started, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "configs/monitoring"
@@ -42,21 +39,6 @@ class Addresses:
     prometheus: str
 
 
-def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def ask(url: str, body: Any = None, timeout_s: float = 30.0) -> Any:
-    """JSON in, JSON out. Raises URLError (HTTPError for what the server refuses)."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        return json.load(answer)
-
-
 def query(prometheus: str, expression: str) -> list[dict[str, Any]]:
     """An instant query's series. Raises URLError where Prometheus refuses it."""
     text = urllib.parse.urlencode({"query": expression})
@@ -64,70 +46,28 @@ def query(prometheus: str, expression: str) -> list[dict[str, Any]]:
     return found
 
 
-def wait_until(what: str, condition: Any, timeout_s: float, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Asks five times a second: servers that come up tell nobody. Raises RuntimeError."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError, KeyError):
-            if condition():
-                return
-        if process is not None and process.poll() is not None:
-            raise RuntimeError(f"{what}: the process ended with status {process.returncode}")
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.2)
-
-
 @contextlib.contextmanager
-def started(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of its own group that is ended, kindly and then not, when the block is left."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-
-
-@contextlib.contextmanager
-def monitored(folder: Path, overrides: Sequence[str] = (), more_targets: Sequence[str] = ()) -> Iterator[Addresses]:
+def monitored(folder: Path) -> Iterator[Addresses]:
     """The daemon, ready, and Prometheus, ready, each on a port of its own."""
     binary = shutil.which("prometheus")
     if binary is None:
         raise RuntimeError("prometheus is not installed (Debian: apt-get install prometheus)")
-    daemon_port, prometheus_port = free_port(), free_port()
-    (folder / "prometheus.yml").write_text(_prometheus_config(daemon_port, more_targets))
     shutil.copyfile(MONITORING / "alerts.yml", folder / "alerts.yml")
-    settings = (
-        f"daemon.port={daemon_port}",
-        f"daemon.data_dir={folder / 'data'}",
-        "daemon.drain_timeout=5s",
-        *overrides,
-    )
-    serve = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(ROOT / "configs/demo.yaml")]
-    for setting in settings:
-        serve += ["--set", setting]
-    scrape = [binary, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'tsdb'}"]
-    scrape.append(f"--web.listen-address=127.0.0.1:{prometheus_port}")
-    at = Addresses(f"http://127.0.0.1:{daemon_port}", f"http://127.0.0.1:{prometheus_port}")
-    with started(serve, folder / "daemon.log") as daemon, started(scrape, folder / "prometheus.log") as prometheus:
-        wait_until("the daemon", lambda: ask(f"{at.daemon}/ready"), 120, daemon)
-        wait_until("prometheus", lambda: query(at.prometheus, 'up{job="laddertron"} == 1'), 60, prometheus)
-        yield at
+    settings = {"daemon.data_dir": folder / "data", "daemon.drain_timeout": "5s"}
+    with serving(ROOT / "configs/demo.yaml", folder / "daemon.log", settings) as daemon:
+        (folder / "prometheus.yml").write_text(_prometheus_config(daemon.port))
+        at = Addresses(daemon.url, f"http://127.0.0.1:{(port := free_port())}")
+        scrape = [binary, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+        with started([*scrape, f"--web.listen-address=127.0.0.1:{port}"], folder / "prometheus.log") as prometheus:
+            wait_until("prometheus", lambda: query(at.prometheus, 'up{job="laddertron"} == 1'), 60, prometheus)
+            yield at
 
 
-def _prometheus_config(port: int, more: Sequence[str]) -> str:
+def _prometheus_config(port: int) -> str:
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"] = [
-        {"targets": [f"127.0.0.1:{port}", *more], "labels": {"deployment": "demo"}}
-    ]
+    target = {"targets": [f"127.0.0.1:{port}"], "labels": {"deployment": "demo"}}
+    config["scrape_configs"][0]["static_configs"] = [target]
     return yaml.safe_dump(config)
 
 

@@ -1,0 +1,96 @@
+"""A daemon of one's own, for a show or a measurement: `laddertron serve` on a free port, ended whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDaemon:
+    """A daemon that answers on loopback."""
+
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(url: str, body: Any = None, timeout_s: float = 30.0) -> Any:
+    """JSON in, JSON out. Raises URLError (HTTPError for what the server refuses)."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return json.load(answer)
+
+
+def wait_until(what: str, condition: Any, timeout_s: float, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Asks five times a second: servers that come up tell nobody. Raises RuntimeError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError, KeyError):
+            if condition():
+                return
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"{what}: the process ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def started(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own group that is ended, kindly and then not, when the block is left."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def serve_command(config: Path, settings: Mapping[str, object]) -> list[str]:
+    """`laddertron serve CONFIG` with these keys."""
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(config), *words]
+
+
+@contextlib.contextmanager
+def serving(config: Path, log: Path, settings: Mapping[str, object]) -> Iterator[ServedDaemon]:
+    """The daemon, once it is ready; `settings`: keys that override the file's. Raises RuntimeError with its last words
+    where it does not come up."""
+    port = free_port()
+    with started(serve_command(config, {"daemon.port": port, **settings}), log) as process:
+        daemon = ServedDaemon(port, process.pid)
+        try:
+            wait_until("the daemon", lambda: ask(f"{daemon.url}/ready"), 120, process)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}:\n{log.read_text()[-3000:]}") from None
+        yield daemon
