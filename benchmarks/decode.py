@@ -69,6 +69,7 @@ def main() -> int:
 def be_rank(args: argparse.Namespace) -> None:
     import torch
     from bench_model import Size, make_model, make_runner, rewired
+    from laddertron.launchers.measure.lanes import Lane
     from laddertron.topology.comm.bootstrap import MpiBootstrap
     from laddertron.topology.comm.collectives import Blocking
     from laddertron.topology.comm.emulated import Emulated
@@ -76,7 +77,7 @@ def be_rank(args: argparse.Namespace) -> None:
     from laddertron.topology.connect import connect
     from laddertron.topology.emulation import Emulation
     from laddertron.topology.placement.layout import GroupLayout
-    from lanes import END, Driver, Lane, follow
+    from lanes import Driver, play
 
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
@@ -110,12 +111,9 @@ def be_rank(args: argparse.Namespace) -> None:
                 )
                 lanes.append(Lane(len(lanes), wiring, runner, limits))
                 cases.append((wiring, overlap == "true"))
-        if communicator.rank != 0:
-            follow(lanes, communicator)
-            report_memory(communicator)
-            return
         lines = []
-        try:
+
+        def lead() -> None:
             drivers = [Driver(lane, communicator) for lane in lanes]
             for driver in drivers:  # kernels and tables are warm, and so is the link
                 driver.begin(1, args.prompt, 4)
@@ -148,8 +146,8 @@ def be_rank(args: argparse.Namespace) -> None:
                     if args.delay_ms:
                         line["link"] = f"emulated, {args.delay_ms:g} ms"
                     lines.append(line)
-        finally:
-            communicator.plans.send(END)
+
+        play(lanes, communicator, lead)
         rss = report_memory(communicator)
         for line in lines:
             print(json.dumps({**line, "rss_mb": rss}), flush=True)

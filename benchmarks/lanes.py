@@ -1,7 +1,6 @@
-"""Lanes: several runners in one set of ranks that take turns, so that a busy machine is unfair to all of them alike.
+"""Drivers of lanes (launchers/measure/lanes.py): requests in, and what each step, prefill and all-reduce took.
 
-Rank 0 leads: each lane has its engine and its clock. The other ranks `follow`. Frames on the plan channel: a lane's
-plan, "run a lane's next plans", "all-reduce so many bytes so often", the end. Imported by rank programs alone.
+Imported by rank programs alone.
 """
 
 from __future__ import annotations
@@ -11,45 +10,28 @@ import statistics
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from laddertron.engine.batch import Batch, StepResult, decode
 from laddertron.engine.request import Request, SamplingParams
-from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.schedule.split import SplitChoice
-from laddertron.engine.step.engine import Ahead, Engine, StepProgress
-from laddertron.engine.step.runner import Runner
+from laddertron.launchers.measure.lanes import Lane, Turns, call, communication
+from laddertron.launchers.measure.lanes import play as share
 from laddertron.topology.comm.collectives import Collective, Done, Pending
 from laddertron.topology.comm.groups import Communicator
-from laddertron.topology.comm.ledger import Entry, Record
-
-PLAN, STEP, PROBE, END = b"P", b"S", b"R", b"E"
-
-
-@dataclass(slots=True)
-class Lane:
-    """One wiring on one rank; `awaited`: not behind Unawaited."""
-
-    index: int
-    name: str
-    runner: Runner
-    limits: SchedulerLimits
-    awaited: bool = True
-    waiting: deque[Batch] = field(default_factory=deque)
+from laddertron.topology.comm.ledger import Record
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """What a lane did: seconds of each decode step and of each prefill, seconds of communication hidden and exposed,
-    processor seconds of the main thread and of all others; seconds of an attention and of an MLP, see `sub_blocks`."""
+    processor seconds of all threads but the main one; seconds of an attention and of an MLP, see `sub_blocks`."""
 
     decode_s: tuple[float, ...]
     prefills_s: tuple[float, ...]
     hidden_s: float
     exposed_s: float
-    main_cpu_s: float
     other_cpu_s: float
     sub_blocks_s: tuple[float, float]
 
@@ -79,38 +61,6 @@ class Unawaited:
         return Done(x)
 
 
-class _Turns:
-    """The plan channel and the runner of one lane on rank 0, as its engine sees them."""
-
-    def __init__(self, lane: Lane, communicator: Communicator) -> None:
-        self._lane, self._plans, self._announced = lane, communicator.plans, 0
-
-    def announce(self, steps: int) -> None:
-        """Lets the other ranks run that many plans of this lane, each as soon as it is there: in the engine, too, no
-        rank waits until rank 0 begins a step."""
-        self._plans.send(STEP + struct.pack("<BI", self._lane.index, steps))
-        self._announced = steps
-
-    def send(self, frame: bytes) -> None:
-        self._plans.send(PLAN + bytes([self._lane.index]) + frame)
-
-    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
-        if not self._announced:
-            self.announce(1)
-        self._announced -= 1
-        return self._lane.runner.run_through(batch, ahead)
-
-    def wait_result(self) -> None:
-        """Nothing is ever pending: the lanes share a device."""
-
-
-def communication(entries: Iterable[Entry]) -> tuple[float, float]:
-    """Seconds of all-reduces hidden and exposed; under an emulated link its own, not those of what carries it."""
-    listed = [e for e in entries if e.op == "all_reduce"]
-    listed = [e for e in listed if e.link.startswith("emulated")] or listed
-    return sum(e.hidden_s for e in listed), sum(e.waited_s for e in listed)
-
-
 def sub_blocks(records: Sequence[Record], awaited: bool) -> tuple[float, float]:
     """Of the last steps' all-reduces, attention and MLP in turns, a gather after each step: seconds between one
     all-reduce and the next, which completes an attention or an MLP. From its end on where it is awaited (nothing but
@@ -138,8 +88,8 @@ class Driver:
 
     def __init__(self, lane: Lane, communicator: Communicator) -> None:
         self.lane, self._communicator = lane, communicator
-        self._turns = _Turns(lane, communicator)
-        self._engine = Engine(Scheduler(lane.limits), self._turns, self._turns, StepProgress())
+        self._turns = Turns(lane, communicator)
+        self._engine = self._turns.engine
         self._runs = 0
         self._new()
 
@@ -147,7 +97,7 @@ class Driver:
         self._decode: list[float] = []
         self._sub_blocks: list[tuple[float, float]] = []
         self._prefills: list[float] = []
-        self._sums = [0.0] * 4
+        self._sums = [0.0] * 3
 
     def begin(self, batch: int, prompt: int, gen: int, prompts: int | None = None) -> None:
         """Takes `batch` requests in and computes their prompts, of `prompt` tokens each: one more prefill. prompts: the
@@ -178,7 +128,7 @@ class Driver:
         after = communication(self._communicator.ledger.entries())
         records = [r for r in self._communicator.ledger.history() if r.start_s >= began]
         self._sub_blocks.append(sub_blocks(records, self.lane.awaited))
-        for index, value in enumerate((after[0] - hidden, after[1] - exposed, main, every - main)):
+        for index, value in enumerate((after[0] - hidden, after[1] - exposed, every - main)):
             self._sums[index] += value
 
     def probe(self, nbytes: int, count: int) -> list[float]:
@@ -209,16 +159,16 @@ class Driver:
     def end(self) -> Steps:
         """As finish; what was measured since the last end."""
         self.finish()
-        hidden, exposed, main, other = self._sums
+        hidden, exposed, other = self._sums
         attention, mlp = (statistics.median(kind) for kind in zip(*self._sub_blocks or [(0.0, 0.0)], strict=True))
-        steps = Steps(tuple(self._decode), tuple(self._prefills), hidden, exposed, main, other, (attention, mlp))
+        steps = Steps(tuple(self._decode), tuple(self._prefills), hidden, exposed, other, (attention, mlp))
         self._new()
         return steps
 
 
 def probe(communicator: Communicator, nbytes: int, count: int) -> list[float]:
     """Rank 0: seconds of each of `count` all-reduces of nbytes, beside nothing else."""
-    communicator.plans.send(PROBE + struct.pack("<II", nbytes, count))
+    call(communicator, struct.pack("<II", nbytes, count))
     return _all_reduces(communicator, nbytes, count)
 
 
@@ -233,27 +183,5 @@ def _all_reduces(communicator: Communicator, nbytes: int, count: int) -> list[fl
 
 
 def play(lanes: Sequence[Lane], communicator: Communicator, lead: Callable[[], None]) -> None:
-    """Rank 0 leads; the others follow until it is done, however that ends."""
-    if communicator.rank != 0:
-        follow(lanes, communicator)
-        return
-    try:
-        lead()
-    finally:
-        communicator.plans.send(END)
-
-
-def follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
-    """The other ranks' loop, until END."""
-    while (frame := communicator.plans.receive())[:1] != END:
-        kind, rest = frame[:1], frame[1:]
-        if kind == PLAN:
-            lanes[rest[0]].waiting.append(decode(rest[1:]))
-        elif kind == STEP:
-            index, steps = struct.unpack("<BI", rest)
-            for _ in range(steps):
-                if not lanes[index].waiting:  # nothing but this lane's plans is sent before the last of these steps
-                    lanes[index].waiting.append(decode(communicator.plans.receive()[2:]))
-                lanes[index].runner.run_through(lanes[index].waiting.popleft())
-        else:
-            _all_reduces(communicator, *struct.unpack("<II", rest))
+    """As launchers/measure/lanes.py's, with ranks that answer `probe`."""
+    share(lanes, communicator, lead, lambda asked: _all_reduces(communicator, *struct.unpack("<II", asked)))

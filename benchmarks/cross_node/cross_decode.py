@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import torch
 from bench_model import Size, make_model, make_runner, rewired
 from cluster.nodes import CONTROL, Control
+from laddertron.launchers.measure.lanes import Lane
 from laddertron.topology.comm.bootstrap import MpiBootstrap
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
 from laddertron.topology.placement.layout import GroupLayout
-from lanes import Driver, Lane, Steps, Unawaited, play, probe
+from lanes import Driver, Steps, Unawaited, play, probe
 from rank_task import Spec, be_rank, say
 
 

@@ -17,11 +17,12 @@ from cluster.nodes import CONTROL, Control
 from laddertron.engine.batch import Batch, StepResult
 from laddertron.engine.schedule.speculation import SpeculationRule
 from laddertron.engine.step import runner as runners
+from laddertron.launchers.measure.lanes import Lane
 from laddertron.topology.comm.bootstrap import MpiBootstrap
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
 from laddertron.topology.placement.layout import GroupLayout
-from lanes import Driver, Lane, play
+from lanes import Driver, play
 from numpy.typing import NDArray
 from rank_task import Spec, be_rank, say
 

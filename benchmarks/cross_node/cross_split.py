@@ -12,11 +12,12 @@ from bench_model import Size, make_model, make_runner, rewired
 from cluster.nodes import CONTROL, Control
 from cross_decode import steady
 from laddertron.engine.schedule.split import TRIAL, SplitRule
+from laddertron.launchers.measure.lanes import Lane
 from laddertron.topology.comm.bootstrap import MpiBootstrap
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
 from laddertron.topology.placement.layout import GroupLayout
-from lanes import Driver, Lane, Unawaited, play
+from lanes import Driver, Unawaited, play
 from rank_task import Spec, be_rank, say
 
 WARM = len(TRIAL) + 2

@@ -12,112 +12,53 @@ import os
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...engine.batch import Batch, StepResult, decode
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...engine.request import Request, SamplingParams
-from ...engine.schedule.scheduler import Scheduler
-from ...engine.step.engine import Ahead, Engine, StepProgress
+from ...engine.step.engine import Engine
 from ...topology.comm.emulated import emulate
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Ledger
 from ...topology.emulation import Emulation
 from ...topology.placement.identity import Identity, IdentityError, identify
+from ..measure.lanes import Lane, Turns, call, communication, play
 from ..rank.rank import choose_device, join_group, set_threads
 
 MAX_TOKENS = 64
 SHOW_S = 0.1
-PLAN, STEP, LINK, END = b"P", b"S", b"L", b"E"
-"""What rank 0 says to the others: a lane's plan, run a lane's next plan, a new link for all lanes, the end."""
 
 
 @dataclass(slots=True)
-class Lane:
-    """One model with its own scheduler, clock and account of communication."""
+class Linked:
+    """A lane behind an emulated link, and the account of what travels there."""
 
-    index: int
-    name: str
-    runner: Any
-    scheduler_limits: Any
+    lane: Lane
     num_layers: int
     ledger: Ledger = field(default_factory=Ledger)
-    waiting: deque[Batch] = field(default_factory=deque)
 
     def lay_link(self, communicator: Communicator, delay_s: float) -> None:
         """A new link under the model's all-reduces, with an account that starts at zero."""
         self.ledger = Ledger()
         link = Emulation(f"link, {delay_s * 1e6:.0f} us", delay_s)
         on_gpu = communicator.backend == "nccl"
-        self.runner.model.all_reduce = emulate(communicator.all_reduce, link, self.ledger, on_gpu)
-
-    def communication(self) -> tuple[float, float]:
-        """Seconds hidden and exposed since the link was laid."""
-        entries = self.ledger.entries()
-        return sum(e.hidden_s for e in entries), sum(e.waited_s for e in entries)
-
-
-class _OrderedRunner:
-    """Rank 0's runner of a lane: tells the others whose turn it is, then runs."""
-
-    def __init__(self, lane: Lane, communicator: Communicator) -> None:
-        self._lane, self._communicator = lane, communicator
-
-    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
-        self._communicator.plans.send(STEP + bytes([self._lane.index]))
-        result: StepResult = self._lane.runner.run_through(batch, ahead)
-        return result
-
-    def wait_result(self) -> None:
-        """Nothing is ever pending: the lanes share a device."""
-
-
-class _LanePlans:
-    def __init__(self, lane: Lane, communicator: Communicator) -> None:
-        self._lane, self._communicator = lane, communicator
-
-    def send(self, frame: bytes) -> None:
-        self._communicator.plans.send(PLAN + bytes([self._lane.index]) + frame)
-
-
-def follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
-    """The other ranks' loop."""
-    while True:
-        frame = communicator.plans.receive()
-        kind, rest = frame[:1], frame[1:]
-        if kind == END:
-            return
-        if kind == LINK:
-            for lane in lanes:
-                lane.lay_link(communicator, float(rest.decode()))
-            continue
-        lane = lanes[rest[0]]
-        if kind == PLAN:
-            lane.waiting.append(decode(rest[1:]))
-        else:
-            lane.runner.run_through(lane.waiting.popleft())
+        self.lane.runner.model.all_reduce = emulate(communicator.all_reduce, link, self.ledger, on_gpu)
 
 
 @dataclass(slots=True)
 class Entrant:
     """A lane on rank 0, with its engine, which goes from race to race."""
 
-    lane: Lane
+    linked: Linked
     engine: Engine
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     first: list[int] = field(default_factory=list)
     done: bool = False
-
-    @classmethod
-    def of(cls, lane: Lane, communicator: Communicator) -> Entrant:
-        runner, plans = _OrderedRunner(lane, communicator), _LanePlans(lane, communicator)
-        return cls(lane, Engine(Scheduler(lane.scheduler_limits), runner, plans, StepProgress()))
 
     def line_up(self, name: str, prompts: Sequence[Sequence[int]], count: int) -> None:
         """At the start of a race: nothing done, `count` requests waiting."""
@@ -138,9 +79,9 @@ class Entrant:
         self.done = not self.engine.has_work
 
     def report(self) -> dict[str, Any]:
-        hidden, exposed = self.lane.communication()
+        hidden, exposed = communication(self.linked.ledger.entries())
         return {
-            "lane": self.lane.name,
+            "lane": self.linked.lane.name,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "steps": self.steps,
@@ -160,9 +101,9 @@ def race(
     delay_s: float,
 ) -> dict[str, dict[str, Any]]:
     """Rank 0: `count` requests through every lane over a link of delay_s; returns each lane's last report."""
-    communicator.plans.send(LINK + repr(delay_s).encode())
+    call(communicator, repr(delay_s).encode())
     for entrant in entrants:
-        entrant.lane.lay_link(communicator, delay_s)
+        entrant.linked.lay_link(communicator, delay_s)
         entrant.line_up(name, prompts, count)
     shown = 0.0
     while not all(entrant.done for entrant in entrants):
@@ -170,7 +111,7 @@ def race(
         if time.monotonic() - shown > SHOW_S:
             shown = time.monotonic()
             say({"race": name, "lanes": [entrant.report() for entrant in entrants], "total": count * MAX_TOKENS})
-    reports = {entrant.lane.name: entrant.report() for entrant in entrants}
+    reports = {entrant.linked.lane.name: entrant.report() for entrant in entrants}
     say({"race": name, "lanes": list(reports.values()), "total": count * MAX_TOKENS, "over": True})
     return reports
 
@@ -180,33 +121,32 @@ def say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def lead(lanes: Sequence[Lane], communicator: Communicator, prompts: Sequence[Sequence[int]], seconds: float) -> None:
+def lead(
+    entered: Sequence[Linked], communicator: Communicator, prompts: Sequence[Sequence[int]], seconds: float
+) -> None:
     """Warms up, measures c (what a sub-block computes beyond its waits), then races at L = c and at no delay."""
-    try:
-        entrants = [Entrant.of(lane, communicator) for lane in lanes]
-        seats = lanes[0].scheduler_limits.max_num_seqs
-        race("start", entrants, communicator, prompts, seats, 0.0)
-        first = race("warm-up", entrants, communicator, prompts, 2 * seats, 0.0)[lanes[0].name]
-        c = (first["seconds"] - first["exposed"]) / first["steps"] / (2 * lanes[0].num_layers)
-        say({"c": c, "delay": c})
-        rate = first["tokens"] / first["seconds"]
-        for name, delay in (("link", c), ("no delay", 0.0)):
-            expected = rate / 2 if delay else rate
-            count = max(seats, round(expected * seconds / MAX_TOKENS / seats) * seats)
-            race(name, entrants, communicator, prompts, count, delay)
-    finally:
-        communicator.plans.send(END)
+    entrants = [Entrant(linked, Turns(linked.lane, communicator).engine) for linked in entered]
+    seats = entered[0].lane.limits.max_num_seqs
+    race("start", entrants, communicator, prompts, seats, 0.0)
+    first = race("warm-up", entrants, communicator, prompts, 2 * seats, 0.0)[entered[0].lane.name]
+    c = (first["seconds"] - first["exposed"]) / first["steps"] / (2 * entered[0].num_layers)
+    say({"c": c, "delay": c})
+    rate = first["tokens"] / first["seconds"]
+    for name, delay in (("link", c), ("no delay", 0.0)):
+        expected = rate / 2 if delay else rate
+        count = max(seats, round(expected * seconds / MAX_TOKENS / seats) * seats)
+        race(name, entrants, communicator, prompts, count, delay)
 
 
-def _lanes(deployments: Sequence[Deployment], communicator: Communicator, device: Any) -> list[Lane]:
+def _entered(deployments: Sequence[Deployment], communicator: Communicator, device: Any) -> list[Linked]:
     from ...engine.step.build import build
 
-    lanes = []
+    entered = []
     for index, deployment in enumerate(deployments):
         built = build(deployment, communicator, device)
-        name = built.config.wiring.name
-        lanes.append(Lane(index, name, built.runner, built.scheduler_limits, built.config.num_layers))
-    return lanes
+        lane = Lane(index, built.config.wiring.name, built.runner, built.scheduler_limits)
+        entered.append(Linked(lane, built.config.num_layers))
+    return entered
 
 
 def _be_rank(identity: Identity, paths: Sequence[str], prompts: Sequence[Sequence[int]], seconds: float) -> None:
@@ -216,11 +156,14 @@ def _be_rank(identity: Identity, paths: Sequence[str], prompts: Sequence[Sequenc
     parallel = replace(deployments[0].parallel, collective="auto", emulated_delay=0.0)
     plain = replace(deployments[0], parallel=parallel)
     with join_group(plain, identity) as communicator:
-        lanes = _lanes(deployments, communicator, choose_device(deployments[0], identity))
-        if communicator.rank == 0:
-            lead(lanes, communicator, prompts, seconds)
-        else:
-            follow(lanes, communicator)
+        entered = _entered(deployments, communicator, choose_device(deployments[0], identity))
+
+        def obey(delay: bytes) -> None:
+            for linked in entered:
+                linked.lay_link(communicator, float(delay))
+
+        lanes = [linked.lane for linked in entered]
+        play(lanes, communicator, lambda: lead(entered, communicator, prompts, seconds), obey)
 
 
 def main() -> int:

@@ -168,7 +168,7 @@ def test_sub_blocks_are_read_from_the_ledger() -> None:
     assert lanes.sub_blocks(list(messages(0.5)), awaited=True) == pytest.approx((1.0, 3.0))
     assert lanes.sub_blocks(list(messages(0.0)), awaited=False) == pytest.approx((1.0, 3.0))
     assert lanes.sub_blocks(list(messages(0.0))[:2], awaited=True) == (0.0, 0.0)
-    assert lanes.Steps((), (), 0.0, 0.0, 0.0, 0.0, (0.0, 0.0)).larger_share == 0.5
+    assert lanes.Steps((), (), 0.0, 0.0, 0.0, (0.0, 0.0)).larger_share == 0.5
 
 
 def test_nobody_waits_for_what_is_carried() -> None:
