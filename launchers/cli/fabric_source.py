@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...engine.config.load import Deployment
 from ...topology.cost.cost import Backend, Shape
@@ -13,6 +14,9 @@ from ...topology.hardware.presets import preset
 from ...topology.placement.grid import Suits
 from ...topology.placement.placement import Placement, place
 from ..compose.hosts import read_hosts
+
+if TYPE_CHECKING:
+    from ...models.config.model_config import ModelConfig
 
 
 def read_fabric(text: str) -> Fabric:
@@ -47,14 +51,16 @@ def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) 
 def model_suits(deployment: Deployment) -> Suits | None:
     """Whether the deployment's model splits over so many ranks; None where its folder is not on this machine."""
     from ...models.config.model_config import from_folder
-    from ...models.config.shapes import ShapeError, check_shapes, splits
 
     folder = Path(deployment.model.path)
-    if not (folder / "config.json").is_file():
-        return None
-    model = from_folder(folder)
+    return suits(from_folder(folder)) if (folder / "config.json").is_file() else None
 
-    def suits(size: int) -> str | None:
+
+def suits(model: ModelConfig) -> Suits:
+    """Whether the model splits over so many ranks."""
+    from ...models.config.shapes import ShapeError, check_shapes, splits
+
+    def why_not(size: int) -> str | None:
         if splits(model, size):
             return None
         try:
@@ -63,7 +69,7 @@ def model_suits(deployment: Deployment) -> Suits | None:
             return str(error).partition(": ")[2].rpartition(": use ")[0]
         return None
 
-    return suits
+    return why_not
 
 
 def backend_of(deployment: Deployment, shape: Shape) -> Backend:

@@ -26,9 +26,8 @@ from ...models.stages import StageError, choose_layers
 from ...topology.cost.cost import Backend, Costs, Shape, shape_of
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
-from ...topology.placement.grid import Suits
 from ...topology.placement.placement import place
-from .fabric_source import backend_of, lay_out, read_fabric
+from .fabric_source import backend_of, lay_out, read_fabric, suits
 
 FP8 = Quantisation("fp8")
 """What fp8 weights that nobody has looked at are taken for."""
@@ -65,7 +64,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         # Host names of the file mean machines that the assumed fabric does not know.
         placement = place(
             fabric, d.parallel.tensor_parallel_size, d.parallel.replicas, stages=d.parallel.pipeline_parallel_size,
-            ranks_per_node=d.launch.ranks_per_node, suits=_suits(config),
+            ranks_per_node=d.launch.ranks_per_node, suits=suits(config),
         )  # fmt: skip
     else:
         fabric, placement = lay_out(d, fabric, {})
@@ -128,7 +127,7 @@ def from_names(
     )
     size = size or _natural_size(config, stored, keys, fabric)
     total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
-    placement = place(fabric, size, replicas or max(1, total // size), suits=_suits(config))
+    placement = place(fabric, size, replicas or max(1, total // size), suits=suits(config))
     shape = shape_of(fabric, placement)
     backend: Backend = "nccl" if gpu else "native"
     return Question(
@@ -177,19 +176,6 @@ def _model(loaded: LoadedDeployment) -> tuple[ModelConfig, Quantisation | None, 
     # Whether weights suit their wiring is for `check` and the ranks: a plan may ask what if.
     config, _ = choose_wiring(config, d.model.wiring, d.model.ladder_layers, allow_untrained=True)
     return config, quantised, notes
-
-
-def _suits(config: ModelConfig) -> Suits:
-    def suits(size: int) -> str | None:
-        if splits(config, size):
-            return None
-        try:
-            check_shapes(config, size)
-        except ShapeError as error:
-            return str(error).partition(": ")[2].rpartition(": use ")[0]
-        return None
-
-    return suits
 
 
 def _form(weights: str, values: str, fp8: bool, gpu: bool) -> str:

@@ -19,11 +19,10 @@ import click
 from ....engine.config.load import Deployment, LoadedDeployment, read
 from ....engine.config.yaml_tree import ConfigError
 from ....topology.placement.identity import Identity, IdentityError, identify
-from ...compose.detect_launcher import survey
-from ...compose.host_allocation import divide, together
-from ...compose.hosts import read_hosts
+from ...compose.host_allocation import together
 from ...compose.mpi import compose
 from ...control.processes import die_with_parent
+from ...job.fleet import Fleet
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
 from ..fabric_option import fabric_option
 
@@ -36,20 +35,11 @@ class UsageError(click.ClickException):
 
 def launch(loaded: LoadedDeployment, words: list[str]) -> int:
     """The same command as ranks of a job; its exit status. Raises UsageError where it cannot be launched."""
-    deployment = loaded.deployment
     try:
-        site = survey(deployment, os.environ)
-        parallel = deployment.parallel
-        shares = divide(
-            read_hosts(deployment, os.environ, site.fabric),
-            parallel.tensor_parallel_size,
-            parallel.replicas,
-            site.fabric,
-            parallel.pipeline_parallel_size,
-        )
-        program = (site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
-        whole = together(shares)
-        job = compose(deployment, site, whole, program, (SIGNS,))
+        fleet = Fleet(loaded.deployment, os.environ)
+        program = (fleet.site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
+        whole = together(fleet.shares)
+        job = compose(loaded.deployment, fleet.site, whole, program, (SIGNS,))
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from error
     try:
