@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from .advice import describe
@@ -331,41 +331,32 @@ def as_json(plan: CapacityEstimate) -> dict[str, Any]:
         "model": q.name,
         "parameters": q.config.num_parameters,
         "wiring": q.config.wiring.name,
-        "stored": _plain(q.stored),
+        "stored": asdict(q.stored),
         "tensor_parallel_size": q.placement.tensor_parallel_size,
         "replicas": q.placement.replicas,
         "stages": q.placement.stages,
         "fits": m.fits,
         "verdict": m.verdict,
-        "memory": {**_plain(m), "weight_bytes": m.weight_bytes, "largest_context": m.largest_context},
-        "ranks": _plain(plan.ranks),
-        "traffic": [{**_plain(t), "law": t.law} for t in plan.traffic],
+        "memory": {**asdict(m), "weight_bytes": m.weight_bytes, "largest_context": m.largest_context},
+        "ranks": [asdict(r) for r in plan.ranks],
+        "traffic": [{**asdict(t), "law": t.law} for t in plan.traffic],
         "decoding": [
-            {**_plain(p), "tokens_per_s": p.tokens_per_s, "hidden_s": p.time.hidden_s, "exposed_s": p.time.exposed_s}
+            {**asdict(p), "tokens_per_s": p.tokens_per_s, "hidden_s": p.time.hidden_s, "exposed_s": p.time.exposed_s}
             for p in plan.predictions
         ],
-        "prefill": [{**_plain(p), "tokens_per_s": p.tokens_per_s} for p in plan.prefills],
-        "split_law": _plain(plan.split_law),
-        "contexts": [{**_plain(d), "tokens_per_s": d.tokens_per_s} for d in plan.depths],
+        "prefill": [{**asdict(p), "tokens_per_s": p.tokens_per_s} for p in plan.prefills],
+        "split_law": plan.split_law and asdict(plan.split_law),
+        "contexts": [{**asdict(d), "tokens_per_s": d.tokens_per_s} for d in plan.depths],
         "layouts": [
             {
                 "layout": describe(x), "tp": x.tp, "replicas": x.replicas, "stages": x.stages, "gpus": x.gpus,
-                "stored": _plain(x.stored), "wiring": x.wiring.name, "fits": bool(x.speeds),
-                "weight_bytes": x.memory.weight_bytes, "kv_tokens": x.memory.kv_tokens, "speeds": _plain(x.speeds),
-                "contexts": [{**_plain(d), "tokens_per_s": d.tokens_per_s} for d in x.depths],
+                "stored": asdict(x.stored), "wiring": x.wiring.name, "fits": bool(x.speeds),
+                "weight_bytes": x.memory.weight_bytes, "kv_tokens": x.memory.kv_tokens,
+                "speeds": [asdict(s) for s in x.speeds],
+                "contexts": [{**asdict(d), "tokens_per_s": d.tokens_per_s} for d in x.depths],
             }
             for x in plan.layouts
         ],
         "recommendation": list(plan.recommendation),
         "assumptions": list(plan.assumptions),
     }  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(v) for v in value]
-    return value

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import fcntl
 import ipaddress
 import socket
-import struct
 
 
 class _Sockaddr(ctypes.Structure):
@@ -74,15 +72,8 @@ def address_of(interface: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that holds an IPv4 address. Raises ValueError naming those that there are."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(s, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            found[socket.inet_ntoa(answer[20:24])] = name
+    """The network interface that holds an address. Raises ValueError naming those that there are."""
+    found = {text.partition("/")[0]: name for name, texts in addresses().items() for text in texts}
     if address.startswith("127."):
         return found.get("127.0.0.1", "lo")
     if address not in found:
