@@ -23,7 +23,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS), str(HERE.parent)]
 
 from cluster.nodes import Cluster, kill, why_not  # noqa: E402
 from cross_report import bars, tables, write_docs  # noqa: E402
