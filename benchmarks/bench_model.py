@@ -18,7 +18,8 @@ from laddertron.engine.step.build import DTYPES, drawn_on_device
 from laddertron.engine.step.cuda_graphs import make_graphs
 from laddertron.engine.step.runner import Runner
 from laddertron.models.attention_choice import make_attention
-from laddertron.models.config.model_config import Dtype, ModelConfig, Rope, make_wiring
+from laddertron.models.config.known_models import architecture
+from laddertron.models.config.model_config import Dtype, ModelConfig, make_wiring
 from laddertron.models.config.shapes import check_shapes, replicates_embedding
 from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
@@ -54,22 +55,10 @@ class Size:
     positions: int = 1024
 
     def config(self) -> ModelConfig:
-        return ModelConfig(
-            family="llama",
-            num_layers=self.layers,
-            hidden_size=self.hidden,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.hidden // self.heads,
-            ffn_size=self.ffn,
-            vocab_size=self.vocab,
-            max_position_embeddings=self.positions,
-            norm_eps=1e-5,
-            rope=Rope(),
-            wiring=make_wiring("standard", self.layers),
-            dtype=self.dtype,
-            tied_embeddings=self.tied,
-        )
+        return architecture(
+            "llama", self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.vocab, self.positions,
+            tied=self.tied, dtype=self.dtype,
+        )  # fmt: skip
 
 
 def fill(model: LlamaModel, seed: int = 0) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from laddertron.models.config.model_config import ModelConfig, Rope, make_wiring
+from laddertron.models.config.known_models import architecture
+from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.training import corpus, train
 
 RESULTS = Path(__file__).resolve().parent / "results" / "quality.json"
@@ -31,21 +32,9 @@ def model(wiring: str) -> ModelConfig:
     """The demo models' shape; hybrid ladders the upper half, desync drifts on two ranks."""
     layers = range(LAYERS // 2, LAYERS) if wiring == "hybrid" else None
     tp = 2 if wiring.startswith("desync") else None
-    return ModelConfig(
-        family="llama",
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_heads=HEADS,
-        num_kv_heads=HEADS,
-        head_dim=HIDDEN // HEADS,
-        ffn_size=FFN,
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-        norm_eps=1e-5,
-        rope=Rope(),
-        wiring=make_wiring(wiring, LAYERS, layers, tensor_parallel_size=tp),
-        dtype="float32",
-        tied_embeddings=True,
+    wired = make_wiring(wiring, LAYERS, layers, tensor_parallel_size=tp)
+    return architecture(
+        "llama", LAYERS, HIDDEN, HEADS, HEADS, FFN, VOCAB, CONTEXT, tied=True, wiring=wired, dtype="float32"
     )
 
 

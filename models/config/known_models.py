@@ -11,17 +11,20 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
-from .model_config import ModelConfig, make_wiring
+from .model_config import Dtype, ModelConfig, make_wiring
 from .parts import Rope, Wiring
 
 _PLAIN = Rope()
 _LLAMA3 = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
-def _model(
+def architecture(
     family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, positions: int,
-    rope: Rope = _PLAIN, *, head_dim: int | None = None, tied: bool = False, wiring: str = "standard",
+    rope: Rope = _PLAIN, *, head_dim: int | None = None, tied: bool = False, wiring: str | Wiring = "standard",
+    dtype: Dtype = "bfloat16",
 ) -> ModelConfig:  # fmt: skip
+    """A model of a stock family by its sizes."""
+    wired = make_wiring(wiring, layers) if isinstance(wiring, str) else wiring
     return ModelConfig(
         family=family,
         num_layers=layers,
@@ -34,37 +37,37 @@ def _model(
         max_position_embeddings=positions,
         norm_eps=1e-5,
         rope=rope,
-        wiring=make_wiring(wiring, layers),
-        dtype="bfloat16",
+        wiring=wired,
+        dtype=dtype,
         tied_embeddings=tied,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        declares_wiring=wiring != "standard",
+        declares_wiring=wired.name != "standard",
     )
 
 
 def _table() -> dict[str, ModelConfig]:
     ladder = "ladder_residual"
     return {
-        "llama-3.2-1b": _model("llama", 16, 2048, 32, 8, 8192, 128256, 131072, _LLAMA3, tied=True),
-        "llama-3.2-3b": _model("llama", 28, 3072, 24, 8, 8192, 128256, 131072, _LLAMA3, tied=True),
-        "llama-3.1-8b": _model("llama", 32, 4096, 32, 8, 14336, 128256, 131072, _LLAMA3),
-        "llama-3.1-70b": _model("llama", 80, 8192, 64, 8, 28672, 128256, 131072, _LLAMA3),
-        "llama-3.3-70b": _model("llama", 80, 8192, 64, 8, 28672, 128256, 131072, _LLAMA3),
-        "llama-3.1-405b": _model("llama", 126, 16384, 128, 8, 53248, 128256, 131072, _LLAMA3),
-        "llama-2-7b": _model("llama", 32, 4096, 32, 32, 11008, 32000, 4096),
-        "llama-2-13b": _model("llama", 40, 5120, 40, 40, 13824, 32000, 4096),
-        "llama-2-70b": _model("llama", 80, 8192, 64, 8, 28672, 32000, 4096),
-        "codellama-34b": _model("llama", 48, 8192, 64, 8, 22016, 32000, 16384, Rope(1e6)),
-        "mistral-7b": _model("mistral", 32, 4096, 32, 8, 14336, 32768, 32768, Rope(1e6)),
-        "mistral-large-123b": _model("mistral", 88, 12288, 96, 8, 28672, 32768, 131072, Rope(1e6)),
-        "qwen2.5-7b": _model("qwen2", 28, 3584, 28, 4, 18944, 152064, 32768, Rope(1e6)),
-        "qwen2.5-32b": _model("qwen2", 64, 5120, 40, 8, 27648, 152064, 32768, Rope(1e6)),
-        "qwen2.5-72b": _model("qwen2", 80, 8192, 64, 8, 29568, 152064, 32768, Rope(1e6)),
-        "qwen3-8b": _model("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, Rope(1e6), head_dim=128),
-        "qwen3-32b": _model("qwen3", 64, 5120, 64, 8, 25600, 151936, 40960, Rope(1e6), head_dim=128),
-        "ladder-1b": _model(ladder, 40, 1536, 24, 24, 4096, 49152, 2048, tied=True, wiring="ladder"),
-        "ladder-3b": _model(ladder, 40, 2304, 36, 36, 9216, 49152, 2048, tied=True, wiring="ladder"),
+        "llama-3.2-1b": architecture("llama", 16, 2048, 32, 8, 8192, 128256, 131072, _LLAMA3, tied=True),
+        "llama-3.2-3b": architecture("llama", 28, 3072, 24, 8, 8192, 128256, 131072, _LLAMA3, tied=True),
+        "llama-3.1-8b": architecture("llama", 32, 4096, 32, 8, 14336, 128256, 131072, _LLAMA3),
+        "llama-3.1-70b": architecture("llama", 80, 8192, 64, 8, 28672, 128256, 131072, _LLAMA3),
+        "llama-3.3-70b": architecture("llama", 80, 8192, 64, 8, 28672, 128256, 131072, _LLAMA3),
+        "llama-3.1-405b": architecture("llama", 126, 16384, 128, 8, 53248, 128256, 131072, _LLAMA3),
+        "llama-2-7b": architecture("llama", 32, 4096, 32, 32, 11008, 32000, 4096),
+        "llama-2-13b": architecture("llama", 40, 5120, 40, 40, 13824, 32000, 4096),
+        "llama-2-70b": architecture("llama", 80, 8192, 64, 8, 28672, 32000, 4096),
+        "codellama-34b": architecture("llama", 48, 8192, 64, 8, 22016, 32000, 16384, Rope(1e6)),
+        "mistral-7b": architecture("mistral", 32, 4096, 32, 8, 14336, 32768, 32768, Rope(1e6)),
+        "mistral-large-123b": architecture("mistral", 88, 12288, 96, 8, 28672, 32768, 131072, Rope(1e6)),
+        "qwen2.5-7b": architecture("qwen2", 28, 3584, 28, 4, 18944, 152064, 32768, Rope(1e6)),
+        "qwen2.5-32b": architecture("qwen2", 64, 5120, 40, 8, 27648, 152064, 32768, Rope(1e6)),
+        "qwen2.5-72b": architecture("qwen2", 80, 8192, 64, 8, 29568, 152064, 32768, Rope(1e6)),
+        "qwen3-8b": architecture("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, Rope(1e6), head_dim=128),
+        "qwen3-32b": architecture("qwen3", 64, 5120, 64, 8, 25600, 151936, 40960, Rope(1e6), head_dim=128),
+        "ladder-1b": architecture(ladder, 40, 1536, 24, 24, 4096, 49152, 2048, tied=True, wiring="ladder"),
+        "ladder-3b": architecture(ladder, 40, 2304, 36, 36, 9216, 49152, 2048, tied=True, wiring="ladder"),
     }
 
 
