@@ -66,10 +66,6 @@ class Memory:
         return sum(size for name, size in self.parts.items() if name.startswith("weights: "))
 
     @property
-    def other_bytes(self) -> int:
-        return sum(self.parts.values()) - self.weight_bytes
-
-    @property
     def fits(self) -> bool:
         """Weights and buffers have room, and one sequence of the configured length has its KV."""
         return self.kv_bytes > 0 and self.kv_tokens > self.max_model_len

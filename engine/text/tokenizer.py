@@ -96,10 +96,6 @@ class TextModel:
         """Ids that the tokenizer knows (the model's own vocabulary may be padded beyond)."""
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template_source is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with the beginning-of-sequence token where the checkpoint says so."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
