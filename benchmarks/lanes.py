@@ -52,12 +52,12 @@ class Unawaited:
 
     def __init__(self, inner: Collective) -> None:
         self._inner = inner
-        self._travelling: deque[Pending] = deque()
+        self._in_flight: deque[Pending] = deque()
 
     def start(self, x: torch.Tensor) -> Pending:
-        if len(self._travelling) == 3:
-            self._travelling.popleft().wait()
-        self._travelling.append(self._inner.start(x))
+        if len(self._in_flight) == 3:
+            self._in_flight.popleft().wait()
+        self._in_flight.append(self._inner.start(x))
         return Done(x)
 
 

@@ -127,7 +127,7 @@ def make_plan(question: Question) -> CapacityEstimate:
     size = q.placement.tensor_parallel_size
     devices = devices_of(q)
     room, group = memory_in(q), group_in(q)
-    ways = wirings(part_of(q))
+    variants = wirings(part_of(q))
     predictions, prefills = _speeds(q, group, room)
     contexts = [n for n in q.work.contexts if n <= q.config.max_position_embeddings]
     stages, crossing = q.placement.stages, _crossing(q)
@@ -137,7 +137,7 @@ def make_plan(question: Question) -> CapacityEstimate:
         question=q,
         ranks=tuple(explain(q.placement)),
         memory=room,
-        traffic=tuple(_traffic(q, group, wiring, batch) for wiring in ways.values() for batch in (1, 32)),
+        traffic=tuple(_traffic(q, group, wiring, batch) for wiring in variants.values() for batch in (1, 32)),
         predictions=predictions,
         prefills=prefills,
         split_law=_split_law(q, group),
@@ -159,12 +159,12 @@ def group_in(q: Question) -> SimulatedGroup:
 def steps_in(q: Question, group: SimulatedGroup, load: Load) -> Mapping[str, StepTime]:
     """The step by every wiring; and standard in two streams where that is quicker, if the question allows it."""
     times = {name: group.step(load, wiring) for name, wiring in wirings(part_of(q)).items()}
-    for name, wiring, cut in split_ways(q, group):
+    for name, wiring, cut in split_variants(q, group):
         times[name] = cut.step(load, wiring)
     return times
 
 
-def split_ways(q: Question, group: SimulatedGroup) -> tuple[tuple[str, Wiring, SimulatedGroup], ...]:
+def split_variants(q: Question, group: SimulatedGroup) -> tuple[tuple[str, Wiring, SimulatedGroup], ...]:
     """`standard, split`, where there is something to hide: its wiring, and the group that may split."""
     if not q.split or not q.overlap or group.size == 1:
         return ()
@@ -217,14 +217,14 @@ def wirings(config: ModelConfig) -> Mapping[str, Wiring]:
     """Those to compare: standard, the retrofit of the last half, ladder, parallel, no communication, and the model's
     own."""
     layers = config.num_layers
-    ways = {
+    variants = {
         "standard": make_wiring("standard", layers),
         "hybrid": make_wiring("hybrid", layers, range(layers - layers // 2, layers)),
         "ladder": make_wiring("ladder", layers),
         "parallel": make_wiring("parallel", layers),
         "no-communication": make_wiring("none", layers),
     }
-    return {**ways, config.wiring.name: config.wiring}
+    return {**variants, config.wiring.name: config.wiring}
 
 
 def devices_of(q: Question) -> Devices:
@@ -280,18 +280,18 @@ def _speeds(q: Question, group: SimulatedGroup, room: Memory) -> tuple[tuple[Pre
             speedup = times["standard"].total_s / time.total_s
             predictions.append(Prediction(name, batch, q.work.context, time, speedup, fits))
     prompts = [n for n in dict.fromkeys((q.work.prompt, 8192)) if n <= q.config.max_position_embeddings]
-    ways = [(name, wiring, group) for name, wiring in wirings(part_of(q)).items()]
+    variants = [(name, wiring, group) for name, wiring in wirings(part_of(q)).items()]
     prefills = [
         Prefill(name, tokens, _prefill(q, each, tokens, wiring))
         for tokens in prompts
-        for name, wiring, each in (*ways, *split_ways(q, group))
+        for name, wiring, each in (*variants, *split_variants(q, group))
     ]
     return tuple(predictions), tuple(prefills)
 
 
 def _split_law(q: Question, group: SimulatedGroup) -> SplitLaw | None:
     tokens = min(q.work.prompt, q.keys.max_num_batched_tokens)
-    if tokens < 2 or not split_ways(q, group):
+    if tokens < 2 or not split_variants(q, group):
         return None
     load = Load(prompt=tokens, prompt_context=tokens / 2)
     whole, halves = group.cost(load), [group.cost(half) for half in load.halves()]

@@ -212,7 +212,7 @@ class _Simulation:
         live.seen = now
 
     def _expect(self, now: float, i: int) -> None:
-        """Foretells the replica's next end, and offers its free slots."""
+        """Predicts the replica's next end, and offers its free slots."""
         live = self.live[i]
         live.version += 1
         if live.ends:

@@ -1,4 +1,4 @@
-"""Other ways to lay the same model over the same devices: tensor parallelism across or inside nodes, replicas, fp8
+"""Other layouts of the same model over the same devices: tensor parallelism across or inside nodes, replicas, fp8
 weights, a pipeline. Each with its memory and its speed by batch; nothing is recommended here. Pure; no torch.
 """
 
@@ -126,9 +126,9 @@ def layouts(
     """Those worth knowing on these devices; `own` is the tensor-parallel size asked about. Groups of whole nodes and
     more are listed whether they fit or not, without a pipeline; all others where they fit, and parts of a node or
     pipelines where they are the cheapest of their weights and wiring at some batch."""
-    ways = {name: make_wiring(name, config.num_layers) for name in ("standard", "ladder")}
-    if config.wiring.name not in ways and not config.wiring.desync_every:
-        ways[config.wiring.name] = config.wiring
+    variants = {name: make_wiring(name, config.num_layers) for name in ("standard", "ladder")}
+    if config.wiring.name not in variants and not config.wiring.desync_every:
+        variants[config.wiring.name] = config.wiring
     forms = (stored, replace(stored, weights="fp8")) if devices.fp8 and stored.weights != "fp8" else (stored,)
     total, node = devices.total, devices.per_node
     sizes = {total, own, node} | {node // n for n in (2, 4, 8, 16) if node % n == 0}
@@ -141,7 +141,7 @@ def layouts(
     for size in sorted(sizes, reverse=True):
         for stages in (n for n in (1, 2, 4, 8, 16) if n <= min(total // size, config.num_layers)):
             for form in forms:
-                for wiring in ways.values():
+                for wiring in variants.values():
                     add(size, stages, form, wiring)
     best: dict[tuple[StoredTypes, str, int], tuple[float, int]] = {}
     for i, x in enumerate(found):

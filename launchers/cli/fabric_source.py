@@ -31,10 +31,10 @@ def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) 
     """The deployment's placement, and the part of the fabric that it was asked to use. Raises PlacementError,
     LaunchError, ValueError."""
     parallel = deployment.parallel
-    allotment = read_hosts(deployment, environ, fabric)
+    available = read_hosts(deployment, environ, fabric)
     slots: dict[str, int] | None = None
-    if deployment.launch.hosts or deployment.launch.hostfile or allotment.allocation:
-        slots = {host.name: host.slots for host in allotment.hosts}
+    if deployment.launch.hosts or deployment.launch.hostfile or available.allocation:
+        slots = {host.name: host.slots for host in available.hosts}
         fabric = fabric.only(slots)
     placement = place(
         fabric,

@@ -86,10 +86,10 @@ def scaling(model: str, spec: str, batch: int, context: int, fp8: bool = False) 
         size = nodes * per_node
         if splits(config, size):
             q = from_names(model, Asked(preset(f"{nodes}x{node}"), Work(), fp8), size=size, replicas=1)
-            group, room, ways = group_in(q), memory_in(q), wirings(part_of(q))
+            group, room, variants = group_in(q), memory_in(q), wirings(part_of(q))
             load = Load(decodes=batch, context=context)
             cost = group.cost(load)
-            standard, ladder = group.step(load, ways["standard"]), group.step(load, ways["ladder"])
+            standard, ladder = group.step(load, variants["standard"]), group.step(load, variants["ladder"])
             found.append(
                 ReplicaSpan(
                     nodes, size, room.fits, room.kv_tokens, cost.all_reduce.seconds, cost.sub_block_s,

@@ -30,12 +30,12 @@ class Share:
 
 
 def divide(
-    allotment: HostAllocation, tp: int, replicas: int, fabric: Fabric | None, stages: int = 1
+    available: HostAllocation, tp: int, replicas: int, fabric: Fabric | None, stages: int = 1
 ) -> tuple[Share, ...]:
     """Each replica's share, stage after stage. Raises LaunchError or PlacementError where they do not fit, and
     LaunchError where nodes of an allocation would be left unused."""
     if fabric is not None:
-        slots = {h.name: h.slots for h in allotment.hosts}
+        slots = {h.name: h.slots for h in available.hosts}
         try:
             known = fabric.only(slots)
         except ValueError as error:
@@ -43,11 +43,11 @@ def divide(
         placement = place(known, tp, replicas, stages=stages, slots=slots)
         shares = tuple(_placed(placement.replica(index), known) for index in range(replicas))
     else:
-        shares = _in_order(allotment, tp, replicas, stages)
+        shares = _in_order(available, tp, replicas, stages)
     used = {h.name for share in shares for h in share.hosts}
-    idle = [h.name for h in allotment.hosts if h.name not in used]
-    if allotment.allocation and idle:
-        total = len(allotment.hosts)
+    idle = [h.name for h in available.hosts if h.name not in used]
+    if available.allocation and idle:
+        total = len(available.hosts)
         raise LaunchError(
             f"{_product(tp, stages, replicas)} ranks use {total - len(idle)} of {total} allocated nodes: "
             f"{', '.join(idle[:8])}{' …' if len(idle) > 8 else ''} would be billed and never used: allocate fewer, or "
@@ -76,8 +76,8 @@ def _placed(placement: Placement, fabric: Fabric) -> Share:
     return Share(tuple(hosts), tuple(interfaces), tuple(sorted(hcas)))
 
 
-def _in_order(allotment: HostAllocation, tp: int, replicas: int, stages: int) -> tuple[Share, ...]:
-    hosts = allotment.hosts
+def _in_order(available: HostAllocation, tp: int, replicas: int, stages: int) -> tuple[Share, ...]:
+    hosts = available.hosts
     used = [0] * len(hosts)
     shares: list[Share] = []
     at = 0
@@ -88,7 +88,7 @@ def _in_order(allotment: HostAllocation, tp: int, replicas: int, stages: int) ->
             which = f"stage {stage} of replica {replica}" if stages > 1 else f"replica {replica}"
             raise LaunchError(
                 f"{which} of {replicas} does not fit: {tp} ranks, inside a host or in equal shares of whole hosts, but "
-                f"there are {have} slots on {len(hosts)} hosts (hosts: {allotment.source}) and {replica} "
+                f"there are {have} slots on {len(hosts)} hosts (hosts: {available.source}) and {replica} "
                 f"replicas on them: add hosts or slots, or lower parallel.tensor_parallel_size or parallel.replicas"
             )
         if stage == 0:

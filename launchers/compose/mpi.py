@@ -94,19 +94,19 @@ def compose(
         raise LaunchError(
             f"a job needs equally many ranks on each host, got {[(h.name, h.slots) for h in share.hosts]}"
         )
-    wires = choose_network(deployment, share)
-    env = _environment(deployment, site, share, wires)
+    network = choose_network(deployment, share)
+    env = _environment(deployment, site, share, network)
     asked = dict.fromkeys((*INHERITED, *deployment.launch.forward_env))
     inherited = tuple(name for name in asked if name in site.shell and name not in env)
-    parts = _COMPOSERS[site.kind](deployment, site, share, wires, (*env, *inherited, *forward))
+    parts = _COMPOSERS[site.kind](deployment, site, share, network, (*env, *inherited, *forward))
     if deployment.launch.extra_args:
         parts.append(Part(deployment.launch.extra_args, "launch.extra_args"))
     parts.append(Part(tuple(program), "what each rank runs"))
     return LaunchCommand(tuple(parts), env, inherited, tuple(forward))
 
 
-def _environment(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice) -> dict[str, Variable]:
-    env = environment(deployment, variables(deployment, wires, share)) | _listening(deployment, site, share, wires)
+def _environment(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
+    env = environment(deployment, variables(deployment, network, share)) | _listening(deployment, site, share, network)
     if site.fabric is None:
         return env
     env[ENV_SEATS] = Variable(seats_text(share.hosts), "each rank looks whether it is where the fabric has it")
@@ -119,14 +119,14 @@ def _environment(deployment: Deployment, site: Site, share: Share, wires: Networ
     return env
 
 
-def _listening(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice) -> dict[str, Variable]:
+def _listening(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
     """What keeps an MPI, which binds to every address, on loopback where all ranks are on this host, else on the
     interface that was chosen."""
     if site.kind not in ("openmpi", "mpich") or site.listen is None:
         return {}
     if "LD_PRELOAD" in site.shell or "LD_PRELOAD" in deployment.launch.env:
         return {}
-    where, why = ",".join(wires.interfaces), f"{wires.interface_reason}: nobody else may connect"
+    where, why = ",".join(network.interfaces), f"{network.interface_reason}: nobody else may connect"
     if [host.name for host in share.hosts] in (["localhost"], [site.host]):
         where, why = "lo", "all ranks are on this host: nobody else may connect"
     return {ENV_LISTEN: Variable(where, why), "LD_PRELOAD": Variable(site.listen, why)} if where else {}
@@ -159,7 +159,7 @@ def _version(site: Site) -> str:
 
 
 def _openmpi(
-    deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]
+    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
 ) -> list[Part]:
     launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
     word, why = _binding(deployment)
@@ -182,16 +182,16 @@ def _openmpi(
         )
     if launch.rsh_agent is not None:
         parts.append(Part(("--mca", "plm_rsh_agent", launch.rsh_agent), "launch.rsh_agent"))
-    if len(share.hosts) > 1 and wires.interfaces:
-        reason = wires.interface_reason
-        parts.append(Part(("--mca", "oob_tcp_if_include", ",".join(wires.interfaces)), reason))
-        parts.append(Part(("--mca", "btl_tcp_if_include", ",".join(wires.interfaces)), reason))
+    if len(share.hosts) > 1 and network.interfaces:
+        reason = network.interface_reason
+        parts.append(Part(("--mca", "oob_tcp_if_include", ",".join(network.interfaces)), reason))
+        parts.append(Part(("--mca", "btl_tcp_if_include", ",".join(network.interfaces)), reason))
     if len(share.hosts) > 1 and ENV_LISTEN in names and site.listen is not None:
         prefix, daemon = ("orte", "orted") if site.version[:1] in ((3,), (4,)) else ("prte", "prted")
-        agent = f"env LD_PRELOAD={site.listen} {ENV_LISTEN}={','.join(wires.interfaces)} {daemon}"
+        agent = f"env LD_PRELOAD={site.listen} {ENV_LISTEN}={','.join(network.interfaces)} {daemon}"
         reason = "the other hosts' daemons listen there, too"
         parts.append(Part((f"--{'prtemca' if prefix == 'prte' else 'mca'}", f"{prefix}_launch_agent", agent), reason))
-    if len(share.hosts) > 1 and not wires.hcas:
+    if len(share.hosts) > 1 and not network.hcas:
         shared = "vader" if site.version[:1] in ((3,), (4,)) else "sm"
         parts.append(Part(("--mca", "pml", "ob1"), "no RDMA port is known: TCP between nodes, not a guess of UCX"))
         parts.append(Part(("--mca", "btl", f"self,{shared},tcp"), "itself, shared memory inside a node, TCP between"))
@@ -199,7 +199,9 @@ def _openmpi(
     return parts
 
 
-def _mpich(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]) -> list[Part]:
+def _mpich(
+    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
+) -> list[Part]:
     launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
     word, why = _binding(deployment)
     parts = [
@@ -213,14 +215,16 @@ def _mpich(deployment: Deployment, site: Site, share: Share, wires: NetworkChoic
         parts.append(Part(("-map-by", launch.map_by), "launch.map_by"))
     if launch.rsh_agent is not None:
         parts.append(Part(("-launcher", "ssh", "-launcher-exec", launch.rsh_agent), "launch.rsh_agent"))
-    if len(share.hosts) > 1 and len(wires.interfaces) == 1:
-        parts.append(Part(("-iface", wires.interfaces[0]), wires.interface_reason))
+    if len(share.hosts) > 1 and len(network.interfaces) == 1:
+        parts.append(Part(("-iface", network.interfaces[0]), network.interface_reason))
     if names:
         parts.append(Part(("-genvlist", ",".join(names)), "by name: their values stay off the command line"))
     return parts
 
 
-def _slurm(deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]) -> list[Part]:
+def _slurm(
+    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
+) -> list[Part]:
     slurm, ranks, per_node = deployment.launch.slurm, share.ranks, share.hosts[0].slots
     parts = [
         Part((site.program,), f"Slurm {_version(site)}"),
@@ -256,7 +260,7 @@ def _slurm(deployment: Deployment, site: Site, share: Share, wires: NetworkChoic
 
 
 def _torchrun(
-    deployment: Deployment, site: Site, share: Share, wires: NetworkChoice, names: Sequence[str]
+    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
 ) -> list[Part]:
     if len(share.hosts) > 1:
         raise LaunchError(

@@ -42,23 +42,25 @@ def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
     return NetworkChoice(interfaces, why if interfaces else "", hcas, why_hcas if hcas else "")
 
 
-def variables(deployment: Deployment, wires: NetworkChoice, share: Share) -> dict[str, Variable]:
+def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> dict[str, Variable]:
     """The ranks' derived environment; what `launch.env` names is left to it. Raises LaunchError where ranks of one job
     would need different values."""
     found: dict[str, Variable] = {}
-    if wires.interfaces:
+    if network.interfaces:
         # `=`: exactly this name; without it NCCL takes every interface that begins so
-        found["NCCL_SOCKET_IFNAME"] = Variable(f"={','.join(wires.interfaces)}", wires.interface_reason)
-        if len(wires.interfaces) == 1:
-            found["GLOO_SOCKET_IFNAME"] = Variable(wires.interfaces[0], wires.interface_reason)
+        found["NCCL_SOCKET_IFNAME"] = Variable(f"={','.join(network.interfaces)}", network.interface_reason)
+        if len(network.interfaces) == 1:
+            found["GLOO_SOCKET_IFNAME"] = Variable(network.interfaces[0], network.interface_reason)
     if deployment.parallel.require_transport == "socket":
         found["NCCL_IB_DISABLE"] = Variable("1", "parallel.require_transport: socket")
-    elif wires.hcas:
-        ports = ",".join(hca if ":" in hca else f"{hca}:1" for hca in wires.hcas)
-        found["NCCL_IB_HCA"] = Variable(f"={ports}", wires.hcas_reason)
-        found["UCX_NET_DEVICES"] = Variable(ports, wires.hcas_reason)
-    if "UCX_NET_DEVICES" not in found and wires.interfaces:
-        found["UCX_NET_DEVICES"] = Variable(",".join(wires.interfaces), "no RDMA port: UCX would look for a way round")
+    elif network.hcas:
+        ports = ",".join(hca if ":" in hca else f"{hca}:1" for hca in network.hcas)
+        found["NCCL_IB_HCA"] = Variable(f"={ports}", network.hcas_reason)
+        found["UCX_NET_DEVICES"] = Variable(ports, network.hcas_reason)
+    if "UCX_NET_DEVICES" not in found and network.interfaces:
+        found["UCX_NET_DEVICES"] = Variable(
+            ",".join(network.interfaces), "no RDMA port: UCX would look for a way round"
+        )
     if deployment.engine.threads is not None:
         found["OMP_NUM_THREADS"] = Variable(str(deployment.engine.threads), "engine.threads")
     if deployment.engine.device != "cpu":

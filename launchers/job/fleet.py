@@ -51,7 +51,7 @@ def spare_places(
         if not free:
             raise LaunchError(
                 f"{host.name} is out of use (its processes could not be killed) and no spare is left of "
-                f"launch.spare_hosts={list(spares)}: mend the host or name another spare"
+                f"launch.spare_hosts={list(spares)}: repair the host or name another spare"
             )
         places[host.name] = free[0]
     return places
@@ -63,10 +63,10 @@ class Fleet:
     def __init__(self, deployment: Deployment, environ: Mapping[str, str], hostname: str | None = None) -> None:
         self._hostname = hostname or socket.gethostname()
         self.site: Site = survey(deployment, environ)
-        self.allotment = read_hosts(deployment, environ, self.site.fabric)
+        self.available = read_hosts(deployment, environ, self.site.fabric)
         parallel = deployment.parallel
         self.shares = divide(
-            self.allotment,
+            self.available,
             parallel.tensor_parallel_size,
             parallel.replicas,
             self.site.fabric,

@@ -36,7 +36,7 @@ HELD_OUT_PERCENT = 5
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text, rendered as training text in one or more ways (special tokens spelled out). `held_out`: none of the
+    """One text, rendered as training text in one or more forms (special tokens spelled out). `held_out`: none of the
     renderings is trained on."""
 
     renderings: tuple[str, ...]

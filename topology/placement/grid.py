@@ -133,20 +133,20 @@ class Problem:
         else:
             several = f" {self.replicas} times" if self.replicas > 1 else ""
             text = f"{what} does not fit{several} on {have} with equally many ranks on each node of a group"
-        return f"{text}: {self._mend(size)}"
+        return f"{text}: {self._fix(size)}"
 
-    def _mend(self, size: int) -> str:
+    def _fix(self, size: int) -> str:
         can = [n for n in range(1, self.total + 1) if self.layout(n) is not None]
         near = sorted(sorted(can, key=lambda n: (abs(n - size), n))[:8])
-        ways = [f"use {'' if near == can else 'for example '}{_either(near)}"] if near else []
+        fixes = [f"use {'' if near == can else 'for example '}{_either(near)}"] if near else []
         each = self.stages
         if self.replicas > each:
             fewer_groups = range(self.replicas - each, 0, -each)
             most = next((r // each for r in fewer_groups if self._with(r).layout(size) is not None), 0)
-            ways += [f"replicas={most}"] if most else []
+            fixes += [f"replicas={most}"] if most else []
         fewer = self._fewer_hosts(size)
-        ways += [f"only the hosts {fewer} (launch.hosts)"] if fewer else []
-        return ", or ".join(ways) if ways else "no layout of this model fits these hosts: add hosts"
+        fixes += [f"only the hosts {fewer} (launch.hosts)"] if fewer else []
+        return ", or ".join(fixes) if fixes else "no layout of this model fits these hosts: add hosts"
 
     def _with(self, replicas: int) -> Problem:
         return Problem(self.fabric, replicas, self.slots, self.ranks_per_node, self.suits, self.stages)

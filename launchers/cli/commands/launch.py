@@ -36,10 +36,10 @@ def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
     return arguments[0] in (*SERVICES, "preflight") or several
 
 
-def divided(deployment: Deployment, allotment: HostAllocation, site: Site) -> tuple[Share, ...]:
+def divided(deployment: Deployment, available: HostAllocation, site: Site) -> tuple[Share, ...]:
     """Each replica's share of the hosts."""
     p = deployment.parallel
-    return divide(allotment, p.tensor_parallel_size, p.replicas, site.fabric, p.pipeline_parallel_size)
+    return divide(available, p.tensor_parallel_size, p.replicas, site.fabric, p.pipeline_parallel_size)
 
 
 def before_its_fabric(deployment: Deployment, arguments: Sequence[str], environ: Mapping[str, str]) -> Deployment:
@@ -83,8 +83,8 @@ def printed(
 ) -> str:
     """The dry run: every command that would be started, with its reasons. `alone`: the program starts its ranks itself,
     a job for each replica, or, `again`, one in which each rank is the same program."""
-    allotment = read_hosts(deployment, environ, site.fabric)
-    shares = divided(deployment, allotment, site)
+    available = read_hosts(deployment, environ, site.fabric)
+    shares = divided(deployment, available, site)
     if not alone or again:
         if site.kind == "torchrun" and len(together(shares).hosts) > 1:
             commands = torchrun_hosts(deployment, site, together(shares), program)
@@ -93,13 +93,13 @@ def printed(
             )
         job = job_command(deployment, site, shares, program)
         if not again:
-            return render(job, f"hosts: {allotment.source}")
+            return render(job, f"hosts: {available.source}")
         command = LaunchCommand((Part(tuple(program), "on this host; it starts its ranks and holds them:"),))
         return "\n\n".join(
-            (render(command, f"hosts: {allotment.source}"), render(job, "the ranks (started by the command above)"))
+            (render(command, f"hosts: {available.source}"), render(job, "the ranks (started by the command above)"))
         )
     command = LaunchCommand((Part(tuple(program), "on this host; it starts a job for each replica:"),))
-    texts = [render(command, f"hosts: {allotment.source}")]
+    texts = [render(command, f"hosts: {available.source}")]
     for number, job in enumerate(replica_commands(deployment, site, shares)):
         texts.append(render(job, f"replica {number} of {len(shares)} (started by the command above)"))
     return "\n\n".join(texts)
@@ -161,8 +161,8 @@ def command(
         if dry_run:
             click.echo(printed(deployment, site, program, alone, environ, arguments[0] == "preflight"))
             return
-        allotment = read_hosts(deployment, environ, site.fabric)
-        shares = divided(deployment, allotment, site)
+        available = read_hosts(deployment, environ, site.fabric)
+        shares = divided(deployment, available, site)
         argv, extra = program, {}
         if not alone:
             job = job_command(deployment, site, shares, program)

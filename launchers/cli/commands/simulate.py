@@ -70,11 +70,11 @@ def step_command(
     load = Load(decodes=batch, context=context, prompt=prompt, prompt_context=prompt / 2)
     found = _checked(lambda: steps(q, load))
     if json_out:
-        ways = {
+        variants = {
             name: {**asdict(t), "hidden_s": t.hidden_s, "exposed_s": t.exposed_s, "speedup": found.speedup(name)}
             for name, t in found.times.items()
         }
-        out = {"all_reduce_s": found.all_reduce_s, "sub_block_s": found.sub_block_s, "wirings": ways}
+        out = {"all_reduce_s": found.all_reduce_s, "sub_block_s": found.sub_block_s, "wirings": variants}
         click.echo(json.dumps(out, indent=1))
     else:
         _print(found.sheet)

@@ -63,8 +63,8 @@ def deployment(name: str = "llama-3.1-405b-tp16.yaml", *overrides: str) -> Deplo
 def test_405b_on_two_nodes_of_a_known_fabric(kind: Kind) -> None:
     """The flagship: 16 ranks on 2 x 8 H100, interface and HCAs from the fabric, a reason for every word."""
     fabric = preset("2x8xH100")
-    allotment = HostAllocation(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
-    [share] = divide(allotment, 16, 1, fabric)
+    available = HostAllocation(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
+    [share] = divide(available, 16, 1, fabric)
     here = site(kind, fabric)
     command = compose(deployment(), here, share, worker_program(here), CONTROL)
     golden(f"405b-{kind}.txt", render(command, "405B, tp 16, 2 x 8 x H100"))
@@ -121,14 +121,14 @@ def test_hosts_that_call_their_interfaces_differently() -> None:
     pair = preset("2x8xH100")
     other = replace(pair.nodes[1], nics=tuple(replace(n, name="bond0") for n in pair.nodes[1].nics))
     fabric = replace(pair, nodes=(pair.nodes[0], other))
-    allotment = HostAllocation(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
+    available = HostAllocation(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
     here = site("openmpi", fabric)
     for tp, replicas in ((16, 1), (8, 2)):
-        share = together(divide(allotment, tp, replicas, fabric))
+        share = together(divide(available, tp, replicas, fabric))
         assert compose(deployment(), here, share, ["p"]).env["LADDERTRON_INTERFACES"] == "node0=eth0,node1=bond0"
         said = deployment("llama-3.1-405b-tp16.yaml", "launch.interface=ib0")
         assert "LADDERTRON_INTERFACES" not in compose(said, here, share, ["p"]).env
-    for share in divide(allotment, 8, 2, fabric):
+    for share in divide(available, 8, 2, fabric):
         assert "LADDERTRON_INTERFACES" not in compose(deployment(), here, share, ["p"]).env
 
 

@@ -137,18 +137,18 @@ def test_allocated_nodes_that_would_idle_are_refused() -> None:
 def test_placement_decides_where_the_fabric_is_known() -> None:
     """Devices, HCAs and the interface are the placement's; hosts that it does not know are refused."""
     fabric = preset("2x8xH100")
-    allotment = HostAllocation((Host("node0", 8), Host("node1", 8)), "launch.hosts")
-    [share] = divide(allotment, 16, 1, fabric)
+    available = HostAllocation((Host("node0", 8), Host("node1", 8)), "launch.hosts")
+    [share] = divide(available, 16, 1, fabric)
     assert names((share,)) == ["node0:8 node1:8"]
     assert len(share.hcas) == 8
     assert len(share.interfaces) == 1
-    halves = divide(allotment, 4, 4, fabric)
+    halves = divide(available, 4, 4, fabric)
     assert {d for s in halves[:2] for h in s.hosts for d in h.devices or ()} == set(range(8))
     assert not halves[0].hcas  # one host needs no wire
     with pytest.raises(LaunchError, match="host 'other' is not in the fabric"):
         divide(HostAllocation((Host("other", 8),), "launch.hosts"), 8, 1, fabric)
     with pytest.raises(ValueError, match="24"):
-        divide(allotment, 24, 1, fabric)
+        divide(available, 24, 1, fabric)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 16), st.integers(1, 5))
