@@ -10,6 +10,8 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#define LT_API __attribute__((visibility("default")))
+
 #define LT_DEPTH 8
 #define LT_SLOTS (2 * LT_DEPTH)
 #define LT_RING 4    /* chunks of a large message in the node's shared memory at once */
