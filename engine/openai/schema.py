@@ -7,6 +7,7 @@ name. The sampling parameters' fields follow from engine/request.py's SamplingPa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, WrapValidator, create_model
@@ -291,7 +292,7 @@ def check_body(value: Any, endpoint: Endpoint) -> Body:
     values = fields.__dict__
     found = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}
     if endpoint == CHAT:
-        found["messages"] = tuple([_as_template(at, message) for at, message in enumerate(found["messages"])])
+        found["messages"] = _as_templates(found["messages"])
         _chat_only(found)
     else:
         found["prompts"] = found.pop("prompt")
@@ -315,22 +316,20 @@ def check_body(value: Any, endpoint: Endpoint) -> Body:
     most = found.get("max_tokens")
     if most is not None and found.get("min_tokens", 0) > most:
         raise BadRequest(f"min_tokens={found['min_tokens']} is more than max_tokens={most}", param="min_tokens")
-    params: dict[str, Any] = {"max_tokens": 0, "seed": 0}
-    rest: dict[str, Any] = {}
-    for name, given in found.items():
-        if name in PARAMS:
-            params[name] = given
-        if name in _BODY_NAMES:
-            rest[name] = given
+    params = {"max_tokens": 0, "seed": 0, **{name: found[name] for name in found.keys() & PARAMS.keys()}}
+    rest = {name: found[name] for name in found.keys() & _BODY_NAMES}
     return Body(endpoint, params=SamplingParams(**params), **rest)
 
 
-def _as_template(at: int, message: Message) -> dict[str, Any]:
+def _as_templates(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    found: list[dict[str, Any]] = []
     try:
-        return as_template_takes_it(message)
+        for message in messages:
+            found.append(as_template_takes_it(message))
     except BadRequest as bad:
-        where = f"messages[{at}]"
+        where = f"messages[{len(found)}]"
         raise BadRequest(f"{where}.{bad.message}", param=f"{where}.content", code=bad.code) from None
+    return tuple(found)
 
 
 def _chat_only(found: dict[str, Any]) -> None:
