@@ -27,11 +27,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_switch_turns_with_the_steps(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On, off, off, on by the number of the step alone, so all ranks turn it together; only steps that are on leave
     figures; heartbeats fall due once a second of them, in the first half of a block."""
-    import metrics_rank
-
     now = [100.0]
     monkeypatch.setattr("laddertron.engine.step.engine.time.monotonic", lambda: now[0])
-    progress, on, beats = metrics_rank.Switched(block=4), [], []
+    progress, on, beats = bench.Switched(block=4), [], []
     for step in range(16):
         on.append(progress.on)
         progress.start(8)
