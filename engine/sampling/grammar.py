@@ -71,11 +71,76 @@ def _brief(message: str) -> str:
     return " ".join(message.split())[:300]
 
 
+class GrammarState:
+    """Where one sequence is in its grammar, by a matcher of the library. A failed one (a spec that slipped through the
+    door, a resource limit of the library) allows nothing."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fork(self) -> GrammarState:
+        """Another one at the same place: this one stays there."""
+        return GrammarState(self._matcher.deep_copy())
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def allowed(self, ids: range) -> npt.NDArray[np.bool_]:
+        """Which of these global ids may come next, [len(ids)]; after the end the EOS ids alone."""
+        matcher = self._matcher
+        if matcher.is_error() or len(ids) == 0:
+            return np.zeros(len(ids), np.bool_)
+        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            return np.zeros(len(ids), np.bool_)
+        start = ids.start // 8
+        bits = np.unpackbits(packed[start : ids.stop // 8 + 1], bitorder="little")
+        out: npt.NDArray[np.bool_] = bits[ids.start - 8 * start :][: len(ids)].astype(np.bool_)
+        return out
+
+    def advance(self, token: int) -> None:
+        if not (self._matcher.is_stopped() and not self._matcher.is_error()):
+            self._matcher.consume_token(token)
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one behind the other."""
+        if self._matcher.is_error() or self._matcher.is_stopped():
+            return 0
+        return int(self._matcher.validate_tokens(list(tokens)))
+
+    def failure(self) -> str | None:
+        """Why nothing may come next, or None if it works."""
+        return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+class NoGrammar:
+    """The state of a sequence whose grammar cannot be had: nothing may come next, with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def fork(self) -> NoGrammar:
+        return self
+
+    def allowed(self, ids: range) -> npt.NDArray[np.bool_]:
+        return np.zeros(len(ids), np.bool_)
+
+    def advance(self, token: int) -> None:
+        pass
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        return 0
+
+    def failure(self) -> str | None:
+        return self._reason
+
+
 class NoGrammars:
     """Stands where grammars cannot be had: a request that wants one all the same ends alone, with the reason."""
 
     def __init__(self, reason: str) -> None:
-        self._reason = reason
+        self._state = NoGrammar(reason)
 
     def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
         pass
@@ -83,19 +148,13 @@ class NoGrammars:
     def release(self, slot: int) -> None:
         pass
 
-    def allowed(self, slot: int, ids: range) -> npt.NDArray[np.bool_]:
-        return np.zeros(len(ids), np.bool_)
-
-    def advance(self, slot: int, token: int) -> None:
-        pass
-
-    def failure(self, slot: int) -> str | None:
-        return self._reason
+    def state(self, slot: int) -> NoGrammar:
+        return self._state
 
 
 class GrammarSlots:
-    """The matchers of one rank's slots, for the sampler. A failed matcher (a spec that slipped through the door, a
-    resource limit of the library) allows nothing: the sampler then ends that request alone, with `failure`'s words."""
+    """The grammars of one rank's slots, for the sampler: where one allows nothing, it ends that request alone, with
+    `failure`'s words."""
 
     def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """Raises ValueError if the library is missing or cannot read the folder's tokenizer.json."""
@@ -103,7 +162,7 @@ class GrammarSlots:
         if eos_token_ids:
             options["eos_token"] = list(eos_token_ids)
         self._tokenizer = _library().LLTokenizer(str(tokenizer_folder / "tokenizer.json"), **options)
-        self._slots: dict[int, Any] = {}
+        self._slots: dict[int, GrammarState] = {}
         self._prototypes: OrderedDict[str, Any] = OrderedDict()
 
     def check(self, spec: str) -> None:
@@ -116,15 +175,16 @@ class GrammarSlots:
         try:
             self.admit(at, spec, ())
             for step in range(_TRIAL_IDS):
-                ids = np.flatnonzero(self.allowed(at, everything))
+                state = self._slots[at]
+                ids = np.flatnonzero(state.allowed(everything))
                 if len(ids) == 0:
-                    why = self.failure(at) or ""
+                    why = state.failure() or ""
                     if not why or why.startswith("NoExtensionBias"):
                         why = f"it allows nothing after {step} tokens (does a rule or a $ref lead back to itself?)"
                     raise ValueError(f"the grammar cannot be used: {why}")
-                if self._slots[at].is_stopped():
+                if state.ended:
                     break
-                self.advance(at, int(ids[step * _STRIDE % len(ids)]))
+                state.advance(int(ids[step * _STRIDE % len(ids)]))
         except ValueError:
             self._prototypes.pop(spec, None)
             raise
@@ -139,9 +199,9 @@ class GrammarSlots:
         self._prototypes[spec] = prototype
         if len(self._prototypes) > MAX_PROTOTYPES:
             self._prototypes.popitem(last=False)
-        self._slots[slot] = prototype.deep_copy()
+        state = self._slots[slot] = GrammarState(prototype.deep_copy())
         for token in output:
-            self.advance(slot, token)
+            state.advance(token)
 
     @staticmethod
     def _options(spec: str) -> str:
@@ -153,25 +213,5 @@ class GrammarSlots:
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)
 
-    def allowed(self, slot: int, ids: range) -> npt.NDArray[np.bool_]:
-        """Which of these global ids may come next, [len(ids)]; after the end the EOS ids alone."""
-        matcher = self._slots[slot]
-        if matcher.is_error() or len(ids) == 0:
-            return np.zeros(len(ids), np.bool_)
-        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        if matcher.is_error():
-            return np.zeros(len(ids), np.bool_)
-        start = ids.start // 8
-        bits = np.unpackbits(packed[start : ids.stop // 8 + 1], bitorder="little")
-        out: npt.NDArray[np.bool_] = bits[ids.start - 8 * start :][: len(ids)].astype(np.bool_)
-        return out
-
-    def advance(self, slot: int, token: int) -> None:
-        matcher = self._slots[slot]
-        if not (matcher.is_stopped() and not matcher.is_error()):
-            matcher.consume_token(token)
-
-    def failure(self, slot: int) -> str | None:
-        """Why the slot's matcher allows nothing, or None if it works."""
-        matcher = self._slots[slot]
-        return _brief(matcher.get_error()) if matcher.is_error() else None
+    def state(self, slot: int) -> GrammarState:
+        return self._slots[slot]

@@ -83,7 +83,7 @@ class Sampler:
     ) -> None:
         """on_device: how `start` draws; without it every draw passes through the host."""
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
-        self.step = 0
+        self.step, self.grammars = 0, grammars
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
         work = make_shard(shard.start, device)
@@ -122,9 +122,15 @@ class Sampler:
             sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
         self._slots.append(plan, sampled.ids, sampled.nonfinite, sampled.taken)
         self._add_digests(sampled, logits_BV, slots)
-        self._digest = _digest(self.step, plan.at, sampled.ids)
+        self._digest = _digest(self.step, plan.at, sampled.ids, fed)
         self.step += 1
         return sampled
+
+    def drafted(self, slot: int, drafts: list[int]) -> list[int]:
+        """Drafts up to the first that the slot's grammar refuses."""
+        if slot not in self._slots.grammatical or self.grammars is None:
+            return drafts
+        return drafts[: self.grammars.state(slot).accepts(drafts)]
 
     def start(self, logits_BV: Tensor, slots: Sequence[int]) -> bool:
         """Sets off, on the device, what `sample` does; `finish` gives the result, `latest` has the ids for the next
@@ -207,6 +213,8 @@ class Sampler:
         return out
 
 
-def _digest(step: int, slots: Array, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes()))
+def _digest(step: int, slots: Array, ids: npt.NDArray[np.int32], fed: Array | None = None) -> npt.NDArray[np.uint8]:
+    """Of what a step drew, and of the drafts behind which it did: ranks whose drafts differ computed no one row."""
+    behind = b"" if fed is None else fed.tobytes()
+    drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes(), behind))
     return np.frombuffer(blake2b(drawn, digest_size=8).digest(), np.uint8)

@@ -38,21 +38,33 @@ _SLOT = np.dtype(
 )
 
 
+class Grammar(Protocol):
+    """Where one sequence is in its structured output (engine/sampling/grammar.py)."""
+
+    def fork(self) -> Grammar:
+        """Another one at the same place: this one stays there."""
+
+    def allowed(self, ids: range) -> npt.NDArray[np.bool_]:
+        """Which of these global ids may come next; none at all if the grammar failed."""
+
+    def advance(self, token: int) -> None: ...
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one behind the other."""
+
+    def failure(self) -> str | None:
+        """Why nothing may come next, or None."""
+
+
 class Grammars(Protocol):
-    """Structured output (engine/sampling/grammar.py), by slot."""
+    """Structured output, by slot."""
 
     def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
         """A sequence of grammar `spec` that has put out `output` so far. A spec that fails allows nothing."""
 
     def release(self, slot: int) -> None: ...
 
-    def allowed(self, slot: int, ids: range) -> npt.NDArray[np.bool_]:
-        """Which of these global ids may come next; none at all if the grammar failed."""
-
-    def advance(self, slot: int, token: int) -> None: ...
-
-    def failure(self, slot: int) -> str | None:
-        """Why nothing may come next, or None."""
+    def state(self, slot: int) -> Grammar: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,7 @@ class SlotTable:
             if slot in self.edits:
                 self.edits[slot].append(token)
             if slot in self.grammatical and self.grammars is not None and not nonfinite[row]:
-                self.grammars.advance(slot, token)
+                self.grammars.state(slot).advance(token)
 
 
 def _offsets(at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

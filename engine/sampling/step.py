@@ -6,7 +6,7 @@ engine/sampling/decide.py's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,7 +20,7 @@ from .decide import CANDIDATE, MAIN, NO_ID, WALK, Array
 from .logits_shard import LIMIT, MASS, NOISE, ROW, Logits, LogitsShard
 from .logprobs import Scorer, pick
 from .penalties import SlotEdits, apply
-from .slots import SamplingPlan, SlotTable
+from .slots import Grammar, SamplingPlan, SlotTable
 
 Exchange = Callable[[list[Array]], list[Array]]
 """One gather of several arrays: each [...] comes back as [tp, ...]."""
@@ -95,7 +95,8 @@ class Step:
         slots, found = self.tools.slots, {}
         for row in np.flatnonzero(bad).tolist():
             slot = int(self.plan.at[row])
-            why = slots.grammars.failure(slot) if slots.grammars is not None and slot in slots.grammatical else None
+            grammar = slots.grammars.state(slot) if slots.grammars is not None and slot in slots.grammatical else None
+            why = None if grammar is None else grammar.failure()
             if why is None and not main["bad"][:, row].any() and row in self.plan.edited:
                 why = "grammar, allowed_token_ids and min_tokens together forbid every token"
             if why is not None:
@@ -116,12 +117,24 @@ class Step:
             apply(changed, held, self._edits(edited[held].tolist()), positions)
         where = np.full(len(self.plan.at), -1, np.int64)
         where[edited] = np.arange(len(edited))
-        if slots.grammars is not None:
-            ids = range(self.first, self.first + self.columns)
-            for row in self.plan.masked.tolist():
-                allowed = torch.from_numpy(slots.grammars.allowed(int(self.plan.at[row]), ids)).to(raw.device)
-                changed[int(where[row])].masked_fill_(~allowed, -torch.inf)
+        ids = range(self.first, self.first + self.columns)
+        for row, grammar in self._grammars(self.plan.masked.tolist()):
+            allowed = torch.from_numpy(grammar.allowed(ids)).to(raw.device)
+            changed[int(where[row])].masked_fill_(~allowed, -torch.inf)
         return Logits(raw, changed, where)
+
+    def _grammars(self, rows: list[int]) -> Iterator[tuple[int, Grammar]]:
+        """Each row's: the slot's, and behind a draft as if that had been drawn."""
+        grammars = self.tools.slots.grammars
+        if grammars is None:
+            return
+        for row in rows:
+            if not self.plan.offset[row] or self.fed is None:
+                grammar = grammars.state(int(self.plan.at[row]))
+            else:
+                grammar = grammar.fork() if self.plan.offset[row] == 1 else grammar
+                grammar.advance(int(self.fed[row]))
+            yield row, grammar
 
     def _edits(self, rows: list[int]) -> list[SlotEdits]:
         """Of each row: the slot's, and behind a draft as if that had been drawn."""

@@ -119,7 +119,7 @@ class Planner:
             else:
                 if not self._reach(plan, sequence):
                     break
-                if spare > 0 and not sequence.lockstep:
+                if spare > 0:
                     wanted = speculation.wanted(sequence.acceptance, threshold)
                     drafts = self._drafts(plan, sequence, min(spare, wanted))
                     spare -= drafts

@@ -127,9 +127,9 @@ def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
         grammar.validate(spec)
         slots.admit(0, spec, ())
         for token in (*text.encode(said, add_special_tokens=False), 1):
-            if not slots.allowed(0, range(text.vocab_size))[token]:
+            if not slots.state(0).allowed(range(text.vocab_size))[token]:
                 return False
-            slots.advance(0, token)
+            slots.state(0).advance(token)
         return True
 
     required = chat(tools=TOOLS, tool_choice="required").params.grammar

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
@@ -167,13 +168,42 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(folder: Path) -> None:
     assert again == first[3:]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_drafts_are_masked_row_by_row_and_end_where_the_grammar_refuses(folder: Path, tp: int) -> None:
+    """Drafts of a schema's text, right up to one of them: the rows draw the ids that single steps draw, whatever is
+    drafted behind, the grammar goes on behind those that were right, and what it refuses is no draft."""
+    request = params(spec(json=PERSON), top_p=0.8)
+    single = [int(step.ids[0]) for step in write(folder, tp, [request], 40)[0]]
+
+    def task(rank: int, gather: Gather) -> list[int]:
+        sampler = make(VOCAB, tp, rank, gather, 1, grammar.GrammarSlots(folder, VOCAB, (EOS,)))
+        sampler.admit(sequence(0, request))
+        drawn, last = list[int](), 3
+        steps = torch.randn(40, 1, VOCAB, generator=torch.Generator().manual_seed(17))
+        while len(drawn) < 30 and EOS not in drawn:
+            right = len(drawn) % 4
+            guess = [*single[len(drawn) : len(drawn) + right], VOCAB - 1, *single[:3]]
+            drafts = sampler.drafted(0, guess)
+            assert drafts == guess[:right]
+            assert sampler.drafted(0, [VOCAB - 1]) == []
+            rows = steps[len(drawn) : len(drawn) + len(drafts) + 1, 0]
+            step = sampler.sample(cut(rows, tp, rank), [0] * len(rows), np.array([last, *drafts]))
+            assert step.taken is not None
+            drawn += step.ids[step.taken].tolist()
+            last = drawn[-1]
+        return drawn
+
+    for drawn in Ranks(tp).run(task):
+        assert drawn == single[: len(drawn)]
+
+
 def test_masks_of_shards_are_pieces_of_the_whole(folder: Path) -> None:
     slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
     slots.admit(0, spec(json=PERSON), [])
-    whole = slots.allowed(0, range(VOCAB))
+    whole = slots.state(0).allowed(range(VOCAB))
     assert 0 < whole.sum() < VOCAB
     for start, stop in [(0, 1), (3, 17), (16, 24), (250, VOCAB), (VOCAB, VOCAB), (31, 32)]:
-        assert (slots.allowed(0, range(start, stop)) == whole[start:stop]).all()
+        assert (slots.state(0).allowed(range(start, stop)) == whole[start:stop]).all()
 
 
 def test_a_mask_does_not_hide_bad_logits(folder: Path) -> None:
@@ -206,7 +236,7 @@ def test_a_grammar_cannot_hold_up_the_engine(folder: Path) -> None:
     def admit() -> None:
         slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
         slots.admit(0, spec(regex="(a{1000}){1000}"), [])
-        assert slots.allowed(0, range(VOCAB)).any() or "too many" in (slots.failure(0) or "")
+        assert slots.state(0).allowed(range(VOCAB)).any() or "too many" in (slots.state(0).failure() or "")
 
     assert cheapest(admit, 2) < 1.0
 
