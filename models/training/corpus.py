@@ -111,13 +111,17 @@ def python_documentation(library: Path | None = None) -> list[Document]:
 
 
 def text_files(paths: Sequence[Path]) -> list[Document]:
-    """Plain-text files (UTF-8), or folders of *.txt and *.md, in pieces of whole paragraphs."""
+    """Plain-text files (UTF-8), or folders of *.txt and *.md, in pieces of whole paragraphs; JSON lines whose `text` is
+    a document, special tokens spelled out."""
     files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     chosen = [f for f in files if f.is_file() and (f in paths or f.suffix in (".txt", ".md"))]
-    pieces = [piece for file in chosen for piece in _pieces(file.read_text(encoding="utf-8"))]
+    lines = [line for file in chosen if file.suffix == ".jsonl" for line in file.read_text("utf-8").splitlines()]
+    whole = [str(json.loads(line)["text"]) for line in lines]
+    texts = [file.read_text(encoding="utf-8") for file in chosen if file.suffix != ".jsonl"]
+    pieces = [*whole, *(f"{BOS}{piece}{EOS}" for text in texts for piece in _pieces(text))]
     if not pieces:
         raise ValueError(f"{', '.join(map(str, paths))}: no text found; give UTF-8 files, or folders of *.txt and *.md")
-    return [Document((f"{BOS}{piece}{EOS}",), _hash(piece) % 100 < HELD_OUT_PERCENT) for piece in pieces]
+    return [Document((piece,), _hash(piece) % 100 < HELD_OUT_PERCENT) for piece in pieces]
 
 
 def digest(documents: Sequence[Document]) -> str:

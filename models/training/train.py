@@ -40,12 +40,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The outcome. Perplexity is exp of the mean loss a held-out token has under the weights as they are saved."""
+    """The outcome. Perplexity is exp of the mean loss a held-out token has under the weights as they are saved;
+    agreement how often a teacher would say the same."""
 
     model: Reference
     train_tokens: int
     held_out_tokens: int
     held_out_perplexity: float
+    agreement: float | None = None
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
@@ -80,9 +82,11 @@ def train(
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
     ranks: DataParallel | None = None,
     saving: Saving | None = None,
+    teacher: Reference | None = None,
 ) -> Trained:
-    """Trains from scratch; all ranks call it. Raises ValueError if the text is too short or the tokenizer lacks the
-    special tokens, FloatingPointError if the loss is lost."""
+    """Trains from scratch, with a teacher's share of the loss as settings.distil says; all ranks call it. Raises
+    ValueError if the text is too short or the tokenizer lacks the special tokens, FloatingPointError if the loss is
+    lost."""
     special_ids(tokenizer)
     ids_N, held_out_N = encode(tokenizer, documents, False), encode(tokenizer, documents, True)
     if len(held_out_N) < 2:
@@ -91,11 +95,12 @@ def train(
     batches = Batches(ids_N, settings.batch, settings.context, settings.seed)
     model = build(config, ranks, getattr(torch, settings.dtype))
     initialise(model, settings.seed, ranks)
-    fit(model, batches, settings, ranks, saving=saving, on_step=on_step)
+    fit(model, batches, settings, ranks, teacher, saving, on_step)
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.to(getattr(torch, settings.save_dtype)))
-    found = held_out(model.eval(), held_out_N, settings.context, ranks)
-    return Trained(model, settings.steps * settings.batch * settings.context, len(held_out_N), found.perplexity)
+    found = held_out(model.eval(), held_out_N, settings.context, ranks, teacher)
+    tokens = settings.steps * settings.batch * settings.context
+    return Trained(model, tokens, len(held_out_N), found.perplexity, found.agreement)
 
 
 def save(folder: Path, trained: Trained, settings: Settings, tokenizer: Tokenizer, about: dict[str, Any]) -> None:
@@ -120,5 +125,6 @@ def save(folder: Path, trained: Trained, settings: Settings, tokenizer: Tokenize
         "chat_template": CHAT_TEMPLATE,
     }
     write_json(folder / "tokenizer_config.json", words)
-    outcome = {key: getattr(trained, key) for key in ("train_tokens", "held_out_tokens", "held_out_perplexity")}
+    names = ("train_tokens", "held_out_tokens", "held_out_perplexity", "agreement")
+    outcome = {name: getattr(trained, name) for name in names}
     write_json(folder / "training.json", {**about, "settings": asdict(settings), **outcome})

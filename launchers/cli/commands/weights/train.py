@@ -18,6 +18,7 @@ Examples:
   laddertron train -o models/standard --wiring standard --tokenizer models/ladder
   laddertron train -o models/late --wiring hybrid --ladder-layers 4,5,6,7
   laddertron train -o models/mine --text notes/ --tokens 10000000
+  laddertron train -o models/draft --teacher models/mine --text answers.jsonl --layers 2 --hidden 64
 
 Without --text it learns from the documentation strings of Python's standard library. A model can only be compared
 with another that had the same text, tokenizer, budget and seed."""
@@ -90,7 +91,12 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     "--text",
     multiple=True,
     type=click.Path(path_type=Path, exists=True),
-    help="UTF-8 files, or folders of *.txt and *.md, to learn from.  [default: Python's documentation]",
+    help="UTF-8 files, JSON lines with `text`, or folders of *.txt and *.md.  [default: Python's documentation]",
+)
+@click.option(
+    "--teacher",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Model whose distribution over the next token to learn, with its tokenizer: makes a draft model for it.",
 )
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step.")
@@ -102,14 +108,17 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     "--save-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", help="Of the weights."
 )
 @click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads.  [default: torch's choice]")
-def command(out: Path, text: tuple[Path, ...], tokenizer: Path | None, threads: int | None, **options: Any) -> None:
+def command(
+    out: Path, text: tuple[Path, ...], tokenizer: Path | None, teacher: Path | None, threads: int | None, **options: Any
+) -> None:
     """Train a small Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from tokenizers import Tokenizer
 
-    from .....models.training import corpus, train
+    from .....models.training import corpus, reference, train
+    from .....models.training.loss import Distil
 
     if (out / "model.safetensors").exists():
         raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
@@ -124,7 +133,9 @@ def command(out: Path, text: tuple[Path, ...], tokenizer: Path | None, threads: 
         seed=options["seed"],
         dtype=options["dtype"],
         save_dtype=options["save_dtype"],
+        distil=Distil(1.0 if teacher else 0.0),
     )
+    tokenizer = tokenizer or teacher
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -154,7 +165,8 @@ def command(out: Path, text: tuple[Path, ...], tokenizer: Path | None, threads: 
                 speed = (bar.tasks[task].speed or 0.0) * settings.batch * settings.context
                 bar.update(task, completed=progress.step, loss=smooth, speed=speed)
 
-            trained = train.train(config, settings, words, documents, show)
+            taught_by = reference.load(teacher, torch.float32) if teacher else None
+            trained = train.train(config, settings, words, documents, show, teacher=taught_by)
     except (ValueError, FloatingPointError) as error:
         raise click.ClickException(str(error)) from error
     about = {
@@ -166,4 +178,6 @@ def command(out: Path, text: tuple[Path, ...], tokenizer: Path | None, threads: 
         "parameters": config.num_parameters,
     }
     train.save(out, trained, settings, words, about)
-    click.echo(f"{out}: held-out perplexity {trained.held_out_perplexity:.3f} over {trained.held_out_tokens:,} tokens")
+    agreement = "" if trained.agreement is None else f", agrees with {teacher} on {trained.agreement:.1%}"
+    found = f"held-out perplexity {trained.held_out_perplexity:.3f} over {trained.held_out_tokens:,} tokens{agreement}"
+    click.echo(f"{out}: {found}")
