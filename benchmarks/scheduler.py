@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from laddertron.engine.batch import Batch, StepResult, decode, encode
 from laddertron.engine.request import INTERACTIVE, Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from laddertron.engine.schedule.speculation import SpeculationRule
 
 NOW = 1_700_000_000.0
 
@@ -90,12 +91,15 @@ class Loop:
         count = sum(chunk.samples for chunk in batch.chunks)
         tokens = [(self.drawn + i) % 8191 for i in range(count)]
         self.drawn += count
+        right = {chunk.slot: chunk.drafts * (chunk.slot % 3) // 2 for chunk in batch.chunks if chunk.drafts}
+        more = {slot: [(7, None)] * count for slot, count in right.items() if count}
+        drafted = {chunk.slot: chunk.drafts for chunk in batch.chunks if chunk.drafts}
         a = time.perf_counter()
         frame = encode(batch)
         b = time.perf_counter()
         decode(frame)
         c = time.perf_counter()
-        self.scheduler.commit(batch, StepResult(tokens), self.now)
+        self.scheduler.commit(batch, StepResult(tokens, more=more, drafted=drafted), self.now)
         d = time.perf_counter()
         self.times.encode.append(b - a)
         self.times.decode.append(c - b)
@@ -110,13 +114,18 @@ class Loop:
             self.step()
 
 
-def scheduler(seqs: int, *, budget: int = 2048, length: int = 8192, blocks: int = 40_000) -> Scheduler:
-    return Scheduler(SchedulerLimits(seqs, budget, length, 16, blocks))
+def scheduler(
+    seqs: int, *, budget: int = 2048, length: int = 8192, blocks: int = 40_000, drafts: SpeculationRule | None = None
+) -> Scheduler:
+    return Scheduler(SchedulerLimits(seqs, budget, length, 16, blocks, speculation=drafts))
 
 
-def decode_only(name: str, running: int, waiting: int, steps: int) -> dict[str, object]:
-    """All slots decode; the rest waits."""
-    loop = Loop(scheduler(running))
+def decode_only(
+    name: str, running: int, waiting: int, steps: int, drafts: SpeculationRule | None = None
+) -> dict[str, object]:
+    """All slots decode, for as long as the steps last; the rest waits. drafts: none, half or all of a sequence's are
+    right, by its slot."""
+    loop = Loop(scheduler(running, blocks=80_000, drafts=drafts))
     for request in requests(running + waiting, 128, 4096):
         loop.scheduler.add(request, NOW)
     loop.run(running * 128 // 2048 + 20, steps)
@@ -173,6 +182,8 @@ def main() -> None:
         lambda: decode_only("decode", 8, 0, steps),
         lambda: decode_only("decode", 64, 1_000, steps),
         lambda: decode_only("decode", 256, 10_000, steps),
+        lambda: decode_only("decode, all drafts", 256, 0, steps, SpeculationRule(priced=False)),
+        lambda: decode_only("decode, drafts that pay", 256, 0, steps, SpeculationRule()),
         lambda: churn("churn", 256, 10_000, steps),
         lambda: churn("churn, shared prefix of 96", 256, 10_000, steps, shared=96),
         lambda: churn("churn, every fifth interactive", 256, 10_000, steps, interactive_every=5),

@@ -77,6 +77,9 @@ def _engine() -> Iterator[Series]:
     yield Series("spec_decode_num_drafts_total", "counter", replica, "Decodes that had drafts (engine.speculation).")
     yield Series("spec_decode_num_draft_tokens_total", "counter", replica, "Drafts verified.")
     yield Series("spec_decode_num_accepted_tokens_total", "counter", replica, "Drafts that were right.")
+    yield Series(
+        "spec_decode_num_accepted_tokens_per_pos_total", "counter", ("replica", "position"), "The same by position."
+    )
     yield Series("prefix_cache_queries_total", "counter", replica, "Prompt tokens looked up in the prefix cache.")
     yield Series("prefix_cache_hits_total", "counter", replica, "Prompt tokens found in the prefix cache.")
     yield Series("num_preemptions_total", "counter", replica, "Sequences put back to wait for lack of room.")
@@ -232,6 +235,7 @@ REPORTED: Mapping[str, Series] = {
 LABELS: Mapping[str, str] = {
     "replica": "Number of the replica, from 0.",
     "rank": "Rank inside its replica, from 0.",
+    "position": "Place of a draft behind the last known token, from 0.",
     "node": "Host name of the rank.",
     "op": "all_reduce, gather, boundary (hidden rows from the pipeline stage before), or stage_wait (waited for that "
     "stage to send them).",

@@ -71,7 +71,8 @@ class Summary:
     """What a run did. `requests` are the file's lines, `skipped` those finished earlier; `reason` says why it stopped
     before the end (`stopped`: it was told to), `lost` how many lines were under way then. Communication: seconds, mean
     over the ranks, None where no rank reported it; `layers` divides the all-reduces' share of it. `causes`: why
-    lines failed, the most frequent first. `computed`: what the ranks computed with, likewise."""
+    lines failed, the most frequent first. `computed`: what the ranks computed with, likewise. `drafted`:
+    drafts that were verified, of which `accepted` were right (engine.speculation)."""
 
     requests: int
     ok: int
@@ -85,6 +86,8 @@ class Summary:
     layers: tuple[LayerTime, ...] = ()
     causes: tuple[FailureCause, ...] = ()
     computed: tuple[RankKind, ...] = ()
+    drafted: int = 0
+    accepted: int = 0
     reason: str | None = None
     lost: int = 0
     stopped: bool = False
@@ -126,6 +129,12 @@ class Communication:
         places = {(layer, link) for layer, link, _ in found}
         times = [LayerTime(*at, found.get((*at, "hidden"), 0.0), found.get((*at, "exposed"), 0.0)) for at in places]
         return tuple(sorted(times, key=lambda t: (-t.hidden_seconds - t.exposed_seconds, t.layer, t.link)))
+
+    def drafts(self) -> tuple[int, int]:
+        """(verified, right)."""
+        names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
+        drafted, accepted = (int(sum(self._means(name, lambda *_: "").values())) for name in names)
+        return drafted, accepted
 
     def computed(self) -> tuple[RankKind, ...]:
         found = Counter(

@@ -180,6 +180,7 @@ class _Run:
 
     def summary(self) -> Summary:
         hidden, exposed = self._communication.seconds()
+        drafted, accepted = self._communication.drafts()
         return Summary(
             requests=self._requests if self._fed else self._files.total_lines,
             ok=self._ok - self._files.answers.unwritten,
@@ -193,6 +194,8 @@ class _Run:
             layers=self._communication.layers(),
             causes=tuple(sorted(self._causes.values(), key=lambda cause: -cause.count)),
             computed=self._communication.computed(),
+            drafted=drafted,
+            accepted=accepted,
             reason=self._ended.result() if self._ended.done() else None,
             lost=self._lost,
             stopped=self._stopped,

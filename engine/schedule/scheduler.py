@@ -166,6 +166,11 @@ class Scheduler:
             "split_steps_total": 0.0 if self._split is None else float(self._split.steps),
         }
 
+    @property
+    def accepted_drafts(self) -> tuple[int, ...]:
+        """Drafts that were right, by their place behind the last known token; () where there are none."""
+        return () if self._planner.speculation is None else tuple(self._planner.speculation.accepted)
+
     def schedule(self, now: float) -> Batch | None:
         """The next step, or None when nothing can be planned now: there is no work, or what there is waits for a
         commit. Raises RuntimeError when one more than limits.microbatches plans are uncommitted already."""
@@ -271,21 +276,23 @@ class Scheduler:
         sequence.acceptance = speculation.observe_drafts(sequence.acceptance, result.drafted.get(slot, 0), len(more))
         if sequence.state != "waiting":  # preempted, it is computed from its beginning
             sequence.computed = min(sequence.computed + len(more), sequence.end)
-        group, known, kept = sequence.group, sequence.tokens, 0
+        group, known, first = sequence.group, sequence.tokens, sequence.outputs
+        scores: list[TokenLogprob] = []
         for after, (drawn, score) in enumerate(((token, result.logprobs.get(slot)), *more)):
             outputs = len(known) - group.prompt_len
-            scored = (score,) if group.logprobs and score is not None else None
-            if drawn in group.stops and outputs >= group.min_tokens:
-                self._finish(sequence, "stop", logprobs=scored, stop_token=drawn)
-                return kept, len(more) - after
-            known.append(drawn)
-            kept += 1
-            group.count(outputs, now)
-            if len(known) > sequence.end:
-                self._finish(sequence, "length", tokens=(drawn,), logprobs=scored)
-                return kept, len(more) - after
-            self._tell(sequence, None, (drawn,), outputs, scored)
-        return kept, 0
+            if group.logprobs and score is not None:
+                scores.append(score)
+            stop = drawn in group.stops and outputs >= group.min_tokens
+            if not stop:
+                known.append(drawn)
+                group.count(outputs, now)
+            if stop or len(known) > sequence.end:
+                kept, scored = tuple(known[group.prompt_len + first :]), tuple(scores) or None
+                reason: FinishReason = "stop" if stop else "length"
+                self._finish(sequence, reason, tokens=kept, logprobs=scored, stop_token=drawn if stop else None)
+                return len(kept), len(more) - after
+        self._tell(sequence, None, tuple(known[group.prompt_len + first :]), first, tuple(scores) or None)
+        return 1 + len(more), 0
 
     def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:
         """The rarer parts of a result: logits that are no numbers, prompt logprobs, prompts that nothing follows."""

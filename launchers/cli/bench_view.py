@@ -49,6 +49,7 @@ def mix_table(rows: Sequence[Row]) -> Table:
         "generated tok/s",
         "all tok/s",
         "of pure decode",
+        "drafts right",
         "first token p50 / p99",
         "between p50 / p99",
     ):
@@ -61,6 +62,7 @@ def mix_table(rows: Sequence[Row]) -> Table:
             _figure(row["generated_tok_s"]),
             _figure(row["total_tok_s"]),
             "" if share is None else f"{share:.0%}",
+            "" if row["drafts_right"] is None else f"{row['drafts_right']:.0%}",
             *(f"{row[name][0] * 1e3:,.0f} / {row[name][1] * 1e3:,.0f} ms" for name in ("first_s", "between_s")),
         )
     return table

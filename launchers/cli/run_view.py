@@ -116,6 +116,9 @@ def summary_table(summary: Summary) -> Table:
     table.add_row("requests", f"{summary.requests:,}: {answered}")
     table.add_row("tokens", f"{summary.prompt_tokens:,} prompt, {summary.tokens:,} generated")
     table.add_row("speed", f"{summary.tokens_per_second:,.1f} tokens/s over {summary.seconds:,.1f} s")
+    if summary.drafted:
+        right = f"{summary.accepted:,} right ({summary.accepted / summary.drafted:.0%})"
+        table.add_row("drafts", f"{summary.drafted:,} verified, {right}")
     for number, kind in enumerate(summary.computed):
         tier = f", tier {kind.cpu_tier}" if kind.device == "cpu" else ""
         threads = "1 thread" if kind.threads == "1" else f"{kind.threads} threads"

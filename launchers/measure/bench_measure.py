@@ -42,14 +42,15 @@ class Variant:
         return f"tp {self.tp}, {wiring}" + ("" if self.overlap else ", blocking")
 
 
-def roomy(deployment: Deployment, cases: Sequence[Case]) -> Deployment:
+def roomy(deployment: Deployment, cases: Sequence[Case], drafts: bool = False) -> Deployment:
     """With as many seats as the largest batch needs, one step for its prompts where that is no more than is usual, no
-    cache of prefixes and no drafts: what is timed is computed, one token a step."""
+    cache of prefixes: what is timed is computed. Unless `drafts`, one token a step: random prompts repeat nothing."""
     engine = deployment.engine
     seats = max([engine.max_num_seqs, *(case.batch for case in cases)])
-    return replace(
-        deployment, engine=replace(engine, max_num_seqs=seats, enable_prefix_caching=False, speculation=False)
-    )
+    engine = replace(engine, max_num_seqs=seats, enable_prefix_caching=False)
+    if not drafts:
+        engine = replace(engine, speculation=False, draft_model=None)
+    return replace(deployment, engine=engine)
 
 
 Say = Callable[[str], None]
@@ -116,20 +117,19 @@ def measure_mix(name: str, job: BenchJob, mix: dict[str, Any], repeats: int, say
         prompt, generate = (
             max(1, round(found[key] / len(found["end_s"]))) for key in ("prompt_tokens", "generated_tokens")
         )
-        full = job.ask("case", batch=seats, prompt=prompt, generate=generate)
+        full = None if job.about["speculation"] else job.ask("case", batch=seats, prompt=prompt, generate=generate)
         if repeat:  # the first pair warms up
             runs.append(found)
-            pure.append(full)
-    middle = {
-        key: spread([run[key] for run in pure])[0]
-        for key in ("prefill_s", "prompt_tokens", "decode_s", "decode_tokens")
-    }
+            pure += [full] if full else []
+    names = ("prefill_s", "prompt_tokens", "decode_s", "decode_tokens") if pure else ()
+    middle = {name: spread([run[name] for run in pure])[0] for name in names}
     total_s = spread([run["total_s"] for run in runs])[0]
     share = None
-    if mix.get("rate") is None and middle["decode_tokens"] and middle["prefill_s"]:
+    if mix.get("rate") is None and middle and middle["decode_tokens"] and middle["prefill_s"]:
         ideal = runs[0]["prompt_tokens"] * middle["prefill_s"] / middle["prompt_tokens"]
         ideal += runs[0]["generated_tokens"] * middle["decode_s"] / middle["decode_tokens"]
         share = ideal / total_s
+    drafted = sum(run["drafted"] for run in runs)
     first, between = ([value for run in runs for value in run[key]] for key in ("first_s", "between_s"))
     return {
         "variant": name,
@@ -141,6 +141,7 @@ def measure_mix(name: str, job: BenchJob, mix: dict[str, Any], repeats: int, say
         "generated_tok_s": spread([run["generated_tokens"] / run["total_s"] for run in runs]),
         "total_tok_s": spread([(run["generated_tokens"] + run["prompt_tokens"]) / run["total_s"] for run in runs]),
         "pure_decode_share": share,
+        "drafts_right": sum(run["accepted"] for run in runs) / drafted if drafted else None,
         "first_s": [percentile(first, 0.5), percentile(first, 0.99)],
         "between_s": [percentile(between, 0.5), percentile(between, 0.99)],
     }

@@ -30,6 +30,9 @@ LEAST_READ, MOST_READ = 256 << 20, 1 << 30
 """Bytes that a reading of the floor goes through."""
 
 
+_DRAFTS = {"drafted": "draft", "accepted": "accepted"}
+
+
 class _Bench:
     """Rank 0's answers to orders."""
 
@@ -52,6 +55,7 @@ class _Bench:
             "nodes": len(self.communicator.layout.nodes),
             "backend": self.communicator.backend,
             "ops": model.ops.name,
+            "speculation": self.built.scheduler_limits.speculation is not None,
             "max_num_seqs": self.built.limits.max_num_seqs,
             "max_model_len": self.built.limits.max_model_len,
         }
@@ -66,11 +70,17 @@ class _Bench:
                 case = Case(order["batch"], order["prompt"], order["generate"])
                 timing = dataclasses.asdict(run_case(self.engine, case, self._vocab, self.seed))
             case "mix":
+                known = self._drafts()
                 timing = dataclasses.asdict(run_mix(self.engine, self._items(order), str(self.seed)))
+                timing |= {name: count - known[name] for name, count in self._drafts().items()}
             case other:
                 raise ValueError(f"unknown order {other!r}")
         hidden, exposed = (now - then for now, then in zip(self._communication(), before, strict=True))
         return timing | {"hidden_s": hidden, "exposed_s": exposed}
+
+    def _drafts(self) -> dict[str, float]:
+        counted = self.engine.scheduler.snapshot()
+        return {name: counted[f"spec_decode_num_{kind}_tokens_total"] for name, kind in _DRAFTS.items()}
 
     def _items(self, order: dict[str, Any]) -> list[Item]:
         if "items" in order:

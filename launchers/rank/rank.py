@@ -247,6 +247,7 @@ class _Steps:
         if now >= self._snapshot_due:
             self.status.latencies.add(self.engine.scheduler.take_ended())
             self.status.scheduler = self.engine.scheduler.snapshot(time.time())
+            self.status.accepted = self.engine.scheduler.accepted_drafts
             self._snapshot_due = now + SNAPSHOT_S
 
 

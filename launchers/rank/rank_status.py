@@ -70,6 +70,8 @@ class Status:
     progress: StepProgress = field(default_factory=StepProgress)
     communicator: Communicator | None = None
     scheduler: dict[str, float] = field(default_factory=dict)
+    accepted: tuple[int, ...] = ()
+    """Drafts that were right, by position."""
     latencies: Latencies = field(default_factory=Latencies)
     health: HealthWatch | None = None
     computes_with: tuple[str, ...] = ()
@@ -96,6 +98,8 @@ class Status:
         rows += p.durations.to_rows("step_duration_seconds")
         if self.scheduler:
             rows += (MetricRow(series, (), value) for series, value in self.scheduler.items())
+            by_position = "spec_decode_num_accepted_tokens_per_pos_total"
+            rows += (MetricRow(by_position, (str(at),), float(count)) for at, count in enumerate(self.accepted))
             rows += (*p.sizes.to_rows("iteration_tokens"), *self.latencies.to_rows())
         return Beat(
             step=p.step,

@@ -233,14 +233,17 @@ def sweep(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | 
 def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, count: int,
                prompt: tuple[int, int], generate: tuple[int, int], rate: float | None, file: str | None,
                seed: int) -> int:  # fmt: skip
-    """A mix of requests, beside what pure prefill and pure decode of full batches would take for the same tokens."""
+    """A mix of requests, beside what pure prefill and pure decode of full batches would take for the same tokens.
+
+    With --input and engine.speculation, drafts are verified and the share that was right is shown; random prompts are
+    always run without."""
     arguments = {"count": count, "prompt": prompt, "generate": generate, "rate": rate, "seed": seed}
     return _guarded(_throughput, config, overrides, repeats, as_json, arguments, file)
 
 
 def _throughput(config: str, overrides: Sequence[str], repeats: int, as_json: str | None, mix: dict[str, Any],
                 file: str | None) -> int:  # fmt: skip
-    deployment = roomy(_load(config, overrides), ())
+    deployment = roomy(_load(config, overrides), (), drafts=file is not None)
     if file is not None:
         from ...measure.bench_input import read_items
 

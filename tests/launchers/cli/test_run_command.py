@@ -158,6 +158,8 @@ def test_progress_and_table_say_what_matters() -> None:
     assert re.search(r"ladder attention, net +0.00 s hidden, 0.00 s exposed\n", text.getvalue())
     assert re.search(r"ranks +2 x cpu, tier avx2, 1 thread\n +1 x cuda, 8 threads\n", text.getvalue())
     console = Console(file=(text := io.StringIO()), width=100)
+    console.print(summary_table(Summary(1, 1, 0, 0, 5, 30, 1.0, drafted=1200, accepted=900)))
+    assert "1,200 verified, 900 right (75%)" in text.getvalue()
     console.print(summary_table(Summary(0, 0, 0, 0, 0, 0, 0.0)))
     assert "n/a" in text.getvalue()
 
