@@ -217,7 +217,17 @@ def rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
     if engine.attention == "flashinfer" and engine.device == "cpu":
         yield ("engine.attention", "engine.device"), "flashinfer needs engine.device: cuda; on a CPU use auto or torch"
     if engine.speculation is True:
-        yield ("engine.speculation",), "true does not say by which drafts: use ngram, auto or false"
+        yield ("engine.speculation",), "true does not say by which drafts: use ngram, model, auto or false"
+    if engine.speculation == "model" and engine.draft_model is None:
+        yield (
+            ("engine.speculation", "engine.draft_model"),
+            "model needs engine.draft_model: the folder of a small model with the same tokenizer; or use ngram",
+        )
+    if engine.draft_model is not None and engine.speculation not in ("model", "auto"):
+        yield (
+            ("engine.draft_model", "engine.speculation"),
+            f"has no effect with speculation {engine.speculation or 'false'}: use model or auto, or leave it out",
+        )
     if engine.speculation and engine.device == "cuda":
         yield (
             ("engine.speculation", "engine.device"),

@@ -225,7 +225,8 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Range(1, 1024)] | None = None
     cuda_graphs: Literal["auto"] | bool = "auto"
-    speculation: Literal["auto", "ngram"] | bool = False
+    speculation: Literal["auto", "ngram", "model"] | bool = False
+    draft_model: PathStr | None = None
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     priority_ageing: Duration = 30.0
 

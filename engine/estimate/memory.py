@@ -47,6 +47,10 @@ class MemoryKeys:
     replicate_embedding: bool = False
     widens_fp8: bool = False
     """Whether a GPU widens fp8 weights at each use, as it or the checkpoint does not multiply in fp8."""
+    drafts: int = 0
+    """Drafts of a sequence in one step, at most: each is a row of logits more."""
+    draft_model: ModelConfig | None = None
+    """What makes them, whole on every rank; None: prompt look-up, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +110,9 @@ def working_memory(config: ModelConfig, size: int, value_bytes: float, keys: Mem
     widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
     each = (2 * d + widest) * value_bytes
     tokens, logits = keys.max_num_batched_tokens, 4 * rows
+    drawn = max(keys.max_num_seqs, min(tokens, keys.max_num_seqs * (1 + keys.drafts)))
     parts = {
-        "activations": int(tokens * each + 2 * keys.max_num_seqs * logits),
+        "activations": int(tokens * each + 2 * drawn * logits),
         "all-reduces in flight": int(max(2, config.wiring.delay + 1) * tokens * d * value_bytes) if size > 1 else 0,
     }
     if not keys.gpu:
@@ -155,13 +160,17 @@ def memory(
         "weights: head": int(head * d * other),
         **working | {"activations": working["activations"] + rotary},
     }
+    per_token = int(2 * layers * shard.num_kv_heads * dim * kv)
+    if keys.draft_model is not None:
+        draft = keys.draft_model
+        parts["weights: draft model"] = int(draft.num_parameters * other)
+        per_token += int(2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * other)
     reserve = 0
     if keys.gpu:
         parts["CUDA context"] = GPU_CONTEXT
         parts["NCCL buffers"] = NCCL_BUFFERS if size > 1 else 0
         reserve = int(device_bytes * (1.0 - keys.utilization))
     parts["reserve"] = reserve
-    per_token = int(2 * layers * shard.num_kv_heads * dim * kv)
     left = device_bytes - sum(parts.values())
     wanted = keys.kv_cache_memory
     budget = max(0, left if wanted is None else min(left, wanted))

@@ -57,10 +57,15 @@ class SlotEdits:
     def _columns(self, ids: Sequence[int]) -> Ints:
         return np.unique([t - self.first for t in ids if 0 <= t - self.first < self.columns]).astype(np.int64)
 
-    def after(self, token: int) -> SlotEdits:
-        """What they would be with this token drawn; these stay as they are."""
+    def fork(self) -> SlotEdits:
+        """Others like these, which stay as they are."""
         later = copy.copy(self)
         later._index, later._seen, later._counts = dict(self._index), self._seen.copy(), self._counts.copy()
+        return later
+
+    def after(self, token: int) -> SlotEdits:
+        """What they would be with this token drawn; these stay as they are."""
+        later = self.fork()
         later.append(token)
         return later
 

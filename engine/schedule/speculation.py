@@ -18,6 +18,8 @@ MOST = 8
 """Drafts of a sequence in one step."""
 FIRST_ACCEPTANCE = 0.7
 """Of a sequence that had no draft yet."""
+LIKELY = 0.3
+"""To count: a model's draft less likely than this is not made."""
 MEMORY = 0.75
 """What a draft's outcome weighs against the one after it."""
 RECOVERY = 0.01
@@ -35,9 +37,20 @@ _SPREAD = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRule:
-    """priced: drafts are given where they pay, by measured steps; else always as many as there are."""
+    """priced: drafts are given where they pay, by measured steps; else all that are at least so `likely` to count."""
 
     priced: bool = True
+    likely: float = 0.0
+
+
+def speculation_rule(kind: str | bool) -> SpeculationRule | None:
+    """As `engine.speculation` says. Looking a draft up costs nothing, so `ngram` takes all that are found; each draft
+    of a model costs a pass of it."""
+    return {
+        "ngram": SpeculationRule(priced=False),
+        "model": SpeculationRule(priced=False, likely=LIKELY),
+        "auto": SpeculationRule(),
+    }.get(str(kind))
 
 
 @dataclass(slots=True)
@@ -107,17 +120,19 @@ class Speculation:
         self._rule = rule
         self._price = StepPrice()
         self._kinds: dict[int, _Kinds] = {}
-        self._drafts = self._tokens = self._accepted = 0
+        self._drafts = self._tokens = 0
+        self.accepted = [0] * MOST
+        """Drafts that were right, by their place behind the last known token."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """Decodes that had drafts, these drafts, and those of them that were right."""
-        return self._drafts, self._tokens, self._accepted
+        return self._drafts, self._tokens, sum(self.accepted)
 
     def threshold(self, sequences: int) -> float:
         """The least probability to count with which a draft of the next step, of so many sequences, pays."""
         if not self._rule.priced:
-            return 0.0
+            return self._rule.likely
         return self._price.row_share(sequences) if self._kinds.setdefault(sequences, _Kinds()).next() else inf
 
     def wanted(self, acceptance: float, threshold: float) -> int:
@@ -139,7 +154,8 @@ class Speculation:
             return acceptance + RECOVERY * max(0.0, FIRST_ACCEPTANCE - acceptance)
         self._drafts += 1
         self._tokens += drafted
-        self._accepted += right
+        for place in range(right):
+            self.accepted[place] += 1
         trials = right + (right < drafted)
         kept = MEMORY**trials
         return kept * acceptance + (1.0 - kept) * right / trials

@@ -39,10 +39,11 @@ from ..request import ModelLimits
 from ..sampling.grammar import GrammarSlots, NoGrammars
 from ..sampling.sampler import Grammars, OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
-from ..schedule.speculation import SpeculationRule
+from ..schedule.speculation import speculation_rule
 from ..schedule.split import SplitRule
 from . import malloc as heap
 from .cuda_graphs import DecodeGraphs, make_graphs
+from .draft_model import DraftWeights, check_alike
 from .kv_capacity import (
     CapacityError,
     agreed_budget,
@@ -151,12 +152,16 @@ def drawn_on_device(
 
 
 def split_rule(
-    deployment: Deployment, communicator: Communicator, config: ModelConfig, graphs: DecodeGraphs | None
+    deployment: Deployment,
+    communicator: Communicator,
+    config: ModelConfig,
+    device: torch.device,
+    graphs: DecodeGraphs | None,
 ) -> SplitRule | None:
     """Which steps may be computed in two streams; None where none may, or `auto` expects nothing of it: inside a node
-    an all-reduce is over before half a sub-block is."""
+    an all-reduce is over before half a sub-block is, and on GPUs nobody has measured two streams yet."""
     keys = deployment.parallel
-    near = len(communicator.layout.nodes) == 1 and keys.collective != "emulated"
+    near = device.type != "cpu" or (len(communicator.layout.nodes) == 1 and keys.collective != "emulated")
     if keys.split_steps == "never" or communicator.size == 1 or not keys.overlap or not config.wiring.waits:
         return None
     if keys.split_steps == "auto" and near:
@@ -219,6 +224,11 @@ def build(
             "ids that drafts follow are known; use false"
         )
     working = working_bytes(deployment, stage.config, shard.size, communicator.backend, dtype, length, device, widens)
+    draft = None
+    if keys.draft_model is not None:
+        draft = DraftWeights(Path(keys.draft_model), config, dtype, length)
+        check_alike(communicator)
+        needed += draft.bytes
     check_memory(deployment, shard.size, needed, available_bytes(device), working)
 
     wanted = deployment.parallel.embedding
@@ -245,6 +255,7 @@ def build(
     kv_dtype = dtype if keys.kv_cache_dtype == "auto" else KV_DTYPES[keys.kv_cache_dtype]
     budget = agreed_budget(keys, communicator, device, working)
     one = block_bytes(shard, keys.block_size, kv_dtype)
+    one += 0 if draft is None else draft.block_bytes(keys.block_size)
     # On a GPU one block more, nobody's: what pads a recorded step writes there.
     spare = int(device.type == "cuda")
     num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, length, spare)
@@ -278,6 +289,9 @@ def build(
         if deployment.parallel.collective_timeout is None
         else None,
         graphs=graphs,
+        draft_model=None
+        if draft is None
+        else draft.load(length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars),
     )
     limits = ModelLimits(
         max_model_len=length,
@@ -297,7 +311,8 @@ def build(
         ageing_s=keys.priority_ageing,
         microbatches=deployment.parallel.microbatches,
         max_scored_positions=max(1, SCORED_LOGITS // len(shard.vocab)),
-        split=split_rule(deployment, communicator, config, graphs),
-        speculation=SpeculationRule(priced=keys.speculation == "auto") if keys.speculation else None,
+        split=split_rule(deployment, communicator, config, device, graphs),
+        speculation=speculation_rule(keys.speculation),
     )
-    return Built(runner, config, limits, scheduler_limits, tuple(warnings), source.digest)
+    digest = source.digest if draft is None else f"{source.digest}, draft model {draft.digest}"
+    return Built(runner, config, limits, scheduler_limits, tuple(warnings), digest)

@@ -30,6 +30,7 @@ from ..sampling.ngrams import look_up
 from ..sampling.sampler import Sampled, Sampler
 from ..schedule.sequence import end_position
 from .cuda_graphs import DecodeGraphs
+from .draft_model import DraftModel
 from .timeouts import CollectiveTimeouts
 
 _HOST = torch.device("cpu")
@@ -65,7 +66,9 @@ class Runner:
         max_model_len: int,
         patience: CollectiveTimeouts | None = None,
         graphs: DecodeGraphs | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
+        """draft_model: whose drafts are verified; None: those of prompt look-up."""
         self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
         self.device = model.rotary.cos.device
         self.size = cache.block_size
@@ -76,7 +79,7 @@ class Runner:
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
         self._end = np.zeros(max_slots, np.int64)  # positions that the slot's sequence computes at most
-        self._patience, self._graphs = patience, graphs
+        self._patience, self._graphs, self._draft_model = patience, graphs, draft_model
         self._second: AttentionBackend | None = None
         self._pending_step: PendingStep | None = None
         # Of each slot the position of its id that is not on the host yet; -1 for none.
@@ -126,18 +129,24 @@ class Runner:
         return result
 
     def _draft(self, batch: Batch) -> dict[int, int] | None:
-        """Looks up drafts, behind the known tokens of the slots that may have some; how many by slot. None: nobody may,
-        nor may have had in the step before."""
+        """Drafts behind the known tokens of the slots that may have some; how many by slot. None: nobody may, nor may
+        have had in the step before."""
         last, self._speculated = self._speculated, any(chunk.drafts for chunk in batch.chunks)
+        wanted = {c.slot: min(c.drafts, max(0, int(self._end[c.slot] - self.length[c.slot]))) for c in batch.chunks}
+        found: Iterable[tuple[int, list[int]]]
+        if self._draft_model is not None:
+            model = self._draft_model
+            found = model.propose(batch.chunks, wanted, self.tokens, self.length, self._layout).items()
         if not (last or self._speculated):
             return None
-        found = {}
-        for chunk in batch.chunks:
-            slot, known = chunk.slot, int(self.length[chunk.slot])
-            drafts = look_up(self.tokens[slot, :known], min(chunk.drafts, int(self._end[slot]) - known))
+        if self._draft_model is None:
+            found = ((s, look_up(self.tokens[s, : self.length[s]], most)) for s, most in wanted.items() if most)
+        counts = dict.fromkeys(wanted, 0)
+        for slot, drafts in found:
+            drafts, known = self.sampler.drafted(slot, drafts), int(self.length[slot])
             self.tokens[slot, known : known + len(drafts)] = drafts
-            found[slot] = len(drafts)
-        return found
+            counts[slot] = len(drafts)
+        return counts
 
     def _with_drafts(self, batch: Batch, drafted: dict[int, int]) -> Iterator[Chunk]:
         """The chunks as they are computed: a decode begins at the last known token, wherever the step before has left
@@ -212,6 +221,8 @@ class Runner:
             self.blocks[slot, have : have + len(blocks)] = blocks
             self.num_blocks[slot] = have + len(blocks)
         self.cache.copy(batch.copies)
+        if self._draft_model is not None:
+            self._draft_model.apply(batch)
 
     def _layout(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
         """The step's layout, its token ids [T] (of those that only the device knows, what `feed` takes for them), and

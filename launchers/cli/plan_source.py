@@ -15,11 +15,12 @@ from ...engine.config.load import CPU_KV_CACHE_MEMORY, ConfigError, Deployment, 
 from ...engine.estimate.estimate import Question
 from ...engine.estimate.layouts import Work
 from ...engine.estimate.memory import MemoryKeys, StoredTypes, memory
+from ...engine.schedule.speculation import MOST
 from ...models.config.known_models import by_folder, half_ladder, known
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.parts import make_wiring
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
-from ...models.config.shapes import ShapeError, check_shapes, replicates_embedding, splits
+from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, splits
 from ...models.config.wiring import choose_wiring
 from ...models.cuda.workspace import HEAD_DIMS
 from ...models.stages import StageError, choose_layers
@@ -85,6 +86,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         flashinfer=d.engine.attention != "torch" and values != "float32" and config.head_dim in HEAD_DIMS,
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         widens_fp8=stored.weights == "fp8" and not (_multiplies_fp8(fabric) and (quantised or FP8).activations),
+        drafts=MOST if d.engine.speculation else 0,
+        draft_model=_draft_model(loaded, config),
     )
     backend = backend_of(d, shape)
     costs, source, more = _tuned(d, fabric, shape, backend)
@@ -150,6 +153,18 @@ def _natural_size(config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, fa
         if memory(config, n, stored, keys, node.devices[0].memory_bytes).fits
     )
     return next(fitting, max(sizes, default=1))
+
+
+def _draft_model(loaded: LoadedDeployment, config: ModelConfig) -> ModelConfig | None:
+    folder = loaded.deployment.engine.draft_model
+    if folder is None:
+        return None
+    try:
+        draft = from_folder(Path(folder))
+        check_draft(draft, config, loaded.deployment.model.max_model_len)
+    except (OSError, ValueError) as error:
+        raise ConfigError([loaded.fault("engine.draft_model", " ".join(str(error).split()))]) from None
+    return draft
 
 
 def _multiplies_fp8(fabric: Fabric) -> bool:

@@ -91,3 +91,20 @@ def _either(sizes: tuple[int, ...], tp: int) -> str:
         below = [s for s in sizes if s < tp][-4:]
         sizes = (*below, *[s for s in sizes if s > tp][: 8 - len(below)])
     return str(sizes[0]) if len(sizes) == 1 else f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
+
+
+def check_draft(draft: ModelConfig, model: ModelConfig, length: int | None) -> None:
+    """Raises ShapeError unless `draft` can draft for `model`, in sequences of up to `length` (None: as the model
+    has)."""
+    length = length or model.max_position_embeddings
+    if draft.vocab_size != model.vocab_size:
+        raise ShapeError(
+            f"a draft model with {draft.vocab_size} ids for a model with {model.vocab_size}: drafts are the model's "
+            "ids: use one with the same tokenizer"
+        )
+    if draft.max_position_embeddings < length:
+        raise ShapeError(
+            f"a draft model that knows {draft.max_position_embeddings} positions for sequences of {length}: set "
+            f"model.max_model_len to at most {draft.max_position_embeddings}, or use another one"
+        )
+    check_shapes(draft, 1)

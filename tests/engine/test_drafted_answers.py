@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
+import torch
 from laddertron.models.cpu.ops import Kernels
 
 SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
@@ -25,20 +27,48 @@ def answers(ranks: Ranks, size: int, folder: Path, **how: Any) -> dict[str, Any]
     return told
 
 
+def near(folder: Path, whole: Path, blur: float = 0.04) -> str:
+    """A draft model: `whole` with noise in its weights, so that it often says the same, and often not."""
+    noise = torch.Generator().manual_seed(SEED % 1000)
+
+    def blurred(x: torch.Tensor) -> torch.Tensor:
+        return (x.float() + blur * torch.randn(x.shape, generator=noise)).to(x.dtype)
+
+    shutil.copytree(whole, folder)
+    checkpoints.edit_tensors(folder, lambda tensors: {name: blurred(x) for name, x in tensors.items()})
+    return str(folder)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_speculation_changes_no_answer(ranks: Ranks, size: int, dtype: str, tmp_path: Path) -> None:
-    """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids;
-    with prefixes in the cache and chunked prompts beside decodes: every id, every score and every end is the one that
-    comes without drafts. Some drafts are right, some are not."""
+    """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids,
+    grammars; with prefixes in the cache and chunked prompts beside decodes: every id, every score and every end is the
+    one that comes without drafts. Some drafts are right, some are not."""
     print(f"LADDERTRON_SEED={SEED}")
     folder = checkpoints.save(tmp_path / "m", "llama", dtype=dtype)
+    draft = near(tmp_path / "d", folder)
     plain = answers(ranks, size, folder)
-    for kind in ("ngram", "auto"):
-        drafted = answers(ranks, size, folder, speculation=kind)
-        assert drafted["answers"] == plain["answers"], kind
+    for kind, model in (("ngram", None), ("auto", None), ("model", draft), ("auto", draft)):
+        drafted = answers(ranks, size, folder, speculation=kind, draft=model)
+        assert drafted["answers"] == plain["answers"], (kind, model)
         assert 0 < drafted["accepted"] < drafted["drafts"]
+        assert sum(drafted["positions"]) == drafted["accepted"]
     assert plain["drafts"] == 0
+    assert plain["hits"] > 0
+
+
+def test_a_draft_model_survives_preemption(ranks: Ranks, tmp_path: Path) -> None:
+    """Blocks for a third of the sequences: some are put back, and their slots and blocks become others'. What the draft
+    model knows goes with them: the same model drafts as well as ever."""
+    print(f"LADDERTRON_SEED={SEED}")
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    plain = answers(ranks, 2, folder, blocks=70)
+    drafted = answers(ranks, 2, folder, blocks=70, speculation="model", draft=near(tmp_path / "d", folder, 0.0))
+    assert drafted["answers"] == plain["answers"]
+    assert drafted["preemptions"] > 0
+    assert drafted["hits"] > 0
+    assert drafted["accepted"] > 0.9 * drafted["drafts"]
 
 
 @pytest.mark.parametrize("family", ["ladder", "parallel", "hybrid", "mistral", "desync2_tp2"])
@@ -48,6 +78,9 @@ def test_every_wiring_takes_drafts(ranks: Ranks, family: str, tmp_path: Path) ->
     plain, drafted = (answers(ranks, 2, folder, speculation=kind) for kind in (False, "ngram"))
     assert drafted["answers"] == plain["answers"]
     assert drafted["accepted"] > 0
+    draft = near(tmp_path / "d", checkpoints.save(tmp_path / "whole", "llama"))
+    drafted = answers(ranks, 2, folder, speculation="model", draft=draft)
+    assert drafted["answers"] == plain["answers"]
 
 
 def test_a_batch_of_one_and_split_steps(ranks: Ranks, tmp_path: Path) -> None:
@@ -57,6 +90,7 @@ def test_a_batch_of_one_and_split_steps(ranks: Ranks, tmp_path: Path) -> None:
     alone, drafted = (answers(ranks, 2, folder, seats=1, speculation=kind) for kind in (False, "ngram"))
     assert drafted["answers"] == alone["answers"]
     assert drafted["steps"] < alone["steps"]
-    both = answers(ranks, 2, folder, split="always", speculation="ngram")
-    assert both["answers"] == alone["answers"]
-    assert both["split"] > 0.5 * both["steps"]
+    for kind, draft in (("ngram", None), ("model", near(tmp_path / "d", folder))):
+        both = answers(ranks, 2, folder, split="always", speculation=kind, draft=draft)
+        assert both["answers"] == alone["answers"]
+        assert both["split"] > 0.5 * both["steps"]

@@ -9,7 +9,9 @@ from typing import Any
 
 import checkpoints
 from engine_cases import build_on, deployment, request
+from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
 from laddertron.engine.request import Request
+from laddertron.engine.sampling import grammar
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.schedule.split import SplitRule
 from laddertron.engine.step.engine import Engine, StepProgress, follow
@@ -24,6 +26,7 @@ CASES: list[dict[str, Any]] = [
     {"logprobs": 2, "prompt_logprobs": 2},
     {"repetition_penalty": 1.2, "presence_penalty": 0.5, "temperature": 0.8},
 ]
+GRAMMARS = ["(ab|ba|abc)*", "[a-z ]{3,40}", "(one|two), (one|two), three"] if grammar.available else []
 
 
 def requests(seed: int, most: int) -> list[Request]:
@@ -34,6 +37,8 @@ def requests(seed: int, most: int) -> list[Request]:
     for number, prompt in enumerate(prompts):
         begins = common[: dice.randrange(40)] if number % 2 else []
         params = dice.choice(CASES) | {"max_tokens": dice.randrange(1, most)}
+        if GRAMMARS and number % 4 == 2:
+            params |= {"grammar": grammar_of(GrammarFields(guided_regex=dice.choice(GRAMMARS))), "max_tokens": most}
         if number % 6 == 3:  # three ids over and over: some drafts are right
             params |= {"allowed_token_ids": (5, 6, 7), "max_tokens": most, "temperature": dice.choice((0.0, 1.0))}
         elif number % 5 == 0:
@@ -51,31 +56,36 @@ def answers(
     most: int = 12,
     seats: int = 12,
     deterministic: bool = True,
+    draft: str | None = None,
+    overlap: bool = True,
+    blocks: int = 256,
 ) -> dict[str, Any] | None:
-    """Of rank 0: steps in all, counters, and by request and choice the ids, what they scored and how it ended. Requests
-    enter two at a time, so that steps mix prompts with decodes."""
-    with rank.connect(None, CommOptions(deterministic=deterministic)) as communicator:
+    """Of rank 0, with a KV cache of so many blocks at most: steps in all, counters, and by request and choice the ids,
+    what they scored and how it ended. Requests enter two at a time, so that steps mix prompts with decodes."""
+    with rank.connect(None, CommOptions(deterministic=deterministic, overlap=overlap)) as communicator:
         keys: dict[str, Any] = {"max_num_seqs": seats, "max_num_batched_tokens": 48, "kv_cache_memory": 1 << 20}
-        d = deployment(folder, rank.size, None, speculation=speculation, **keys)
-        parallel = replace(d.parallel, split_steps=split, deterministic=deterministic)  # type: ignore[arg-type]
+        d = deployment(folder, rank.size, None, speculation=speculation, draft_model=draft, **keys)
+        parallel = replace(d.parallel, split_steps=split, deterministic=deterministic, overlap=overlap)  # type: ignore[arg-type]
         built = build_on(rank, replace(d, parallel=parallel), communicator)
+        limits = replace(built.scheduler_limits, num_blocks=min(blocks, built.scheduler_limits.num_blocks))
         progress = StepProgress()
         if rank.rank:
             follow(built.runner, communicator.plans, progress)
             return None
         assert built.scheduler_limits.split == (None if split == "never" else SplitRule(True, ANY))
-        scheduler = Scheduler(built.scheduler_limits)
+        scheduler = Scheduler(limits)
         engine = Engine(scheduler, built.runner, communicator.plans, progress)
-        told: dict[str, list[Any]] = {}
+        told: dict[str, list[list[Any]]] = {}
         waiting = requests(seed, most)
         while waiting or engine.has_work:
             for _ in range(min(2, len(waiting))):
                 engine.add(waiting.pop(0))
             for event in engine.step():
-                scores = [(p.token, p.logprob, p.top) for p in event.logprobs or ()]
-                prompt = [p and (p.token, p.logprob, p.top) for p in event.prompt_logprobs or ()]
-                one = told.setdefault(f"{event.request_id}/{event.choice}", [])
-                one.append((list(event.tokens), scores, prompt, event.finish, event.stop_token))
+                ids, scores, prompt, ends = told.setdefault(f"{event.request_id}/{event.choice}", [[], [], [], []])
+                ids.extend(event.tokens)
+                scores.extend((p.token, p.logprob, p.top) for p in event.logprobs or ())
+                prompt.extend(p and (p.token, p.logprob, p.top) for p in event.prompt_logprobs or ())
+                ends.extend([(event.finish, event.stop_token)] * (event.finish is not None))
         engine.close()
         counters = scheduler.snapshot()
         return {
@@ -83,6 +93,9 @@ def answers(
             "split": counters["split_steps_total"],
             "drafts": counters["spec_decode_num_draft_tokens_total"],
             "accepted": counters["spec_decode_num_accepted_tokens_total"],
+            "positions": scheduler.accepted_drafts,
+            "preemptions": counters["num_preemptions_total"],
+            "hits": counters["prefix_cache_hits_total"],
             "answers": told,
         }
 

@@ -145,7 +145,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     the model is taken by its folder's name, if that is known. Keys in `bad` are not judged."""
     from ....models.config.known_models import by_folder
     from ....models.config.model_config import from_folder
-    from ....models.config.shapes import ShapeError, check_everywhere, check_shapes
+    from ....models.config.shapes import ShapeError, check_draft, check_everywhere, check_shapes
     from ....models.config.wiring import WiringError, check_split, choose_wiring
     from ....models.stages import StageError, choose_layers
 
@@ -180,6 +180,11 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
         except StageError as error:
             key = "pipeline_layers" if d.parallel.pipeline_layers else "pipeline_parallel_size"
             yield loaded.fault(f"parallel.{key}", f"{error}{taken}")
+    if look and d.engine.draft_model is not None and "engine.draft_model" not in bad:
+        try:
+            check_draft(from_folder(Path(d.engine.draft_model)), model, d.model.max_model_len)
+        except (OSError, ValueError) as error:
+            yield loaded.fault("engine.draft_model", " ".join(str(error).split()))
     if d.model.max_model_len is not None and d.model.max_model_len > model.max_position_embeddings:
         yield loaded.fault(
             "model.max_model_len",

@@ -195,7 +195,14 @@ def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str)
     [
         ("model: {path: m, wiring: hybrid}", "model.wiring", "needs model.ladder_layers"),
         ("model: {path: m, wiring: ladder, ladder_layers: 4}", "model.ladder_layers", "set wiring: hybrid"),
-        ("engine: {speculation: true}", "engine.speculation", "use ngram, auto or false"),
+        ("engine: {speculation: true}", "engine.speculation", "use ngram, model, auto or false"),
+        ("engine: {speculation: model}", "engine.speculation", "model needs engine.draft_model"),
+        ("model: {path: m}\nengine: {draft_model: ./d}", "engine.draft_model", "has no effect with speculation false"),
+        (
+            "model: {path: m}\nengine: {draft_model: ./d, speculation: ngram}",
+            "engine.draft_model",
+            "no effect with speculation ngram",
+        ),
         ("engine: {speculation: ngram, device: cuda}", "engine.speculation", "needs engine.device: cpu"),
         (
             "engine: {speculation: auto}\nparallel: {pipeline_parallel_size: 2}",

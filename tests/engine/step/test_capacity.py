@@ -147,6 +147,22 @@ def test_what_widening_fp8_takes_is_counted() -> None:
         check_memory(deployment(), 1, 10 * GIB, free, widened)
 
 
+def test_drafts_and_their_model_are_counted() -> None:
+    """Two rows of fp32 logits more a draft, up to the rows of a step; the draft model whole on each rank of 8, its keys
+    and values beside the model's."""
+    config, draft = known("llama-3.1-70b"), known("llama-3.1-8b")
+    keys = MemoryKeys(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
+    plain = memory(config, 8, StoredTypes(), keys, H100)
+    row = 2 * 4 * -(-config.vocab_size // 8)
+    for drafts, rows in ((8, 9 * 64), (100, 2048)):
+        drafted = memory(config, 8, StoredTypes(), replace(keys, drafts=drafts), H100)
+        assert drafted.parts["activations"] - plain.parts["activations"] == (rows - 64) * row
+    modelled = memory(config, 8, StoredTypes(), replace(keys, draft_model=draft), H100)
+    assert modelled.weight_bytes - plain.weight_bytes == 2 * draft.num_parameters
+    per_token = 2 * 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim
+    assert modelled.kv_bytes_per_token - plain.kv_bytes_per_token == per_token
+
+
 @pytest.mark.usefixtures("flashinfer")
 def test_graphs_that_cannot_be_had_are_refused_before_loading() -> None:
     config = known("llama-3.1-8b")

@@ -141,6 +141,25 @@ def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "tp 4 x 1 = 4 ranks" in capsys.readouterr().out
 
 
+def test_check_asks_the_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other ids, too few positions, no folder: refused at its line."""
+    write_model(tmp_path / "m")
+    write_model(tmp_path / "d")
+    file = tmp_path / "d.yaml"
+    file.write_text("model:\n  path: ./m\nengine:\n  speculation: model\n  draft_model: ./d\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 0
+    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    for key, says in (("vocab_size", "drafts are the model's ids"), ("max_position_embeddings", "positions")):
+        (tmp_path / "d" / "config.json").write_text(json.dumps(config | {key: config[key] // 2}))
+        capsys.readouterr()
+        assert cli.main(["check", str(file)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{file}:5: engine.draft_model: a draft model")
+        assert says in said
+    assert cli.main(["check", str(file), "--set", "engine.draft_model=./none"]) == 2
+    assert "engine.draft_model: " in capsys.readouterr().err
+
+
 def test_check_tells_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     """405B over 12 ranks of nodes of 8: what the nodes say and the shape's arithmetic with the nearest sizes, although
     the weights are not here."""

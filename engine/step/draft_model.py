@@ -1,0 +1,174 @@
+"""A small model that drafts for the large one: whole on every rank, so that it waits for nobody.
+
+Its keys lie in blocks of the same numbers as the large model's, so that block tables, shared prefixes and copies are
+one. It computes prompts beside the large model; of decodes it computes what is new when drafts are due, or a piece when
+enough is. Its drafts change no answer: the ordinary step verifies them. All ranks must draft alike, so it computes as
+under `deterministic`, by kernels whose bits depend on neither threads nor company; the step's digest holds the drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...models.attention import StepLayout
+from ...models.attention_choice import make_attention
+from ...models.config.model_config import ModelConfig, from_folder
+from ...models.config.shapes import check_draft
+from ...models.cpu.ops import Kernels
+from ...models.kv_cache import KVCache, block_bytes
+from ...models.llama import LlamaModel
+from ...models.ops_choice import make_ops
+from ...models.rank_shard import RankShard
+from ...models.weights.mapping import open_source
+from ...topology.comm.collectives import Done
+from ...topology.comm.groups import Communicator
+from ...topology.hardware import cpu_tier
+from ..batch import Batch, Chunk, NewSequence, in_order
+from ..sampling.draft_draws import DraftDraws
+from ..sampling.slots import Grammars
+from .kv_capacity import CapacityError
+
+PIECE = 32
+"""Tokens of a decode that are left uncomputed while it gets no drafts, at most: together they cost little more than
+one."""
+REDONE = 2 * PIECE
+"""Positions of a shared prefix that are computed again: whoever left it behind may not have come to its end."""
+
+Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
+"""Layout, ids and rows of chunks of the runner's slots."""
+
+
+class _Alone:
+    """A group of one rank, and its all-reduce."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def start(self, x: Tensor) -> Done:
+        return Done(x)
+
+
+class DraftWeights:
+    """The draft model's folder, opened: what it will take. Raises OSError, ValueError, CheckpointError or
+    ShapeError."""
+
+    def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype, length: int) -> None:
+        """For the model of `config`, with sequences of up to `length`."""
+        self.config, self.dtype = from_folder(folder), dtype
+        check_draft(self.config, config, length)
+        self._shard = RankShard(self.config, 1, 0)
+        self._source = open_source(folder, self._shard, self.config)
+        self.digest = self._source.digest
+        self.bytes = self._source.rank_bytes(dtype.itemsize, 1, False)
+
+    def block_bytes(self, block_size: int) -> int:
+        return block_bytes(self._shard, block_size, self.dtype)
+
+    def load(
+        self, positions: int, num_blocks: int, block_size: int, max_slots: int, grammars: Grammars | None
+    ) -> DraftModel:
+        """On this rank's CPU."""
+        device, deterministic, alone = torch.device("cpu"), Kernels.find() is not None, _Alone()
+        group: Any = alone
+        ops = make_ops(device, self.dtype, deterministic=deterministic)
+        model = LlamaModel(self.config, group, alone, ops, dtype=self.dtype, device=device, positions=positions)
+        model.load(self._source)
+        cache = KVCache(self._shard, num_blocks, block_size, self.dtype, device)
+        attention, _ = make_attention("auto", self._shard, cache, self.dtype, deterministic)
+        draws = DraftDraws(self.config.vocab_size, max_slots, device, grammars)
+
+        def compute(layout: StepLayout, tokens: Tensor, rows: Tensor) -> Tensor:
+            return model.forward(tokens, layout, attention, rows)
+
+        return DraftModel(compute, cache, draws, max_slots)
+
+
+def check_alike(communicator: Communicator) -> None:
+    """Raises CapacityError where ranks compute in different CPU tiers: their drafts would differ."""
+    own = np.frombuffer(cpu_tier.current().ljust(32).encode(), np.uint8)
+    tiers = sorted({bytes(each).decode().strip() for each in communicator.gather(own)})
+    if len(tiers) > 1:
+        raise CapacityError(
+            f"engine.draft_model: ranks compute in the CPU tiers {', '.join(tiers)}, and would draft differently: set "
+            f"{cpu_tier.VARIABLE} to one that all of them have, in launch.env"
+        )
+
+
+class DraftModel:
+    """One rank's; the runner tells it all that it is told of slots and blocks."""
+
+    def __init__(
+        self,
+        compute: Callable[[StepLayout, Tensor, Tensor], Tensor],
+        cache: KVCache,
+        draws: DraftDraws,
+        max_slots: int,
+    ) -> None:
+        self._compute, self._cache, self._draws = compute, cache, draws
+        self._computed = np.zeros(max_slots, np.int64)  # positions whose keys are there; -1: as many as are shared
+        self._followed = np.zeros(max_slots, np.int64)  # tokens that the draws know of
+
+    def apply(self, batch: Batch) -> None:
+        for slot in batch.released:
+            self._draws.release(slot)
+        for sequence in batch.admitted:
+            self._admit(sequence)
+        self._cache.copy(batch.copies)
+
+    def _admit(self, sequence: NewSequence) -> None:
+        self._computed[sequence.slot], self._followed[sequence.slot] = -1, len(sequence.tokens)
+        self._draws.admit(sequence)
+
+    def propose(
+        self,
+        chunks: Iterable[Chunk],
+        wanted: Mapping[int, int],
+        tokens: NDArray[np.int32],
+        length: NDArray[np.int64],
+        layout: Layout,
+    ) -> dict[int, list[int]]:
+        """Computes prompts as far as the step does, and drafts, so many for each slot; `tokens` [slots, positions], of
+        which `length` are known, is written to behind them."""
+        due = in_order(self._due(chunks, wanted, length))
+        if not due:
+            return {}
+        logits = self._compute(*layout(due))
+        for chunk in due:
+            self._computed[chunk.slot] = chunk.start + chunk.count
+        found: dict[int, list[int]] = {chunk.slot: [] for chunk in due if chunk.samples}
+        for slot in found:
+            self._draws.follow(slot, tokens[slot, self._followed[slot] : length[slot]].tolist())
+            self._followed[slot] = length[slot]
+        slots = list(found)
+        while slots:
+            for slot, draft in zip(slots, self._draws.draw(logits, slots), strict=True):
+                found[slot].append(draft)
+                tokens[slot, length[slot] + len(found[slot]) - 1] = draft
+            slots = [slot for slot in slots if len(found[slot]) < wanted[slot]]
+            if slots:
+                logits = self._compute(*layout([Chunk(slot, int(self._computed[slot]), 1, True) for slot in slots]))
+                self._computed[slots] += 1
+        self._draws.rewind({slot: len(drafts) for slot, drafts in found.items()})
+        return found
+
+    def _due(self, chunks: Iterable[Chunk], wanted: Mapping[int, int], length: NDArray[np.int64]) -> Iterable[Chunk]:
+        for chunk in chunks:
+            slot, known = chunk.slot, int(length[chunk.slot])
+            if self._computed[slot] < 0:
+                self._computed[slot] = max(0, chunk.start - REDONE)
+            start = min(int(self._computed[slot]), known - 1)  # behind a draft that was wrong it begins anew
+            drafts = wanted[slot] > 0
+            end = known if drafts else chunk.start + chunk.count
+            decodes = chunk.samples and chunk.count == 1
+            if drafts or not decodes or end - start >= PIECE:
+                yield Chunk(slot, start, end - start, drafts)
