@@ -212,6 +212,16 @@ def rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
         )
     if parallel.backend == "nccl" and engine.device == "cpu":
         yield ("parallel.backend", "engine.device"), "nccl needs engine.device: cuda; on a CPU use auto"
+    if parallel.deterministic == "everywhere" and engine.device == "cuda":
+        yield (
+            ("parallel.deterministic", "engine.device"),
+            "everywhere is had on CPUs alone; on a GPU use true, which fixes the order of sums between ranks, or false",
+        )
+    if parallel.deterministic and engine.attention == "torch" and engine.device == "cpu":
+        yield (
+            ("parallel.deterministic", "engine.attention"),
+            "attention torch computes a row as its step's other rows have it: use engine.attention: auto",
+        )
     if engine.kv_cache_dtype == "fp8" and engine.device == "cpu":
         yield ("engine.kv_cache_dtype", "engine.device"), "fp8 needs engine.device: cuda; on a CPU use auto"
     if engine.attention == "flashinfer" and engine.device == "cpu":

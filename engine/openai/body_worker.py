@@ -38,13 +38,13 @@ async def prepare(raw: bytes, endpoint: Endpoint, served: str, max_ids: int, enc
         body = parse_body(raw, endpoint)
         check_model(body, served)
         return body, await encode_prompts(body, encoder)
-    reply = await _asked(raw, endpoint, served, max_ids, encoder)
+    reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
     return check_body(reply["rest"], endpoint), [tuple(ids) for ids in reply["ids"]]
 
 
-async def _asked(raw: bytes, endpoint: str, served: str, max_ids: int, encoder: BodyEncoder) -> dict[str, Any]:
+async def _asked(raw: bytes, payload: dict[str, Any], encoder: BodyEncoder) -> dict[str, Any]:
     try:
-        reply = await encoder.ask({"endpoint": endpoint, "served": served, "max_ids": max_ids}, raw)
+        reply = await encoder.ask(payload, raw)
     except PromptError as error:
         status = 500 if error.code == "server_error" else 400
         raise BadRequest(str(error), code=error.code, status=status) from None
@@ -53,16 +53,13 @@ async def _asked(raw: bytes, endpoint: str, served: str, max_ids: int, encoder: 
     return reply
 
 
-async def tokenize(raw: bytes, served: str, max_ids: int, encoder: BodyEncoder) -> tuple[list[int], bool]:
-    """The ids of a body of /tokenize, which may be too long for the model, and whether they are wanted by name too.
-    Raises BadRequest."""
-    if len(raw) <= LARGE_BYTES:
-        body, named = check_tokenize(parsed(raw), served)
-        check_model(body, served)
-        (ids,) = await encode_prompts(body, encoder, TRUNCATED)
-        return list(ids), named
-    reply = await _asked(raw, TOKENIZE, served, max_ids, encoder)
-    return reply["ids"][0], reply["rest"]
+async def tokenize(raw: bytes, served: str, max_model_len: int | None, encoder: BodyEncoder) -> bytes:
+    """The answer to a body of /tokenize, as JSON: of a million ids that takes a second, so a worker makes it. The text
+    may be too long for the model. Raises BadRequest."""
+    most = max(max_model_len or 1 << 20, LARGE_BYTES)
+    payload = {"endpoint": TOKENIZE, "served": served, "max_ids": most, "max_model_len": max_model_len}
+    answer: bytes = (await _asked(raw, payload, encoder))["answer"]
+    return answer
 
 
 async def prepare_line(
@@ -112,7 +109,7 @@ class _Here(Encoder):
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """{"rest", "ids"} or {"refused"} for a body; anything else is a text worker's."""
+    """{"rest", "ids"}, {"answer"} or {"refused"} for a body; anything else is a text worker's."""
     if "blob" not in item:
         return worker.answer(model, item, max_ids)
     try:
@@ -163,7 +160,10 @@ def _body(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
     if item["endpoint"] == TOKENIZE:
         body, named = check_tokenize(value, item["served"])
         check_model(body, item["served"])
-        return {"rest": named, "ids": asyncio.run(encode_prompts(body, here, TRUNCATED))}
+        (ids,) = asyncio.run(encode_prompts(body, here, TRUNCATED))
+        strings = [model.tokenizer.id_to_token(token) for token in ids] if named else None
+        found = {"count": len(ids), "max_model_len": item["max_model_len"], "tokens": ids, "token_strs": strings}
+        return {"answer": json.dumps(found, ensure_ascii=False).encode()}
     body = check_body(value, item["endpoint"])
     check_model(body, item["served"])
     return _made(value, body, here)

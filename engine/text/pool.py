@@ -361,6 +361,8 @@ class _Worker:
                 if "ids" in value:
                     packed, ends = array("I", await self._frame()), list(accumulate(value["ids"], initial=0))
                     value["ids"] = [packed[start:end].tolist() for start, end in pairwise(ends)]
+                elif "answer" in value:
+                    value["answer"] = await self._frame()
                 return value
         except TimeoutError:
             raise _Died(f"it took longer than {seconds:g} s", overran=True) from None

@@ -1,8 +1,9 @@
 """One process that renders chat templates and tokenises, for engine/text/pool.py: frames in, frames out, nothing else.
 
 A frame is a 4-byte little-endian length and that much JSON; an item with `blob` has that many bytes after its frame, an
-answer with `ids` (how many each text has) a frame of 32-bit integers. The process bounds itself (address space,
-processor time an item, end of its input), so that it dies alone whatever a template or a text makes it do.
+answer with `ids` (how many each text has) a frame of 32-bit integers, one with `answer` a frame of bytes for a client.
+The process bounds itself (address space, processor time an item, end of its input), so that it dies alone whatever a
+template or a text makes it do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -131,11 +133,15 @@ def main(settings: dict[str, Any], answer: Answer = answer) -> int:
 
 
 def _reply(value: dict[str, Any]) -> bytes:
-    ids = value.get("ids")
-    if ids is None:
+    if "answer" in value:
+        packed: bytes = value["answer"]
+        value = {"answer": None}
+    elif "ids" in value:
+        ids = value["ids"]
+        packed, value = array("I", chain.from_iterable(ids)).tobytes(), {**value, "ids": [len(one) for one in ids]}
+    else:
         return frame(value)
-    packed = array("I", (i for one in ids for i in one)).tobytes()
-    return frame({**value, "ids": [len(one) for one in ids]}) + _LENGTH.pack(len(packed)) + packed
+    return frame(value) + _LENGTH.pack(len(packed)) + packed
 
 
 if __name__ == "__main__":

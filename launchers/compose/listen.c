@@ -32,18 +32,34 @@ static int lt_take(const struct ifaddrs *all, const char *name, size_t length, s
     return 0;
 }
 
-static void lt_narrow(const char *names, struct sockaddr_storage *address) {
+/* 0 where no interface has such an address: then it is loopback's. */
+static int lt_narrow(const char *names, struct sockaddr_storage *address) {
     struct ifaddrs *all = NULL;
     int found = 0;
     if (address->ss_family == AF_INET) ((struct sockaddr_in *)address)->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     else ((struct sockaddr_in6 *)address)->sin6_addr = in6addr_loopback;
-    if (getifaddrs(&all) != 0) return;
+    if (getifaddrs(&all) != 0) return 0;
     while (*names && !found) {
         size_t length = strcspn(names, ",");
         found = lt_take(all, names, length, address);
         names += length + (names[length] == ',');
     }
     freeifaddrs(all);
+    return found;
+}
+
+/* A socket of both families, as torch opens, is met by IPv4 where there is any: it cannot have an address of each. */
+static int lt_mapped(int descriptor, const char *names, struct sockaddr_storage *address) {
+    struct sockaddr_storage four = {.ss_family = AF_INET};
+    struct in6_addr *at = &((struct sockaddr_in6 *)address)->sin6_addr;
+    int only = 1;
+    socklen_t size = sizeof only;
+    if (address->ss_family != AF_INET6 || getsockopt(descriptor, IPPROTO_IPV6, IPV6_V6ONLY, &only, &size) != 0 || only)
+        return 0;
+    if (!lt_narrow(names, &four)) return 0;
+    at->s6_addr[10] = at->s6_addr[11] = 0xff;
+    memcpy(at->s6_addr + 12, &((struct sockaddr_in *)&four)->sin_addr, 4);
+    return 1;
 }
 
 static int lt_wildcard(const struct sockaddr *address, socklen_t length) {
@@ -62,7 +78,7 @@ int bind(int descriptor, const struct sockaddr *address, socklen_t length) {
         return next(descriptor, address, length);
     memset(&own, 0, sizeof own);
     memcpy(&own, address, length);
-    lt_narrow(names, &own);
+    if (!lt_mapped(descriptor, names, &own)) lt_narrow(names, &own);
     int done = next(descriptor, (struct sockaddr *)&own, length);
     if (done != 0 && errno == EADDRNOTAVAIL && own.ss_family == AF_INET6) {
         /* without even ::1 the host has no address by which anybody could come, but for IPv4's */

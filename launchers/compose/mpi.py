@@ -121,14 +121,16 @@ def _environment(deployment: Deployment, site: Site, share: Share, network: Netw
 
 def _listening(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
     """What keeps an MPI, which binds to every address, on loopback where all ranks are on this host, else on the
-    interface that was chosen."""
-    if site.kind not in ("openmpi", "mpich") or site.listen is None:
+    interface that was chosen; torchrun's store alike, but over several hosts, which meet by a name of the first."""
+    if site.kind == "slurm" or site.listen is None:
         return {}
     if "LD_PRELOAD" in site.shell or "LD_PRELOAD" in deployment.launch.env:
         return {}
     where, why = ",".join(network.interfaces), f"{network.interface_reason}: nobody else may connect"
     if [host.name for host in share.hosts] in (["localhost"], [site.host]):
         where, why = "lo", "all ranks are on this host: nobody else may connect"
+    elif site.kind == "torchrun":
+        return {}
     return {ENV_LISTEN: Variable(where, why), "LD_PRELOAD": Variable(site.listen, why)} if where else {}
 
 
@@ -269,7 +271,7 @@ def _torchrun(
         )
     return [
         Part((site.python, "-m", "torch.distributed.run"), "torchrun, of the same Python as the ranks"),
-        Part(("--standalone",), "one host: no rendezvous with others"),
+        Part(("--standalone", "--local-addr=localhost"), "one host: its ranks meet on loopback"),
         Part((f"--nproc-per-node={share.hosts[0].slots}",), f"{share.hosts[0].slots} ranks on this host"),
         Part(("--no-python",), "what follows is a whole command"),
     ]

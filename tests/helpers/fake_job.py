@@ -211,4 +211,4 @@ class FakeJob:
 
     def _score(self, token: int, top: int) -> TokenLogprob:
         others = tuple(((token + i) % self.limits.vocab_size, -0.5 - i) for i in range(top))
-        return TokenLogprob(token, -0.5, others)
+        return TokenLogprob(token, -0.5, others, digest=token)

@@ -22,11 +22,13 @@ from daemon_tools import deployment, line, served
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.batch_client import ApiError, BatchClient, ServerAddress
 from laddertron.launchers.cli.commands.batch import BatchPace
+from laddertron.models.cpu.ops import Kernels
 from openai import OpenAI
 from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
+DETERMINISTIC = Kernels.find() is not None
 LADDERTRON = (sys.executable, "-m", "laddertron.launchers.cli")
 
 
@@ -93,7 +95,8 @@ class Process:
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[Process]:
     """With patience for heartbeats on a slow machine: what is seen here is not seen by their silence."""
-    process = Process(tmp_path, f"daemon.heartbeat_timeout={FOR_EVER_S:g}s")
+    sets = f"daemon.heartbeat_timeout={FOR_EVER_S:g}s", f"parallel.deterministic={str(DETERMINISTIC).lower()}"
+    process = Process(tmp_path, *sets)
     try:
         yield process
     finally:
@@ -111,14 +114,14 @@ def alive(pid: int) -> bool:
 
 def test_a_batch_outlives_a_rank_and_sigterm_drains(demo: Process, tmp_path: Path) -> None:
     """The real thing: 40 lines on two ranks; one is killed half way; /ready is 503 until the relaunch; every line has
-    its answer, once; a chat streams; SIGTERM ends it with 0 and no rank is left."""
+    its answer, once, of the same bits as that of the same request, whichever ranks computed it in what company; a chat
+    streams; SIGTERM ends it with 0 and no rank is left."""
     [said] = [entry["message"] for entry in demo.wait_for("ready")]
     assert said == f"ready: {demo.url} serves demo: 1 x 2 ranks, metrics at {demo.url.removesuffix('/v1')}/metrics"
     client = OpenAI(base_url=demo.url, api_key="none", max_retries=0)
     lines = tmp_path / "in.jsonl"
-    lines.write_bytes(
-        b"".join(line(f"r-{n}", f"def f{n}(", model="demo", max_tokens=48, temperature=0) for n in range(40))
-    )
+    asked = {"model": "demo", "max_tokens": 48, "temperature": 0, "return_digest": True}
+    lines.write_bytes(b"".join(line(f"r-{n}", f"def f{n % 20}(", **asked) for n in range(40)))
     code, batch_id = run_cli("batch", "--url", demo.url, "submit", str(lines))
     batch_id = batch_id.strip().splitlines()[-1]
     assert code == 0
@@ -131,6 +134,9 @@ def test_a_batch_outlives_a_rank_and_sigterm_drains(demo: Process, tmp_path: Pat
     assert code == 0, said
     found = [json.loads(row) for row in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert sorted(entry["custom_id"] for entry in found) == sorted(f"r-{n}" for n in range(40))
+    digests = {entry["custom_id"]: entry["response"]["body"]["choices"][0]["digest"] for entry in found}
+    assert len(set(digests.values())) >= 20
+    assert not DETERMINISTIC or all(digests[f"r-{n}"] == digests[f"r-{n + 20}"] for n in range(20))
     failure = next(e for e in demo.events() if e.get("event") == "failure")
     assert failure["rank"] == 1
     stream = client.chat.completions.create(

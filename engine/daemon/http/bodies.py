@@ -38,4 +38,5 @@ class HeldBodies:
             parts.clear()
             yield body
         finally:
+            parts.clear()  # a refusal holds this frame while its client sends on
             self.held -= counted

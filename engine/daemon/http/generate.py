@@ -132,8 +132,7 @@ class Generator:
         """Raises HttpFault."""
         self._admit()
         try:
-            async with self._services.bodies.read(request) as raw:
-                body, prompts = await self._prepare(request, raw, endpoint)
+            body, prompts = await self._prepare(request, endpoint)
             self._admit()  # it may have come slowly
             self._count += 1
             held = True
@@ -163,11 +162,13 @@ class Generator:
         if self._count >= self._services.limits.max_interactive_requests:
             raise HttpFault(429, f"{self._count} requests are being answered", "too_many_requests", retry_after=1)
 
-    async def _prepare(self, request: Request, raw: bytes, endpoint: Endpoint) -> Prepared:
+    async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
+        """Nothing of the body's bytes is left when this returns: the answer may take minutes."""
         services, limits = self._services, self._services.dispatcher.limits
         assert limits is not None
         encoder = services.encoder.of(owner_of(request))
-        return await prepare(raw, endpoint, services.served_model_name, limits.max_model_len, encoder)
+        async with services.bodies.read(request) as raw:
+            return await prepare(raw, endpoint, services.served_model_name, limits.max_model_len, encoder)
 
     def _flight(self, request: Request, body: Body, prompts: list[tuple[int, ...]]) -> tuple[Flight, _Reply]:
         dispatcher, limits = self._services.dispatcher, self._services.limits

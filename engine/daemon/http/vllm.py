@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from ...openai.body_worker import tokenize
@@ -38,19 +38,18 @@ def vllm_router(services: Services, version: str) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["vllm"])
 
-    @router.post(TOKENIZE, openapi_extra=_takes(TokenizeBody))
-    async def ids(request: Request) -> dict[str, Any]:
+    @router.post(TOKENIZE, openapi_extra=_takes(TokenizeBody), response_model=dict[str, Any])
+    async def ids(request: Request) -> Response:
         """The ids of a text, or of a chat as the template renders it."""
         limits = services.dispatcher.limits
         most = None if limits is None else limits.max_model_len
         encoder = services.encoder.of(owner_of(request))
         try:
             async with services.bodies.read(request) as raw:
-                tokens, named = await tokenize(raw, services.served_model_name, most or 1 << 20, encoder)
+                answer = await tokenize(raw, services.served_model_name, most, encoder)
         except BadRequest as bad:
             raise of_bad_request(bad) from None
-        strings = [services.text.tokenizer.id_to_token(token) for token in tokens] if named else None
-        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": strings}
+        return Response(answer, media_type="application/json")
 
     @router.post(DETOKENIZE, openapi_extra=_takes(DetokenizeBody))
     async def text(request: Request) -> dict[str, Any]:

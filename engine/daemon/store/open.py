@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .disk import DiskError, NewFile, prepare_folder
 from .export import Export, Fenced, fetch_files, generations, read_changes
-from .schema import Rows, SchemaVersionError, migrate
+from .schema import SUM_TOKENS, Rows, SchemaVersionError, migrate
 from .store import Store, StoreOptions, connect_store
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ def _rebuild(folder: Path, options: StoreOptions) -> None:
         rows.apply(change)
         rows.changes.clear()
     db.execute("COMMIT")
+    db.executescript(f"BEGIN; {SUM_TOKENS} COMMIT;")
     count = db.execute("SELECT count(*) FROM results").fetchone()[0]
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.close()

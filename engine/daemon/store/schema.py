@@ -8,6 +8,20 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+_TOKENS = (
+    ("input_tokens", "prompt_tokens"),
+    ("cached_tokens", "prompt_tokens_details.cached_tokens"),
+    ("output_tokens", "completion_tokens"),
+)
+SUM_TOKENS = "".join(
+    f"""
+    UPDATE batches SET {name} = (SELECT coalesce(sum(json_extract(line, '$.response.body.usage.{said}')), 0)
+        FROM results WHERE batch_id = batches.id AND ok = 1 AND json_valid(line)) WHERE {name} = 0;
+    """
+    for name, said in _TOKENS
+)
+"""What batches of earlier versions used, out of their answers: their rows, and exports of them, do not say it."""
+
 MIGRATIONS: tuple[str, ...] = (
     """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
@@ -40,18 +54,7 @@ MIGRATIONS: tuple[str, ...] = (
         created_at INTEGER NOT NULL, PRIMARY KEY (owner, key)
     );
     """,
-    "".join(
-        f"""
-    ALTER TABLE batches ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0;
-    UPDATE batches SET {name} = (SELECT coalesce(sum(json_extract(line, '$.response.body.usage.{said}')), 0)
-        FROM results WHERE batch_id = batches.id AND ok = 1);
-    """
-        for name, said in (
-            ("input_tokens", "prompt_tokens"),
-            ("cached_tokens", "prompt_tokens_details.cached_tokens"),
-            ("output_tokens", "completion_tokens"),
-        )
-    ),
+    "".join(f"ALTER TABLE batches ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0;\n" for name, _ in _TOKENS) + SUM_TOKENS,
     """
     CREATE TABLE usage (
         owner TEXT NOT NULL, day INTEGER NOT NULL, requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,

@@ -261,6 +261,16 @@ def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str)
             "only a GPU has multiprocessors",
         ),
         ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
+        (
+            "parallel: {deterministic: everywhere}\nengine: {device: cuda}",
+            "parallel.deterministic",
+            "everywhere is had on CPUs alone",
+        ),
+        (
+            "parallel: {deterministic: true}\nengine: {device: cpu, attention: torch}",
+            "parallel.deterministic",
+            "use engine.attention: auto",
+        ),
         ("engine: {kv_cache_dtype: fp8, device: cpu}", "engine.kv_cache_dtype", "fp8 needs"),
         ("engine: {attention: flashinfer, device: cpu}", "engine.attention", "flashinfer needs"),
         ("engine: {cuda_graphs: true, device: cpu}", "engine.cuda_graphs", "true needs engine.device: cuda"),

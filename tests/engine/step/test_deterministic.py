@@ -77,9 +77,9 @@ def test_answers_through_the_scheduler_are_those_alone(ranks: Ranks, size: int, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_hundreds_of_mixes_through_the_scheduler(ranks: Ranks, dtype: str, tmp_path: Path) -> None:
-    for size in (1, 2):
-        check_served(ranks, size, checkpoints.save(tmp_path / f"m{size}", "llama", dtype=dtype), dtype, 120)
+@pytest.mark.parametrize("size", [1, 2])
+def test_hundreds_of_mixes_through_the_scheduler(ranks: Ranks, size: int, dtype: str, tmp_path: Path) -> None:
+    check_served(ranks, size, checkpoints.save(tmp_path / "m", "llama", dtype=dtype), dtype, 120)
 
 
 def check_served(ranks: Ranks, size: int, folder: Path, dtype: str, cases: int, **how: Any) -> None:

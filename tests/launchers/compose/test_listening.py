@@ -13,13 +13,12 @@ from laddertron.engine.config.load import load
 from laddertron.launchers.compose.detect_launcher import survey
 from laddertron.launchers.compose.host_allocation import Share
 from laddertron.launchers.compose.hosts import Host
-from laddertron.launchers.compose.mpi import Kind, compose
+from laddertron.launchers.compose.mpi import Kind, compose, torchrun_hosts
 from waiting import HANG_S
 
 CONFIG = Path(__file__).parents[3] / "configs" / "demo.yaml"
 RANK = """
-import os, sys
-from mpi4py import MPI
+import os, socket, sys
 
 def listening(pid):
     own = set()
@@ -34,20 +33,27 @@ def listening(pid):
             if words[3] == "0A" and f"socket:[{words[9]}]" in own:
                 yield words[1].split(":")[0]
 
-MPI.COMM_WORLD.allreduce(1)
-for who, pid in (("rank", os.getpid()), ("mpirun", os.getppid())):
+if sys.argv[1] == "torchrun":
+    socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+else:
+    from mpi4py import MPI
+    MPI.COMM_WORLD.allreduce(1)
+for who, pid in (("rank", os.getpid()), ("launcher", os.getppid())):
     for address in listening(pid):
         print("listens", who, address, flush=True)
-MPI.COMM_WORLD.Barrier()
+if sys.argv[1] != "torchrun":
+    MPI.COMM_WORLD.Barrier()
 """
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-@pytest.mark.skipif(not MPIRUN.exists(), reason=f"no Open MPI at {MPIRUN}")
-def test_a_job_on_this_host_listens_on_loopback_alone(tmp_path: Path) -> None:
-    """prterun and the ranks, IPv4 and IPv6; without the preloaded library the same job listens on every address, so
-    that the table is shown to be read right."""
-    deployment = load(CONFIG, ("launch.launcher=openmpi",))
+@pytest.mark.parametrize("kind", ["openmpi", "torchrun"])
+def test_a_job_on_this_host_listens_on_loopback_alone(kind: Kind, tmp_path: Path) -> None:
+    """prterun or torchrun with its store, and the ranks, IPv4 and IPv6; without the preloaded library the same job
+    listens on every address, so that the table is shown to be read right."""
+    if kind == "openmpi" and not MPIRUN.exists():
+        pytest.skip(f"no Open MPI at {MPIRUN}")
+    deployment = load(CONFIG, (f"launch.launcher={kind}",))
     here = survey(deployment, os.environ)
     assert here.listen is not None, "launchers/compose/listen.c was not built"
     script = tmp_path / "rank.py"
@@ -55,7 +61,7 @@ def test_a_job_on_this_host_listens_on_loopback_alone(tmp_path: Path) -> None:
     found = {}
     for listen in (here.listen, None):
         command = compose(
-            deployment, replace(here, listen=listen), Share((Host("localhost", 2),)), [here.python, str(script)]
+            deployment, replace(here, listen=listen), Share((Host("localhost", 2),)), [here.python, str(script), kind]
         )
         done = subprocess.run(
             command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, timeout=HANG_S
@@ -63,12 +69,12 @@ def test_a_job_on_this_host_listens_on_loopback_alone(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         rows = [line.split() for line in done.stdout.splitlines() if line.startswith("listens")]
         found[listen] = {(who, address) for _, who, address in rows}
-    assert {who for who, _ in found[here.listen]} >= {"mpirun"}
+    assert {who for who, _ in found[here.listen]} >= {"launcher"}
     assert {address for _, address in found[here.listen]} <= LOOPBACK
     assert not {address for _, address in found[None]} <= LOOPBACK
 
 
-@pytest.mark.parametrize("kind", ["openmpi", "mpich", "slurm"])
+@pytest.mark.parametrize("kind", ["openmpi", "mpich", "slurm", "torchrun"])
 def test_where_a_job_is_bound_to(kind: Kind) -> None:
     """Loopback on this host alone, the chosen interface over several, nothing where none is chosen; a preload that the
     user asks for is left as it is. Open MPI's daemons on other hosts are told on their own command line."""
@@ -85,8 +91,12 @@ def test_where_a_job_is_bound_to(kind: Kind) -> None:
     ):
         said = replace(deployment, launch=replace(deployment.launch, interface=interface))
         site = replace(here, shell=frozenset(more))
-        command = compose(said, site, Share(tuple(Host(n, 2) for n in name)), ["prog"])
-        bound = None if kind == "slurm" else bound
+        share = Share(tuple(Host(n, 2) for n in name))
+        if kind == "torchrun" and len(name) > 1:
+            assert "LD_PRELOAD" not in torchrun_hosts(said, site, share, ["prog"])[0].env
+            continue
+        command = compose(said, site, share, ["prog"])
+        bound = None if kind == "slurm" or (kind == "torchrun" and bound != "lo") else bound
         assert command.env.get("LADDERTRON_LISTEN") == bound
         assert command.env.get("LD_PRELOAD") == (bound and "/x/_listen.so")
         agent = "env LD_PRELOAD=/x/_listen.so LADDERTRON_LISTEN=ib0 prted"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, served
 from fake_job import FakeJob
 from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.daemon.http.bodies import HeldBodies
+from laddertron.engine.daemon.http.errors import HttpFault
 from laddertron.engine.openai import body_worker
 from laddertron.engine.text.pool import PoolLimits, TextPool, _Item, _Queues
 from tiny_text import write_folder
@@ -132,6 +134,37 @@ def test_held_bytes_are_bounded_for_all_together(daemon: Served) -> None:
     until(lambda: daemon.on_loop(lambda: held(daemon)) == 0)
 
 
+class Chunk(bytes):
+    alive = 0
+
+    def __new__(cls, size: int) -> Chunk:
+        cls.alive += 1
+        return super().__new__(cls, size)
+
+    def __del__(self) -> None:
+        Chunk.alive -= 1
+
+
+def test_what_is_refused_is_not_held() -> None:
+    """Its client may send on for seconds, while the refusal is answered: none of it counts any longer, nor is there."""
+
+    class Sending:
+        async def stream(self) -> AsyncIterator[bytes]:
+            for _ in range(20):
+                yield Chunk(10_000)
+
+    async def go() -> None:
+        bodies = HeldBodies(150_000)
+        request: Any = Sending()
+        with pytest.raises(HttpFault) as refused:
+            async with bodies.read(request):
+                raise AssertionError("taken")
+        assert refused.value.code == "too_many_bytes"
+        assert (bodies.held, Chunk.alive) == (0, 1)  # the last one that came
+
+    asyncio.run(go())
+
+
 def held(daemon: Served) -> int:
     return daemon.daemon.services.bodies.held
 
@@ -190,6 +223,20 @@ def test_hostile_bodies_are_refused_away_from_the_loop(
     monkeypatch.setattr(body_worker, "check_body", parsed)
     status, value = post(daemon, "/v1/completions", body)
     assert (status, value["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("blanks", [0, 70_000])
+def test_tokenize_answers_out_of_a_text_worker(daemon: Served, blanks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of some KB may ask for tens of thousands of ids by name: this process neither checks nor writes them."""
+
+    def made(*_: Any) -> Any:
+        raise AssertionError("made on the loop")
+
+    monkeypatch.setattr(body_worker, "check_tokenize", made)
+    body = json.dumps({"prompt": "hello there", "return_token_strs": True}).encode() + b" " * blanks
+    status, found = post(daemon, "/tokenize", body)
+    assert (status, found["max_model_len"]) == (200, LIMITS.max_model_len)
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 2
 
 
 # the text workers

@@ -343,6 +343,24 @@ def test_files_are_made_again_byte_for_byte(folder: Path, tmp_path: Path) -> Non
 # time
 
 
+def test_a_stored_line_has_the_digest_of_the_same_request_alone(folder: Path, tmp_path: Path) -> None:
+    """Of each choice, from a store that was opened anew; a line that did not ask has none."""
+    asked = {"seed": 5, "n": 2, "temperature": 1.0, "max_tokens": 9}
+    lines = line("plain", **asked) + line("audited", return_digest=True, **asked)
+    with served(deployment(tmp_path), folder) as daemon:
+        batch = wait_batch(daemon.client(), submit(daemon.client(), lines).id)
+        extra = {"return_digest": True, "ignore_eos": True}
+        alone = daemon.client().completions.create(model=NAME, prompt="hello", extra_body=extra, **asked)  # type: ignore[call-overload]
+    with served(deployment(tmp_path), folder) as daemon:
+        found = lines_of(daemon.client(), batch.output_file_id)
+    plain, audited = (found[name]["response"]["body"]["choices"] for name in ("plain", "audited"))
+    assert [choice["text"] for choice in plain] == [choice["text"] for choice in audited]
+    assert "digest" not in plain[0]
+    digests = [choice["digest"] for choice in audited]
+    assert digests == [choice.to_dict()["digest"] for choice in alone.choices]
+    assert len(set(digests)) == 2
+
+
 def test_expiry_and_retention(folder: Path, tmp_path: Path) -> None:
     """A batch whose window is over gets its finished answers and error lines for the rest; what is older than the
     retention is deleted, results included."""

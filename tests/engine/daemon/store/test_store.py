@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,25 @@ def test_a_fresh_node_rebuilds_the_store_from_the_export(tmp_path: Path) -> None
     assert first == with_store(tmp_path / "one", look)
     assert first[0] is not None
     assert (first[0].completed, first[0].failed, first[2], first[3]) == (33, 17, {7: 1}, None)
+
+
+def test_an_export_of_a_version_that_kept_no_usage_says_it_after_the_rebuild(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+    usage = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
+    row = {name: value for name, value in asdict(replace(batch(), metadata=None)).items() if "_tokens" not in name}
+    answer = {"batch_id": "batch_1", "epoch": 1, "ok": 1, "line": json.dumps({"response": {"body": {"usage": usage}}})}
+
+    def as_it_did(rows: Rows) -> None:
+        rows.insert("batches", row)
+        for number in range(2):
+            rows.insert("results", {**answer, "custom_id": f"c-{number}", "number": number})
+
+    async def look(store: Store) -> BatchRow | None:
+        return await store.read(lambda db: records.get_batch(db, "batch_1"))
+
+    with_store(tmp_path / "one", lambda store: store.write(as_it_did), options)
+    found = with_store(tmp_path / "two", look, options)
+    assert (found.input_tokens, found.cached_tokens, found.output_tokens) == (14, 6, 10)
 
 
 def test_the_node_that_was_left_behind_is_fenced_off(tmp_path: Path) -> None:
