@@ -22,6 +22,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._digest: list[bytes | None] = [None] * num_blocks
+        self._proven = [False] * num_blocks
         self._by_digest: dict[bytes, int] = {}
 
     @property
@@ -77,11 +78,24 @@ class BlockPool:
         """A held block's content is `digest` from now on. Where another block already is, that one stays the one."""
         if self._digest[block] is None and digest not in self._by_digest:
             self._digest[block] = digest
+            self._proven[block] = False
             self._by_digest[digest] = block
+
+    def prove(self, digests: Iterable[bytes]) -> None:
+        """Somebody has drawn from what these hold, and it was a number: so are they."""
+        for digest in digests:
+            block = self._by_digest.get(digest)
+            if block is not None:
+                self._proven[block] = True
+
+    def doubtful(self, digests: Iterable[bytes]) -> set[bytes]:
+        """Those that are not proven; what is not known by content never is."""
+        known = ((digest, self._by_digest.get(digest)) for digest in digests)
+        return {digest for digest, block in known if block is None or not self._proven[block]}
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """What is known by these digests is not to be taken up again."""
-        for digest in digests:
+        for digest in sorted(digests):  # the free list must not depend on how a set is ordered
             block = self._by_digest.get(digest)
             if block is not None:
                 self._drop_digest(block)

@@ -72,6 +72,7 @@ class Residency:
         sequence.room = len(sequence.blocks) * self.block_size
         sequence.registered = len(reuse.shared)
         sequence.computed = reuse.start
+        sequence.proven = False
         sequence.slot = heapq.heappop(self.slots)
         sequence.rank = rank
         sequence.state = "running"
@@ -86,9 +87,12 @@ class Residency:
         return block
 
     def vacate(self, sequence: Sequence) -> None:
-        """Gives slot and blocks back. The caller sets the new state and takes it out of `running`."""
+        """Gives slot and blocks back. The caller sets the new state and takes it out of `running`. What nothing is ever
+        drawn from is not kept: the ranks zero NaN in it without telling anybody."""
         self.register(sequence)
         self.pool.give_back(sequence.blocks)
+        if not (sequence.proven or sequence.inflight):
+            self.pool.forget(self.pool.doubtful(sequence.digests()))
         sequence.blocks = []
         sequence.room = sequence.registered = 0
         heapq.heappush(self.slots, sequence.slot)

@@ -297,11 +297,17 @@ class Scheduler:
     def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:
         """The rarer parts of a result: logits that are no numbers, prompt logprobs, prompts that nothing follows."""
         bad = set(result.nonfinite)
+        residency, doubtful = self._residency, set[bytes]()
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
-            if sequence.state == "ended":
-                continue
+            if chunk.samples and not (sequence.proven or sequence.state == "ended" or chunk.slot in bad):
+                sequence.proven = True
+                residency.pool.prove(sequence.digests())
+        for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
             if chunk.slot in bad:
+                doubtful |= residency.pool.doubtful(sequence.digests())
                 self._fail(sequence, result.failures.get(chunk.slot))
+                sequence.chain, void = None, sequence  # what else comes of it says nothing new
+            if sequence.state == "ended":
                 continue
             if chunk.prompt_logprobs and sequence.prompt_logprobs is not None:
                 count = min(chunk.count, sequence.group.prompt_len - 1 - chunk.start)
@@ -313,26 +319,47 @@ class Scheduler:
                 sequence.prompt_scored = True
             if not sequence.draws and chunk.start + chunk.count == sequence.end:
                 self._finish(sequence, "length")
+        if doubtful:
+            self._forget(doubtful, (done, *self._uncommitted), void)
+
+    def _forget(self, doubtful: set[bytes], plans: Seq[_Uncommitted], void: Sequence) -> None:
+        """What may be NaN of those that failed is not to be taken up again. The plans under way may have given it to
+        others, who read zeros since the ranks healed it: they begin anew, and what they draw until then is `void`'s."""
+        residency = self._residency
+        there = {*residency.running, *(sequence for plan in plans for sequence in plan.sequences)}
+        misled = {
+            sequence
+            for sequence in there
+            if not (sequence.proven or sequence.state == "ended" or doubtful.isdisjoint(sequence.digests()))
+        }
+        for sequence in sorted(misled, key=Sequence.order):
+            residency.unhold(sequence.group)
+            sequence.inflight = sequence.slack = 0
+            if sequence.state == "running":
+                residency.running.remove(sequence)
+                residency.vacate(sequence)
+            if sequence.state != "waiting":
+                self._waiting.push_back(sequence)
+            sequence.state, sequence.computed = "waiting", 0
+        for plan in plans:
+            plan.sequences[:] = [void if sequence in misled else sequence for sequence in plan.sequences]
+        residency.pool.forget(doubtful)
 
     def _fail(self, sequence: Sequence, constraint: str | None) -> None:
-        """Logits were NaN or Inf, or what the request allows cannot be kept: the choice ends, what it computed is
-        forgotten. Before the prompt was through there is only one sequence, and its fate is every choice's."""
+        """Logits were NaN or Inf, or what the request allows cannot be kept: the choice ends. Before a token of any is
+        known its fate is every choice's."""
         group = sequence.group
+        if sequence.state == "ended":
+            return
         reason: FinishReason = "numerical_error" if constraint is None else "constraint_error"
         message = f"logits were NaN or Inf after {sequence.outputs} tokens: only this choice was ended"
         if constraint is not None:
             message = f"what the request allows could not be kept after {sequence.outputs} tokens: {constraint}"
-        if sequence.chain is not None:
-            full = min(sequence.computed, len(sequence.tokens)) // self.limits.block_size
-            digests = sequence.chain.upto(full, sequence.tokens)
-        else:
-            digests = []
         self._residency.unhold(group)
-        if group.open > 1 and len(group.sequences) == 1:
+        if group.first_token is None:
             self._end_group(group, reason, message)
         else:
             self._finish(sequence, reason, message=message)
-        self._residency.pool.forget(digests)
 
     def _finish(
         self,

@@ -119,6 +119,7 @@ class Sequence:
         "prompt_len",
         "prompt_logprobs",
         "prompt_scored",
+        "proven",
         "rank",
         "registered",
         "room",
@@ -154,6 +155,8 @@ class Sequence:
         self.room = 0
         """Positions that `blocks` hold: len(blocks) * block_size."""
         self.registered = 0
+        self.proven = False
+        """A token drawn since it entered its slot is known, and was no NaN."""
         self.chain = chain
         scored = params.prompt_logprobs is not None and choice == 0
         self.prompt_scored = not scored
@@ -164,6 +167,13 @@ class Sequence:
     def outputs(self) -> int:
         """Known output tokens."""
         return len(self.tokens) - self.group.prompt_len
+
+    def digests(self) -> list[bytes]:
+        """Of the full blocks of what it knows; none without a prefix cache."""
+        if self.chain is None:
+            return []
+        full = len(self.tokens) // self.chain.block_size
+        return self.chain.upto(full, self.tokens)[:full]
 
     @property
     def remaining(self) -> int:

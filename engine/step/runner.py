@@ -86,6 +86,7 @@ class Runner:
         self._due = np.full(max_slots, -1, np.int64)
         self._known_at = 0.0
         self._speculated = False
+        self._unseen = set[int]()  # slots whose last chunk drew nothing
 
     @property
     def graphed(self) -> bool:
@@ -188,7 +189,8 @@ class Runner:
         logits = graphs.run(layout, tokens)
         if on_travelling is not None:
             on_travelling()  # the device has the whole step by now
-        return logits if len(rows) == len(chunks) else logits[upload(rows.numpy(), self.device)]
+        whole = len(rows) == len(chunks) or not self.model.shard.samples
+        return logits if whole else logits[upload(rows.numpy(), self.device)]
 
     def _attentions(self) -> Iterator[AttentionBackend]:
         yield self.attention
@@ -205,6 +207,9 @@ class Runner:
     def _apply(self, batch: Batch) -> None:
         for slot in batch.released:
             self.sampler.release(slot)
+            if slot in self._unseen:
+                self._unseen.remove(slot)
+                self._heal_own(slot)
             if self._due[slot] >= 0 and self._pending_step is not None:
                 self._pending_step.blocks += self.blocks[slot, : self.num_blocks[slot]].tolist()
                 self._due[slot] = -1
@@ -268,13 +273,21 @@ class Runner:
         """Sets off the draw on the device, if it can be done there; the ids are pending."""
         if any(chunk.prompt_logprobs for chunk in chunks):
             return False
-        slots = [chunk.slot for chunk in chunks if chunk.samples]
+        slots = self._sampled(chunks)
         if not slots or not self.sampler.start(logits, slots):
             return False
         at = self._lengthen(slots)
         self._due[slots] = at
         self._pending_step = PendingStep(batch, slots, at, began)
         return True
+
+    def _sampled(self, chunks: Sequence[Chunk]) -> list[int]:
+        slots = [chunk.slot for chunk in chunks if chunk.samples]
+        if len(slots) < len(chunks):
+            self._unseen.update(chunk.slot for chunk in chunks if not chunk.samples)
+        if self._unseen:
+            self._unseen.difference_update(slots)
+        return slots
 
     def _lengthen(self, slots: Sequence[int]) -> NDArray[np.int64]:
         """The positions that the slots' next ids take."""
@@ -305,7 +318,7 @@ class Runner:
     ) -> StepResult:
         """Samples and scores; appends what was drawn to the slots."""
         scored: dict[int, list[TokenLogprob]] = {}
-        slots, sampled = [chunk.slot for chunk in chunks if chunk.samples], logits
+        slots, sampled = self._sampled(chunks), logits
         if any(chunk.prompt_logprobs for chunk in chunks):
             sampled, scored = self._score(chunks, logits)
         poisoned = {slot for slot, scores in scored.items() if any(math.isnan(score.logprob) for score in scores)}
@@ -379,7 +392,18 @@ class Runner:
 
     def _zero_sequences(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            self.cache.zero_blocks(self.blocks[slot, : self.num_blocks[slot]].tolist())
+            self.cache.zero_blocks(self._table(slot))
+
+    def _heal_own(self, slot: int) -> None:
+        """Nobody has looked whether a sequence that leaves had NaN. Blocks that it shares stay as they are: who goes on
+        with them shall see it."""
+        count, self.num_blocks[slot] = int(self.num_blocks[slot]), 0
+        shared = {block for other in np.flatnonzero(self.num_blocks) for block in self._table(int(other))}
+        self.cache.zero_blocks([block for block in self.blocks[slot, :count].tolist() if block not in shared])
+
+    def _table(self, slot: int) -> list[int]:
+        table: list[int] = self.blocks[slot, : self.num_blocks[slot]].tolist()
+        return table
 
     def _score(self, chunks: list[Chunk], logits: Tensor) -> tuple[Tensor, dict[int, list[TokenLogprob]]]:
         """Splits logits rows into those to sample from and those to score against the prompt's next token."""

@@ -65,6 +65,7 @@ def answer(
     model: dict[str, Any] | None = None,
     overlapped: bool = False,
     stages: int = 1,
+    microbatches: int | None = None,
     **engine: Any,
 ) -> Told | None:
     """Answers to `asked` (a prompt and sampling parameters each). poisoned: a token whose embedding is NaN.
@@ -72,7 +73,7 @@ def answer(
     d = deployment(folder, rank.size // stages, model, **engine)
     if stages > 1:
         rank.close_kept()
-        d = replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages))
+        d = replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages, pipeline_microbatches=microbatches))
     communicator = rank.communicator if stages == 1 else rank.connect(stages=stages)
     built = build_on(rank, d, communicator)
     if overlapped:

@@ -1,7 +1,8 @@
 """A model of ten lines and a runner that believes nothing: it obeys a Batch and raises where the Batch breaks a rule.
 
 KV is (position, token) by block and offset, so a sequence that reads through a wrong, stale or shared block is found
-out; the next token is a hash of the whole prefix as read through the blocks.
+out; the next token is a hash of the whole prefix as read through the blocks. NaN in KV spreads to who reads it, and is
+healed to zeros as ranks do it, which make every later token of who reads those another one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from laddertron.engine.batch import Batch, Chunk, NewSequence, StepResult
 from laddertron.engine.request import Request, SamplingParams, TokenLogprob
 
 VOCAB = 50
+FINE, WRONG, NAN = range(3)
+"""What a key may be: a number, one that was computed from zeros in place of NaN (or that zero), NaN."""
 
 
 def next_token(prefix: Sequence[int], params: SamplingParams, choice: int) -> int:
@@ -44,6 +47,12 @@ def answer(request: Request, choice: int, max_model_len: int) -> Answer:
     return Answer(tuple(prefix[len(request.prompt) :]), "length", None)
 
 
+def is_poisoned(tokens: Sequence[int], prompt: Sequence[int]) -> bool:
+    """Whether tokens begin as the prompt does, as far as they go."""
+    cut = min(len(tokens), len(prompt))
+    return tuple(tokens[:cut]) == tuple(prompt[:cut])
+
+
 class RuleBroken(AssertionError):
     """A Batch asked for what no rank can do."""
 
@@ -59,10 +68,12 @@ class _Slot:
     tokens: list[int]
     table: list[int] = field(default_factory=list)
     computed: int | None = None
+    unseen: bool = False
+    """Its last chunk drew nothing."""
 
 
 class FakeRunner:
-    """Obeys batches as a rank does. `poison` names (prompt, position) pairs whose logits are not finite.
+    """Obeys batches as a rank does. `poison` names (prompt, position) pairs: NaN in what begins as that prompt does.
     max_model_len: where drafts may be asked for; some are right and some are not."""
 
     def __init__(
@@ -79,6 +90,7 @@ class FakeRunner:
         self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
         self.block_size, self.num_blocks = block_size, num_blocks
         self.kv: dict[int, list[tuple[int, int] | None]] = {b: [None] * block_size for b in range(num_blocks)}
+        self.kinds = {b: [FINE] * block_size for b in range(num_blocks)}
         self.poison: set[tuple[tuple[int, ...], int]] = set()
         self.computed_tokens = 0
         self.step = 0
@@ -137,7 +149,9 @@ class FakeRunner:
     def _enter_and_leave(self, batch: Batch) -> None:
         for slot in batch.released:
             rule(slot in self.slots, f"slot {slot} released, but empty")
-            del self.slots[slot]
+            left = self.slots.pop(slot)
+            if left.unseen:
+                self._heal(set(left.table).difference(*(other.table for other in self.slots.values())))
         for sequence in batch.admitted:
             rule(0 <= sequence.slot < self.max_num_seqs, f"slot {sequence.slot} does not exist")
             rule(sequence.slot not in self.slots, f"slot {sequence.slot} is taken")
@@ -152,7 +166,7 @@ class FakeRunner:
         sources, targets = {s for s, _ in copies}, [t for _, t in copies]
         rule(len(set(targets)) == len(targets) and not sources & set(targets), f"copies {copies} depend on their order")
         for source, target in copies:
-            self.kv[target] = list(self.kv[source])
+            self.kv[target], self.kinds[target] = list(self.kv[source]), list(self.kinds[source])
 
     def _check_chunk(self, chunk: Chunk) -> None:
         rule(chunk.slot in self.slots, f"chunk for the empty slot {chunk.slot}")
@@ -174,11 +188,30 @@ class FakeRunner:
             rule(held == (at, slot.tokens[at]), f"position {at} reads {held}, not {slot.tokens[at]}")
 
     def _write(self, chunk: Chunk) -> None:
-        slot = self.slots[chunk.slot]
+        slot, size = self.slots[chunk.slot], self.block_size
+        kind = self._kind(slot, chunk.start)
         for at in range(chunk.start, chunk.start + chunk.count):
-            self.kv[slot.table[at // self.block_size]][at % self.block_size] = (at, slot.tokens[at])
+            kind = max(kind, NAN if self._poisoned(slot.tokens, at) else FINE)
+            self.kv[slot.table[at // size]][at % size] = (at, slot.tokens[at])
+            self.kinds[slot.table[at // size]][at % size] = kind
+        last = slot.table[(chunk.start + chunk.count - 1) // size]
+        masked = self.kinds[last][(chunk.start + chunk.count - 1) % size + 1 :]
+        rule(kind == NAN or NAN not in masked, f"{chunk}: NaN behind its end in block {last}, times a weight of zero")
+        slot.unseen = not chunk.samples
         slot.computed = chunk.start + chunk.count
         self.computed_tokens += chunk.count
+
+    def _poisoned(self, tokens: Sequence[int], at: int) -> bool:
+        return any(position == at and is_poisoned(tokens[: at + 1], prompt) for prompt, position in self.poison)
+
+    def _kind(self, slot: _Slot, end: int) -> int:
+        """The worst that is read of positions [0, end)."""
+        size = self.block_size
+        return max((self.kinds[slot.table[at // size]][at % size] for at in range(end)), default=FINE)
+
+    def _heal(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.kinds[block] = [WRONG if kind == NAN else kind for kind in self.kinds[block]]
 
     def _sample(self, chunks: Iterable[Chunk], drafts: Mapping[int, Sequence[int]] | None = None) -> StepResult:
         tokens, bad, chosen, prompts = [], [], {}, {}
@@ -186,7 +219,8 @@ class FakeRunner:
         for chunk in chunks:
             slot, end = self.slots[chunk.slot], chunk.start + chunk.count
             sequence, known = slot.sequence, slot.tokens
-            if any((tuple(known[: sequence.prompt_len]), at) in self.poison for at in range(chunk.start, end)):
+            kind = self._kind(slot, end)
+            if kind == NAN and (chunk.samples or chunk.prompt_logprobs):
                 bad.append(chunk.slot)
             if chunk.prompt_logprobs:
                 last = min(end, sequence.prompt_len - 1)
@@ -194,6 +228,7 @@ class FakeRunner:
             if chunk.samples:
                 self._read(slot, end)
                 token = next_token(known, sequence.params, sequence.choice)
+                token = (token + (kind != FINE)) % VOCAB
                 if sequence.params.logprobs is not None:
                     chosen[chunk.slot] = logprob(known, token)
                 tokens.append(token)
@@ -204,12 +239,16 @@ class FakeRunner:
                     continue  # it has ended meanwhile
                 known.append(token)
                 for guess in drafts[chunk.slot]:
-                    if guess != token or (tuple(known[: sequence.prompt_len]), len(known) - 1) in self.poison:
+                    if guess != token or self._kind(slot, len(known)) != FINE:
                         break
                     self._read(slot, len(known))
                     token = next_token(known, sequence.params, sequence.choice)
                     score = logprob(known, token) if sequence.params.logprobs is not None else None
                     more.setdefault(chunk.slot, []).append((token, score))
                     known.append(token)
+                if kind != NAN:
+                    self._heal(slot.table)  # of drafts that were not taken
+        for number in bad:
+            self._heal(self.slots[number].table)
         drafted = {slot: len(guesses) for slot, guesses in (drafts or {}).items() if guesses}
         return StepResult(tokens, bad, chosen, prompts, more=more, drafted=drafted)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
-from fake_model import VOCAB, Answer, FakeRunner, answer, logprob
+from fake_model import VOCAB, Answer, FakeRunner, answer, is_poisoned, logprob
 from laddertron.engine.batch import Batch, StepResult, encode
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams, TokensEvent
 from laddertron.engine.schedule.scheduler import RequestTooLarge, Scheduler, SchedulerLimits
@@ -39,13 +39,19 @@ class Ledger:
     told: dict[tuple[str, int], list[TokensEvent]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     stops: dict[tuple[str, int], int] = field(default_factory=dict)
-    poisoned: set[tuple[int, ...]] = field(default_factory=set)
+    poisoned: set[tuple[tuple[int, ...], int]] = field(default_factory=set)
 
     def enter(self, request: Request) -> None:
         self.requests[request.request_id] = request
         for choice in range(request.params.n):
             self.told[request.request_id, choice] = []
             self.tokens[request.request_id, choice] = []
+
+    def is_new(self, request: Request, position: int) -> bool:
+        """Whether nobody else computes what this request has up to that position: weights do not change on the way."""
+        others = [r for r in self.requests.values() if r is not request]
+        wholes = [r.prompt + answer(r, c, self.max_model_len).tokens for r in others for c in range(r.params.n)]
+        return not any(is_poisoned(whole[: position + 1], request.prompt) for whole in wholes)
 
     def record(self, events: list[TokensEvent]) -> None:
         for event in events:
@@ -72,7 +78,8 @@ class Ledger:
             request, tokens, last = self.requests[key[0]], tuple(self.tokens[key]), events[-1]
             full = answer(request, key[1], self.max_model_len)
             if last.finish == "numerical_error":
-                assert request.prompt in self.poisoned
+                whole = request.prompt + full.tokens
+                assert any(at < len(whole) and is_poisoned(whole[: at + 1], p) for p, at in self.poisoned), key
                 assert last.message
             if last.finish == "length" or last.stop_token is not None:
                 assert Answer(tokens, str(last.finish), last.stop_token) == full, key
@@ -166,7 +173,7 @@ class Play:
     def poison(self, prompt: tuple[int, ...], position: int) -> None:
         """From now on this prompt's logits at this position are not finite."""
         self.runner.poison.add((prompt, position))
-        self.ledger.poisoned.add(prompt)
+        self.ledger.poisoned.add((prompt, position))
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
@@ -291,8 +298,8 @@ def play(data: bytes, microbatches: int = 1) -> Play:
                 assert not fits(request, game.limits)
             else:
                 assert fits(request, game.limits)
-            if choices.below(16) == 15:
-                game.poison(request.prompt, choices.below(game.limits.max_model_len))
+            if choices.below(16) == 15 and game.ledger.is_new(request, at := choices.below(game.limits.max_model_len)):
+                game.poison(request.prompt, at)
         elif move == 3 and number:
             request_id = f"r{choices.below(number)}"
             if request_id in game.ledger.requests:

@@ -73,6 +73,32 @@ def test_shares_are_even_again_after_ends_and_admissions() -> None:
     assert set(Counter(slot for plan in last for slot in plan).values()) == {8}
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("budget", [12, 24, 400])
+def test_nan_in_a_shared_prefix_misleads_nobody(microbatches: int, budget: int) -> None:
+    """Twelve prompts with NaN in their common beginning, twelve that share only what lies before it, each entering
+    while the one before is under way: the ones fail, whatever they took from the cache, the others answer as they do
+    alone, and what they share stays in the cache."""
+    limits = SchedulerLimits(8, budget, 100, 4, 400, enable_prefix_caching=True, microbatches=microbatches)
+    play = Play(limits)
+    beginning = tuple(range(20))
+    play.add(Request("first", (*beginning[:9], 40), SamplingParams(2, seed=1)))
+    play.drain(microbatches)
+    play.poison(beginning, 10)
+    for number in range(12):
+        tail = (30 + number, 31)
+        play.add(Request(f"bad{number}", (*beginning, *tail), SamplingParams(1 + number % 3, seed=1, n=1 + number % 2)))
+        play.add(Request(f"good{number}", (*beginning[:10], *tail), SamplingParams(1 + number % 3, seed=1)))
+        if number % 3 == 0:
+            play.step(microbatches)
+    play.drain(microbatches)
+    for (name, _), told in play.ledger.told.items():
+        assert told[-1].finish == ("numerical_error" if name.startswith("bad") else "length"), name
+    play.add(Request("again", (*beginning[:9], 41), SamplingParams(2, seed=1)))
+    play.drain(microbatches)
+    assert play.ledger.told["again", 0][-1].cached_tokens == 8
+
+
 def test_chunks_of_one_prompt_go_through_consecutive_plans() -> None:
     """A prompt that one plan could hold is cut, so that every stage has work: none waits for another's result."""
     play = game(2)

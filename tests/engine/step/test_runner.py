@@ -65,6 +65,40 @@ def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path, extra: dic
         assert "NaN" in got[choice]["message"]
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"overlapped": True},
+        {"stages": 2},
+        {"stages": 2, "microbatches": 5},
+        {"stages": 2, "microbatches": 5, "max_num_batched_tokens": 16},
+    ],
+    ids=["plain", "chunked", "overlapped", "stages", "wide", "wide-chunked"],
+)
+def test_nan_in_a_shared_prefix_ends_all_that_share_it(ranks: Ranks, llama: Path, extra: dict[str, Any]) -> None:
+    """Requests come one after the other with the same beginning, NaN in its midst: those that took its keys from the
+    cache before anybody knew end as the first one does, none answers from zeros in their place; those that share what
+    lies before the NaN answer as they do alone."""
+    beginning = [*range(100, 120), POISONED, *range(120, 130)]
+    bad = [{"prompt": [*beginning, 10 + i, 20 + i], "n": 1 + (i == 4)} for i in range(7)]
+    good = [{"prompt": [*beginning[:18], 30 + i, 40 + i]} for i in range(3)]
+    asked = [bad[0], good[0], *bad[1:4], good[1], *bad[4:], good[2]]
+    want = ranks(2, "engine_guards:answer", {"folder": str(llama), "asked": good})[0]
+    got = ranks(
+        2,
+        "engine_guards:answer",
+        {"folder": str(llama), "asked": asked, "poisoned": POISONED, "max_num_batched_tokens": 36} | extra,
+    )[0]
+    for plain, mixed in zip(range(3), (1, 5, 9), strict=True):
+        assert got.pop(f"r{mixed}/0") == want[f"r{plain}/0"]
+    assert len(got) == 8
+    assert {choice: (told["finish"], told["tokens"]) for choice, told in got.items()} == dict.fromkeys(
+        got, ("numerical_error", [])
+    )
+
+
 @pytest.mark.parametrize("liar", [0, 1])
 @pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("overlapped", [False, True])
