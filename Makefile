@@ -98,8 +98,9 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
 	@$(VENV)/bin/pytest tests/cluster/test_slurm.py
 
-quality: env ## What the wirings are worth from scratch, three seeds (resumable; an hour and a half of one core)
+quality: env ## What the wirings are worth from scratch, and after adapting, three seeds (resumable; hours of one core)
 	@$(PY) benchmarks/quality.py --minutes 480
+	@$(PY) benchmarks/adaptation.py --minutes 480
 
 bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; a quarter of an hour, quiet machine)
 	@$(PY) benchmarks/cross_node/cross_node.py --write

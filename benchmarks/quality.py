@@ -28,13 +28,15 @@ WIRINGS = ("standard", "parallel", "ladder", "hybrid", "desync-2", "desync-4", "
 SEEDS = (0, 1, 2)
 
 
-def model(wiring: str) -> ModelConfig:
-    """The demo models' shape; hybrid ladders the upper half, desync drifts on two ranks."""
-    layers = range(LAYERS // 2, LAYERS) if wiring == "hybrid" else None
+def model(
+    wiring: str, num_layers: int = LAYERS, hidden: int = HIDDEN, heads: int = HEADS, ffn: int = FFN
+) -> ModelConfig:
+    """The demo models' shape, or another; hybrid ladders the upper half, desync drifts on two ranks."""
+    layers = range(num_layers // 2, num_layers) if wiring == "hybrid" else None
     tp = 2 if wiring.startswith("desync") else None
-    wired = make_wiring(wiring, LAYERS, layers, tensor_parallel_size=tp)
+    wired = make_wiring(wiring, num_layers, layers, tensor_parallel_size=tp)
     return architecture(
-        "llama", LAYERS, HIDDEN, HEADS, HEADS, FFN, VOCAB, CONTEXT, tied=True, wiring=wired, dtype="float32"
+        "llama", num_layers, hidden, heads, heads, ffn, VOCAB, CONTEXT, tied=True, wiring=wired, dtype="float32"
     )
 
 
