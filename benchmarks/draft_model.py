@@ -5,17 +5,20 @@
     laddertron run configs/demo-standard.yaml -i $D/prompts.jsonl -o $D/answers.jsonl --set engine.max_num_seqs=64
     python benchmarks/draft_model.py text $D/answers.jsonl > $D/text.jsonl
     laddertron train -o $D/model --teacher configs/demo-standard --text $D/text.jsonl --wiring standard \\
-        --layers 2 --hidden 64 --ffn 128 --batch 16 --tokens 16000000 --learning-rate 1e-2
+        --layers 2 --hidden 64 --ffn 128 --batch 8 --tokens 2400000 --learning-rate 1e-2 --dtype bfloat16
     python benchmarks/draft_model.py acceptance configs/demo-standard.yaml $D/model
+    python benchmarks/draft_model.py speed configs/demo-standard.yaml $D/model      # on a quiet machine; ten minutes
 
-The last one answers the beginnings of held-out texts, greedily and at temperature 1 with top_p, with and without
-drafts: a JSON line each, among them whether all answers are the same. No clock is read: it may run beside anything.
+The last two answer the beginnings of held-out texts and say a JSON line a case: `acceptance` (greedy, and temperature 1
+with top_p) whether answers are those without drafts, and the share of drafts that was right; it reads no clock. `speed`
+has tokens a second, 64 tokens for each beginning.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -70,25 +73,47 @@ def text(answered: Path) -> Iterator[str]:
         yield before + said + (end if why == "stop" else "")
 
 
-def acceptance(config: str, draft: str, limit: int) -> Iterator[dict[str, Any]]:
-    """Runs the held-out beginnings through the deployment; rank 0's counters are in the run's end table."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name, temperature, params in (("greedy", 0.0, {}), ("temperature 1, top_p 0.9", 1.0, {"top_p": 0.9})):
-            asked, plain = Path(folder, "asked.jsonl"), dict[str, tuple[str, str]]()
-            lines = list(requests(True, [(temperature, 0)], **params))[:limit]
-            asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            for kind in ("false", "ngram", "model"):
-                out = Path(folder, f"{temperature}-{kind}.jsonl")
-                args = ["run", config, "-i", str(asked), "-o", str(out), "--set", f"engine.speculation={kind}"]
-                args += ["--set", "parallel.deterministic=true", "--set", "parallel.emulated_delay=0"]
-                args += ["--set", f"engine.draft_model={Path(draft).absolute()}"] if kind == "model" else []
-                result = CliRunner().invoke(group, args)
-                if result.exit_code:
-                    raise SystemExit(f"laddertron {' '.join(args)}: {result.output}")
-                said = answers(out)
-                plain = plain or said
-                table = [line.strip() for line in result.stderr.splitlines() if line.startswith(("tokens", "drafts"))]
-                yield {"draws": name, "speculation": kind, "lines": len(said), "same": said == plain, "table": table}
+def run(config: str, asked: Path, speculation: str, draft: str, *sets: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `laddertron run` answered, and the rows of its end table."""
+    out = asked.with_name("answers.jsonl")
+    out.unlink(missing_ok=True)
+    keys = [*sets, f"engine.speculation={speculation}"]
+    keys += [f"engine.draft_model={Path(draft).absolute()}"] if speculation in ("model", "auto") else []
+    args = ["run", config, "-i", str(asked), "-o", str(out), *(word for key in keys for word in ("--set", key))]
+    result = CliRunner().invoke(group, args)
+    if result.exit_code:
+        raise SystemExit(f"laddertron {' '.join(args)}: {result.output}")
+    rows = [line.split(None, 1) for line in result.stderr.splitlines()]
+    return answers(out), {row[0]: row[1].strip() for row in rows if len(row) == 2}
+
+
+def acceptance(config: str, draft: str, limit: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """With deterministic sums and no delay: answers with and without drafts, and the share of drafts that was right."""
+    asked, kinds = folder / "asked.jsonl", ("false", "ngram", "model")
+    for name, temperature, params in (("greedy", 0.0, {}), ("temperature 1, top_p 0.9", 1.0, {"top_p": 0.9})):
+        lines = list(requests(True, [(temperature, 0)], **params))
+        asked.write_text("".join(json.dumps(line) + "\n" for line in lines[:: max(1, len(lines) // limit)]))
+        plain = dict[str, Any]()
+        for kind in kinds:
+            said, table = run(config, asked, kind, draft, "parallel.deterministic=true", "parallel.emulated_delay=0")
+            plain = plain or said
+            yield {"draws": name, "speculation": kind, "same": said == plain, "drafts": table.get("drafts")}
+
+
+def speed(config: str, draft: str, limit: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Over the deployment's own link, batch 1 and 8, tokens/s of five runs each in turns: median, least, most."""
+    asked, kinds = folder / "asked.jsonl", ("false", "ngram", "model", "auto")
+    lines = list(requests(True, [(0.0, 0)], ignore_eos=True))
+    for batch in (1, 8):
+        count = limit // 8 * batch
+        asked.write_text("".join(json.dumps(line) + "\n" for line in lines[:: max(1, len(lines) // count)][:count]))
+        found: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for turn in range(5):
+            for kind in kinds[:: -1 if turn % 2 else 1]:
+                _, table = run(config, asked, kind, draft, f"engine.max_num_seqs={batch}")
+                found[kind].append(float(table["speed"].split()[0].replace(",", "")))
+        rates = {kind: [statistics.median(each), min(each), max(each)] for kind, each in found.items()}
+        yield {"config": Path(config).stem, "batch": batch, **rates}
 
 
 def main() -> int:
@@ -97,19 +122,22 @@ def main() -> int:
     parts.add_parser("prompts")
     made = parts.add_parser("text")
     made.add_argument("answers", type=Path)
-    asked = parts.add_parser("acceptance")
-    asked.add_argument("config")
-    asked.add_argument("draft")
-    asked.add_argument("--limit", type=int, default=200, help="beginnings")
+    for name in ("acceptance", "speed"):
+        asked = parts.add_parser(name)
+        asked.add_argument("config")
+        asked.add_argument("draft")
+        asked.add_argument("--limit", type=int, default=200, help="beginnings")
     args = parser.parse_args()
-    if args.part == "prompts":
-        found: Iterable[dict[str, Any]] = requests(False, DRAWS)
-    elif args.part == "text":
-        found = ({"text": each} for each in text(args.answers))
-    else:
-        found = acceptance(args.config, args.draft, args.limit)
-    for line in found:
-        print(json.dumps(line), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.part == "prompts":
+            found: Iterable[dict[str, Any]] = requests(False, DRAWS)
+        elif args.part == "text":
+            found = ({"text": each} for each in text(args.answers))
+        else:
+            measured = acceptance if args.part == "acceptance" else speed
+            found = measured(args.config, args.draft, args.limit, Path(folder))
+        for line in found:
+            print(json.dumps(line), flush=True)
     return 0
 
 

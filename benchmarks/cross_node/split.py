@@ -4,6 +4,7 @@ waits), all in turns.
 
     python benchmarks/cross_node/split.py prefill         8 x 128 and 1 x 1,024 tokens; as root, three minutes
     python benchmarks/cross_node/split.py decode          1, 8 and 64 sequences, two minutes
+    python benchmarks/cross_node/split.py cost            whole beside auto, 20 turns of 1 and 8 sequences, two minutes
     python benchmarks/cross_node/split.py drafts          speculation, with drafts of a stated hit rate, two minutes
 
 Prints a JSON line a case and then the table: medians with the least and the most, and of whole and split the share of
@@ -40,6 +41,14 @@ PARTS: dict[str, dict[str, Any]] = {
         "decodes": [1, 8, 64],
         "repeats": 0,
         "turns": 3,
+    },
+    "cost": {
+        "size": {**LLAMA150M, "positions": 256},
+        "seats": 8,
+        "prompts": [],
+        "decodes": [1, 8],
+        "repeats": 0,
+        "turns": 20,
     },
 }
 DRAFTS = {

@@ -19,7 +19,7 @@ from job_tools import MPIRUN
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
 
-from faults.night import Night, line, until
+from faults.night import ROOT, Night, line, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,9 +30,10 @@ LINES = 300
 
 
 STAGED = ("parallel.tensor_parallel_size=1", "parallel.pipeline_parallel_size=2")
+DRAFTING = ("engine.speculation=model", f"engine.draft_model={ROOT / 'configs' / 'demo-draft'}")
 
 
-@pytest.fixture(params=[(), STAGED], ids=["tp2", "pp2"])
+@pytest.fixture(params=[(), STAGED, DRAFTING], ids=["tp2", "pp2", "drafts"])
 def night(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Night]:
     made = Night(tmp_path, real=True, sets=request.param)
     yield made

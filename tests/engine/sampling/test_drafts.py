@@ -1,16 +1,21 @@
-"""Drafts looked up and rows taken, against brute force; edits behind drafts."""
+"""Drafts looked up and rows taken, against brute force; edits behind drafts; drafts drawn as tokens are."""
 
 from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from laddertron.engine.batch import NewSequence
 from laddertron.engine.request import SamplingParams
 from laddertron.engine.sampling.decide import taken
+from laddertron.engine.sampling.draft_draws import DraftDraws
 from laddertron.engine.sampling.ngrams import LONGEST, SHORTEST, look_up
 from laddertron.engine.sampling.penalties import SlotEdits
+from laddertron.engine.sampling.sampler import Sampler
 
 SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
 
@@ -83,3 +88,34 @@ def test_edits_behind_a_draft_leave_the_slot_as_it_is() -> None:
     held.append(9)
     assert state(held) == state(edits(5, 9))
     assert state(later) == state(edits(5, 4))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 1.0, "logprobs": 3},
+        {"temperature": 0.8, "min_p": 0.02, "bad_word_ids": ((4, 6), (5, 4, 7)), "min_tokens": 3},
+        {"allowed_token_ids": tuple(range(20)), "logit_bias": ((3, 2.0),), "return_digest": True},
+    ],
+)
+def test_drafts_are_drawn_as_the_sequences_own_tokens(keys: dict[str, Any]) -> None:
+    """From the same logits a draft model draws the very ids that follow, three at a time, with noise, edits and
+    filters; which of them were right is told later, and then it goes on from there."""
+    print(f"LADDERTRON_SEED={SEED}")
+    dice, logits = random.Random(SEED), torch.randn(24, 50, generator=torch.Generator().manual_seed(SEED)) * 2
+    params = SamplingParams(max_tokens=99, seed=SEED, stop_token_ids=(1,), **keys)
+    new = NewSequence(0, 1, 2, (8, 9, 7), params)
+    sampler = Sampler(50, range(50), 1, lambda payload: payload[None], torch.device("cpu"))
+    sampler.admit(new)
+    drawn = [int(sampler.sample(row[None], [0]).ids[0]) for row in logits]
+    draws = DraftDraws(50, 1, torch.device("cpu"), None)
+    draws.admit(new)
+    at = 0
+    while at < 20:
+        drafts = [draws.draw(logits[at + i : at + i + 1], [0])[0] for i in range(3)]
+        assert drafts == drawn[at : at + 3]
+        draws.rewind({0: 3})
+        came = dice.randrange(1, 4)
+        draws.follow(0, drawn[at : at + came])
+        at += came

@@ -7,6 +7,9 @@ import os
 import random
 
 import pytest
+from fake_model import VOCAB, FakeRunner, answer
+from laddertron.engine.request import Request, SamplingParams
+from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.schedule.speculation import FIRST_ACCEPTANCE, MOST, Speculation, SpeculationRule, StepPrice
 
 SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
@@ -115,3 +118,36 @@ def test_acceptance_is_learned_draft_by_draft(truth: float) -> None:
         acceptance = speculation.observe_drafts(acceptance, 5, right)
         found.append(acceptance)
     assert sum(found[100:]) / len(found[100:]) == pytest.approx(truth, abs=0.1)
+
+
+def test_usage_counts_the_tokens_of_the_answer_alone() -> None:
+    """Ends by stop ids and by length amid drafts: what is told, what usage is made of and the counter are the answer's
+    tokens; wrong drafts and what was drawn behind an end are in none of them."""
+    print(f"LADDERTRON_SEED={SEED}")
+    dice = random.Random(SEED)
+    limits = SchedulerLimits(8, 256, 200, 4, 400, speculation=SpeculationRule(priced=False))
+    scheduler, runner = Scheduler(limits), FakeRunner(8, 256, 4, 400, max_model_len=200)
+    requests = [
+        Request(
+            f"r{n}",
+            tuple(dice.randrange(VOCAB) for _ in range(dice.randrange(1, 20))),
+            SamplingParams(max_tokens=dice.randrange(1, 60), seed=n, stop_token_ids=(dice.randrange(VOCAB),)),
+        )
+        for n in range(40)
+    ]
+    for request in requests:
+        scheduler.add(request, 0.0)
+    told, now, ahead = dict.fromkeys((r.request_id for r in requests), 0), 0.0, scheduler.schedule(0.0)
+    while ahead is not None:
+        batch, now = ahead, now + 1.0
+        result = runner.run(batch)
+        ahead = scheduler.schedule(now)
+        for event in scheduler.commit(batch, result, now):
+            told[event.request_id] += len(event.tokens)
+        ahead = ahead or scheduler.schedule(now)
+    counted = scheduler.snapshot()
+    assert 0 < counted["spec_decode_num_accepted_tokens_total"] < counted["spec_decode_num_draft_tokens_total"]
+    assert counted["surplus_tokens_total"] > 0
+    assert told == {r.request_id: len(answer(r, 0, 200).tokens) for r in requests}
+    assert {t.request_id: t.output_tokens for t in scheduler.take_ended()} == told
+    assert scheduler.counters.generation_tokens == sum(told.values())
