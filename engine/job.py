@@ -17,11 +17,16 @@ from .request import Count, ModelLimits, Request, TokensEvent
 JobPhase = Literal["starting", "loading", "ready", "suspect", "restarting", "draining", "stopped", "failed"]
 
 
+CULPRIT = ("rank", "node", "stage", "device", "collective")
+"""The fields, of a JobState or a failure, that say who is to blame: in the log, in /ready, labels of a metric."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobState:
     """Where a job stands. `ready` alone takes requests; `suspect` is a rank whose heartbeat or step is overdue;
     `failed` is final (crash loop, bad weights) and `reason` says why, naming rank and node where one is to blame.
-    While it starts again they are the last failure's; `collective` is what that rank last waited in or had started."""
+    While it starts again they are the last failure's; `collective` is what that rank last waited in or had started,
+    `device` what it computed on."""
 
     phase: JobPhase
     reason: str = ""
@@ -31,6 +36,8 @@ class JobState:
     node: str | None = None
     exit_code: int | None = None
     collective: str = ""
+    stage: int | None = None
+    device: str = ""
 
 
 class MetricRow(NamedTuple):
@@ -63,10 +70,11 @@ class JobListener(Protocol):
         """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: whatever
         had no `finish` is reported through `on_lost`."""
 
-    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
-        """Requests that were in flight in a job that died. The owner submits them again (with the next epoch) or
-        gives them up. The first `running` of them were in the step (the latest to enter it first): suspects for a
-        poison request; the others only waited. Called when the job's processes are gone: no token of theirs follows."""
+    def on_lost(self, request_ids: list[str], reason: str, suspects: int) -> None:
+        """Requests that were in flight in a job that died. The owner submits them again (with the next epoch, and what
+        they have emitted) or gives them up. The first `suspects` of them were in the step, and the death may be the
+        doing of one of them; none where its cause is known to be another. Called when the job's processes are gone: no
+        token of theirs follows."""
 
     def on_state(self, state: JobState) -> None: ...
 
@@ -83,7 +91,8 @@ class EngineJob(Protocol):
         """Launches and returns at once; progress comes through `on_state`."""
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises RuntimeError unless the phase is `ready`."""
+        """Queues a request; one of an id that was cancelled needs a later epoch. Raises RuntimeError unless the phase
+        is `ready`."""
 
     def cancel(self, request_id: str) -> None:
         """Ends all choices with finish "cancelled"; unknown ids are ignored (it may just have ended)."""

@@ -18,6 +18,7 @@ INTERACTIVE, BATCH = 0, 1
 """Priorities: a smaller number runs first; ageing moves a waiting batch line forward."""
 MAX_ORDER = 2**31 - 1
 
+MAX_CHOICES = 1024
 MAX_LOGPROBS = 20
 MAX_CANDIDATES = 1024
 """The most candidates a rank contributes for one sequence before the sampler widens (engine/sampling/sampler.py)."""
@@ -82,7 +83,7 @@ class SamplingParams:
     allowed_token_ids: TokenIds = _param((), "ids", least=1, most=1 << 14, doc="Only these ids are drawn.")
     stop_token_ids: TokenIds = _param((), "ids")
     """Every id that ends the sequence: the model's EOS ids (unless ignore_eos) and the user's; resolved at the door."""
-    n: Integer = _param(1, "integer", 1, 1024)
+    n: Integer = _param(1, "integer", 1, MAX_CHOICES)
     logprobs: Integer | None = _param(None, "integer", 0, MAX_LOGPROBS)
     prompt_logprobs: Integer | None = _param(None, "integer", 0, MAX_LOGPROBS)
     return_digest: bool = _param(False, "flag", doc="With each choice a digest of the logits it was drawn from.")
@@ -132,7 +133,8 @@ class Request:
     (a batch id, or "" for interactive requests): owners take turns, and so do the queues of each; `order` is the
     client's own priority among the requests of its queue, smaller first; `salt`, which begins with the owner, keeps
     tenants apart in the prefix cache; `deadline` is unix seconds or None; `epoch` is the attempt that a result must
-    carry to be stored."""
+    carry to be stored; `emitted`: what earlier attempts have put out of each choice, None for one that has ended: the
+    others go on there. Empty for a request that begins."""
 
     request_id: Name
     prompt: TokenIds
@@ -143,6 +145,12 @@ class Request:
     deadline: float | None = None
     epoch: Count = 0
     order: Annotated[int, Lt(2**63)] = 0
+    emitted: Annotated[tuple[TokenIds | None, ...], MaxLen(MAX_CHOICES)] = ()
+
+    @property
+    def open_choices(self) -> list[int]:
+        """Those that are still to be run."""
+        return [c for c in range(self.params.n) if not self.emitted or self.emitted[c] is not None]
 
     @property
     def owner(self) -> str:

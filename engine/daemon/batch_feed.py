@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from ..openai.responses import Answer, Delta
 from ..openai.schema import CHAT, COMPLETIONS, Endpoint
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..openai.validators import BadRequest
-from ..request import Request
 from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher
 from .flight import Flight
@@ -33,6 +32,7 @@ from .store import records
 from .store.records import NO_TOKENS, BatchRow, Result, Tokens
 from .store.schema import Rows
 from .store.store import Store, StoreUnavailable
+from .suspects import Suspicion
 from .usage import DAY, Usage, tokens_of
 
 log = logging.getLogger(__name__)
@@ -209,12 +209,8 @@ class BatchFeed:
         except BadRequest as bad:
             self._refuse(line, bad)
             return
-        created = int(time.time())
-
-        def make(of: Sequence[Request]) -> Answer:
-            return Answer(body, of, self._text, name, created)
-
-        flight = Flight(tuple(requests), make, self, deaths=self._deaths.get(line.number, 0))
+        answer = Answer(body, requests, self._text, name, int(time.time()))
+        flight = Flight(tuple(requests), answer, self, Suspicion(self._deaths.get(line.number, 0)))
         # from here on the envelope alone is needed
         self._flights[flight] = line._replace(body=None)
         self._ids[flight], self._began[flight] = name, self._now()
@@ -260,7 +256,7 @@ class BatchFeed:
         self._usage.add(self.batch.owner, tokens_of(flight.answer), 0)
 
     def died(self, flight: Flight) -> None:
-        self._deaths[self._flights[flight].number] = flight.deaths
+        self._deaths[self._flights[flight].number] = flight.suspicion.deaths
         self._kick()
 
     # results into the store

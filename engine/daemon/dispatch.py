@@ -1,8 +1,8 @@
 """The daemon's requests over its replicas: interactive ones first, each to the least loaded, lost ones again.
 
-A replica that dies takes nothing with it but time: what it had in flight is submitted again with the next epoch. What
-was in the dying step is on trial first (suspects.py): the one that kills a second time is given up. Where that decides
-nothing, it runs alone. asyncio; no HTTP, no store.
+A replica that dies takes nothing with it but time: what it had in flight is submitted again with the next epoch, and
+goes on with the token after the last one that was reported. Which request killed it is suspects.py's to say. asyncio;
+no HTTP, no store.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from ..openai.batch_lines import AnswerFault, unmade
 from ..request import ModelLimits, TokensEvent
 from .flight import Flight
 from .observe import Observer
-from .suspects import SuspectTracker
+from .suspects import Suspicion
 
 log = logging.getLogger(__name__)
 
-ALONE_DEATHS = 2
-"""In a step that a rank died in so often, and not found guilty: from then on it runs alone."""
-_TRIED = 8  # suspects that are looked at for one that may start now
 _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
 
 
@@ -36,10 +33,8 @@ class _Replica:
         self.flights: dict[str, Flight] = {}  # by request id: a body of several prompts stands here several times
         self.load = 0
         self.alone: Flight | None = None
-        self.trials = SuspectTracker()
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
-        self.trials.stepped()
         counted = 0
         for event in events:
             flight = self.flights.get(event.request_id)
@@ -57,15 +52,16 @@ class _Replica:
             counted += flight.answer.completion_tokens - before
             if stop is not None:
                 self.job.stop_choice(stop.request_id, stop.choice, stop.n_tokens)
-            self.trials.passed(flight)
             if flight.answer.done:
                 self.leave(flight, cancel=flight.answer.fault is not None)
                 flight.owner.landed(flight)
+            elif self.alone is flight and not flight.apart:
+                self._dispatcher.passed(self, flight)
         self._dispatcher.observer.tokens(self.index, events, counted)
         self._dispatcher.pump()
 
-    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
-        self._dispatcher.lost(self, request_ids, reason, running)
+    def on_lost(self, request_ids: list[str], reason: str, suspects: int) -> None:
+        self._dispatcher.lost(self, request_ids, reason, suspects)
 
     def on_state(self, state: JobState) -> None:
         self._dispatcher.moved(self, state)
@@ -77,19 +73,18 @@ class _Replica:
         flight.replica = self.index
         self.load += flight.choices
         for request in flight.requests:
-            self.flights[request.request_id] = flight
-            self.job.submit(request)
+            if request.open_choices:
+                self.flights[request.request_id] = flight
+                self.job.submit(request)
 
     def leave(self, flight: Flight, cancel: bool) -> None:
         """Forgets it; `cancel`: what still runs of it, too."""
         if flight.replica != self.index:
             return
         flight.replica = None
-        self.trials.leave(flight)
         self.load -= flight.choices
         for request in flight.requests:
-            self.flights.pop(request.request_id, None)
-            if cancel:
+            if self.flights.pop(request.request_id, None) is not None and cancel:
                 self.job.cancel(request.request_id)
         if self.alone is flight:
             self.alone = None
@@ -141,7 +136,6 @@ class Dispatcher:
         self._replicas = [_Replica(self, index, job) for index, job in enumerate(jobs)]
         self._interactive: deque[Flight] = deque()
         self._lines = _Lines()
-        self._suspects: deque[Flight] = deque()
         self._loners: deque[Flight] = deque()
         self._rooms: dict[str, deque[asyncio.Future[None]]] = {}
         self.limits: ModelLimits | None = None
@@ -196,13 +190,11 @@ class Dispatcher:
 
     @property
     def _waiting(self) -> tuple[deque[Flight] | _Lines, ...]:
-        return self._interactive, self._lines, self._suspects, self._loners
+        return self._interactive, self._lines, self._loners
 
     def _queue_of(self, flight: Flight) -> deque[Flight] | _Lines:
-        if flight.deaths >= ALONE_DEATHS:
+        if flight.apart:
             return self._loners
-        if flight.deaths and not flight.cleared:
-            return self._suspects
         return self._lines if flight.batch else self._interactive
 
     async def room(self, owner: str = "") -> None:
@@ -242,24 +234,16 @@ class Dispatcher:
         if self.draining or self.limits is None:
             return
         free = self._board_loners()
-        for replica in free:
-            self._board_suspects(replica)
         while free and self._interactive:
             min(free, key=lambda replica: replica.load).board(self._interactive.popleft())
         while free and self._lines:
             replica = min(free, key=lambda replica: replica.load)
-            if replica.load and replica.load + self._lines.first().choices > self._window(replica):
+            window = _WINDOW * self.limits.max_num_seqs
+            if replica.load and replica.load + self._lines.first().choices > window:
                 break
             replica.board(self._lines.popleft())
         for owner in list(self._rooms):
             self._give_rooms(owner)
-
-    def _window(self, replica: _Replica) -> int:
-        """Choices of lines that may be aboard. While there are suspects none waits aboard, so that a suspect starts
-        when it is boarded: they go one after the other."""
-        assert self.limits is not None
-        seqs = self.limits.max_num_seqs
-        return seqs - 1 if self._suspects or replica.trials.open else _WINDOW * seqs
 
     def _board_loners(self) -> list[_Replica]:
         """The replicas that take others. For each loner one is kept from them, and boarded once it is empty; until then
@@ -272,13 +256,6 @@ class Dispatcher:
                 replica.alone = self._loners.popleft()
                 replica.board(replica.alone)
         return ready[kept:]
-
-    def _board_suspects(self, replica: _Replica) -> None:
-        for flight in list(itertools.islice(self._suspects, _TRIED)):
-            if replica.trials.can_take(flight):
-                self._suspects.remove(flight)
-                replica.trials.take(flight)
-                replica.board(flight)
 
     def _has_room(self, owner: str) -> bool:
         return (
@@ -303,48 +280,54 @@ class Dispatcher:
             self.on_over(self.over)
         self.pump()
 
-    def lost(self, replica: _Replica, request_ids: list[str], reason: str, running: int) -> None:
-        """Counts what was in the step, and queues all of it again."""
-        aboard = list(dict.fromkeys(replica.flights[name] for name in request_ids if name in replica.flights))
-        in_step = dict.fromkeys(replica.flights[name] for name in request_ids[:running] if name in replica.flights)
-        # a launcher that was killed, or a link that was cut, is no line's doing
-        blamed = in_step if replica.job.state.rank is not None else {}
-        guilty = replica.trials.end(blamed)
-        replica.flights.clear()
-        replica.load, replica.alone = 0, None
+    def passed(self, replica: _Replica, flight: Flight) -> None:
+        """It ran alone, and is past the place where ranks died: others join it, or it makes room for the next to run
+        alone."""
+        replica.alone = None
+        if self._loners:
+            replica.leave(flight, cancel=True)
+            flight.again()
+            self._queue_of(flight).appendleft(flight)
+
+    def lost(self, replica: _Replica, request_ids: list[str], reason: str, suspects: int) -> None:
+        """Queues all of it again; who is found guilty is given up."""
+        flights = replica.flights
+        aboard = dict.fromkeys(flights[name] for name in request_ids if name in flights)
+        there = {flights.get(name) for name in request_ids[:suspects]}  # None: what nobody wants any more
+        in_step = [flight for flight in aboard if flight in there]
         log.warning(
-            "%d requests were lost, %d of them in the step: %s",
+            "%d requests were lost, %d of them possibly the cause: %s",
             len(aboard),
             len(in_step),
             reason,
             extra={"event": "lost", "replica": replica.index},
         )
-        again: list[Flight] = []
         for flight in aboard:
-            flight.replica = None
-            if flight in blamed:
-                flight.deaths += 1
-                # a rank died of it twice: with nothing else in the step, or twice at the same place
-                if flight is guilty or (flight.deaths >= ALONE_DEATHS and len(blamed) == 1):
-                    self._quarantine(flight, reason)
-                    continue
-                flight.stood, flight.cleared = flight.answer.place, False
+            replica.leave(flight, cancel=False)
+            flight.again()
+        for flight in in_step:
+            flight.died(alone=len(there) == 1)
+            if not flight.suspicion.guilty:
                 flight.owner.died(flight)
-            if flight.sent:
-                self._fail(flight, "engine_lost", f"the engine was lost in the middle of the answer ({reason})", 503)
-            else:
-                flight.again()
-                again.append(flight)
-        # suspects in the order in which they entered the step, the latest first; who waits for an answer before all
-        for flight in sorted(again, key=lambda one: one.batch):
-            if flight.deaths:
-                self._queue_of(flight).append(flight)
-        for flight in reversed([f for f in again if not f.deaths]):
+                continue
+            del aboard[flight]
+            self._quarantine(flight, reason)
+            for other in [other for other in self._loners if not other.suspicion.alone]:
+                self._loners.remove(other)
+                other.suspicion = Suspicion()  # what they were beside is known now
+                self._queue_of(other).appendleft(other)
+        for flight in reversed(aboard):
             self._queue_of(flight).appendleft(flight)
+        if self._loners:
+            # The least suspected goes first: it makes progress, so that who kills alone does not use up the restarts.
+            ordered = sorted(self._loners, key=lambda one: (-one.suspicion.alone, one.batch))
+            self._loners = deque((ordered.pop(), *ordered))
+        if self.draining:
+            self._end_interactive(reason)
         self.pump()
 
     def _quarantine(self, flight: Flight, reason: str) -> None:
-        how = f"a rank died {flight.deaths} times while this request ran, the last time alone or at the same place"
+        how = f"a rank died {flight.suspicion.deaths} times while this request ran, twice with nothing else in the step"
         message = f"{how}: {reason}"
         log.error("quarantined: %s", message, extra={"event": "quarantined", "request": flight.requests[0].request_id})
         self.observer.quarantined()
@@ -354,7 +337,7 @@ class Dispatcher:
         for waiting in self._waiting:
             for flight in [f for f in waiting if not f.batch]:
                 waiting.remove(flight)
-                self._fail(flight, "engine_failed", reason, 503)
+                self._fail(flight, "engine_lost" if flight.epoch else "engine_failed", reason, 503)
 
     @staticmethod
     def _fail(flight: Flight, code: str, message: str, status: int) -> None:

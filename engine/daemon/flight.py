@@ -4,45 +4,36 @@ engine/daemon/http/generate.py."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..openai.responses import Answer, Delta
 from ..request import BATCH, Request
+from .suspects import NEAR, Suspicion
 
 
 class FlightOwner(Protocol):
     """Whoever wants the answer."""
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
-        """A piece of a choice. After a relaunch an answer begins anew unless `sent` is set."""
+        """A piece of a choice. After a relaunch an answer goes on where it stood."""
 
     def landed(self, flight: Flight) -> None:
         """The answer is whole, or has its fault. Nothing follows."""
 
     def died(self, flight: Flight) -> None:
-        """It was in a step that a rank died in; `deaths` has been counted. It will run again."""
+        """It was in a step that a rank died in, perhaps of it; `suspicion` has it. It will go on."""
 
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """One body under way: its requests, and the answer in the making. `sent`: the client has seen part of it, so it
-    cannot begin anew. `deaths`: steps that a rank died in with it; `stood`: where it stood in the last one (tokens);
-    `cleared`: it has passed that place since."""
+    """One body under way: its requests, and the answer in the making, which outlives every engine."""
 
     requests: tuple[Request, ...]
-    make: Callable[[Sequence[Request]], Answer]
+    answer: Answer
     owner: FlightOwner
-    deaths: int = 0
-    sent: bool = False
-    stood: int = 0
-    cleared: bool = False
-    answer: Answer = field(init=False)
+    suspicion: Suspicion = field(default_factory=Suspicion)
     replica: int | None = None
-
-    def __post_init__(self) -> None:
-        self.answer = self.make(self.requests)
 
     @property
     def choices(self) -> int:
@@ -61,7 +52,19 @@ class Flight:
     def epoch(self) -> int:
         return self.requests[0].epoch
 
+    @property
+    def apart(self) -> bool:
+        """Whether it has to run alone."""
+        return self.suspicion.apart(self.answer.place, NEAR * self.choices)
+
+    def died(self, alone: bool) -> None:
+        """A rank died with it in the step; `alone`: with nothing else."""
+        self.suspicion.died(self.answer.place, NEAR * self.choices, alone)
+
     def again(self) -> None:
-        """As never begun, in the next epoch: events of the last one count no more."""
-        self.requests = tuple(dataclasses.replace(r, epoch=r.epoch + 1) for r in self.requests)
-        self.answer, self.replica = self.make(self.requests), None
+        """In the next epoch, from where the answer stands: events of the last one count no more."""
+        self.replica = None
+        self.requests = tuple(
+            dataclasses.replace(request, epoch=request.epoch + 1, emitted=self.answer.emitted(prompt))
+            for prompt, request in enumerate(self.requests)
+        )

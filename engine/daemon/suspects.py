@@ -1,69 +1,39 @@
-"""Which request kills its rank: decisions about those that were in a step that a rank died in. No clocks, no jobs.
+"""Which request kills its rank: what deaths say of one that was in the step. No clocks, no jobs.
 
-What kills does so at the same place again: in its prefill, or after as many tokens. So the suspects of a kill run again
-in whatever company there is, but no two of them stand where they stood in the same step. If a rank dies then, the one
-that stands there is guilty, at its second kill; once past that place a suspect is none. Nobody waits but the suspects,
-a few steps each.
+One death says nothing: ranks die of much else, so all that was in the step goes on at once, beside the others. What
+kills does so again before it gets further. So a request that a second death finds where the first one did runs alone
+from there, until it is past that place. Given up is what a rank dies of twice there with nothing else in the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 
-from .flight import Flight
+NEAR = 8
+"""Tokens a choice: a request that has come no further is where it stood. The last ones before a death may not have been
+reported, and what ends for lack of memory ends a little earlier in company than alone."""
+APART_DEATHS = GUILTY_DEATHS = 2
 
-SAME_PLACE = 1
-"""Tokens: the last ones before a rank's death may not have been reported."""
-_APART = 2 * SAME_PLACE + 1
 
+@dataclass(slots=True)
+class Suspicion:
+    """Of one request: `deaths` in a row at about one place, `alone` of them with nothing else in the step, `stood`: the
+    place, in tokens."""
 
-class SuspectTracker:
-    """The suspects aboard one replica."""
+    deaths: int = 0
+    alone: int = 0
+    stood: int = 0
 
-    def __init__(self) -> None:
-        self._aboard: dict[Flight, int | None] = {}
-        """With the step in which each will stand at its place; None until its first token."""
-        self._steps = 0
+    def died(self, place: int, near: int, alone: bool) -> None:
+        """A rank died with it in the step."""
+        if place > self.stood + near:
+            self.deaths = self.alone = 0
+        self.deaths, self.alone, self.stood = self.deaths + 1, self.alone + alone, place
+
+    def apart(self, place: int, near: int) -> bool:
+        """Whether it has to run alone."""
+        return self.deaths >= APART_DEATHS and place <= self.stood + near
 
     @property
-    def open(self) -> bool:
-        """Whether anybody is on trial."""
-        return bool(self._aboard)
-
-    def stepped(self) -> None:
-        """A step's tokens came."""
-        self._steps += 1
-
-    def can_take(self, flight: Flight) -> bool:
-        """Whether no other will stand at its place when this one does, if it starts now. One that has not shown a token
-        yet may be anywhere: in the engine's queue, in a long prefill."""
-        due = self._steps + flight.stood
-        return all(other is not None and abs(due - other) > _APART for other in self._aboard.values())
-
-    def take(self, flight: Flight) -> None:
-        """It starts now."""
-        self._aboard[flight] = None
-
-    def passed(self, flight: Flight) -> bool:
-        """To be asked when it has shown tokens: whether it is a suspect that has just left its place alive, and so is
-        none any more."""
-        if flight not in self._aboard:
-            return False
-        place = flight.answer.place
-        if place <= flight.stood + SAME_PLACE:
-            if self._aboard[flight] is None and place:
-                self._aboard[flight] = self._steps + flight.stood - place
-            return False
-        del self._aboard[flight]
-        flight.cleared = True
-        return True
-
-    def leave(self, flight: Flight) -> None:
-        """It is not aboard any more."""
-        self._aboard.pop(flight, None)
-
-    def end(self, in_step: Iterable[Flight]) -> Flight | None:
-        """A rank died with these in the step: who is guilty, if there is no doubt. Nobody is on trial afterwards."""
-        found = [f for f in in_step if f in self._aboard and abs(f.answer.place - f.stood) <= SAME_PLACE]
-        self._aboard.clear()
-        return found[0] if len(found) == 1 else None
+    def guilty(self) -> bool:
+        return self.alone >= GUILTY_DEATHS

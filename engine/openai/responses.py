@@ -119,8 +119,15 @@ class Answer:
 
     @property
     def place(self) -> int:
-        """How far it has come: the tokens that the engine has reported of its longest choice."""
-        return max(choice.seen for choice in self._choices)
+        """How far it has come: the tokens that the engine has reported of all its choices."""
+        return sum(choice.seen for choice in self._choices)
+
+    def emitted(self, prompt: int) -> tuple[tuple[int, ...] | None, ...]:
+        """For `Request.emitted` of a prompt's request, should another engine go on with it."""
+        n = self.body.params.n
+        choices = self._choices[prompt * n : (prompt + 1) * n]
+        found = tuple(None if choice.finish is not None else tuple(choice.ids) for choice in choices)
+        return found if any(part != () for part in found) else ()
 
     @property
     def cached_tokens(self) -> int:

@@ -22,7 +22,7 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class EventWriter:
-    """The events of one body's answer; goes on where the answer begins anew (ids and names stay)."""
+    """The events of one body's answer."""
 
     def __init__(self) -> None:
         self._frames: dict[int, tuple[bytes, bytes]] = {}

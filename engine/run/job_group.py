@@ -23,8 +23,8 @@ class _Member:
     def on_tokens(self, events: list[TokensEvent]) -> None:
         self._group.took(events)
 
-    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
-        self._group.listener.on_lost(request_ids, f"replica {self._index}: {reason}", running)
+    def on_lost(self, request_ids: list[str], reason: str, suspects: int) -> None:
+        self._group.listener.on_lost(request_ids, f"replica {self._index}: {reason}", suspects)
 
     def on_state(self, state: JobState) -> None:
         self._group.moved()

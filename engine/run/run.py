@@ -138,7 +138,7 @@ class _Run:
                 self._land(flight)
         self._show()
 
-    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
+    def on_lost(self, request_ids: list[str], reason: str, suspects: int) -> None:
         self._end(reason)
 
     def on_state(self, state: JobState) -> None:

@@ -71,6 +71,11 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
             f"request {request.request_id}: {prompt_len} prompt tokens, n={params.n}, "
             f"max_tokens={params.max_tokens}: at least one, one and none are needed"
         )
+    if len(request.emitted) not in (0, params.n) or not request.open_choices:
+        raise ValueError(
+            f"request {request.request_id}: emitted holds {len(request.emitted)} choices, n={params.n}: it needs one "
+            "entry a choice, and one that is open"
+        )
     room = limits.max_model_len - (params.max_tokens > 0)
     if prompt_len > room:
         raise RequestTooLarge(
@@ -79,6 +84,12 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
             "shorten the prompt",
         )
     end = end_position(prompt_len, params.max_tokens, limits.max_model_len)
+    known = prompt_len + max((len(ids) for ids in request.emitted if ids is not None), default=0)
+    if known > end:
+        raise ValueError(
+            f"request {request.request_id}: a choice has {known - prompt_len} tokens already, and ends at "
+            f"{end - prompt_len + 1}"
+        )
     needed = -(-end // limits.block_size)
     if needed > limits.num_blocks:
         has = limits.num_blocks * limits.block_size

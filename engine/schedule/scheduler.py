@@ -69,9 +69,14 @@ class Scheduler:
         self._arrivals += 1
         self._groups[request.request_id] = group
         self._waiting.join(group)
-        chain = DigestChain(request.salt, self.limits.block_size) if self.limits.enable_prefix_caching else None
-        group.sequences.append(Sequence(group, 0, chain, self.limits.max_model_len))
-        self._waiting.push(group.sequences[0])
+        for choice in range(len(request.emitted) or 1):
+            chain = DigestChain(request.salt, self.limits.block_size) if self.limits.enable_prefix_caching else None
+            sequence = Sequence(group, choice, chain, self.limits.max_model_len)
+            group.sequences.append(sequence)
+            if not request.emitted:
+                self._waiting.push(sequence)
+            elif sequence.state == "waiting":
+                self._waiting.push_back(sequence)  # it goes on as after a preemption
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, group.number, request.request_id))
 
@@ -239,7 +244,7 @@ class Scheduler:
                 continue
             known.append(token)
             generated += 1
-            group.count(outputs, now)
+            group.count(now)
             if len(known) > sequence.end:
                 self._finish(sequence, "length", tokens=(token,), logprobs=scored)
             elif outputs == 0:
@@ -285,7 +290,7 @@ class Scheduler:
             stop = drawn in group.stops and outputs >= group.min_tokens
             if not stop:
                 known.append(drawn)
-                group.count(outputs, now)
+                group.count(now)
             if stop or len(known) > sequence.end:
                 kept, scored = tuple(known[group.prompt_len + first :]), tuple(scores) or None
                 reason: FinishReason = "stop" if stop else "length"

@@ -67,20 +67,20 @@ class RequestGroup:
         self.first_token: float | None = None
         self.flow: Flow
         self.sequences: list[Sequence] = []
-        self.open = request.params.n
+        self.open = len(request.open_choices)
         self.cached_tokens = 0
         self.output_tokens = 0
-        self.unforked = request.params.n - 1
+        self.unforked = 0 if request.emitted else request.params.n - 1
         """Choices that have not had the prompt yet, neither shared nor computed."""
         self.held: list[int] = []
         """The prompt's blocks, referenced in the name of the choices still to be forked from them."""
 
-    def count(self, before: int, now: float) -> None:
-        """A token of one of its choices, which had `before`: its queue and its owner are served by one more."""
+    def count(self, now: float) -> None:
+        """A token of one of its choices: its queue and its owner are served by one more."""
         self.output_tokens += 1
         self.flow.served += 1
         self.flow.owner.served += 1
-        if before == 0 and self.first_token is None:
+        if self.first_token is None:
             self.first_token = now
 
     def times(self, finished: float) -> RequestTimes:
@@ -130,23 +130,24 @@ class Sequence:
     )
 
     def __init__(self, group: RequestGroup, choice: int, chain: DigestChain | None, max_model_len: int) -> None:
-        params = group.request.params
+        request, params = group.request, group.request.params
+        emitted = request.emitted[choice] if request.emitted else ()
         self.group = group
         self.number = group.number
         self.choice = choice
         self.prompt_len = group.prompt_len
-        self.state: State = "waiting"
-        self.rank = group.request.priority
-        self.tokens = list(group.request.prompt)
+        self.state: State = "waiting" if emitted is not None else "ended"
+        self.rank = request.priority
+        self.tokens = [*request.prompt, *(emitted or ())]
         self.inflight = 0
         self.planned = -1
         """The last plan that draws a token of it."""
         self.computed = self.slack = 0
         self.acceptance = FIRST_ACCEPTANCE
-        self.end = end_position(len(self.tokens), params.max_tokens, max_model_len)
+        self.end = end_position(group.prompt_len, params.max_tokens, max_model_len)
         self.draws = params.max_tokens > 0
         """False for max_tokens=0: the prompt is computed, nothing is drawn."""
-        self.fresh = choice > 0
+        self.fresh = choice > 0 and not request.emitted
         """A further choice that was not admitted yet: it waits for the prompt's blocks."""
         self.lockstep = params.grammar is not None
         """Never planned ahead: the grammar's next mask depends on the token that is not known yet."""
@@ -158,10 +159,10 @@ class Sequence:
         self.proven = False
         """A token drawn since it entered its slot is known, and was no NaN."""
         self.chain = chain
-        scored = params.prompt_logprobs is not None and choice == 0
+        scored = params.prompt_logprobs is not None and choice == 0 and not emitted  # the first token tells them
         self.prompt_scored = not scored
         """False while prompt logprobs are still to be computed."""
-        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] * len(self.tokens) if scored else None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] * group.prompt_len if scored else None
 
     @property
     def outputs(self) -> int:

@@ -292,10 +292,11 @@ class Planner:
             group.unforked -= 1
         if group.admitted is None:
             group.admitted = plan.now
-            group.cached_tokens = reuse.start
             group.flow.served += group.prompt_len
             group.flow.owner.served += group.prompt_len
-            self.counters.prompt_tokens += group.prompt_len
+            if not group.request.emitted:  # else both were told when it began
+                group.cached_tokens = reuse.start
+                self.counters.prompt_tokens += group.prompt_len
         self._extend(plan, sequence)
 
     def _extend(self, plan: StepPlan, sequence: Sequence) -> None:

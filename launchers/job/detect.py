@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ...engine.job import CULPRIT
 from ..control.messages import Beat
 
 FailureKind = Literal[
@@ -44,9 +45,24 @@ class JobFailure:
     node: str | None = None
     collective: str = ""
     """What the rank to blame last waited in, or the collective it had started last."""
+    stage: int | None = None
+    device: str = ""
     exit_code: int | None = None
     output: tuple[str, ...] = ()
     dumps: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def culprit(self) -> dict[str, Any]:
+        """Who is to blame, as far as it is known."""
+        return {name: getattr(self, name) for name in CULPRIT}
+
+
+def by_a_request(failure: JobFailure, here: str) -> bool:
+    """Whether what a rank computed may have brought the launch down: it ended, raised or hung, and nothing else is
+    known to have gone before. A rank of another node than `here` that falls silent is a lost node or link."""
+    if failure.kind == "silent":
+        return failure.node == here
+    return failure.kind in ("rank_lost", "rank_error", "stalled", "protocol") and failure.rank is not None
 
 
 @dataclass(frozen=True, slots=True)

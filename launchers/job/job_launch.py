@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -118,7 +119,7 @@ class Launch:
         self._dumped = asyncio.Event()
         self._dump_id = 0
         self._output: deque[tuple[float, str]] = deque(maxlen=60)
-        self._sign_at = 0.0
+        self._sign_at = self._asked_at = self._late_at = self._late_s = 0.0
 
     async def start(self) -> None:
         """Raises OSError if the channel or the keeper cannot be had."""
@@ -153,11 +154,21 @@ class Launch:
             async with asyncio.timeout(self._options.settle_s):
                 # after a hang the stacks are wanted, after a crash mpirun's own words
                 await (self._dumped if hangs else self._exited).wait()
+        return self.verdict()
+
+    @property
+    def launcher_killed(self) -> bool:
+        """Whether somebody else killed mpirun or its keeper, as far as that is known by now."""
+        return any(sign.kind == "launcher_killed" for sign in self._board.evidence)
+
+    def verdict(self) -> JobFailure:
+        """What is to blame, by all that is known now."""
         status = self._keeper.returncode if self._keeper is not None else None
         exit_code = status if status is None or status >= 0 else 128 - status
         # what was said around the end; before that it was about other things
         last_words = tuple(line for at, line in self._output if at > self._sign_at - LAST_WORDS_S)
-        return self._board.judge(exit_code, last_words, dict(self._dumps))
+        stood_still = self._late_s if self._sign_at - self._late_at < LAST_WORDS_S else 0.0
+        return self._board.judge(exit_code, last_words, dict(self._dumps), stood_still)
 
     async def dump(self, timeout_s: float) -> dict[int, dict[str, Any]]:
         """Stacks and last collectives of every rank that answers in time."""
@@ -176,7 +187,7 @@ class Launch:
     async def end(self, *, orderly: bool) -> str | None:
         """Ends every process of the launch and returns when they are gone; else says what could not be ended.
         `orderly` lets the ranks finish by themselves first, for at most `shutdown_s`: ranks that load do not listen."""
-        self._ending = True
+        self._ending, self._asked_at = True, time.monotonic()
         options = self._options
         if self._keeper is not None:
             if orderly:
@@ -274,13 +285,14 @@ class Launch:
 
     async def _watch(self) -> None:
         last = time.monotonic()
-        while not self._trouble.is_set():
+        while True:
             await asyncio.sleep(TICK_S)  # clocks alone are looked at: there is no event to wait for
             now = time.monotonic()
             late, last = now - last - TICK_S, now
             if late > 2 * TICK_S:
+                self._late_at, self._late_s = now, late
                 self._board.held_up(late)
-            elif not self._ending:
+            elif not self._ending and not self._trouble.is_set():
                 self._tell(self._board.look(now, self._server.heard))
 
     async def _read_output(self, keeper: asyncio.subprocess.Process) -> None:
@@ -304,7 +316,10 @@ class Launch:
         await asyncio.wait([reading], timeout=1.0)  # the last words, which are often the reason
         self._exited.set()
         name = os.path.basename(self._command.argv[0])
-        if status < 0:
+        ours = self._ending and (
+            status == -signal.SIGTERM or time.monotonic() > self._asked_at + self._options.kill_grace_s
+        )
+        if status < 0 and not ours:
             sign = Evidence("launcher_killed", None, f"{name} was ended by signal {-status}")
         else:
             sign = Evidence("launcher_exit", None, f"{name} ended with status {status}")

@@ -14,11 +14,14 @@ from typing import Any
 
 from ... import __version__
 from ...engine.request import ModelLimits
+from ..control.control import SILENCE_S
 from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, liveness, stalled
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's words on the rank whose end made it end the others."""
+_NODE_LOST = "lost communication with a remote daemon"
+"""mpirun's words on a node that it does not reach any more: it ends the ranks on all the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +236,36 @@ class RankBoard:
             text += f"; all ranks wait in {where}: suspect the link" if where else "; no rank is behind the others"
         return [self.sign(Evidence("stalled", late, text))]
 
-    def judge(self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]]) -> JobFailure:
-        """Names what is to blame, from all signs so far (at least one)."""
-        sign = blame(self.evidence)
-        if sign.kind == "rank_lost":
+    def judge(
+        self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]], stood_still: float = 0.0
+    ) -> JobFailure:
+        """Names what is to blame, from all signs so far (at least one). stood_still: seconds that this process did
+        just before the first of them."""
+        sign, words = blame(self.evidence), " ".join(output)
+        if sign.kind == "rank_lost" and _NODE_LOST in words:
+            sign = Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")
+        elif sign.kind == "rank_lost" and stood_still >= SILENCE_S:
+            text = (
+                f"this process stood still for {stood_still:.0f} s: ranks that hear nothing for so long end themselves"
+            )
+            sign = Evidence("consequence", None, text)
+        elif sign.kind == "rank_lost":
             # an end is read after what was said before it, so the first that was read need not have come first
-            noticed = {int(rank) for rank in _NOTICED.findall(" ".join(output))}
+            noticed = {int(rank) for rank in _NOTICED.findall(words)}
             lost = [other for other in self.evidence if other.kind == "rank_lost" and other.rank in noticed]
             sign = lost[0] if len(lost) == 1 else sign
-        beat = self.ranks[sign.rank].beat if sign.rank is not None else None
-        collective = ""
-        if beat is not None:
-            collective = beat.waiting or (f"collective {beat.collective}" if beat.collective else "")
+        state = self.ranks[sign.rank] if sign.rank is not None else RankState()
+        beat = state.beat or Beat()
+        collective = beat.waiting or (f"collective {beat.collective}" if beat.collective else "")
+        stage = sign.rank // self._stage_ranks if sign.rank is not None and self._stage_ranks else None
+        device = next((row.labels[0] for row in beat.rows if row.series == "rank_info"), "")
+        if device == "cuda" and state.hello is not None:
+            device = f"cuda:{state.hello.local_rank}"
         reason = sign.text if sign.rank is None else f"{self.name(sign.rank)}: {sign.text}"
         if sign.kind in ("rank_lost", "launcher_exit", "launcher_killed") and output:
             reason += "; last output: " + " | ".join(output[-5:])
-        return JobFailure(sign.kind, reason, sign.rank, self.node(sign.rank), collective, exit_code, output, dumps)
+        node = self.node(sign.rank)
+        return JobFailure(sign.kind, reason, sign.rank, node, collective, stage, device, exit_code, output, dumps)
 
     def describe(self, now: float) -> dict[str, Any]:
         """Every rank as JSON values."""

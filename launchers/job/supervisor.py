@@ -21,7 +21,7 @@ from typing import Any
 from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
 from ..control.messages import Beat, Cancel, Drain, Running, StopChoice, Submit
-from .detect import Evidence, JobFailure, RestartPolicy
+from .detect import Evidence, JobFailure, RestartPolicy, by_a_request
 from .job_launch import JobOptions, Launch, StartCommand
 from .rank_board import AllReady, JobTimeouts, LoadProgress, News, Recovered, Suspect
 
@@ -92,9 +92,10 @@ class MpiJob:
     def submit(self, request: Request) -> None:
         if self._state.phase != "ready" or self._launch is None:
             raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
-        if request.request_id in self._in_flight:
+        before = self._in_flight.get(request.request_id)
+        if before is not None and before.epoch >= request.epoch:
             raise ValueError(f"request {request.request_id!r} is in flight already")
-        self._in_flight[request.request_id] = _InFlight(request.epoch, set(range(request.params.n)))
+        self._in_flight[request.request_id] = _InFlight(request.epoch, set(request.open_choices))
         self._idle.clear()
         self._launch.send(Submit(request), 0)
 
@@ -149,7 +150,7 @@ class MpiJob:
             log.exception("the supervisor itself failed")
             if self._launch is not None:
                 await self._launch.end(orderly=False)
-            self._report_lost(repr(error))
+            self._report_lost(JobFailure("launch", repr(error)))
             self._set_state("failed", reason=f"the supervisor itself failed: {error!r}")
 
     async def _run_once(self) -> JobFailure | None:
@@ -178,10 +179,12 @@ class MpiJob:
             self._set_state("restarting" if self._options.restart else "suspect", failure=failure)
         stuck = await launch.end(orderly=failure is None and self._ready_since is not None)
         self._launch = None
+        if failure is not None and launch.launcher_killed:  # its end may be known later than what followed from it
+            failure = launch.verdict()
         if stuck is not None:
             self._excluded |= {socket.gethostname()}
             failure = failure and dataclasses.replace(failure, reason=f"{failure.reason}; {stuck}")
-        self._report_lost(failure.reason if failure else "the job was closed")
+        self._report_lost(failure)
         return failure
 
     async def _goes_on(self, failure: JobFailure) -> bool:
@@ -191,7 +194,7 @@ class MpiJob:
             "launch failed (%s): %s",
             failure.kind,
             failure.reason,
-            extra={"rank": failure.rank, "node": failure.node, "collective": failure.collective},
+            extra=failure.culprit,
         )
         self._hooks.failed(failure)
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
@@ -211,13 +214,16 @@ class MpiJob:
             self._set_state("starting", restarts=self._state.restarts + 1)
         return True
 
-    def _report_lost(self, reason: str) -> None:
+    def _report_lost(self, failure: JobFailure | None) -> None:
         lost, self._in_flight = self._in_flight, {}
         self._idle.set()
         if lost and self._listener is not None:
             order = sorted(lost, key=lambda request_id: -lost[request_id].entered)
-            running = sum(flight.entered > 0 for flight in lost.values())
-            self._tell(self._listener.on_lost, order, reason, running)
+            suspects = 0
+            if failure is not None and by_a_request(failure, socket.gethostname()):
+                suspects = sum(flight.entered > 0 for flight in lost.values())
+            reason = failure.reason if failure else "the job was closed"
+            self._tell(self._listener.on_lost, order, reason, suspects)
 
     def _set_state(
         self,
@@ -229,23 +235,19 @@ class MpiJob:
         limits: ModelLimits | None = None,
         restarts: int | None = None,
     ) -> None:
-        exit_code, collective = None, ""
+        culprit: dict[str, Any] = {"rank": rank, "node": node}
         if failure is not None:
-            reason, rank, node = reason or failure.reason, failure.rank, failure.node
-            exit_code, collective = failure.exit_code or 1, failure.collective
+            reason, culprit = reason or failure.reason, failure.culprit
         elif phase in ("starting", "loading") and self.failures:
             last = self.failures[-1]
-            reason, rank, node = f"{reason or 'starting'}, again after: {last.reason}", last.rank, last.node
-            collective = last.collective
+            reason, culprit = f"{reason or 'starting'}, again after: {last.reason}", last.culprit
         state = JobState(
             phase,
             reason,
             self._state.restarts if restarts is None else restarts,
             limits or self._state.limits,
-            rank,
-            node,
-            exit_code,
-            collective,
+            exit_code=None if failure is None else failure.exit_code or 1,
+            **culprit,
         )
         if state != self._state:
             self._state = state
@@ -292,9 +294,10 @@ class MpiJob:
             if flight is None or event.epoch != flight.epoch or event.choice not in flight.open_choices:
                 continue  # of an earlier attempt, or past its end
             known.append(event)
+            # tokens stay, whatever becomes of this launch
+            self._progress |= bool(event.tokens) or event.finish in ("stop", "length")
             if event.finish is None:
                 continue
-            self._progress |= event.finish in ("stop", "length")
             flight.open_choices.discard(event.choice)
             if not flight.open_choices:
                 del self._in_flight[event.request_id]

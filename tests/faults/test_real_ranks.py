@@ -1,16 +1,20 @@
-"""SIGKILL and SIGSTOP of real ranks (the demo model under mpirun) below a real daemon: idle, in prefill, in decode and
-while loading. Part of `make fault-test`; FAULT_SEED replays a run."""
+"""SIGKILL and SIGSTOP of real ranks (the demo model under mpirun) below a real daemon: idle, in prefill, in decode,
+amid streams and while loading. Part of `make fault-test`; FAULT_SEED replays a run."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import random
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,4 +135,78 @@ def test_a_real_rank_is_lost(signum: signal.Signals, moment: str, night: Night) 
         f"gone {gone:.2f} s, serving again {again:.1f} s, a start {start_s:.1f} s; {LINES} lines, {LINES} answers"
     )
     assert again - found <= 10.0 + start_s
+    assert night.stop() == 0
+
+
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("completions", {"prompt": "def f(", "temperature": 0, "logprobs": 2}),
+    "drawn, n=2": ("completions", {"prompt": "class A", "seed": 1, "n": 2}),
+    "penalties": ("completions", {"prompt": "import ", "seed": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.5}),
+    "a grammar": ("completions", {"prompt": "x = ", "seed": 3, "guided_regex": "([a-z]{3}, ){60}"}),
+    "a chat": ("chat/completions", {"messages": [{"role": "user", "content": "hi"}], "seed": 4, "temperature": 0.7}),
+    "a stop string": ("completions", {"prompt": "for ", "seed": 5, "stop": ["never said", "nor this"]}),
+}
+
+
+class Stream(threading.Thread):
+    """Reads one stream's events as they come, without what is another's in each run."""
+
+    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._port, self._path = port, path
+        self._body = {
+            "model": "demo",
+            "max_tokens": 180,
+            "ignore_eos": True,
+            "stream": True,
+            "return_digest": True,
+            **body,
+        }
+        self.events: list[dict[str, Any]] = []
+        self.start()
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
+        with contextlib.closing(connection):
+            connection.request("POST", f"/v1/{self._path}", json.dumps(self._body))
+            for line in connection.getresponse():
+                data = line.decode().strip().removeprefix("data: ")
+                if data and data != "[DONE]":
+                    event = json.loads(data)
+                    self.events.append({k: v for k, v in event.items() if k not in ("id", "created")})
+
+
+def gone_on(streams: list[Stream], seen: list[int]) -> bool:
+    """Whether each is further than that, or over."""
+    return all(len(s.events) > count or not s.is_alive() for s, count in zip(streams, seen, strict=True))
+
+
+def test_streams_outlive_their_ranks(night: Night) -> None:
+    """Six streams while ranks are killed three times, each time once all streams have gone on: with
+    `deterministic: true` their events are those of an undisturbed run, bit for bit (the digests of all logits too)."""
+    rng = random.Random(f"{SEED} streams")
+    night.argv += ["--set", "parallel.deterministic=true"]
+    night.start()
+    night.ready()
+    calm = {name: Stream(night.port, *asked) for name, asked in STREAMS.items()}
+    for stream in calm.values():
+        stream.join()
+    streams = {name: Stream(night.port, *asked) for name, asked in STREAMS.items()}
+    gaps = []
+    for _ in range(3):
+        until("tokens", partial(gone_on, list(streams.values()), [len(s.events) + 5 for s in streams.values()]), 120)
+        assert night.strike("rank", rng) is not None
+        began = time.monotonic()
+        until("not ready", lambda: phase(night) != "ready", 10.0, 0.01)
+        until(
+            "the next token", partial(gone_on, list(streams.values()), [len(s.events) for s in streams.values()]), 120
+        )
+        gaps.append(time.monotonic() - began)
+    for name, stream in streams.items():
+        stream.join()
+        assert stream.events == calm[name].events, name
+    assert len(failures(night)) == 3
+    print(
+        f"\nFAULT_SEED={SEED} {len(streams)} streams: the next token after {', '.join(f'{gap:.1f}' for gap in gaps)} s"
+    )
     assert night.stop() == 0

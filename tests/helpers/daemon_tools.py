@@ -182,8 +182,7 @@ class MortalJob(FakeJob):
     """A FakeJob that dies and comes back as a real one does: restarting (with the rank to blame), what was in flight
     lost (the latest to enter the step first), ready again. `poison`: a first prompt id whose step kills rank 1, once it
     has `poison_after` tokens; `company`: how many were in the step at each death; `most`: the failure in a row, without
-    a request finished between, that is final. `pause_at`: the step after which
-    it holds."""
+    a token between, that is final. `pause_at`: the step after which it holds."""
 
     def __init__(
         self, limits: ModelLimits, poison: int | None = None, most: int = 4, poison_after: int = 0, **options: Any
@@ -206,7 +205,7 @@ class MortalJob(FakeJob):
         restarts = self._state.restarts + 1
         self._state = JobState("restarting", reason, restarts, self.limits, rank, None if rank is None else "node-b")
         self._listener.on_state(self._state)
-        self._listener.on_lost(order, reason, running)
+        self._listener.on_lost(order, reason, 0 if rank is None else running)
         if self.in_a_row >= self.most:
             reason = f"{self.in_a_row} failures in a row without progress, the last: {reason}"
             self._state = JobState("failed", reason, restarts, self.limits, rank, "node-b")
@@ -221,9 +220,8 @@ class MortalJob(FakeJob):
         ):
             self.die()
             return
-        before = self._ended
         super()._step()
-        if self._ended > before:
+        if running:
             self.in_a_row = 0
         if self.steps == self.pause_at:
             self.hold()

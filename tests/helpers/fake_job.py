@@ -74,7 +74,9 @@ class FakeJob:
         if self._state.phase != "ready":
             raise RuntimeError(f"the job is {self._state.phase}")
         self.submitted.append(request)
-        self._sequences += [_Sequence(request, choice) for choice in range(request.params.n)]
+        for choice in request.open_choices:
+            known = request.emitted[choice] if request.emitted else ()
+            self._sequences.append(_Sequence(request, choice, list(known or ())))
         self.most_waiting = max(self.most_waiting, len(self._sequences))
         self._work.set()
 

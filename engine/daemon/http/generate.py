@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class _Reply:
         self.now = SteadyTime()
         self.arrived, self.submitted = self.now(), 0.0
         self.first: float | None = None
-        self.over = self.gone = self.late = self._said_late = False
+        self.over = self.gone = self.late = self.sent = self._said_late = False
         self._writer = EventWriter()
         self._events: list[bytes] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -52,7 +52,7 @@ class _Reply:
         if self.first is None:
             self.first = self.now()
         if self.body.stream and (data := self._writer.of(flight.answer, delta)):
-            flight.sent = True
+            self.sent = True
             self._events.append(data)
             self._wake()
 
@@ -72,7 +72,7 @@ class _Reply:
         self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent))
 
     def died(self, flight: Flight) -> None:
-        """It runs again by itself."""
+        """It goes on by itself."""
 
     def watch(self, receive: Receive, deadline: float) -> None:
         """From here on `begun` also ends when the client goes, or at `deadline` (of the loop's clock)."""
@@ -141,7 +141,7 @@ class Generator:
                 flight, reply = self._flight(request, body, prompts)
                 begun = flight
                 await self._begun(request, flight, reply)
-                if flight.answer.fault is not None and not flight.sent:
+                if flight.answer.fault is not None and not reply.sent:
                     reply.close()
                     raise _fault(flight)
                 if not body.stream:
@@ -183,12 +183,8 @@ class Generator:
             deadline=now + limits.request_timeout,
         )
         requests = to_requests(body, prompts, dispatcher.limits, origin, self._services.text, limits.max_choices)
-
-        def make(of: Sequence[engine.Request]) -> Answer:
-            return Answer(body, of, self._services.text, name, int(now))
-
         reply = _Reply(body, self._services, request.headers.get("traceparent"))
-        flight = Flight(tuple(requests), make, reply)
+        flight = Flight(tuple(requests), Answer(body, requests, self._services.text, name, int(now)), reply)
         reply.submitted = reply.now()
         dispatcher.submit(flight)
         return flight, reply

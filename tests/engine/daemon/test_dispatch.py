@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from door import LIMITS, ORIGIN, completion
-from laddertron.engine.daemon.dispatch import ALONE_DEATHS, Dispatcher
+from laddertron.engine.daemon.dispatch import Dispatcher
 from laddertron.engine.daemon.flight import Flight
+from laddertron.engine.daemon.suspects import APART_DEATHS, NEAR, Suspicion
 from laddertron.engine.job import JobState
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, TokensEvent
@@ -43,14 +43,18 @@ class Job:
         self.state = JobState(phase, "as the test says", limits=LIMITS)
         self.listener.on_state(self.state)
 
-    def lose(self) -> None:
+    def lose(self, suspects: int = 0) -> None:
         ids, self.aboard = self.aboard, []
-        self.listener.on_lost(ids, "as the test says", len(ids))
+        self.listener.on_lost(ids, "as the test says", suspects)
 
 
 class Owner:
     def __init__(self) -> None:
         self.fault: str | None = None
+        self.deaths = 0
+
+    def died(self, flight: Flight) -> None:
+        self.deaths = flight.suspicion.deaths
 
     def landed(self, flight: Flight) -> None:
         fault: Any = flight.answer.fault
@@ -58,12 +62,18 @@ class Owner:
 
 
 def flight(name: str, deaths: int = 0, priority: int = INTERACTIVE) -> Flight:
-    def make(of: Sequence[Request]) -> Any:
-        return SimpleNamespace(place=0, fault=None)
-
+    answer: Any = SimpleNamespace(
+        place=0,
+        completion_tokens=0,
+        fault=None,
+        done=False,
+        emitted=lambda prompt: (),
+        take=lambda event: (None, None),
+    )
     owner: Any = Owner()
     origin = dataclasses.replace(ORIGIN, request_id=name, priority=priority)
-    return Flight(tuple(to_requests(completion(), [(2,)], LIMITS, origin)), make, owner, deaths=deaths)
+    requests = tuple(to_requests(completion(), [(2,)], LIMITS, origin))
+    return Flight(requests, answer, owner, Suspicion(deaths))
 
 
 async def two_replicas(*flights: Flight) -> tuple[Dispatcher, Job, Job]:
@@ -84,7 +94,7 @@ def test_a_loner_does_not_wait_for_a_replica_that_has_failed(priority: int) -> N
     """It waits until the first replica is empty; that one fails for good; so it waits for the second."""
 
     async def scene() -> None:
-        other, loner, third = flight("other"), flight("loner", ALONE_DEATHS, priority), flight("third")
+        other, loner, third = flight("other"), flight("loner", APART_DEATHS, priority), flight("third")
         dispatcher, first, second = await two_replicas(other)
         second.to("ready")
         dispatcher.submit(third)
@@ -104,7 +114,7 @@ def test_a_loner_does_not_wait_for_a_replica_that_has_failed(priority: int) -> N
 
 def test_a_loner_takes_an_empty_replica_before_it_waits_for_one() -> None:
     async def scene() -> None:
-        dispatcher, first, second = await two_replicas(flight("other"), flight("loner", ALONE_DEATHS))
+        dispatcher, first, second = await two_replicas(flight("other"), flight("loner", APART_DEATHS))
         second.to("ready")
         assert second.aboard == ["loner"]
         dispatcher.submit(flight("next"))
@@ -115,7 +125,7 @@ def test_a_loner_takes_an_empty_replica_before_it_waits_for_one() -> None:
 
 def test_a_loner_that_nobody_wants_any_more_never_runs() -> None:
     async def scene() -> None:
-        other, loner = flight("other"), flight("loner", ALONE_DEATHS)
+        other, loner = flight("other"), flight("loner", APART_DEATHS)
         dispatcher, first, _ = await two_replicas(other, loner)
         assert dispatcher.waiting == 1
         dispatcher.drop(loner)
@@ -130,11 +140,111 @@ def test_a_loner_that_nobody_wants_any_more_never_runs() -> None:
 
 def test_a_loner_that_waits_when_the_daemon_stops_is_told() -> None:
     async def scene() -> None:
-        loner = flight("loner", ALONE_DEATHS)
+        loner = flight("loner", APART_DEATHS)
         dispatcher, _, _ = await two_replicas(flight("other"), loner)
         await dispatcher.drain(1.0)
         owner: Any = loner.owner
         assert owner.fault == "engine_failed"
+
+    asyncio.run(scene())
+
+
+async def one_replica(*names: str) -> tuple[Job, dict[str, Flight]]:
+    job, flights = Job(), {name: flight(name, priority=BATCH) for name in names}
+    jobs: Any = [job]
+    dispatcher = Dispatcher(jobs)
+    await dispatcher.start()
+    for one in flights.values():
+        dispatcher.submit(one)
+    return job, flights
+
+
+def advance(job: Job, one: Flight, tokens: int) -> None:
+    """It shows so many tokens more."""
+    answer: Any = one.answer
+    answer.place += tokens
+    request = one.requests[0]
+    job.listener.on_tokens([TokensEvent(request.request_id, 0, 0, (5,), epoch=request.epoch)])
+
+
+def test_suspects_run_one_after_the_other_past_their_place() -> None:
+    """After a second death at one place: each alone, until it has come further, when it makes room for the next; the
+    last one is joined by all. Nobody is given up."""
+
+    async def scene() -> None:
+        job, flights = await one_replica("a", "b", "c")
+        for _ in range(2):
+            job.lose(suspects=2)
+            job.to("ready")
+        assert job.aboard == ["b"], "c only waited, and waits for those that run alone"
+        advance(job, flights["b"], NEAR)
+        assert job.aboard == ["b"], "it is where it stood, still"
+        advance(job, flights["b"], 1)
+        assert job.aboard == ["a"]
+        advance(job, flights["a"], NEAR + 1)
+        assert sorted(job.aboard) == ["a", "b", "c"]
+        assert [one.owner.deaths for one in flights.values()] == [2, 2, 0]  # type: ignore[attr-defined]
+
+    asyncio.run(scene())
+
+
+def test_who_kills_alone_twice_is_given_up_and_the_others_are_cleared() -> None:
+    """The one that a rank has died of alone does not go first again: another makes progress before it."""
+
+    async def scene() -> None:
+        job, flights = await one_replica("a", "b", "c")
+        for _ in range(2):
+            job.lose(suspects=3)
+        assert job.aboard == ["c"]
+        advance(job, flights["c"], NEAR + 1)
+        assert job.aboard == ["a"]
+        job.lose(suspects=1)
+        assert job.aboard == ["b"]
+        advance(job, flights["b"], NEAR + 1)
+        assert job.aboard == ["a"]
+        job.lose(suspects=1)
+        assert [one.owner.fault for one in flights.values()] == ["quarantined", None, None]  # type: ignore[attr-defined]
+        assert sorted(job.aboard) == ["b", "c"]
+
+    asyncio.run(scene())
+
+
+def test_a_conviction_clears_those_who_wait_to_run_alone() -> None:
+    async def scene() -> None:
+        job, flights = await one_replica("a", "b", "c")
+        for _ in range(2):
+            job.lose(suspects=3)
+        job.lose(suspects=1)  # c, before any other has run alone
+        assert job.aboard == ["b"]
+        advance(job, flights["b"], NEAR + 1)
+        assert job.aboard == ["c"]
+        job.lose(suspects=1)
+        assert flights["c"].owner.fault == "quarantined"  # type: ignore[attr-defined]
+        assert sorted(job.aboard) == ["a", "b"], "a never ran alone"
+
+    asyncio.run(scene())
+
+
+def test_who_stood_beside_one_that_nobody_wants_any_more_was_not_alone() -> None:
+    """Its client has gone, its end has not come to the engine yet."""
+
+    async def scene() -> None:
+        job, flights = await one_replica("a")
+        for _ in range(9):
+            job.aboard.append("dropped")
+            job.lose(suspects=2)
+        assert job.aboard == ["a"]
+        assert (flights["a"].suspicion.deaths, flights["a"].suspicion.alone) == (9, 0)
+
+    asyncio.run(scene())
+
+
+def test_a_death_of_another_cause_makes_no_suspects() -> None:
+    async def scene() -> None:
+        job, flights = await one_replica("a")
+        for _ in range(5):
+            job.lose()
+        assert (job.aboard, flights["a"].suspicion) == (["a"], Suspicion())
 
     asyncio.run(scene())
 

@@ -154,6 +154,12 @@ class Play:
     books: bool = True
 
     def __post_init__(self) -> None:
+        self.poisoned: set[tuple[tuple[int, ...], int]] = set()
+        self._build()
+        self.ledger = Ledger(self.limits.max_model_len)
+        self.flight: deque[tuple[Batch, StepResult]] = deque()
+
+    def _build(self) -> None:
         limits = self.limits
         self.scheduler = Scheduler(limits)
         self.runner = FakeRunner(
@@ -163,8 +169,7 @@ class Play:
             limits.num_blocks,
             max_model_len=None if limits.speculation is None else limits.max_model_len,
         )
-        self.ledger = Ledger(limits.max_model_len)
-        self.flight: deque[tuple[Batch, StepResult]] = deque()
+        self.runner.poison = self.poisoned
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
@@ -172,7 +177,7 @@ class Play:
 
     def poison(self, prompt: tuple[int, ...], position: int) -> None:
         """From now on this prompt's logits at this position are not finite."""
-        self.runner.poison.add((prompt, position))
+        self.poisoned.add((prompt, position))
         self.ledger.poisoned.add((prompt, position))
 
     def cancel(self, request_id: str) -> None:
@@ -182,6 +187,18 @@ class Play:
         if not self.ledger.ended((request_id, choice)):
             self.ledger.stops.setdefault((request_id, choice), n_tokens)
             self.scheduler.stop_choice(request_id, choice, n_tokens)
+
+    def lose(self) -> None:
+        """The engine dies: what was not told is gone, and another one goes on with what was."""
+        self.flight.clear()
+        self._build()
+        self.ledger.stops = {key: at for key, at in self.ledger.stops.items() if self.ledger.ended(key)}
+        for name, request in self.ledger.requests.items():
+            keys = [(name, choice) for choice in range(request.params.n)]
+            emitted = tuple(None if self.ledger.ended(key) else tuple(self.ledger.tokens[key]) for key in keys)
+            if any(part is not None for part in emitted):
+                kept = emitted if any(part != () for part in emitted) else ()
+                self.scheduler.add(replace(request, emitted=kept), self.now)
 
     def plan(self) -> bool:
         """Plans and runs a step, tells nobody yet; False if there was nothing to plan."""
@@ -282,14 +299,17 @@ def fits(request: Request, limits: SchedulerLimits) -> bool:
     return computed <= limits.num_blocks * limits.block_size
 
 
-def play(data: bytes, microbatches: int = 1) -> Play:
-    """One random schedule from `data`, played to its end; with so many micro-batches on their way."""
+def play(data: bytes, microbatches: int = 1, mortal: bool = False) -> Play:
+    """One random schedule from `data`, played to its end; with so many micro-batches on their way. mortal: the engine
+    dies now and then."""
     choices = Choices(data)
     game = Play(replace(_limits(choices), microbatches=microbatches))
     number = 0
     while choices:
         move = choices.below(8)
-        if move <= 2:
+        if mortal and choices.below(16) == 15:
+            game.lose()
+        elif move <= 2:
             request = _request(choices, number, game.limits, game.now)
             number += 1
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,42 @@ from schedule_play import Play, play
 def test_random_schedules_keep_the_books_and_end(data: bytes, microbatches: int) -> None:
     """As with one plan on its way: no block is lost, every choice ends with the tokens of its prompt alone."""
     play(data, microbatches)
+
+
+@settings(max_examples=1000, deadline=None, database=None, print_blob=True)
+@given(st.binary(min_size=60, max_size=300), st.integers(1, 3))
+def test_requests_go_on_in_another_engine(data: bytes, microbatches: int) -> None:
+    """Engines die at any moment, and others go on with what was told: every choice ends with the tokens, the
+    log-probabilities and the prompt's that an undisturbed one gives, each told once."""
+    play(data, microbatches, mortal=True)
+
+
+def test_what_goes_on_is_refused_where_it_makes_no_sense() -> None:
+    """Entries for other choices than n, nothing open, more tokens than it may have."""
+    one, two = ask("r", 4, 3), replace(ask("r", 4, 3), params=SamplingParams(3, seed=1, n=2))
+    for request in (
+        replace(two, emitted=((1,),)),
+        replace(two, emitted=(None, None)),
+        replace(one, emitted=((1, 2, 3),)),
+    ):
+        with pytest.raises(ValueError, match="request r"):
+            game(1).add(request)
+
+
+def test_what_goes_on_counts_its_prompt_no_second_time() -> None:
+    """Nor does it tell of cached tokens: both were told when it began."""
+    played = game(1)
+    played.add(ask("a", 64, 9))
+    played.step()
+    played.step()
+    before = played.ledger.told["a", 0][-1].start
+    played.lose()
+    played.add(ask("b", 64, 9))
+    played.drain()
+    assert played.scheduler.counters.prompt_tokens == 64
+    events = played.ledger.told["a", 0]
+    assert [event.start for event in events] == list(range(9))
+    assert {event.cached_tokens for event in events[before + 1 :]} == {0}
 
 
 def game(microbatches: int, seqs: int = 64, tokens: int = 4096, length: int = 4096) -> Play:

@@ -85,7 +85,9 @@ class FakeEngine:
     def handle(self, command: Command) -> None:
         match command:
             case Submit(request):
-                self.waiting.append(Sequence(request, dict.fromkeys(range(request.params.n), 0)))
+                known = request.emitted or ((),) * request.params.n
+                produced = {choice: len(known[choice] or ()) for choice in request.open_choices}
+                self.waiting.append(Sequence(request, produced))
             case Cancel(request_id):
                 self._end_all(request_id, "cancelled")
             case StopChoice(request_id, choice, n_tokens):

@@ -11,10 +11,12 @@ from laddertron.launchers.control.messages import Announce, Beat, Failure, Hello
 from laddertron.launchers.job.detect import (
     Evidence,
     FailureKind,
+    JobFailure,
     RestartPolicy,
     StepWatch,
     behind,
     blame,
+    by_a_request,
     differing,
     liveness,
 )
@@ -61,6 +63,28 @@ def test_the_sign_that_explains_the_others_is_blamed(
 ) -> None:
     sign = blame([Evidence(kind, rank, "") for kind, rank in signs])
     assert (sign.kind, sign.rank) == guilty
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "node", "expected"),
+    [
+        ("rank_lost", 1, "there", True),
+        ("rank_error", 1, "there", True),
+        ("stalled", 1, "here", True),
+        ("stalled", None, None, False),  # all wait in the same place: a link
+        ("silent", 1, "here", True),
+        ("silent", 1, "there", False),  # a node or a link
+        ("consequence", 1, "here", False),
+        ("launcher_killed", None, None, False),
+        ("launcher_exit", None, None, False),
+        ("load_stalled", 1, "here", False),
+        ("refused", 1, "here", False),
+    ],
+)
+def test_which_failures_a_request_may_have_caused(
+    kind: FailureKind, rank: int | None, node: str | None, expected: bool
+) -> None:
+    assert by_a_request(JobFailure(kind, "", rank, node), "here") is expected
 
 
 def test_liveness_by_silence() -> None:
@@ -202,6 +226,21 @@ def test_a_silent_rank_is_suspect_then_dead_and_may_recover() -> None:
     assert isinstance(dead, Evidence)
     assert (dead.kind, dead.rank) == ("silent", 1)
     assert board.judge(None, (), {}).node == "node-1"
+
+
+def test_a_rank_that_ended_because_of_something_else_is_not_blamed() -> None:
+    """mpirun lost a node and ended the ranks on the others; the daemon stood still, so that its ranks ended
+    themselves; a short pause explains nothing."""
+    board = ready_board()
+    board.gone(0, "")
+    lost = ("PRTE has lost communication with a remote daemon.", "HNP daemon : prterun on node a")
+    failure = board.judge(1, lost, {})
+    assert (failure.kind, failure.rank) == ("launcher_exit", None)
+    assert "lost a node" in failure.reason
+    failure = board.judge(1, (), {}, stood_still=12.0)
+    assert (failure.kind, failure.rank) == ("consequence", None)
+    assert "stood still for 12 s" in failure.reason
+    assert board.judge(1, (), {}, stood_still=5.0).rank == 0
 
 
 def test_a_supervisor_that_was_held_up_blames_nobody() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_worker import fake_tokens
 from folders import FOLDERS
 from job_tools import MPIRUN, Command, Story, fake_mpirun, gone, left, process_id, real_mpirun, request, story
 from laddertron.launchers.control import processes
@@ -333,36 +334,81 @@ def test_a_poison_request_is_named_first_both_times() -> None:
     told(run)
 
 
-def test_mpirun_killed_means_ranks_gone_and_a_relaunch() -> None:
+@pytest.mark.parametrize("settle_s", [0.0, HANG_S], ids=["known late", "known at once"])
+@pytest.mark.parametrize("keeper", [False, True], ids=["mpirun", "keeper"])
+def test_mpirun_killed_means_ranks_gone_and_a_relaunch(keeper: bool, settle_s: float) -> None:
+    """Nor is a request suspected, even if the ranks' ends are known before the launcher's. With the keeper, which
+    cleans up, mpirun dies, and the ranks with mpirun."""
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        async with story(hooks=JobHooks(failed=failures.append), settle_s=HANG_S) as s:
+        async with story(hooks=JobHooks(failed=failures.append), settle_s=settle_s) as s:
             await s.phase("ready")
+            s.job.submit(request("long", 4000))
+            await s.listener.until(lambda: s.listener.tokens)
             ranks = await s.pids()
             mpirun = parent(ranks[0])
-            os.kill(mpirun, signal.SIGKILL)
+            os.kill(parent(mpirun) if keeper else mpirun, signal.SIGKILL)
             await gone([mpirun, *ranks])
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
             assert failures[0].kind == "launcher_killed"
             assert failures[0].rank is None
+            assert [(ids, suspects) for ids, _, suspects in s.listener.lost] == [(["long"], 0)]
 
     told(run)
 
 
-def test_the_keeper_killed_means_the_same() -> None:
-    """Even the process that cleans up may be killed: mpirun dies with it, the ranks with mpirun."""
+def test_a_pause_of_the_daemon_is_no_requests_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood still for as long as ranks wait for a word: whoever of them ended, ended for that."""
+    monkeypatch.setattr("laddertron.launchers.job.rank_board.SILENCE_S", 0.5)
+    failures: list[JobFailure] = []
+
+    async def run() -> None:
+        async with story(hooks=JobHooks(failed=failures.append)) as s:
+            await s.phase("ready")
+            s.job.submit(request("long", 4000))
+            await s.listener.until(lambda: s.listener.tokens)
+            os.kill(await s.pid(1), signal.SIGKILL)
+            time.sleep(1.5)
+            await s.listener.until(lambda: s.job.state.phase != "ready")
+            await s.phase("ready")
+            assert (failures[0].kind, failures[0].rank) == ("consequence", None)
+            assert s.listener.lost[0][2] == 0
+
+    told(run)
+
+
+def test_what_was_lost_goes_on_where_it_stood() -> None:
+    """Submitted again with what it has emitted, of three choices one ended: the other two go on behind it. One that
+    was cancelled may come again at once, in a later epoch."""
 
     async def run() -> None:
         async with story() as s:
             await s.phase("ready")
-            ranks = await s.pids()
-            mpirun = parent(ranks[0])
-            os.kill(parent(mpirun), signal.SIGKILL)
-            await gone([mpirun, *ranks])
+            asked = request("three", 400, n=3)
+            s.job.submit(asked)
+            await s.listener.until(lambda: len(s.listener.tokens.get(("three", 2), ())) > 3)
+            had = [tuple(s.listener.tokens["three", choice]) for choice in range(3)]
+            os.kill(await s.pid(1), signal.SIGKILL)
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
+            seen = len(s.listener.events)
+            again = replace(asked, epoch=1, emitted=(had[0], None, had[2]))
+            s.job.submit(again)
+            await s.listener.until(lambda: len(s.listener.events) > seen + 4)
+            s.job.cancel("three")
+            s.job.submit(replace(again, epoch=2))
+            await s.listener.until(lambda: len(s.listener.finished) == 2)
+            new = s.listener.events[seen:]
+            assert {event.choice for event in new} == {0, 2}
+            for choice in (0, 2):
+                of = [event for event in new if event.choice == choice]
+                for epoch in (1, 2):
+                    assert next(e.start for e in of if e.epoch == epoch) == len(had[choice])
+                assert of[-1].finish == "length"
+                whole = (*had[choice], *(token for event in of if event.epoch == 2 for token in event.tokens))
+                assert list(whole) == fake_tokens(asked, choice)
 
     told(run)
 

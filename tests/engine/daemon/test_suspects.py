@@ -1,0 +1,39 @@
+"""What deaths say of a request, and in which order the suspected ones run alone."""
+
+from __future__ import annotations
+
+import pytest
+from laddertron.engine.daemon.suspects import NEAR, Suspicion
+
+
+def after(*deaths: tuple[int, bool]) -> Suspicion:
+    """`deaths`: where it stood, and whether it was alone."""
+    found = Suspicion()
+    for place, alone in deaths:
+        found.died(place, NEAR, alone)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("deaths", "apart", "guilty"),
+    [
+        ([(0, False)], False, False),
+        ([(0, True)], False, False),
+        ([(100, False)], False, False),
+        ([(0, False), (0, False)], True, False),
+        ([(100, False), (100 + NEAR, False)], True, False),
+        ([(100, False), (101 + NEAR, False)], False, False),
+        ([(5, True), (5, True)], True, True),
+        ([(5, False), (5, False), (5, True), (5, True)], True, True),
+        ([(5, True), (6 + NEAR, True)], False, False),
+        ([(5, False)] * 9, True, False),
+        # what ends for lack of memory creeps on a little each time
+        ([(100, False), (104, False), (111, True), (115, True)], True, True),
+    ],
+)
+def test_what_deaths_say(deaths: list[tuple[int, bool]], apart: bool, guilty: bool) -> None:
+    """The second death at about one place sets apart; only two alone, there, convict."""
+    found = after(*deaths)
+    place = deaths[-1][0]
+    assert (found.apart(place, NEAR), found.guilty) == (apart, guilty)
+    assert not found.apart(place + NEAR + 1, NEAR), "past the place it runs beside others again"
