@@ -199,9 +199,9 @@ def _spans(deployment: Deployment) -> Callable[[AnswerTimes], None]:
 
 def _teller(observer: Observer, bundles: FailureBundles) -> Callable[[int, JobFailure], None]:
     def tell(replica: int, failure: JobFailure) -> None:
-        observer.failure(replica, failure.kind, failure.reason)
+        observer.failure(replica, failure.kind, failure.reason, failure.culprit)
         bundles.failed(replica, failure)
-        said = {"event": "failure", "replica": replica, "kind": failure.kind, "rank": failure.rank}
-        log.error("replica %d: %s", replica, failure.reason, extra={**said, "node": failure.node})
+        said = {"event": "failure", "replica": replica, "kind": failure.kind}
+        log.error("replica %d: %s", replica, failure.reason, extra={**said, **failure.culprit})
 
     return tell

@@ -66,8 +66,8 @@ class Observer:
     def state(self, replica: int, state: JobState) -> None:
         """A replica's new state."""
 
-    def failure(self, replica: int, kind: str, reason: str) -> None:
-        """A launch ended badly: its kind (a closed set) and why."""
+    def failure(self, replica: int, kind: str, reason: str, culprit: Mapping[str, object]) -> None:
+        """A launch ended badly: its kind (a closed set), why, and who is to blame (engine/job.py: CULPRIT)."""
 
     def request(self, times: AnswerTimes) -> None:
         """A body was answered."""

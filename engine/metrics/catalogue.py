@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..job import JobPhase
+from ..job import CULPRIT, JobPhase
 from ..request import FinishReason
 from .histogram import RANK_HISTOGRAMS
 
@@ -97,7 +97,7 @@ def _requests() -> Iterator[Series]:
         "generation_tokens_total",
         "counter",
         ("replica",),
-        "Tokens of answers as their usage counts them; those of a lost request that runs again count twice.",
+        "Tokens of answers as their usage counts them.",
     )
     yield Series("request_success_total", "counter", ("finished_reason",), "Choices that ended, by reason.")
     yield Series(
@@ -192,6 +192,12 @@ def _daemon() -> Iterator[Series]:
     yield Series("engine_ready", "gauge", ("replica",), "1 while the replica takes requests.")
     yield Series("engine_phase", "gauge", ("replica", "phase"), "1 for the replica's phase, 0 for the others.")
     yield Series("engine_restarts_total", "counter", ("replica", "reason"), "Launches that failed, by kind of failure.")
+    yield Series(
+        "engine_last_failure_timestamp_seconds",
+        "gauge",
+        ("replica", "reason", *CULPRIT),
+        "When the replica's last launch failed, and who is to blame.",
+    )
     yield Series("rank_desync_total", "counter", ("replica",), "Launches ended because ranks drew different tokens.")
     yield Series("quarantined_requests_total", "counter", (), "Requests given up because they kept ending the engine.")
     yield Series("batch_jobs", "gauge", ("status",), "Batches by status.")
@@ -255,7 +261,9 @@ LABELS: Mapping[str, str] = {
     "limit": "requests_per_minute, concurrent_requests, tokens_per_day, stored_bytes.",
     "hca": "RDMA adapter, such as mlx5_0.",
     "port": "Port number of the adapter.",
-    "device": "cpu or cuda.",
+    "device": "cpu or cuda; for failures with the GPU's number on its node.",
+    "stage": "Pipeline stage, from 0; empty without.",
+    "collective": "What the rank to blame waited in, or had started last.",
     "cpu_tier": "amx, avx512_bf16, avx512, avx2 or generic; the lesser one where LADDERTRON_CPU_TIER forces it.",
     "threads": "Compute threads of the rank.",
     "error": "Kind of error: for ports symbol, link_down, …; for ECC corrected, uncorrected.",

@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from ..daemon.observe import AnswerTimes, BatchView, Figures, Observer
-from ..job import JobState, RankHeartbeat
+from ..job import CULPRIT, JobState, RankHeartbeat
 from ..request import TokensEvent
 from .catalogue import BATCH_STATUSES, FAILURE_KINDS, PHASES
 from .collector import Collector
@@ -56,6 +56,7 @@ class MetricsObserver(Observer):
         self._last: dict[tuple[str, int], float] = {}
         self._answered: deque[tuple[float, int]] = deque()
         self._done = 0
+        self._failed: dict[int, tuple[str, ...]] = {}
         self._keys: set[str] = set()
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
@@ -92,8 +93,15 @@ class MetricsObserver(Observer):
         if state.phase in ("restarting", "failed", "stopped"):
             self._last.clear()  # whose choices are lost is not known here: the next gap of the others is not counted
 
-    def failure(self, replica: int, kind: str, reason: str) -> None:
-        self.series.add("engine_restarts_total", 1.0, str(replica), kind if kind in FAILURE_KINDS else "other")
+    def failure(self, replica: int, kind: str, reason: str, culprit: Mapping[str, object]) -> None:
+        kind = kind if kind in FAILURE_KINDS else "other"
+        self.series.add("engine_restarts_total", 1.0, str(replica), kind)
+        words = (culprit.get(name) for name in CULPRIT)
+        labels = (str(replica), kind, *("" if word is None else str(word) for word in words))
+        if (before := self._failed.get(replica)) is not None:
+            self.series.put("engine_last_failure_timestamp_seconds", None, *before)
+        self._failed[replica] = labels
+        self.series.set("engine_last_failure_timestamp_seconds", self._clock(), *labels)
         if "DesyncError" in reason:
             self.series.add("rank_desync_total", 1.0, str(replica))
 

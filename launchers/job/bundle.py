@@ -20,6 +20,7 @@ from typing import Any
 
 from ... import __version__
 from ...engine.config.load import Deployment, to_json
+from ...engine.job import CULPRIT
 from ...topology.hardware.discover import discover
 from ...topology.hardware.health import port_counters
 from ...topology.hardware.sysfs import Sysfs
@@ -89,7 +90,7 @@ def parts_of(
         "job.json": _json(redacted({key: value for key, value in job.items() if key != "dumps"})),
     }
     if failure is not None:
-        said = {name: getattr(failure, name) for name in ("kind", "reason", "rank", "node", "collective", "exit_code")}
+        said = {name: getattr(failure, name) for name in ("kind", "reason", *CULPRIT, "exit_code")}
         out["failure.json"] = _json(redacted(said))
         out["output.txt"] = redacted("\n".join(failure.output) + "\n").encode()
     for rank, dump in dumps.items():

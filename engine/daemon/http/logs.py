@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from ...job import CULPRIT
+
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -41,7 +43,7 @@ class TextFormatter(logging.Formatter):
     """12:34:56 warning rank=1 node=a: the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        shown = {k: v for k, v in fields_of(record).items() if k in ("rank", "node", "collective", "replica", "key")}
+        shown = {k: v for k, v in fields_of(record).items() if k in (*CULPRIT, "replica", "key")}
         words = "".join(f" {k}={v}" for k, v in shown.items() if v != "")
         message = "".join(c if c.isprintable() else " " for c in record.getMessage())
         line = (

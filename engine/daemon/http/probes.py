@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from ...job import CULPRIT
 from ..observe import Observer
 from ..store.disk import free_bytes
 from .guard import App
@@ -43,9 +44,7 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
             "phase": state.phase,
             "reason": state.reason,
             "restarts": state.restarts,
-            "rank": state.rank,
-            "node": state.node,
-            "collective": state.collective,
+            **{name: getattr(state, name) for name in CULPRIT},
         }
         for state in states
     ]

@@ -222,7 +222,7 @@ def test_the_observer_passes_everything_on(clock: Clock, tmp_path: Path) -> None
     """Every method of the daemon's Observer, and the disk of its data folder."""
     observer = watched(clock, tmp_path)
     observer.report(0, report(0, clock.now))
-    observer.failure(0, "silent", "no heartbeat")
+    observer.failure(0, "silent", "no heartbeat", {})
     observer.quarantined()
     observer.commit(0.004)
     observer.http("/v1/batches/{id}", 404, 0.02)
@@ -269,8 +269,13 @@ def test_failures_by_kind_and_desync(metrics: MetricsObserver) -> None:
     `other`."""
     metrics.state(0, JobState("ready"))
     assert value(metrics, "engine_restarts_total", replica="0", reason="silent") == 0.0
-    metrics.failure(0, "rank_error", "rank 1: DesyncError: sampling step 7: rank 1 of 2 drew other ids")
-    metrics.failure(0, "witchcraft", "?")
+    culprit = {"rank": 1, "node": "b", "stage": None, "device": "cuda:1", "collective": "all_reduce 7"}
+    words = {name: "" if word is None else str(word) for name, word in culprit.items()}
+    metrics.failure(0, "rank_error", "rank 1: DesyncError: sampling step 7: rank 1 of 2 drew other ids", culprit)
+    last = "engine_last_failure_timestamp_seconds"
+    assert value(metrics, last, replica="0", reason="rank_error", **words) == 1000.0
+    metrics.failure(0, "witchcraft", "?", {})
+    assert value(metrics, last, replica="0", reason="rank_error", **words) is None, "the last one alone"
     assert value(metrics, "engine_restarts_total", replica="0", reason="rank_error") == 1.0
     assert value(metrics, "engine_restarts_total", replica="0", reason="other") == 1.0
     assert value(metrics, "rank_desync_total", replica="0") == 1.0
@@ -366,7 +371,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> MetricsObserver:
     metrics.store(None)
     metrics.clock(0.0)
     metrics.http("/v1/batches/{id}", 200, 0.01)
-    metrics.failure(0, "silent", "no heartbeat")
+    metrics.failure(0, "silent", "no heartbeat", {})
     return metrics
 
 
