@@ -4,10 +4,13 @@ shows progress; models/training/train.py trains."""
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from ...training import training_bar
 
 if TYPE_CHECKING:
     from .....models.config.model_config import ModelConfig
@@ -35,7 +38,8 @@ def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 
 
 def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
-    from .....models.config.model_config import ModelConfig, Rope, make_wiring
+    from .....models.config.known_models import architecture
+    from .....models.config.model_config import make_wiring
 
     hidden, heads, kv_heads = options["hidden"], options["heads"], options["kv_heads"]
     if hidden % (2 * heads):
@@ -48,23 +52,11 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
         options["ladder_layers"],
         tensor_parallel_size=options["tensor_parallel_size"],
     )
-    return ModelConfig(
-        family="llama",
-        num_layers=options["layers"],
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        ffn_size=options["ffn"],
-        vocab_size=vocab_size,
-        max_position_embeddings=options["context"],
-        norm_eps=1e-5,
-        rope=Rope(),
-        wiring=wiring,
-        dtype="float32",
-        tied_embeddings=True,
-        declares_wiring=True,
-    )
+    model = architecture(
+        "llama", options["layers"], hidden, heads, kv_heads, options["ffn"], vocab_size, options["context"],
+        tied=True, wiring=wiring, dtype="float32",
+    )  # fmt: skip
+    return replace(model, declares_wiring=True)
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True})
@@ -114,11 +106,11 @@ def command(
     """Train a small Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
     import torch
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from tokenizers import Tokenizer
 
     from .....models.training import corpus, reference, train
     from .....models.training.loss import Distil
+    from .....topology.comm.data_parallel import DataParallel
 
     if (out / "model.safetensors").exists():
         raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
@@ -136,13 +128,6 @@ def command(
         distil=Distil(1.0 if teacher else 0.0),
     )
     tokenizer = tokenizer or teacher
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-    )
     try:
         documents = corpus.text_files(text) if text else corpus.python_documentation()
         words = (
@@ -155,16 +140,7 @@ def command(
             f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
             f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens"
         )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("training", total=settings.steps, loss=float("nan"), speed=0.0)
-            smooth = 0.0
-
-            def show(progress: train.TrainProgress) -> None:
-                nonlocal smooth
-                smooth = progress.loss if progress.step == 1 else 0.95 * smooth + 0.05 * progress.loss
-                speed = (bar.tasks[task].speed or 0.0) * settings.batch * settings.context
-                bar.update(task, completed=progress.step, loss=smooth, speed=speed)
-
+        with training_bar(DataParallel(), settings.batch * settings.context) as show:
             taught_by = reference.load(teacher, torch.float32) if teacher else None
             trained = train.train(config, settings, words, documents, show, teacher=taught_by)
     except (ValueError, FloatingPointError) as error:
