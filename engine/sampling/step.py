@@ -232,7 +232,8 @@ class Step:
     def _walk(self, rows: Array) -> None:
         """Settles rows whose kept set is too large to send. The kept set is a prefix: if the best of all ids (noise
         added) is in it, that is the drawn one; if not, the drawn one is the best of those that come before it, and so
-        on. Each round asks the shards about the ids before a limit; it ends at the very first id at the latest."""
+        on. Each round asks the shards about the ids before a limit; it ends at the very first id at the latest. With
+        top_p p that is 1 / p rounds on average, of some forty bytes a rank; a whole row of 128K ids is 1.5 MB."""
         limit: Array = np.full(len(rows), -np.inf, np.float32)
         limit_id: Array = np.full(len(rows), np.iinfo(np.int32).max, np.int64)
         raw: Array = np.zeros(len(rows))
