@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from laddertron.launchers.demos.serving import free_port, serving
+from laddertron.launchers.demos.serving import ServedDaemon, batch_seconds, free_port, serving
 
 ROOT = Path(__file__).parents[1]
 CONNECTIONS, LINES, TOKENS = 40, 300, 96
@@ -86,36 +86,28 @@ def probe(ports: dict[str, int], until: float, answers: Any) -> None:
     answers.put((taken, unready))
 
 
-def batch(port: int) -> float:
-    """LINES lines through the Batch API; seconds."""
+def write_lines(path: Path) -> Path:
     body = {"model": "demo", "prompt": "say", "max_tokens": TOKENS, "ignore_eos": True}
-    lines = [
-        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {**body, "seed": n}}
-        for n in range(LINES)
-    ]
-    data = "\n".join(map(json.dumps, lines))
-    part = 'content-disposition: form-data; name="'
-    form = f'--x\r\n{part}purpose"\r\n\r\nbatch\r\n--x\r\n{part}file"; filename="in.jsonl"\r\n\r\n{data}\r\n--x--\r\n'
-    kind = {"content-type": "multipart/form-data; boundary=x"}
-    file = json.loads(ask(port, "POST", "/v1/files", form.encode(), **kind)[1])["id"]
-    wanted = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    began = time.monotonic()
-    made = json.loads(ask(port, "POST", "/v1/batches", json.dumps(wanted).encode())[1])["id"]
-    while (now := json.loads(ask(port, "GET", f"/v1/batches/{made}")[1]))["status"] != "completed":
-        assert now["status"] in ("validating", "in_progress", "finalizing"), now
-        time.sleep(0.2)
-    assert now["request_counts"]["completed"] == LINES
-    return time.monotonic() - began
+    with path.open("w") as file:
+        for n in range(LINES):
+            line = {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {**body, "seed": n}}
+            file.write(json.dumps(line) + "\n")
+    return path
 
 
 def say(what: str, bar: str, **figures: Any) -> None:
     print(json.dumps({"what": what, "bar": bar, **figures}), flush=True)
 
 
-def measure(port: int, probes: int, pid: int, length: float) -> None:
-    batch(port)  # warm
+def measure(daemon: ServedDaemon, probes: int, lines: Path, length: float) -> None:
+    port, pid = daemon.port, daemon.pid
+
+    def batch() -> float:
+        return batch_seconds(daemon, lines, LINES)
+
+    batch()  # warm
     before, began = seconds_of(pid), time.monotonic()
-    alone = batch(port)
+    alone = batch()
     usual = (seconds_of(pid) - before) / (time.monotonic() - began) * alone
     answers: Any = multiprocessing.Queue()
     watched: Any = multiprocessing.Queue()
@@ -125,12 +117,12 @@ def measure(port: int, probes: int, pid: int, length: float) -> None:
     before = seconds_of(pid)
     attacker.start()
     prober.start()
-    attacked = batch(port)
+    attacked = batch()
     taken_by_daemon = seconds_of(pid) - before - usual
     taken_by_attackers = seconds_of(attacker.pid or 0) + seconds_of(prober.pid or 0)
     (seen, spent), (times, unready) = answers.get(), watched.get()
     taken = max(0.0, taken_by_daemon) + (taken_by_attackers or spent)
-    alone = min(alone, batch(port))
+    alone = min(alone, batch())
     explained = alone + taken / (os.cpu_count() or 1)
     for name, each in times.items():
         p99 = sorted(each)[int(0.99 * (len(each) - 1))]
@@ -164,7 +156,7 @@ def main() -> None:
             "engine.max_num_seqs": 16,
         }
         with serving(ROOT / "configs/demo.yaml", Path(folder) / "serve.log", settings) as daemon:
-            measure(daemon.port, probes, daemon.pid, length)
+            measure(daemon, probes, write_lines(Path(folder) / "in.jsonl"), length)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from laddertron.launchers.demos.serving import serving
 from laddertron.models.training.corpus import BOS, EOS, python_documentation
+from peers.compare import environment
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,23 +43,13 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=40)
     parser.add_argument("--environments", type=Path, default=ROOT / "build/peers")
     args = parser.parse_args()
-    python = environment(args.environments / "lm-eval")
+    python = environment(args.environments / "lm-eval", NEEDS)
     with tempfile.TemporaryDirectory(prefix="laddertron-lm-eval-") as name:
         folder = Path(name)
         tasks = write_tasks(folder, args.texts)
         ours = over_http(python, folder, tasks)
         theirs = evaluate(python, folder, tasks, "hf", f"pretrained={MODEL},dtype=float32,{SAID}", "--device", "cpu")
     return compare(ours, theirs)
-
-
-def environment(folder: Path) -> Path:
-    """The Python of an environment with lm-eval in it."""
-    python = folder / "bin" / "python"
-    if not (folder / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--prefer-binary", *NEEDS], check=True)
-        (folder / "ready").touch()
-    return python
 
 
 def write_tasks(folder: Path, count: int) -> list[str]:

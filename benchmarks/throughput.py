@@ -20,13 +20,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from laddertron.engine.config.load import load
-from laddertron.launchers.cli.batch_client import BatchClient, ServerAddress
-from laddertron.launchers.demos.serving import serving
+from laddertron.launchers.demos.serving import batch_seconds, serving
 from laddertron.launchers.measure.bench_job import BenchJob
 
 HERE = Path(__file__).resolve().parent
@@ -99,11 +97,11 @@ def daemon_beside_run(config: Path, folder: Path, args: argparse.Namespace) -> N
     lines = write_lines(folder / "in.jsonl", args.requests, args.prompt, args.generate)
     ratios = []
     with serving(config, folder / "daemon.log", {"daemon.data_dir": folder / "data"}) as daemon:
-        client = BatchClient(ServerAddress(f"{daemon.url}/v1"))
-        batch_seconds(client, write_lines(folder / "warm.jsonl", args.seats, args.prompt, (4, 4)))
+        warm = write_lines(folder / "warm.jsonl", args.seats, args.prompt, (4, 4))
+        batch_seconds(daemon, warm.path, warm.requests)
         for repeat in range(args.repeats):
             plain = lines.generated / run_seconds(config, lines, folder / f"out{repeat}.jsonl")
-            served = lines.generated / batch_seconds(client, lines)
+            served = lines.generated / batch_seconds(daemon, lines.path, lines.requests)
             ratios.append(served / plain)
             say(repeat, run_tok_s=plain, daemon_tok_s=served, ratio=ratios[-1])
     print(json.dumps({"median_ratio": round(statistics.median(ratios), 3), "bar": 0.95}))
@@ -112,20 +110,6 @@ def daemon_beside_run(config: Path, folder: Path, args: argparse.Namespace) -> N
 def say(repeat: int, **figures: float) -> None:
     rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
     print(json.dumps({"repeat": repeat + 1, **rounded}), flush=True)
-
-
-def batch_seconds(client: BatchClient, lines: Lines) -> float:
-    """From the batch's creation to its end."""
-    file = client.upload(lines.path)
-    began = time.monotonic()
-    batch = client.create(file["id"], "/v1/completions", "24h", None, str(began))
-    while batch["status"] in ("validating", "in_progress", "finalizing"):
-        time.sleep(0.05)
-        batch = client.batch(batch["id"])
-    seconds = time.monotonic() - began
-    if batch["status"] != "completed" or batch["request_counts"]["completed"] != lines.requests:
-        raise SystemExit(f"the batch did not complete: {batch}")
-    return seconds
 
 
 def _range(text: str) -> Range:

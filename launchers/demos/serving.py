@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..cli.batch_client import ENDED, BatchClient, ServerAddress
+
 
 @dataclass(frozen=True, slots=True)
 class ServedDaemon:
@@ -94,3 +96,19 @@ def serving(config: Path, log: Path, settings: Mapping[str, object]) -> Iterator
         except RuntimeError as error:
             raise RuntimeError(f"{error}:\n{log.read_text()[-3000:]}") from None
         yield daemon
+
+
+def batch_seconds(daemon: ServedDaemon, lines: Path, count: int) -> float:
+    """Of a batch of completions, from its creation to its end. Raises RuntimeError unless all `count` lines of the file
+    were answered."""
+    client = BatchClient(ServerAddress(f"{daemon.url}/v1"))
+    file = client.upload(lines)["id"]
+    began = time.monotonic()
+    batch = client.create(file, "/v1/completions", "24h", None, str(began))
+    while batch["status"] not in ENDED:
+        time.sleep(0.05)
+        batch = client.batch(batch["id"])
+    seconds = time.monotonic() - began
+    if batch["status"] != "completed" or batch["request_counts"]["completed"] != count:
+        raise RuntimeError(f"the batch did not complete: {batch}")
+    return seconds
