@@ -9,10 +9,11 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+from .connection import connect_store
 from .disk import DiskError, NewFile, prepare_folder
 from .export import Export, Fenced, fetch_files, generations, read_changes
 from .schema import SUM_TOKENS, Rows, SchemaVersionError, migrate
-from .store import Store, StoreOptions, connect_store
+from .store import Store, StoreOptions
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def _make(folder: Path, options: StoreOptions) -> None:
         _rebuild(folder, options)
     elif fresh:
         _refuse_empty(folder, options)
-    db = connect_store(folder, options)
+    db = connect_store(folder, options.connect)
     try:
         if not fresh:
             verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -103,7 +104,7 @@ def _rebuild(folder: Path, options: StoreOptions) -> None:
     scratch = folder / "rebuild"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
-    db = connect_store(scratch, options)
+    db = connect_store(scratch, options.connect)
     migrate(db)
     db.execute("BEGIN")
     rows = Rows(db)

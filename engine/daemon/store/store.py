@@ -13,17 +13,18 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .clock import TrustedClock
+from .connection import connect_store, newest_time, snapshot
 from .disk import Files as DiskFiles
 from .disk import FolderLock, RealFiles
-from .export import Change, Export, Fenced
-from .schema import KEYS, Rows, columns
+from .export import Export, Fenced
+from .schema import Rows
 
 log = logging.getLogger(__name__)
 
@@ -145,12 +146,12 @@ class Store:
         with db:
             db.execute("INSERT INTO meta VALUES ('generation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
             self.generation = int(db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0])
-        self.clock = TrustedClock(_newest(db), self._options.wall)
+        self.clock = TrustedClock(newest_time(db), self._options.wall)
         self._note_time(db)
         known = {row[0] for row in db.execute("SELECT id FROM files")}
         self._clear({path for path in self.files_folder.iterdir() if path.name not in known})
         if self.export is not None:
-            self.export.begin(_snapshot(db))
+            self.export.begin(snapshot(db))
         db.close()
         self._places = (self.folder / "store.db", self.files_folder)
         self._inodes = [_inode(path) for path in self._places]
@@ -315,46 +316,17 @@ class Store:
     # connections
 
     def _connect(self) -> sqlite3.Connection:
-        return connect_store(self.folder, self._options)
+        return connect_store(self.folder, self._options.connect)
 
     def _reader(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = connect_store(self.folder, self._options)
+            connection = self._local.connection = connect_store(self.folder, self._options.connect)
             connection.execute("PRAGMA query_only = ON")
             self._opened.append(connection)
         return connection
 
 
-def _newest(db: sqlite3.Connection) -> float | None:
-    """The newest time that the store knows; None if it knows none."""
-    row = db.execute(
-        "SELECT coalesce((SELECT value FROM meta WHERE key = 'seen'), (SELECT max(created_at) FROM "
-        "(SELECT created_at FROM files UNION ALL SELECT created_at FROM batches)))"
-    ).fetchone()
-    return None if row[0] is None else float(row[0])
-
-
 def _inode(path: Path) -> tuple[int, int]:
     found = path.stat()
     return found.st_dev, found.st_ino
-
-
-def connect_store(folder: Path, options: StoreOptions) -> sqlite3.Connection:
-    """A connection with the store's settings; makes the file if there is none."""
-    db = options.connect(folder / "store.db", isolation_level=None, timeout=10.0, check_same_thread=False)
-    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has its say only before the first page
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA secure_delete = ON")
-    db.execute("PRAGMA cache_size = -8192")
-    db.execute("PRAGMA journal_size_limit = 67108864")
-    db.row_factory = sqlite3.Row
-    return db
-
-
-def _snapshot(db: sqlite3.Connection) -> Iterator[Change]:
-    for table in KEYS:
-        names = columns(db, table)
-        for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
-            yield ["insert", table, {name: row[name] for name in names if row[name] is not None}]

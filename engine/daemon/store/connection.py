@@ -1,0 +1,40 @@
+"""A connection to the store's file with its settings, and what is asked of the whole store when it is opened."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .export import Change
+from .schema import KEYS, columns
+
+
+def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> sqlite3.Connection:
+    """A connection with the store's settings; makes the file if there is none."""
+    db = connect(folder / "store.db", isolation_level=None, timeout=10.0, check_same_thread=False)
+    db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has its say only before the first page
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = FULL")
+    db.execute("PRAGMA secure_delete = ON")
+    db.execute("PRAGMA cache_size = -8192")
+    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.row_factory = sqlite3.Row
+    return db
+
+
+def newest_time(db: sqlite3.Connection) -> float | None:
+    """The newest time that the store knows; None if it knows none."""
+    row = db.execute(
+        "SELECT coalesce((SELECT value FROM meta WHERE key = 'seen'), (SELECT max(created_at) FROM "
+        "(SELECT created_at FROM files UNION ALL SELECT created_at FROM batches)))"
+    ).fetchone()
+    return None if row[0] is None else float(row[0])
+
+
+def snapshot(db: sqlite3.Connection) -> Iterator[Change]:
+    """Every row, as the changes that would make it."""
+    for table in KEYS:
+        names = columns(db, table)
+        for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
+            yield ["insert", table, {name: row[name] for name in names if row[name] is not None}]
