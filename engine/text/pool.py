@@ -7,19 +7,14 @@ Fair between owners: each has its turn, and items that may take long leave one w
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import signal
-import sys
-from array import array
 from collections import OrderedDict, deque
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 from .tokenizer import ChatOptions, TextError
-from .worker import MAX_FRAME, frame
+from .worker import MAX_FRAME
+from .worker_process import WorkerDied, WorkerProcess
 
 _BATCH_ITEMS, _BATCH_BYTES = 64, 1 << 20
 LARGE_BYTES = 64 << 10
@@ -114,17 +109,9 @@ class _Queues:
         return None
 
 
-class _Died(Exception):
-    """The worker ended in the middle of an item; `overran`: because of it, beyond doubt."""
-
-    def __init__(self, why: str, overran: bool = False) -> None:
-        super().__init__(why)
-        self.overran = overran
-
-
 class TextPool:
     """Workers over one checkpoint folder. `async with TextPool(folder) as pool:`, or `start` and `close`. `module`: the
-    worker, for those that answer more than this package's (`ask`). The pool itself is the encoder of the owner ""."""
+    worker, for those that answer more than this package's (`ask`). `of` gives an owner's Encoder."""
 
     def __init__(self, folder: Path, limits: PoolLimits = PoolLimits(), module: str = f"{__package__}.worker") -> None:
         self._folder, self._limits, self._module = folder, limits, module
@@ -159,20 +146,6 @@ class TextPool:
         """The pool as this owner sees it; the streams of one owner share its turns."""
         return OwnedPool(self, owner, stream)
 
-    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
-        return await self.of("").encode(text, add_special_tokens, longer)
-
-    async def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        options: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
-        longer: int = 1,
-    ) -> list[int]:
-        return await self.of("").encode_chat(messages, options, longer)
-
-    async def check_grammar(self, spec: str) -> None:
-        await self.of("").check_grammar(spec)
-
     async def ask(
         self, owner: str, stream: str, payload: dict[str, Any], size: int, blob: bytes = b""
     ) -> dict[str, Any]:
@@ -186,7 +159,7 @@ class TextPool:
         self._arrived.set()
         return await item.future
 
-    async def _serve(self, worker: _Worker | None) -> None:
+    async def _serve(self, worker: WorkerProcess | None) -> None:
         """One worker after another, for as long as the pool lives."""
         items: list[_Item] = []
         try:
@@ -198,7 +171,7 @@ class TextPool:
                 self._large += large
                 try:
                     await self._run(worker, items)
-                except _Died as died:
+                except WorkerDied as died:
                     await worker.kill()
                     worker = None
                     self._blame(items, died)
@@ -234,7 +207,7 @@ class TextPool:
             size += item.size
         return items
 
-    async def _run(self, worker: _Worker, items: list[_Item]) -> None:
+    async def _run(self, worker: WorkerProcess, items: list[_Item]) -> None:
         await worker.send([{**item.payload, "blob": len(item.blob)} if item.blob else item.payload for item in items])
         for item in items:
             await worker.send_raw(item.blob)
@@ -244,7 +217,7 @@ class TextPool:
             if not item.future.done():  # cancelled by whoever asked
                 item.future.set_result(reply)
 
-    def _blame(self, items: list[_Item], died: _Died) -> None:
+    def _blame(self, items: list[_Item], died: WorkerDied) -> None:
         """The first unanswered item was being worked on: its error if it overran, or if a second worker died of it
         (the first may have been killed by something else). The others wait for the next worker."""
         left = [item for item in items if not item.answered]
@@ -267,7 +240,7 @@ class TextPool:
             if not item.future.done():
                 item.future.set_exception(PromptError(why, "server_error"))
 
-    async def _spawn(self) -> _Worker:
+    async def _spawn(self) -> WorkerProcess:
         """A worker that has read the checkpoint. Raises TextError after a few failed starts."""
         settings = {
             "folder": str(self._folder),
@@ -277,10 +250,10 @@ class TextPool:
         }
         said = ""
         for _ in range(_MAX_FAILED_STARTS):
-            worker = await _Worker.start(self._module, settings)
+            worker = await WorkerProcess.start(self._module, settings)
             try:
                 hello = await worker.receive(_START_SECONDS)
-            except _Died as died:
+            except WorkerDied as died:
                 said = str(died)
                 await worker.kill()
                 continue
@@ -321,66 +294,3 @@ class OwnedPool:
 
     async def _ids(self, payload: dict[str, Any], size: int) -> list[int]:
         return ids_of(await self._pool.ask(self._owner, self._stream, payload, size))
-
-
-class _Worker:
-    """One process and its two pipes."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(cls, module: str, settings: dict[str, Any]) -> _Worker:
-        # a session of its own: the terminal's ^C is for the parent, which then ends its workers in order
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            json.dumps(settings),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 22,
-            start_new_session=True,
-        )
-        return cls(process)
-
-    async def send(self, value: Any) -> None:
-        await self.send_raw(frame(value))
-
-    async def send_raw(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # its death shows when the answer is read
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
-
-    async def receive(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(seconds):
-                value: dict[str, Any] = json.loads(await self._frame())
-                if "ids" in value:
-                    packed, ends = array("I", await self._frame()), list(accumulate(value["ids"], initial=0))
-                    value["ids"] = [packed[start:end].tolist() for start, end in pairwise(ends)]
-                elif "answer" in value:
-                    value["answer"] = await self._frame()
-                return value
-        except TimeoutError:
-            raise _Died(f"it took longer than {seconds:g} s", overran=True) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._process.wait()
-            if code == -signal.SIGPROF:
-                raise _Died("it took too much processor time", overran=True) from None
-            raise _Died(f"its text worker ended with exit code {code} (too much memory?)") from None
-
-    async def _frame(self) -> bytes:
-        assert self._process.stdout is not None
-        length = int.from_bytes(await self._process.stdout.readexactly(4), "little")
-        if length > MAX_FRAME:
-            raise _Died(f"its text worker announced {length} bytes")
-        return await self._process.stdout.readexactly(length)
-
-    async def kill(self) -> None:
-        """Ends the process and waits for it."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()

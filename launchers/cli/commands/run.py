@@ -172,7 +172,9 @@ async def drive(
     try:
         with RunView(console) as view:
             async with TextPool(prepared.text_folder, limits) as pool:
-                summary = await run_batch(job, prepared.text, pool, prepared.files, prepared.options, view, stopping)
+                summary = await run_batch(
+                    job, prepared.text, pool.of(""), prepared.files, prepared.options, view, stopping
+                )
     except TextError as error:
         console.print(f"failed: {error}", highlight=False, soft_wrap=True, markup=False)
         return 1

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 from laddertron.engine.sampling import grammar
-from laddertron.engine.text import pool as text_pool
 from laddertron.engine.text.chat_template import ChatTemplate, TemplateError
 from laddertron.engine.text.detokenizer import OutputText, Pieces
 from laddertron.engine.text.pool import PoolLimits, PromptError, TextPool
 from laddertron.engine.text.tokenizer import ChatOptions, TextError, TextModel
+from laddertron.engine.text.worker_process import WorkerProcess
 from tiny_text import byte_fallback, byte_level, metaspace, write_folder
 from tokenizers import Tokenizer
 from waiting import HANG_S
@@ -293,9 +293,9 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
 
     async def go() -> None:
         async with TextPool(tmp_path, limits) as pool:
-            good = [asyncio.ensure_future(pool.encode_chat(user(f"n {i}"))) for i in range(20)]
-            bad = {k: asyncio.ensure_future(code(pool.encode_chat(user(k)))) for k in ("loop", "grow", "escape")}
-            more = [asyncio.ensure_future(pool.encode(f"m {i}")) for i in range(20)]
+            good = [asyncio.ensure_future(pool.of("").encode_chat(user(f"n {i}"))) for i in range(20)]
+            bad = {k: asyncio.ensure_future(code(pool.of("").encode_chat(user(k)))) for k in ("loop", "grow", "escape")}
+            more = [asyncio.ensure_future(pool.of("").encode(f"m {i}")) for i in range(20)]
             assert {k: await v for k, v in bad.items()} == {
                 "loop": "prompt_too_costly",
                 "grow": "prompt_too_costly",
@@ -305,11 +305,11 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
             assert await asyncio.gather(*good) == [model.encode_chat(user(f"n {i}")) for i in range(20)]
             assert await asyncio.gather(*more) == [model.encode(f"m {i}") for i in range(20)]
             with pytest.raises(PromptError, match="201 tokens") as caught:
-                await pool.encode("xy" * 100)
+                await pool.of("").encode("xy" * 100)
             assert (caught.value.code, caught.value.n_tokens) == ("context_length_exceeded", 201)
             # one whose asker went away overruns: those behind it are not to blame
-            gone = [asyncio.ensure_future(pool.encode_chat(user("loop"))) for _ in range(2)]
-            behind = [asyncio.ensure_future(pool.encode(f"m {i}")) for i in range(20)]
+            gone = [asyncio.ensure_future(pool.of("").encode_chat(user("loop"))) for _ in range(2)]
+            behind = [asyncio.ensure_future(pool.of("").encode(f"m {i}")) for i in range(20)]
             await asyncio.sleep(0)
             for task in gone:
                 task.cancel()
@@ -317,10 +317,10 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
             pids = children()
             assert pids
             os.kill(pids[0], signal.SIGKILL)
-            assert await asyncio.gather(*[pool.encode(f"m {i}") for i in range(20)]) == [await m for m in more]
+            assert await asyncio.gather(*[pool.of("").encode(f"m {i}") for i in range(20)]) == [await m for m in more]
         assert children() == []
         with pytest.raises(PromptError, match="not running"):
-            await pool.encode("late")
+            await pool.of("").encode("late")
 
     asyncio.run(go())
 
@@ -331,12 +331,12 @@ def test_a_ten_megabyte_prompt_costs_its_request_not_the_pool(tmp_path: Path) ->
 
     async def go() -> None:
         async with TextPool(tmp_path, PoolLimits(workers=2, cpu_seconds=0.6, max_ids=4096)) as pool:
-            big = asyncio.ensure_future(pool.encode("and the " * 1_250_000))
+            big = asyncio.ensure_future(pool.of("").encode("and the " * 1_250_000))
             await asyncio.sleep(0)
-            assert len(await pool.encode("x")) == 2
+            assert len(await pool.of("").encode("x")) == 2
             with pytest.raises(PromptError):
                 await big
-            assert len(await pool.encode("x")) == 2
+            assert len(await pool.of("").encode("x")) == 2
 
     asyncio.run(go())
 
@@ -348,11 +348,11 @@ def test_grammars_are_checked_where_they_may_cost_a_process(tmp_path: Path) -> N
     async def go() -> str:
         async with TextPool(tmp_path, PoolLimits(workers=1)) as pool:
             if grammar.available:
-                await pool.check_grammar('{"grammars": [{"json_schema": {"type": "object"}}]}')
+                await pool.of("").check_grammar('{"grammars": [{"json_schema": {"type": "object"}}]}')
             with pytest.raises(PromptError) as caught:
-                await pool.check_grammar('{"grammars": [{"lark_grammar": "start: /(/"}]}')
+                await pool.of("").check_grammar('{"grammars": [{"lark_grammar": "start: /(/"}]}')
             assert caught.value.code == "invalid_grammar"
-            assert len(await pool.encode("x")) == 2
+            assert len(await pool.of("").encode("x")) == 2
             return str(caught.value)
 
     said = asyncio.run(go())
@@ -404,13 +404,13 @@ def test_a_pool_without_processes_answers_all_the_same(tmp_path: Path, monkeypat
 
     async def go() -> None:
         async with TextPool(tmp_path, PoolLimits(workers=1)) as pool:
-            assert await pool.encode("hello")
-            monkeypatch.setattr(text_pool._Worker, "start", refused)
+            assert await pool.of("").encode("hello")
+            monkeypatch.setattr(WorkerProcess, "start", refused)
             (worker,) = children()
             os.kill(worker, signal.SIGKILL)
             for _ in range(2):
                 with pytest.raises(PromptError, match=r"Resource temporarily unavailable|not running"):
                     async with asyncio.timeout(HANG_S):
-                        await pool.encode("hello")
+                        await pool.of("").encode("hello")
 
     asyncio.run(go())
