@@ -191,6 +191,8 @@ def _daemon() -> Iterator[Series]:
     yield Series("build_info", "gauge", ("version", "model", "wiring"), "1; what runs.")
     yield Series("engine_ready", "gauge", ("replica",), "1 while the replica takes requests.")
     yield Series("engine_phase", "gauge", ("replica", "phase"), "1 for the replica's phase, 0 for the others.")
+    yield Series("engine_phase_start_timestamp_seconds", "gauge", ("replica",), "When the phase began (unix seconds).")
+    yield Series("engine_load_seconds", "gauge", ("replica",), "How long the last load took; 0 before the first.")
     yield Series("engine_restarts_total", "counter", ("replica", "reason"), "Launches that failed, by kind of failure.")
     yield Series(
         "engine_last_failure_timestamp_seconds",

@@ -58,6 +58,7 @@ class MetricsObserver(Observer):
         self._done = 0
         self._failed: dict[int, tuple[str, ...]] = {}
         self._keys: set[str] = set()
+        self._phases: dict[int, tuple[str, float]] = {}
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
         now, last = self._monotonic(), self._last
@@ -82,6 +83,12 @@ class MetricsObserver(Observer):
     def state(self, replica: int, state: JobState) -> None:
         of = str(replica)
         self.series.set("engine_ready", float(state.phase == "ready"), of)
+        now, (before, since) = self._clock(), self._phases.get(replica, ("", 0.0))
+        if state.phase != before:
+            self._phases[replica] = state.phase, now
+            self.series.set("engine_phase_start_timestamp_seconds", now, of)
+            if not before or (before == "loading" and state.phase == "ready"):
+                self.series.set("engine_load_seconds", now - since if before else 0.0, of)
         for phase in PHASES:
             self.series.set("engine_phase", float(phase == state.phase), of, phase)
         for name in ("rank_desync_total", "generation_tokens_total"):

@@ -63,8 +63,8 @@ def timeline(
     step: int | Literal["median", "shortest"] = "median",
     layers: range | None = None,
 ) -> Timeline:
-    """One step of one rank: the given one, or the one of median or shortest length. `layers`: only these (default: all,
-    and what lies around them). Raises TraceError naming what there is."""
+    """One step of one rank: the given one, or the one of median or shortest length. `layers`: only these (default: the
+    whole step, what is no part of a layer as "other"). Raises TraceError naming what there is."""
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == rank]
     steps = {e["args"]["step"]: e for e in spans if e["cat"] == "step"}
     if not steps:
@@ -83,9 +83,23 @@ def timeline(
     if not chosen:
         raise TimelineError(f"nothing of layers {layers} is in step {step}")
     zero = min(e["ts"] for e in chosen)
+    if layers is None:
+        zero = steps[step]["ts"]
+        chosen += _rest(steps[step], chosen)
     first_lane = min((e["tid"] for e in chosen if e["cat"] == "all_reduce"), default=0)
     bars = tuple(_bar(event, zero, first_lane) for event in sorted(chosen, key=lambda e: float(e["ts"])))
     return Timeline(_title(trace.get("otherData", {})), bars, _hidden(chosen), steps[step]["dur"] * 1e-6)
+
+
+def _rest(step: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the step's thread did between and around its events."""
+    found, cursor, end = [], step["ts"], step["ts"] + step["dur"]
+    for event in sorted((e for e in events if e["cat"] != "all_reduce"), key=lambda e: float(e["ts"])):
+        found.append((cursor, event["ts"]))
+        cursor = max(cursor, event["ts"] + event["dur"])
+    args = {"layer": -1, "sub_block": "", "step": step["args"]["step"]}
+    spans = ((start, stop) for start, stop in (*found, (cursor, end)) if stop > start)
+    return [{"cat": "compute", "ts": start, "dur": stop - start, "args": args} for start, stop in spans]
 
 
 def _bar(event: Mapping[str, Any], zero: float, first_lane: int) -> Bar:

@@ -209,9 +209,11 @@ def _read_line(raw: bytes) -> dict[str, Any] | None:
 
 
 def _count_lines(file: BinaryIO) -> int:
-    """Lines of a file, the last one with or without its line break; rewinds."""
-    count, last = 0, b"\n"
-    while chunk := file.read(1 << 20):
-        count, last = count + chunk.count(b"\n"), chunk[-1:]
+    """Lines of a file that are not blank, the last one with or without its line break; rewinds."""
+    count, filled = 0, False
+    while piece := file.readline(1 << 20):
+        filled |= not piece.isspace()
+        if piece.endswith(b"\n"):
+            count, filled = count + filled, False
     file.seek(0)
-    return count + (last != b"\n")
+    return count + filled

@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How far a run is. `total` counts the file's lines, blank ones included."""
+    """How far a run is. `total` counts the file's lines that are not blank."""
 
     phase: str
     total: int

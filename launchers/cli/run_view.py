@@ -95,7 +95,7 @@ class RunView:
                 self._task,
                 description=("running" if snapshot.phase == "ready" else snapshot.phase) + failed,
                 completed=snapshot.done,
-                total=snapshot.total if snapshot.phase == "ready" else None,
+                total=snapshot.total,
                 speed=speed(snapshot),
             )
         else:

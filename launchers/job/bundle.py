@@ -14,7 +14,7 @@ import re
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +77,19 @@ def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) 
 
 
 def parts_of(
-    deployment: Deployment, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0
+    deployment: Deployment, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0, said: str = ""
 ) -> dict[str, bytes]:
-    """The archive's files. `job`: what EngineJob.bundle gave, or {}. A part that cannot be had says why instead."""
+    """The archive's files. `job`: what EngineJob.bundle gave, or {}. `said`: the first line, where there was no job to
+    ask. A part that cannot be had says why instead."""
     dumps: dict[str, Mapping[str, Any]] = {str(rank): dump for rank, dump in (job.get("dumps") or {}).items()}
     if failure is not None:
         dumps = {str(rank): dump for rank, dump in failure.dumps.items()} | dumps
-    first = verdict(failure, dumps)
-    out = {
-        "README.txt": _readme(first, replica).encode(),
-        "config.json": _json(redacted(to_json(deployment))),
-        "job.json": _json(redacted({key: value for key, value in job.items() if key != "dumps"})),
-    }
+    out = {"config.json": _json(redacted(to_json(deployment)))}
+    if job:
+        out["job.json"] = _json(redacted({key: value for key, value in job.items() if key != "dumps"}))
     if failure is not None:
-        said = {name: getattr(failure, name) for name in ("kind", "reason", *CULPRIT, "exit_code")}
-        out["failure.json"] = _json(redacted(said))
+        shown = {name: getattr(failure, name) for name in ("kind", "reason", *CULPRIT, "exit_code")}
+        out["failure.json"] = _json(redacted(shown))
         out["output.txt"] = redacted("\n".join(failure.output) + "\n").encode()
     for rank, dump in dumps.items():
         stacks = dump.get("stacks", {})
@@ -99,9 +97,10 @@ def parts_of(
         out[f"ranks/{rank}/collectives.json"] = _json({k: v for k, v in dump.items() if k != "stacks"})
     out["host/topology.json"] = _tried(lambda: _json(json.loads(_fabric())))
     out["host/ports.json"] = _tried(lambda: _json(port_counters(Sysfs())))
-    for path in nccl_records(os.environ):
-        out[f"host/nccl/{path.name}"] = _tried(lambda path=path: path.read_bytes()[:MAX_PART])  # type: ignore[misc]
-    return out
+    if deployment.engine.device != "cpu":
+        for path in nccl_records(os.environ):
+            out[f"host/nccl/{path.name}"] = _tried(lambda path=path: path.read_bytes()[:MAX_PART])  # type: ignore[misc]
+    return {"README.txt": _readme(said or verdict(failure, dumps), replica, job, out).encode()} | out
 
 
 def nccl_records(environ: Mapping[str, str]) -> list[Path]:
@@ -185,19 +184,28 @@ def newest(folder: Path) -> list[Path]:
     return sorted(folder.glob("laddertron-*.tar.gz"), key=lambda path: path.name, reverse=True)
 
 
-def _readme(first: str, replica: int) -> str:
-    lines = (
-        redacted(first),
-        "",
-        f"laddertron {__version__}, replica {replica}, {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}",
-        "config.json       the deployment, secrets taken out",
-        "failure.json      what the supervisor saw; output.txt: the launcher's and ranks' last words",
-        "job.json          phase, ranks, earlier failures",
-        "ranks/N/          stacks of every thread, the last collectives (seconds on CLOCK_MONOTONIC), what it waits in",
-        "host/             this machine's topology, RDMA ports' counters, NCCL's flight recorder where there is one",
-        "logs/             ends of the log files",
-    )
-    return "\n".join(lines) + "\n"
+_PARTS = {
+    "config.json": "the deployment, secrets taken out",
+    "failure.json": "what the supervisor saw; output.txt: the launcher's and ranks' last words",
+    "job.json": "phase, ranks, earlier failures",
+    "ranks/": "stacks of every thread, the last collectives (seconds on CLOCK_MONOTONIC), what each waits in",
+    "host/": "this machine's topology, RDMA ports' counters, NCCL's flight recorder where there is one",
+}
+
+
+def _readme(first: str, replica: int, job: Mapping[str, Any], parts: Iterable[str]) -> str:
+    """Who is to blame, what happened before, and what of the archive is there; logs/ and the like come on top."""
+    state, failures = job.get("state") or {}, job.get("failures") or ()
+    lines = [first, "", f"laddertron {__version__}, replica {replica}, {time.strftime('%F %T UTC', time.gmtime())}"]
+    if state:
+        lines.append(
+            f"phase {state.get('phase')}, {state.get('restarts', 0)} restarts: {state.get('reason') or 'no fault'}"
+        )
+    lines += [f"failed before: {one.get('kind')}: {one.get('reason')}" for one in failures]
+    names = list(parts)
+    lines += [f"{name:<14}{text}" for name, text in _PARTS.items() if any(part.startswith(name) for part in names)]
+    text: str = redacted("\n".join((*lines, "logs/         ends of the log files, where there are any", "")))
+    return text
 
 
 def _json(value: Any) -> bytes:

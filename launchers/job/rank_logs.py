@@ -57,9 +57,9 @@ def read_line(line: str) -> RankLine | None:
 
 
 class RankWords:
-    """Passes on what ranks say: warnings and worse at their level, with rank and node; all else at INFO, as it came.
-    What was said already is INFO too, whichever rank, replica or launch repeats it: once is enough. Of one deployment.
-    """
+    """Passes on what ranks say at its level, with rank and node; what is no rank's log at INFO, as it came. A warning
+    that was given already is INFO too, whichever rank, replica or launch repeats it: once is enough. Of one
+    deployment."""
 
     def __init__(self) -> None:
         self._said: dict[str, None] = {}
@@ -67,11 +67,13 @@ class RankWords:
     def take(self, line: str, replica: int) -> None:
         """One line of a launch's output."""
         found = read_line(line)
-        if found is None or found.level < logging.WARNING or self._again(found.text):
+        if found is None:
             log.info("%s", line)
             return
+        again = found.level >= logging.WARNING and self._again(found.text)
         where = {"rank": found.rank, "node": found.node, "replica": replica}
-        log.log(found.level, "rank %d on %s: %s", found.rank, found.node, found.text, extra=where)
+        level = logging.INFO if again else found.level
+        log.log(level, "rank %d on %s: %s", found.rank, found.node, found.text, extra=where)
 
     def _again(self, text: str) -> bool:
         again = text in self._said

@@ -267,7 +267,7 @@ class MpiJob:
         match news:
             case LoadProgress(fraction, detail):
                 if phase in ("starting", "loading"):
-                    self._set_state("loading", reason=f"{fraction:.0%} {detail}".rstrip())
+                    self._set_state("loading", reason=(f"{fraction:.0%} {detail}" if fraction else detail).strip())
             case AllReady(limits):
                 self._ready_since = time.monotonic()
                 self._set_state("draining" if self._draining else "ready", limits=limits)

@@ -32,6 +32,7 @@ KILL_GRACE_S = 3.0
 
 # Launchers may put a tag before each line, and who writes no whole line too.
 _SIGN = re.compile(r"laddertron preflight: rank ([0-9]+) (started|met|done)\s*$")
+_RULE = re.compile(r"[-=]{40,}")
 _ERROR = re.compile(r"error: rank [0-9]+ on ")
 
 
@@ -49,17 +50,22 @@ class Signs:
         self._hosts = hosts
         self._missing = {what: set(range(len(hosts))) for what in ("started", "met")}
         self.deadline: float | None = now + START_S
-        self._failed = False
+        self._failed = self._over = self._ruled = False
 
     def take(self, line: str, now: float) -> bool:
-        """Whether the line is a sign, not to be shown."""
+        """Whether the line is not to be shown: a sign, or, once a rank said how it ended, what the launcher says of
+        that between two rules."""
+        rule = self._over and _RULE.fullmatch(line.strip()) is not None
+        self._ruled ^= rule
+        if rule or self._ruled:
+            return True
         found = _SIGN.search(line)
         if found is None:
             if _ERROR.search(line) and not self._failed:
-                self._failed, self.deadline = True, now + END_S
+                self._failed, self._over, self.deadline = True, True, now + END_S
             return False
         if found[2] == "done":
-            self.deadline = now + DONE_S
+            self._over, self.deadline = True, now + DONE_S
             return True
         self._missing[found[2]].discard(int(found[1]))
         if not self._failed and not self._missing["started"]:

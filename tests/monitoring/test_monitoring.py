@@ -59,7 +59,7 @@ def test_every_alert_says_what_and_what_to_do(rule: dict[str, Any]) -> None:
     """A summary, a severity, a runbook's section that exists, and a test that fires it and one that does not."""
     assert rule["labels"]["severity"] in ("page", "ticket")
     assert rule["annotations"]["summary"]
-    anchor = rule["annotations"]["runbook"]
+    anchor = rule["annotations"]["runbook_url"]
     sections = {
         f"docs/runbook.md#{line[3:].strip().lower()}"
         for line in (ROOT / "docs/runbook.md").read_text().splitlines()

@@ -28,6 +28,8 @@ MAX_SKEW_S, BROKEN_SKEW_S = 0.5, 5.0
 certificates are not yet or no longer valid there."""
 SLOW_RANK = 1.15
 """A rank whose matmul takes this many times the median is a culprit."""
+FEW_RANKS, SLOW_OF_FEW = 4, 1.5
+"""Fewer ranks have no median to speak of: one is compared with the quickest, and is an error only from here on."""
 SLOW_LINK = 1.5
 """A link whose round trip or transfer takes this many times the median of its class is one."""
 
@@ -274,16 +276,18 @@ def _shared_memory(reports: Sequence[RankReport]) -> list[Finding]:
 
 def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
     times = sorted(r.matmul_s for r in reports)
-    middle = times[(len(times) - 1) // 2] if times else 0.0
+    few = len(times) < FEW_RANKS
+    usual = 0.0 if not times else times[0] if few else times[(len(times) - 1) // 2]
+    beside = f"the quickest's of {len(times)}" if few else "the median"
     return [
         Finding(
-            "error",
+            "error" if not few or r.matmul_s > SLOW_OF_FEW * usual else "warning",
             _who([r]),
-            f"a matmul takes {r.matmul_s * 1e3:.2f} ms, {r.matmul_s / middle:.2f} times the median: every step waits "
+            f"a matmul takes {r.matmul_s * 1e3:.2f} ms, {r.matmul_s / usual:.2f} times {beside}: every step waits "
             "for it: look at its clocks, power limit, temperature and neighbours",
         )
         for r in reports
-        if middle > 0 and r.matmul_s > SLOW_RANK * middle
+        if usual > 0 and r.matmul_s > SLOW_RANK * usual
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
@@ -42,6 +43,9 @@ _MULTIPART = 64 << 10  # what a form adds to the file in it
 _LEAST_BYTES = 4096  # a body that brings less in `body_timeout` is too slow
 _LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 << 20
 _AUDITED = ("POST", "DELETE")
+_POLLED = ("/v1/batches/{batch_id}", "/v1/overview", "/load", "/version")
+"""What clients ask again and again; logged where it fails."""
+_REASON_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +156,14 @@ class Guard:
         }
         route = getattr(scope.get("route"), "path", "other")
         self._observer.http(route, exchange.status, seconds)
-        level = logging.DEBUG if scope["path"] in (*OPEN, *_METRICS) else logging.INFO
-        log.log(level, "%s %s %s", said["method"], said["path"], said["status"], extra=said)
+        polled = scope["path"] in (*OPEN, *_METRICS) or (route in _POLLED and scope["method"] == "GET")
+        level = logging.DEBUG if polled and exchange.status < 400 else logging.INFO
+        reason = exchange.reason()
+        text = "%s %s %s%s"
+        words = (said["method"], said["path"], said["status"])
+        log.log(level, text, *words, reason and f": {reason}", extra=said | ({"reason": reason} if reason else {}))
         if scope["method"] in _AUDITED or exchange.status == 401:
-            audit_log.info("%s %s %s", said["method"], said["path"], said["status"], extra=said)
+            audit_log.info(text, *words, "", extra=said)
 
 
 def _opens(key: Key, path: str) -> bool:
@@ -183,6 +191,14 @@ class _Exchange:
         headers = dict(scope["headers"])
         bodiless = headers.get(b"content-length", b"0").strip(b"0") == b"" and b"transfer-encoding" not in headers
         self._whole, self._ended = bodiless, False
+        self._refusal = b""
+
+    def reason(self) -> str:
+        """Why the request was refused, as its response says it; "" if it was not."""
+        try:
+            return str(json.loads(self._refusal)["error"]["message"])[:500] if self._refusal else ""
+        except (ValueError, KeyError, TypeError):
+            return ""
 
     def read(self, most: int, timeout: float) -> None:
         """From here on the body may be read. Bytes, and seconds."""
@@ -209,6 +225,8 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
+        if self.status >= 400 and len(self._refusal) < _REASON_BYTES:
+            self._refusal += message.get("body", b"")
         if message["type"] == "http.response.start":
             self.status = message["status"]
             extra = [(b"x-request-id", self.name.encode()), (b"x-content-type-options", b"nosniff")]

@@ -40,12 +40,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """12:34:56 warning rank=1 node=a: the message."""
+    """12:34:56 warning replica=1 key=key_1: the message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        shown = {k: v for k, v in fields_of(record).items() if k in (*CULPRIT, "replica", "key")}
-        words = "".join(f" {k}={v}" for k, v in shown.items() if v != "")
         message = "".join(c if c.isprintable() else " " for c in record.getMessage())
+        hidden = ("rank", "node") if message.startswith("rank ") else ()  # the message says them
+        shown = {k: v for k, v in fields_of(record).items() if k in (*CULPRIT, "replica", "key") and k not in hidden}
+        words = "".join(f" {k}={v}" for k, v in shown.items() if v != "")
         line = (
             f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname.lower()}{words}: {message}"
         )

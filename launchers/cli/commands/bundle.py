@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -44,14 +45,32 @@ def ask_daemon(pid: int, folder: Path, timeout_s: float = ANSWER_S) -> Path | No
     return None
 
 
-def local_ranks() -> dict[str, bytes]:
-    """Rank processes of this user on this host as the kernel sees them, with py-spy's stacks where it is installed."""
+def started_with(config: Path, process: Path) -> bool:
+    """Whether the process, a folder of /proc, or one above it is a laddertron with this deployment file. Raises
+    OSError."""
+    while process.name not in ("0", "1"):
+        words = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0") if word]
+        if any("laddertron" in word for word in words[:4]):
+            cwd = os.readlink(process / "cwd")
+            for word in words:
+                with contextlib.suppress(OSError):
+                    if os.path.samefile(os.path.join(cwd, word), config):
+                        return True
+        process = process.with_name((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+def local_ranks(config: Path) -> dict[str, bytes]:
+    """The deployment's rank processes of this user on this host as the kernel sees them, with py-spy's stacks where it
+    is installed."""
     out = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
         try:
             if WORKER.encode() not in (folder / "cmdline").read_bytes() or folder.stat().st_uid != os.getuid():
+                continue
+            if not started_with(config, folder):
                 continue
             text = (folder / "status").read_text() + "\nwchan: " + (folder / "wchan").read_text() + "\n"
         except OSError:
@@ -65,7 +84,7 @@ def local_ranks() -> dict[str, bytes]:
     return out
 
 
-def collect(deployment: Deployment, output: Path) -> tuple[Path, str]:
+def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, str]:
     """The archive, and where its insides came from."""
     data_dir = Path(deployment.daemon.data_dir)
     folder = data_dir / "bundles"
@@ -74,11 +93,11 @@ def collect(deployment: Deployment, output: Path) -> tuple[Path, str]:
         shutil.copyfile(made, output)
         output.chmod(0o600)
         return output, f"from the daemon (pid {pid})"
-    parts = parts_of(deployment, {}) | log_tails(data_dir) | local_ranks()
-    found = newest(folder) if folder.is_dir() else []
-    if found:
-        parts["last-failure.tar.gz"] = found[0].read_bytes()
     why = "no daemon runs here" if pid is None else f"the daemon (pid {pid}) did not answer within {ANSWER_S:g} s"
+    found = newest(folder) if folder.is_dir() else []
+    last = {"last-failure.tar.gz": found[0].read_bytes()} if found else {}
+    said = f"{why}; {f'the last failure is {found[0].name}' if found else 'no failure was recorded'}"
+    parts = parts_of(deployment, {}, said=said) | log_tails(data_dir) | local_ranks(config) | last
     return write_bundle(output, parts), why
 
 
@@ -97,7 +116,7 @@ def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> int
     if not path.name.endswith(".tar.gz"):
         raise click.UsageError(f"--output {path}: the name must end in .tar.gz")
     try:
-        written, source = collect(deployment, path)
+        written, source = collect(deployment, Path(config), path)
     except OSError as error:
         raise click.ClickException(f"the bundle cannot be written: {error}") from error
     click.echo(f"{written}: {source}")

@@ -9,6 +9,8 @@ import click
 
 from .config import FOLDER
 
+_RUNBOOK = "docs/runbook.md"
+
 
 @click.group(short_help="Write out alert rules, dashboards and Prometheus configuration.")
 def command() -> None:
@@ -17,20 +19,26 @@ def command() -> None:
 
 @command.command()
 @click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--runbook", metavar="URL", help="Where runbook.md will be read.  [default: the file in FOLDER]")
 @click.option("--overwrite", is_flag=True, help="Replace files that exist.")
-def export(folder: Path, overwrite: bool) -> None:
-    """Write them into FOLDER.
+def export(folder: Path, runbook: str | None, overwrite: bool) -> None:
+    """Write them into FOLDER, with the runbook that the alerts' runbook_url points into.
 
     \b
-      laddertron monitoring export monitoring
+      laddertron monitoring export monitoring --runbook https://wiki.example/laddertron/runbook
       promtool check rules monitoring/alerts.yml
     """
-    source = FOLDER / "monitoring"
+    source, page = FOLDER / "monitoring", FOLDER.parent / _RUNBOOK
     files = [path.relative_to(source) for kind in ("*.yml", "grafana/**/*") for path in sorted(source.glob(kind))]
     files = [path for path in files if (source / path).is_file()]
-    if not overwrite and (there := [path for path in files if (folder / path).exists()]):
+    if not overwrite and (there := [path for path in (*files, Path(page.name)) if (folder / path).exists()]):
         raise click.UsageError(f"{folder / there[0]} exists: name another folder, or replace with --overwrite")
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / path, folder / path)
         click.echo(folder / path)
+    shutil.copyfile(page, folder / page.name)
+    click.echo(folder / page.name)
+    link = runbook or (folder / page.name).resolve().as_uri()
+    for rules in (folder / "alerts.yml", folder / "alerts_test.yml"):
+        rules.write_text(rules.read_text().replace(f"{_RUNBOOK}#", f"{link}#"))

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from laddertron.engine.daemon.observe import AnswerTimes, BatchView, batch_view
 from laddertron.engine.daemon.store.schema import migrate
-from laddertron.engine.job import JobState, MetricRow, RankHeartbeat
+from laddertron.engine.job import JobPhase, JobState, MetricRow, RankHeartbeat
 from laddertron.engine.metrics.catalogue import CATALOGUE, FAILURE_KINDS, LABELS, REPORTED
 from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
 from laddertron.engine.metrics.markdown import markdown
@@ -134,6 +134,27 @@ def test_a_replica_that_ends_takes_its_ranks_down_at_once(metrics: MetricsObserv
     assert value(metrics, "engine_ready", replica="0") == 1.0
     assert value(metrics, "engine_phase", replica="1", phase="restarting") == 1.0
     assert value(metrics, "num_requests_running", replica="1") is None
+
+
+def test_how_long_a_load_took_and_when_a_phase_began(metrics: MetricsObserver, clock: Clock) -> None:
+    """What a phase says of itself meanwhile begins no new one; a load that failed is none."""
+
+    def seen(at: float, phase: JobPhase, reason: str = "") -> tuple[float | None, float | None]:
+        clock.now = at
+        metrics.state(0, JobState(phase, reason))
+        names = ("engine_phase_start_timestamp_seconds", "engine_load_seconds")
+        began, took = (value(metrics, name, replica="0") for name in names)
+        return began, took
+
+    assert seen(100.0, "starting") == (100.0, 0.0)
+    assert seen(110.0, "loading") == (110.0, 0.0)
+    assert seen(120.0, "loading", "half of it") == (110.0, 0.0)
+    assert seen(150.0, "ready") == (150.0, 40.0)
+    assert seen(160.0, "restarting") == (160.0, 40.0)
+    assert seen(170.0, "loading") == (170.0, 40.0)
+    assert seen(175.0, "restarting") == (175.0, 40.0)
+    assert seen(180.0, "loading") == (180.0, 40.0)
+    assert seen(240.0, "ready") == (240.0, 60.0)
 
 
 def test_port_and_gpu_counters_are_the_hosts(metrics: MetricsObserver, clock: Clock) -> None:

@@ -146,7 +146,12 @@ def test_the_timeline_is_of_the_median_step() -> None:
     assert one.title == "ladder — 2 ranks, batch 4, net"
     assert one.hidden == pytest.approx(1 - 0.02 / 0.05)
     assert min(bar.start for bar in one.bars) == 0.0
-    assert one.length == pytest.approx(0.13)
+    assert one.length == pytest.approx(0.2)  # the whole step
+    drawn = sorted((b.start, b.start + b.length) for b in one.bars if b.kind != "flight")
+    assert drawn[0][0] == 0.0
+    assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(drawn))
+    assert drawn[-1][1] == pytest.approx(one.step_s)
+    assert max(b.start + b.length for b in timeline(trace(), layers=range(2)).bars) < 0.2
     assert [bar.kind for bar in one.bars].count("flight") == 2
     assert {bar.lane for bar in one.bars if bar.kind == "flight"} == {0, 1}
     assert timeline(trace(), step="shortest").step_s == pytest.approx(0.1)

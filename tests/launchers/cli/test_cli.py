@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 from laddertron import __version__
 from laddertron.engine.config.load import load
@@ -315,10 +316,17 @@ def test_the_shipped_files_come_with_the_command(tmp_path: Path) -> None:
     assert invoke("monitoring", "export", str(out), "--overwrite").exit_code == 0
     settings = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
     packed = {path for glob in settings["package-data"]["laddertron"] for path in CONFIGS.parent.glob(glob)}
+    page = CONFIGS.parent / "docs" / "runbook.md"
     for path in written:
-        source = CONFIGS / "monitoring" / path.relative_to(out)
-        assert source.read_bytes() == path.read_bytes()
+        source = page if path.name == page.name else CONFIGS / "monitoring" / path.relative_to(out)
+        assert source.read_text() == path.read_text().replace((out / page.name).as_uri(), "docs/runbook.md")
         assert source in packed
+    assert (out / page.name).as_uri() + "#laddertronnotready" in (out / "alerts.yml").read_text()
+    url = "https://wiki.example/run"
+    assert invoke("monitoring", "export", str(out), "--overwrite", "--runbook", url).exit_code == 0
+    rules = yaml.safe_load((out / "alerts.yml").read_text())["groups"]
+    links = {rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"] if "alert" in rule}
+    assert all(link.startswith(f"{url}#laddertron") for link in links)
     assert {CONFIGS / f"{name}.yaml" for name in names} <= packed
 
 

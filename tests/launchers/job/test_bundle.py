@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import tarfile
 import threading
 from dataclasses import replace
@@ -18,10 +21,10 @@ import pytest
 from click.testing import CliRunner
 from laddertron.engine.config.load import Deployment, load
 from laddertron.launchers.cli.__main__ import group
-from laddertron.launchers.cli.commands.bundle import ask_daemon, collect, daemon_pid
+from laddertron.launchers.cli.commands.bundle import ask_daemon, collect, daemon_pid, local_ranks
 from laddertron.launchers.job.bundle import KEPT, FailureBundles, newest, parts_of, redacted, verdict, write_bundle
 from laddertron.launchers.job.detect import JobFailure
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs/demo.yaml"
 
@@ -86,6 +89,8 @@ def test_what_is_in_the_archive(deployment: Deployment, tmp_path: Path, monkeypa
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "nccl_trace_rank_"))
     dumps = {0: dump(5, 90, "collective 89 (gather)")}
     failure = JobFailure("rank_lost", "rank 1: gone", 1, "b", output=("Killed", "key sk-lt-0123456789"), dumps=dumps)
+    assert not any(name.startswith("host/nccl") for name in parts_of(deployment, {}))  # ranks on CPUs wrote none
+    deployment = replace(deployment, engine=replace(deployment.engine, device="auto"))
     path = write_bundle(tmp_path / "b.tar.gz", parts_of(deployment, {"state": {"phase": "ready"}}, failure))
     with tarfile.open(path) as archive:
         assert archive.getnames()[0] == "b/README.txt"
@@ -134,12 +139,42 @@ def test_a_folder_that_cannot_be_written_harms_nobody(
 def test_without_a_daemon_the_host_and_the_last_failure_are_taken(deployment: Deployment, tmp_path: Path) -> None:
     (tmp_path / "audit.jsonl").write_text('{"a": 1}\n')
     FailureBundles(deployment, tmp_path / "bundles").write({}, JobFailure("silent", "rank 1 is silent"))
-    path, source = collect(deployment, tmp_path / "out.tar.gz")
+    path, source = collect(deployment, CONFIG, tmp_path / "out.tar.gz")
     assert source == "no daemon runs here"
     found = contents(path)
+    assert b"no daemon runs here; the last failure is laddertron-" in found["README.txt"].splitlines()[0]
+    assert b"failure.json" not in found["README.txt"]  # there is none
+    assert "job.json" not in found
     assert found["logs/audit.jsonl"] == b'{"a": 1}\n'
     (tmp_path / "inner.tar.gz").write_bytes(found["last-failure.tar.gz"])
     assert contents(tmp_path / "inner.tar.gz")["README.txt"].startswith(b"silent: rank 1 is silent")
+
+
+def test_ranks_of_another_deployment_are_not_taken(tmp_path: Path) -> None:
+    """Two launchers with a rank each, one of this file and one of another: a rank belongs to whose launcher it is."""
+    mine, other = tmp_path / "mine.yaml", tmp_path / "other.yaml"
+    rank = "sys.executable, '-c', 'import sys; sys.stdin.read()', '.'.join(('laddertron.launchers', 'rank.worker'))"
+    launcher = f"import subprocess, sys; subprocess.run([{rank}])"
+    with contextlib.ExitStack() as stack:
+        for config in (mine, other):
+            config.write_text("")
+            words = [sys.executable, "-c", launcher, "laddertron", config.name]
+            started = subprocess.Popen(words, stdin=subprocess.PIPE, cwd=tmp_path)
+            stack.callback(started.wait)
+            stack.callback(started.stdin.close)  # type: ignore[union-attr]
+        for config in (mine, other):
+            until(lambda config=config: len(local_ranks(config)) == 1)  # type: ignore[misc]
+        assert local_ranks(mine).keys().isdisjoint(local_ranks(other))
+        assert local_ranks(tmp_path) == {}
+
+
+def test_what_happened_before_is_read_first(deployment: Deployment) -> None:
+    state = {"phase": "restarting", "restarts": 2, "reason": "rank 1: gone"}
+    job = {"state": state, "failures": [{"kind": "silent", "reason": "rank 0 is silent"}]}
+    said = parts_of(deployment, job, JobFailure("rank_lost", "rank 1: gone"))["README.txt"].decode()
+    assert "phase restarting, 2 restarts: rank 1: gone" in said
+    assert "failed before: silent: rank 0 is silent" in said
+    assert "ranks/" not in said
 
 
 def test_a_lock_of_another_host_or_an_ended_process_is_no_daemon(tmp_path: Path) -> None:

@@ -15,6 +15,17 @@ from waiting import FOR_EVER_S, HANG_S
 WORDS = "laddertron preflight: rank {} {}\n"
 
 
+def test_what_a_launcher_says_of_an_end_is_not_shown() -> None:
+    """Its boilerplate between rules, once a rank has said itself how it ended; before, it may be all that is said."""
+    rule, words = "-" * 74 + "\n", "Primary job  terminated normally, but 1 process returned\n"
+    early = Signs(["n0", "n1"], 0.0)
+    assert [early.take(line, 1.0) for line in (rule, "ssh: no route to host\n", rule)] == [False] * 3
+    for said in ("laddertron preflight: rank 0 done\n", "error: rank 0 on n0: broken\n"):
+        signs = Signs(["n0", "n1"], 0.0)
+        signs.take(said, 1.0)
+        assert [signs.take(line, 2.0) for line in (rule, words, rule, "and this\n")] == [True, True, True, False]
+
+
 def test_signs_say_how_long_to_wait() -> None:
     """Until all have started, until all have met, then as long as it takes; a rank's error or the end of the work
     leaves a little. Signs are not shown, other lines are."""

@@ -203,6 +203,14 @@ def test_the_slower_of_two_is_found() -> None:
     assert [f.culprit for f in judge(two)] == ["rank 8 on node1"]
 
 
+@pytest.mark.parametrize(("times", "severity"), [(1.1, None), (1.18, "warning"), (1.49, "warning"), (1.6, "error")])
+def test_two_ranks_have_no_median(times: float, severity: str | None) -> None:
+    """A fifth more is no error with nobody else to compare with, and nobody calls it a median."""
+    found = judge([HEALTHY[0], replace(HEALTHY[8], matmul_s=times * HEALTHY[0].matmul_s)])
+    assert [f.severity for f in found] == ([severity] if severity else [])
+    assert all(f"{times:.2f} times the quickest's of 2" in f.message for f in found)
+
+
 def test_slow_links_are_named() -> None:
     """One rail at half its rate and one with ten times the latency, each with its ends; NVLink is not compared with
     InfiniBand."""

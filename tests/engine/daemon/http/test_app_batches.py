@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import sqlite3
@@ -394,7 +395,8 @@ def test_files_expire_by_their_own_time(folder: Path, tmp_path: Path) -> None:
         batch = wait_batch(client, made.id)
         output = client.files.retrieve(batch.output_file_id)
         assert output.expires_at == output.created_at + 3600
-        for bad in ({**soon, "seconds": 3599}, {**soon, "seconds": 30 * 86400 + 1}, {**soon, "anchor": "now"}):
+        wrong: list[Any] = [{**soon, "seconds": 3599}, {**soon, "seconds": 30 * 86400 + 1}, {**soon, "anchor": "now"}]
+        for bad in wrong:
             with pytest.raises(openai.BadRequestError, match="expires_after"):
                 client.files.create(file=("in.jsonl", many(2)), purpose="batch", expires_after=bad)
             with pytest.raises(openai.BadRequestError, match="expires_after"):
@@ -556,9 +558,33 @@ def test_two_daemons_on_one_folder_are_refused(folder: Path, tmp_path: Path) -> 
         Served(deployment(tmp_path), folder)
 
 
+def test_the_access_log_says_why_and_leaves_polling_out(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refusal with its reason, from whichever layer it comes; asking for a batch's status again and again is no
+    news, unless it fails."""
+    caplog.set_level(logging.INFO, "laddertron.engine.daemon.http.guard")
+    with served(deployment(tmp_path), folder) as daemon:
+        client = daemon.client()
+        batch = wait_batch(client, submit(client, line("a")).id)
+        with pytest.raises(openai.NotFoundError):
+            client.batches.retrieve("batch_0")
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model=NAME, prompt="x", extra_body={"max_tokenz": 3})
+        with pytest.raises(openai.NotFoundError):
+            client.post("/nowhere", cast_to=object)
+    said = [record.getMessage() for record in caplog.records]
+    assert "GET /v1/batches/batch_0 404: no batch 'batch_0' here" in said
+    assert "POST /v1/nowhere 404: no route '/v1/nowhere'" in said
+    (refused,) = (r for r in caplog.records if "max_tokenz" in r.getMessage())
+    assert refused.getMessage().startswith("POST /v1/completions 400: unknown field 'max_tokenz'")
+    assert refused.__dict__["reason"].startswith("unknown field 'max_tokenz'")
+    assert not any(f"GET /v1/batches/{batch.id}" in text for text in said)
+    assert any(text.startswith("POST /v1/batches 200") for text in said)
+
+
 def test_the_audit_and_the_logs_are_one_json_object_a_line(folder: Path, tmp_path: Path) -> None:
     import io
-    import logging
 
     from laddertron.engine.daemon.http.logs import JsonFormatter, TextFormatter
 
@@ -567,7 +593,9 @@ def test_the_audit_and_the_logs_are_one_json_object_a_line(folder: Path, tmp_pat
     said = json.loads(JsonFormatter().format(record))
     assert (said["level"], said["rank"], said["node"]) == ("warning", 3, "node-a")
     assert "\n" not in JsonFormatter().format(record)
-    assert "rank=3 node=node-a: rank 3 is late" in TextFormatter().format(record)
+    assert "warning: rank 3 is late" in TextFormatter().format(record)
+    record.msg = "is %d late"
+    assert "warning rank=3 node=node-a: is 3 late" in TextFormatter().format(record)
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
