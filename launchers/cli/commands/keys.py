@@ -121,11 +121,14 @@ def show(file: Path) -> None:
         keys = read_keys(file)
     except KeyFileError as error:
         raise UsageError(str(error)) from error
-    table = Table("id", "name", "kind", "limits", "made", "revoked", "old secret until")
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "name", "kind", "made", "limits", ""):
+        table.add_column(name, no_wrap=name == "id")  # a cut id is no use
     for key in keys:
-        revoked = "" if key.revoked_at is None else _day(key.revoked_at)
-        old = _day(key.old_until) if key.old_until > time.time() and not revoked else ""
-        table.add_row(key.id, key.name, key.kind, _limits(key), _day(key.created_at), revoked, old)
+        state = "" if key.old_until < time.time() else f"old secret until {_day(key.old_until)}"
+        if key.revoked_at is not None:
+            state = f"revoked {_day(key.revoked_at)}"
+        table.add_row(key.id, key.name, key.kind, _day(key.created_at), _limits(key), state)
     Console().print(table)
 
 

@@ -301,6 +301,47 @@ def test_a_service_without_home_gets_the_users_own(said: dict[str, str], monkeyp
     assert os.path.isdir(unknown["HOME"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--model", "llama-3.1-8b"),
+        ("simulate", "step", "--model", "llama-3.1-8b"),
+        ("check", "DEMO"),
+        ("topo", "DEMO"),
+        ("launch", "DEMO", "serve", "--dry-run"),
+        ("keys", "add", "FOLDER/keys.json", "alice"),
+        ("bundle", "DEMO", "-o", "FOLDER/b.tar.gz"),
+        ("batch", "submit", "--help"),
+        ("trial", "--help"),
+        ("metrics",),
+        ("serve", "DEMO"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_planner_and_client_need_no_engine(words: tuple[str, ...], tmp_path: Path) -> None:
+    """With the modules of the extra `engine` hidden the commands of planner and client run; another says what to
+    install."""
+    hidden = textwrap.dedent(f"""
+        import sys
+        class Hidden:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {cli.ENGINE!r}:
+                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        sys.meta_path.insert(0, Hidden())
+        from laddertron.launchers.cli.__main__ import main
+        sys.exit(main(sys.argv[1:]))
+    """)
+    given = [w.replace("DEMO", str(CONFIGS / "demo.yaml")).replace("FOLDER", str(tmp_path)) for w in words]
+    done = subprocess.run(
+        [sys.executable, "-c", hidden, *given], capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
+    if words[0] == "serve":
+        assert done.returncode == 2
+        assert done.stderr.strip().endswith("pip install 'laddertron[engine]' (or [cuda])")
+    else:
+        assert done.returncode == 0, done.stderr
+
+
 def test_the_shipped_files_come_with_the_command(tmp_path: Path) -> None:
     """The reference and every other deployment file by name; rules and dashboards as they stand, and all of it in the
     wheel."""
