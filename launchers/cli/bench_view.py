@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -19,22 +19,22 @@ def _figure(spread: Sequence[float], digits: int = 1) -> str:
 
 
 def case_table(rows: Sequence[Row]) -> Table:
-    """One line a case: rates, the share of the floor, what was hidden."""
+    """One line a case: rates, the share of the floor, what was hidden; within 80 columns."""
     table = Table(
-        title="tokens a second: median, ± half the spread of the runs", title_style="dim", padding=(0, 1), box=SIMPLE
-    )
+        title="tokens a second: median, ± half the spread of the runs; ms a step",
+        title_style="dim", title_justify="left", padding=(0, 1, 0, 0), pad_edge=False, box=SIMPLE,
+    )  # fmt: skip
     table.add_column("variant", min_width=14)
-    for name in ("batch", "tokens", "prefill", "decode", "step", "floor", "share", "hidden"):
-        table.add_column(name, justify="right")
+    for name in ("batch", "tokens", "prefill", "decode", "ms", "share", "hidden"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["variant"],
             str(row["batch"]),
             f"{row['prompt']}+{row['generate']}",
             _figure(row["prefill_tok_s"], 0),
-            _figure(row["decode_tok_s"]),
-            f"{row['step_ms'][0]:,.1f} ms",
-            "" if row["floor_tok_s"] is None else f"{row['floor_tok_s']:,.0f}",
+            _figure(row["decode_tok_s"], int(row["decode_tok_s"][0] < 1000)),
+            f"{row['step_ms'][0]:,.1f}",
             "" if row["floor_share"] is None else f"{row['floor_share']:.0%}",
             "" if row["hidden_share"] is None else f"{row['hidden_share']:.0%}",
         )
@@ -42,30 +42,29 @@ def case_table(rows: Sequence[Row]) -> Table:
 
 
 def mix_table(rows: Sequence[Row]) -> Table:
-    table = Table(title="a mix of requests: median, ± half the spread of the runs", title_style="dim", box=SIMPLE)
-    table.add_column("variant")
-    for name in (
-        "requests",
-        "generated tok/s",
-        "all tok/s",
-        "of pure decode",
-        "drafts right",
-        "first token p50 / p99",
-        "between p50 / p99",
-    ):
-        table.add_column(name, justify="right")
+    """A column a variant."""
+    title = "a mix of requests: median, ± half the spread of the runs"
+    table = Table("", title=title, title_style="dim", title_justify="left", box=SIMPLE)
     for row in rows:
-        share = row["pure_decode_share"]
-        table.add_row(
-            row["variant"],
-            str(row["requests"]),
-            _figure(row["generated_tok_s"]),
-            _figure(row["total_tok_s"]),
-            "" if share is None else f"{share:.0%}",
-            "" if row["drafts_right"] is None else f"{row['drafts_right']:.0%}",
-            *(f"{row[name][0] * 1e3:,.0f} / {row[name][1] * 1e3:,.0f} ms" for name in ("first_s", "between_s")),
-        )
+        table.add_column(row["variant"], justify="right")
+    figures: dict[str, Callable[[Row], str]] = {
+        "requests": lambda row: str(row["requests"]),
+        "generated tokens/s": lambda row: _figure(row["generated_tok_s"]),
+        "all tokens/s": lambda row: _figure(row["total_tok_s"]),
+        "share of pure decoding": lambda row: (
+            "" if row["pure_decode_share"] is None else f"{row['pure_decode_share']:.0%}"
+        ),
+        "drafts right": lambda row: "" if row["drafts_right"] is None else f"{row['drafts_right']:.0%}",
+        "first token, ms, p50 / p99": lambda row: _pair(row["first_s"]),
+        "between tokens, ms, p50 / p99": lambda row: _pair(row["between_s"]),
+    }
+    for name, figure in figures.items():
+        table.add_row(name, *map(figure, rows))
     return table
+
+
+def _pair(seconds: Sequence[float]) -> str:
+    return f"{seconds[0] * 1e3:,.0f} / {seconds[1] * 1e3:,.0f}"
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -18,17 +18,11 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient, ServerAddress
+from ..errors import UsageError
 from ..run_view import clock
-from .run import UsageError
 
 _URL = "http://127.0.0.1:8000/v1"
 _LIST_WIDTH = 100
-
-
-class _Failed(click.ClickException):
-    """Exit code 1, one line."""
-
-    exit_code = 1
 
 
 @click.group(short_help="Submit, watch and fetch batches on a running daemon.")
@@ -130,7 +124,7 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
     with _told():
         batch = client.batch(batch_id)
         if batch["status"] not in ENDED:
-            raise _Failed(f"{batch_id} is {batch['status']}: wait for it")
+            raise click.ClickException(f"{batch_id} is {batch['status']}: wait for it")
         return _finish(client, batch, output, Console(stderr=True))
 
 
@@ -156,7 +150,7 @@ def _told() -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        raise _Failed(str(error)) from error
+        raise click.ClickException(str(error)) from error
 
 
 def _pair(word: str) -> tuple[str, str]:

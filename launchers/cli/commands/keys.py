@@ -16,7 +16,7 @@ from rich.table import Table
 from ....engine.config.bind import allowed
 from ....engine.config.schema import DAY, Range, Unit
 from ....engine.daemon.http.keys import Key, KeyFileError, add_key, limit_key, read_keys, revoke_key, rotate_key
-from .run import UsageError
+from ..errors import UsageError
 
 _OldFor = Annotated[float, Unit("seconds"), Range(0, 90 * DAY)]
 _FILE = click.argument("file", type=click.Path(path_type=Path))

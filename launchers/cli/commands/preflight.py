@@ -24,13 +24,8 @@ from ...compose.mpi import compose
 from ...control.processes import die_with_parent
 from ...job.fleet import Fleet
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
+from ..errors import UsageError
 from ..fabric_option import fabric_option
-
-
-class UsageError(click.ClickException):
-    """Exit code 2, one line."""
-
-    exit_code = 2
 
 
 def launch(loaded: LoadedDeployment, words: list[str]) -> int:

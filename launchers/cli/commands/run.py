@@ -31,16 +31,10 @@ from ....engine.text.tokenizer import TextError, TextModel
 from ....topology.placement.identity import Identity, IdentityError, identify, require_world
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
+from ..errors import UsageError
 from ..fabric_option import fabric_option
 from ..run_view import RunView, summary_table
 from .check import memory_faults, missing_files, model_faults
-
-
-class UsageError(click.ClickException):
-    """Exit code 2, one line."""
-
-    exit_code = 2
-
 
 _SHOWN_CAUSES = 5
 

@@ -6,9 +6,10 @@ import click
 
 from ....engine.config.load import read
 from ....topology.placement.identity import IdentityError, identify
+from ..errors import UsageError
 from ..fabric_option import fabric_option
 from .check import unmeasured_weights
-from .run import UsageError, read_text
+from .run import read_text
 
 
 @click.command(short_help="The batch daemon: HTTP, store, and ranks that are relaunched when lost.")

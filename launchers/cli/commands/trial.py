@@ -17,15 +17,11 @@ from ....engine.openai.batch_input import read_lines
 from ....engine.text.tokenizer import TextError, TextModel
 from ...measure.trial import Reply, Request, Round, Spread, Trial, cost, deal, mix, play, verdict
 from ..batch_client import ApiError, BatchClient, ServerAddress
-from .run import UsageError
+from ..errors import UsageError
 
 _UNKNOWN_FIELD = (400, 422)
-
-
-class Trouble(click.ClickException):
-    """It could not be measured."""
-
-    exit_code = 1
+_COUNT, _PRICE = click.IntRange(1, 10**6), click.FloatRange(0, min_open=True)
+_FILE = click.Path(exists=True, path_type=Path)
 
 
 class Server:
@@ -79,44 +75,29 @@ class Server:
 @click.argument("config", type=click.Path())
 @click.option("--against", required=True, metavar="URL", help="The other server's API, such as http://host:8000/v1.")
 @click.option("--model", help="The model's name there.  [default: the only one that it has]")
-@click.option(
-    "-i",
-    "--input",
-    "file",
-    type=click.Path(exists=True, path_type=Path),
-    help="Batch lines to ask.  [default: the mix below]",
-)
-@click.option(
-    "--prompt", default=512, show_default=True, type=click.IntRange(16, 10**6), help="The mix: words a prompt."
-)
-@click.option(
-    "--generate", default=128, show_default=True, type=click.IntRange(1, 10**6), help="The mix: tokens an answer."
-)
-@click.option(
-    "--requests", default=16, show_default=True, type=click.IntRange(1, 10**5), help="The mix: requests a round."
-)
-@click.option(
-    "--at-once", default=8, show_default=True, type=click.IntRange(1, 512), help="Requests under way at a time."
-)
+@click.option("-i", "--input", "file", type=_FILE, help="Batch lines to ask.  [default: the mix below]")
+@click.option("--prompt", default=512, show_default=True, type=_COUNT, help="The mix: words a prompt.")
+@click.option("--generate", default=128, show_default=True, type=_COUNT, help="The mix: tokens an answer.")
+@click.option("--requests", default=16, show_default=True, type=_COUNT, help="The mix: requests a round.")
+@click.option("--at-once", default=8, show_default=True, type=click.IntRange(1, 512), help="Requests under way.")
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(1, 100), help="Turns of each server.")
-@click.option("--price", metavar="OURS,THEIRS", help="Of an hour of each, in any currency: such as 98.4,98.4.")
+@click.option("--price", nargs=2, type=_PRICE, metavar="OURS THEIRS", help="Of an hour of each, in any currency.")
 @click.option("--seed", type=click.IntRange(0, 2**32), help="Of the mix; default: a new one, printed.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
 def command(
     config: str, against: str, model: str | None, file: Path | None, prompt: int, generate: int, requests: int,
-    at_once: int, rounds: int, price: str | None, seed: int | None, overrides: tuple[str, ...],
+    at_once: int, rounds: int, price: tuple[float, float] | None, seed: int | None, overrides: tuple[str, ...],
 ) -> int:  # fmt: skip
     """Say whether this deployment's daemon or another OpenAI-compatible server does your work better.
 
     \b
     Both must be up: this one where CONFIG says (daemon.host, daemon.port), with the key in LADDERTRON_API_KEY; the
     other at --against, with OPENAI_API_KEY. They are asked the same streamed requests in turns, each round new ones.
-      laddertron trial deploy.yaml --against http://vllm:8000/v1 --price 98.4,49.2
+      laddertron trial deploy.yaml --against http://vllm:8000/v1 --price 98.4 49.2
       laddertron trial deploy.yaml --against http://vllm:8000/v1 -i prompts.jsonl --at-once 32
 
     Exit code 0: measured, whatever came of it; 1: it could not be; 2: the command line or CONFIG is wrong."""
     deployment = read(config, overrides).deployment
-    prices = None if price is None else _prices(price)
     seed = secrets.randbits(32) if seed is None else seed
     try:
         sets = mix(rounds, requests, prompt, generate, seed) if file is None else deal(_lines(file), rounds)
@@ -133,7 +114,7 @@ def command(
     except KeyboardInterrupt:
         if not pairs:
             raise
-    trial = Trial(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), prices)
+    trial = Trial(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), price)
     click.echo("\n".join(report(trial, theirs.name)))
     return 0
 
@@ -149,12 +130,14 @@ def _servers(deployment: Deployment, against: str, model: str | None, first: Req
         theirs = Server(against, against, environ.get("OPENAI_API_KEY"), model)
         counted = [server.warm_up(first) for server in (ours, theirs)]
     except ApiError as error:
-        raise Trouble(str(error)) from error
+        raise click.ClickException(str(error)) from error
     if not all(counted):
         try:
             text = TextModel.from_folder(Path(deployment.model.path))
         except TextError as error:
-            raise Trouble(f"{against} does not count tokens, and they cannot be counted here: {error}") from error
+            raise click.ClickException(
+                f"{against} does not count tokens, and they cannot be counted here: {error}"
+            ) from error
         ours.count = theirs.count = lambda said: len(text.encode(said, add_special_tokens=False))
         click.echo(f"{against} does not count tokens: both servers' are counted from their text, by this tokenizer")
     return ours, theirs
@@ -168,16 +151,6 @@ def _lines(file: Path) -> list[Request]:
         body = json.loads(data[line.offset : line.offset + line.length])["body"]
         found.append((str(line.url).removeprefix("/v1"), body))
     return found
-
-
-def _prices(text: str) -> tuple[float, float]:
-    try:
-        ours, theirs = map(float, text.split(","))
-    except ValueError:
-        raise UsageError(f"--price {text!r}: two numbers with a comma between them, such as 98.4,49.2") from None
-    if not (0 < ours < 1e9 and 0 < theirs < 1e9):
-        raise UsageError(f"--price {text!r}: both above 0")
-    return ours, theirs
 
 
 def report(trial: Trial, other: str) -> list[str]:

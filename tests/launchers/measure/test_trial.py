@@ -113,7 +113,7 @@ def test_two_daemons(folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "in.jsonl"
         file.write_bytes(b"\n".join(line(f"r-{n}", f"say {n}", seed=n) for n in range(12)))
         words = (str(config), "--against", f"{two.url}/v1", "-i", str(file), "--at-once", "2", "--rounds", "6")
-        code, said = run(*words, "--price", "98,49")
+        code, said = run(*words, "--price", "98", "49")
         assert code == 0, said
         assert f"6 rounds of 2 requests, 2 at once: from {file}" in said
         assert "answers that are the same  100%" in said
@@ -126,7 +126,7 @@ def test_two_daemons(folder: Path, tmp_path: Path) -> None:
         assert "400" in said
         file.write_bytes(b"".join(line(f"r-{n}", "x" * (5 if n != 3 else 3000)) for n in range(12)))
         assert "no verdict: 1 requests failed at this deployment" in run(*words)[1]
-        assert run(*words, "--price", "0,1")[0] == 2
+        assert run(*words, "--price", "0", "1")[0] == 2
     code, said = run(*words)
     assert code == 1
     assert "Connection refused" in said
