@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Console
+
 from ...engine.config.load import ConfigError, read
 from ...engine.estimate.estimate import CapacityEstimate, make_plan
 from ...engine.estimate.layouts import Work
@@ -16,6 +18,7 @@ from ...engine.estimate.tables import markdown, sheet_lines
 from ...topology.hardware.presets import preset
 from .plan_page import plan_page
 from .plan_source import Asked, from_deployment, from_names
+from .plan_view import plan_view
 from .simulations import FleetAsked, fleet, scaling, scaling_sheet
 
 PAGES = ("llama-3.1-405b-tp16", "llama-3.1-405b-tp16-ladder")
@@ -93,7 +96,12 @@ def _index(plans: dict[str, CapacityEstimate]) -> str:
         )
         fits = f"{plan.memory.kv_tokens:,} KV positions" if plan.memory.fits else "no"
         lines.append(f"| [{name}]({name}.md){page} | {ranks} | {fits} | {alone * 1e3:.1f} | {plan.recommendation[0]} |")
-    return "\n".join(lines) + "\n"
+    shown = next(name for name in PAGES if name in plans)
+    console = Console(width=80, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(plan_view(plans[shown], whole=False))
+    lines += ["", f"`laddertron plan configs/{shown}.yaml` in a terminal of 80 columns:", "", "```"]
+    return "\n".join((*lines, *map(str.rstrip, captured.get().splitlines()), "```", ""))
 
 
 def main(argv: Sequence[str]) -> int:
