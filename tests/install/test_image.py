@@ -52,16 +52,20 @@ def base_image(buildah: list[str], folder: Path) -> str:
 
 
 def pip_mounts(folder: Path) -> list[str]:
-    """This machine's pip configuration and the folders that it names, for the build alone."""
+    """This machine's pip configuration, certificates and the folders that it names, for the build alone."""
     said = run(sys.executable, "-m", "pip", "config", "list")
-    settings = dict(line.partition("=")[::2] for line in said.splitlines())
-    lines = ["[global]"]
-    for name, value in settings.items():
-        lines.append(f"{name.rpartition('.')[2]} = {value.strip(chr(39)).replace(chr(92) + 'n', ' ')}")
-    (folder / "pip.conf").write_text("\n".join(lines) + "\n")
+    settings = {
+        line.partition("=")[0].rpartition(".")[2]: line.partition("=")[2].strip("'") for line in said.splitlines()
+    }
     folders = {f"/{path.split('/')[1]}" for path in re.findall(r"(?:file://|[' ])(/[\w/.-]+)", said)} - {"/etc"}
-    mounts = [f"{folder}/pip.conf:/etc/pip.conf:ro", "/etc/ssl/certs:/etc/ssl/certs:ro"]
-    return [word for mount in (*mounts, *(f"{path}:{path}:ro" for path in sorted(folders))) for word in ("-v", mount)]
+    mounts = [f"{folder}/pip.conf:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in sorted(folders))]
+    if "cert" in settings:
+        shutil.copy(settings["cert"], folder / "ca.crt")
+        settings["cert"] = "/etc/pip-ca.crt"
+        mounts.append(f"{folder}/ca.crt:/etc/pip-ca.crt:ro")
+    lines = [f"{name} = {value}".replace("\\n", " ") for name, value in settings.items()]
+    (folder / "pip.conf").write_text("\n".join(("[global]", *lines, "")))
+    return [word for mount in mounts for word in ("-v", mount)]
 
 
 @pytest.mark.slow
