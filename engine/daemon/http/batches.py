@@ -93,7 +93,7 @@ def batches_router(services: Services) -> APIRouter:
             raise HttpFault(409, "this Idempotency-Key came with another body before", "idempotency_conflict")
         if made.id == batch.id:
             audit(request, "batch.created", batch.id)
-        return made.to_json()
+        return shown(made)
 
     @router.get("/v1/batches")
     async def list_all(
@@ -106,12 +106,12 @@ def batches_router(services: Services) -> APIRouter:
         found = await services.read(lambda db: records.list_batches(db, owner, limit, after))
         if found is None:
             raise not_found("batch", after or "")
-        return page([batch.to_json() for batch in found[:limit]], len(found) > limit)
+        return page([shown(batch) for batch in found[:limit]], len(found) > limit)
 
     @router.get("/v1/batches/{batch_id}")
     async def look(request: Request, batch_id: str) -> dict[str, Any]:
         """One batch."""
-        return (await find(request, batch_id)).to_json()
+        return shown(await find(request, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
@@ -121,7 +121,10 @@ def batches_router(services: Services) -> APIRouter:
             raise HttpFault(409, f"the batch is {batch.status} already", "batch_ended")
         made = await services.write(services.batches.cancel(batch_id))
         audit(request, "batch.cancelled", batch_id)
-        return made.to_json()
+        return shown(made)
+
+    def shown(batch: BatchRow) -> dict[str, Any]:
+        return batch.to_json() | {"model": services.served_model_name}
 
     async def find(request: Request, batch_id: str) -> BatchRow:
         owner = owner_of(request)

@@ -423,6 +423,7 @@ def test_a_batch_takes_over_answers_to_the_same_lines(folder: Path, tmp_path: Pa
         client, job = daemon.client(alice), daemon.jobs[0]
         first = wait_batch(client, submit(client, line("a") + line("b") + line("c") + line("bad", "x" * 3000)).id)
         assert (first.request_counts.completed, first.request_counts.failed) == (3, 1)
+        assert first.model == NAME
         answers, ran = lines_of(client, first.output_file_id), len(job.submitted)
         before = daemon.on_loop(daemon.daemon.services.read(lambda db: records.read_usage(db, None, 0)))
         again = line("new") + line("c") + line("b", "changed") + line("a") + line("bad", "short now")
