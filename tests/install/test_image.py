@@ -57,7 +57,8 @@ def pip_mounts(folder: Path) -> list[str]:
     settings = {
         line.partition("=")[0].rpartition(".")[2]: line.partition("=")[2].strip("'") for line in said.splitlines()
     }
-    folders = {f"/{path.split('/')[1]}" for path in re.findall(r"(?:file://|[' ])(/[\w/.-]+)", said)} - {"/etc"}
+    named = (Path(path).parts[:3] for path in re.findall(r"(?:file://|[' ])(/[\w/.-]+)", said))
+    folders = {str(Path(*parts)) for parts in named if parts[1] != "etc"}
     mounts = [f"{folder}/pip.conf:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in sorted(folders))]
     if "cert" in settings:
         shutil.copy(settings["cert"], folder / "ca.crt")
