@@ -208,7 +208,7 @@ class Daemon:
             deployment.daemon.limits,
             deployment.served_model_name,
             int(time.time()),
-            HeldBodies(deployment.daemon.limits.max_held_bytes),
+            HeldBodies(deployment.daemon.limits.max_held_bytes, deployment.daemon.limits.max_request_bytes),
             Pulse(time.monotonic()),
             usage,
         )

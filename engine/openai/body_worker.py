@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from ..text import worker
-from ..text.pool import LARGE_BYTES, Encoder, PromptError, ids_of
+from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError, ids_of
 from ..text.tokenizer import ChatOptions, TextModel
 from .batch_input import BatchLine, LineRules, check_line
 from .schema import CHAT, TOKENIZE, Body, Endpoint, check_body, check_tokenize, parse_body, parsed
@@ -28,21 +28,21 @@ Prepared = tuple[Body, list[tuple[int, ...]]]
 class BodyEncoder(Encoder, Protocol):
     """A text pool whose workers are this module."""
 
-    async def ask(self, payload: dict[str, Any], blob: bytes) -> dict[str, Any]:
+    async def ask(self, payload: dict[str, Any], blob: Blob) -> dict[str, Any]:
         """The worker's answer. Raises PromptError where there is none."""
 
 
-async def prepare(raw: bytes, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder) -> Prepared:
+async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder) -> Prepared:
     """The checked body and the ids of its prompts, `max_ids` each at most where it is large. Raises BadRequest."""
     if len(raw) <= LARGE_BYTES:
-        body = parse_body(raw, endpoint)
+        body = parse_body(bytes(raw), endpoint)
         check_model(body, served)
         return body, await encode_prompts(body, encoder)
     reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
     return check_body(reply["rest"], endpoint), [tuple(ids) for ids in reply["ids"]]
 
 
-async def _asked(raw: bytes, payload: dict[str, Any], encoder: BodyEncoder) -> dict[str, Any]:
+async def _asked(raw: Blob, payload: dict[str, Any], encoder: BodyEncoder) -> dict[str, Any]:
     try:
         reply = await encoder.ask(payload, raw)
     except PromptError as error:
@@ -53,7 +53,7 @@ async def _asked(raw: bytes, payload: dict[str, Any], encoder: BodyEncoder) -> d
     return reply
 
 
-async def tokenize(raw: bytes, served: str, max_model_len: int | None, encoder: BodyEncoder) -> bytes:
+async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: BodyEncoder) -> bytes:
     """The answer to a body of /tokenize, as JSON: of a million ids that takes a second, so a worker makes it. The text
     may be too long for the model. Raises BadRequest."""
     most = max(max_model_len or 1 << 20, LARGE_BYTES)

@@ -19,6 +19,7 @@ from .worker_process import WorkerDied, WorkerProcess
 _BATCH_ITEMS, _BATCH_BYTES = 64, 1 << 20
 LARGE_BYTES = 64 << 10
 """An item larger than this may take long: it travels alone, and never to every worker at once."""
+Blob = bytes | memoryview
 _START_SECONDS = 120.0
 _MAX_FAILED_STARTS = 3
 
@@ -71,7 +72,7 @@ class _Item:
     future: asyncio.Future[dict[str, Any]]
     owner: str = ""
     stream: str = ""
-    blob: bytes = b""
+    blob: Blob = b""
     answered: bool = False
     deaths: int = 0
 
@@ -147,7 +148,7 @@ class TextPool:
         return OwnedPool(self, owner, stream)
 
     async def ask(
-        self, owner: str, stream: str, payload: dict[str, Any], size: int, blob: bytes = b""
+        self, owner: str, stream: str, payload: dict[str, Any], size: int, blob: Blob = b""
     ) -> dict[str, Any]:
         """A worker's answer, as it stands (see worker.py). Raises PromptError where there is none."""
         if self._closed or not self._tasks or all(task.done() for task in self._tasks):
@@ -288,7 +289,7 @@ class OwnedPool:
     async def check_grammar(self, spec: str) -> None:
         await self._ids({"grammar": spec}, len(spec))
 
-    async def ask(self, payload: dict[str, Any], blob: bytes) -> dict[str, Any]:
+    async def ask(self, payload: dict[str, Any], blob: Blob) -> dict[str, Any]:
         """See TextPool.ask."""
         return await self._pool.ask(self._owner, self._stream, payload, len(blob), blob)
 

@@ -46,7 +46,7 @@ class WorkerProcess:
     async def send(self, value: Any) -> None:
         await self.send_raw(frame(value))
 
-    async def send_raw(self, data: bytes) -> None:
+    async def send_raw(self, data: bytes | memoryview) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):  # its death shows when the answer is read
             self._process.stdin.write(data)

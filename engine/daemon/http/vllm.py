@@ -56,7 +56,7 @@ def vllm_router(services: Services, version: str) -> APIRouter:
         """The text of ids."""
         try:
             async with services.bodies.read(request) as raw:
-                tokens = checked(DetokenizeBody, parsed(raw)).tokens
+                tokens = checked(DetokenizeBody, parsed(bytes(raw))).tokens
         except BadRequest as bad:
             raise of_bad_request(bad) from None
         return {"prompt": services.text.decode(tokens, skip_special=False)}

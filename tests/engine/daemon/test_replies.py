@@ -27,7 +27,7 @@ SERVICES: Any = SimpleNamespace(
     limits=LimitsConfig(),
     served_model_name="m",
     dispatcher=SimpleNamespace(ready=True),
-    bodies=HeldBodies(1 << 20),
+    bodies=HeldBodies(1 << 20, 1 << 20),
     usage=SimpleNamespace(add=lambda owner, tokens: None),
 )
 

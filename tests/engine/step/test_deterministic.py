@@ -118,6 +118,15 @@ def test_no_layout_of_any_wiring_changes_a_bit(ranks: Ranks, family: str, dtype:
     same_everywhere(ranks, checkpoints.save(tmp_path / "m", family, dtype=dtype), dtype, EVERYWHERE + MORE, **how)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "ladder"])
+def test_sixteen_ranks_change_no_bit(ranks: Ranks, family: str, dtype: str, tmp_path: Path) -> None:
+    """A head and a share of each product a rank."""
+    folder = checkpoints.save(tmp_path / "m", family, dtype=dtype, num_attention_heads=16)
+    same_everywhere(ranks, folder, dtype, [(16, 4, {}), (16, 8, {"collective": "two_level"})])
+
+
 def same_everywhere(ranks: Ranks, folder: Path, dtype: str, layouts: list[Any], **how: Any) -> None:
     print(f"LADDERTRON_SEED={SEED}")
     args = {"folder": str(folder), "dtype": dtype, "seed": SEED} | how

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import mmap
 import socket
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,33 +136,27 @@ def test_held_bytes_are_bounded_for_all_together(daemon: Served) -> None:
     until(lambda: daemon.on_loop(lambda: held(daemon)) == 0)
 
 
-class Chunk(bytes):
-    alive = 0
-
-    def __new__(cls, size: int) -> Chunk:
-        cls.alive += 1
-        return super().__new__(cls, size)
-
-    def __del__(self) -> None:
-        Chunk.alive -= 1
-
-
 def test_what_is_refused_is_not_held() -> None:
     """Its client may send on for seconds, while the refusal is answered: none of it counts any longer, nor is there."""
 
     class Sending:
         async def stream(self) -> AsyncIterator[bytes]:
             for _ in range(20):
-                yield Chunk(10_000)
+                yield bytes(10_000)
 
     async def go() -> None:
-        bodies = HeldBodies(150_000)
+        bodies = HeldBodies(150_000, 200_000)
         request: Any = Sending()
         with pytest.raises(HttpFault) as refused:
             async with bodies.read(request):
                 raise AssertionError("taken")
         assert refused.value.code == "too_many_bytes"
-        assert (bodies.held, Chunk.alive) == (0, 1)  # the last one that came
+        frames = [frame for frame, _ in traceback.walk_tb(refused.value.__traceback__)]
+        kept = [value for frame in frames for value in frame.f_locals.values()]
+        assert (
+            sum(len(one) for one in kept if isinstance(one, bytes | bytearray | mmap.mmap)) == 10_000
+        )  # the last chunk
+        assert bodies.held == 0
 
     asyncio.run(go())
 
