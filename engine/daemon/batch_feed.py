@@ -29,7 +29,7 @@ from .dispatch import Dispatcher
 from .flight import Flight
 from .observe import AnswerTimes, SteadyTime
 from .store import records
-from .store.records import NO_TOKENS, BatchRow, Result, Tokens
+from .store.rows import NO_TOKENS, BatchRow, Result, Tokens
 from .store.schema import Rows
 from .store.store import Store, StoreUnavailable
 from .suspects import Suspicion

@@ -23,8 +23,8 @@ from .batch_feed import BatchFeed, BatchSettings, Gate, rules_of
 from .dispatch import Dispatcher
 from .store import records
 from .store.outputs import make_outputs
-from .store.records import BatchRow, FileRow, Status
 from .store.retention import Cleaner
+from .store.rows import BatchRow, FileRow, Status, new_id
 from .store.schema import Rows
 from .store.store import Store, StoreUnavailable
 from .usage import LimitReached, Usage
@@ -301,8 +301,8 @@ class Batches:
             if found is None:
                 raise KeyError(batch.id)
             names: dict[str, Any] = {
-                "output_file_id": found.output_file_id or (records.new_id("file-") if found.completed else None),
-                "error_file_id": found.error_file_id or (records.new_id("file-") if found.failed else None),
+                "output_file_id": found.output_file_id or (new_id("file-") if found.completed else None),
+                "error_file_id": found.error_file_id or (new_id("file-") if found.failed else None),
             }
             return records.change_batch(rows, batch.id, status="finalizing", finalizing_at=now, **names, **values)
 

@@ -16,7 +16,7 @@ from ..openai.responses import Answer
 from .key_limits import KeyLimits
 from .observe import Observer
 from .store import records
-from .store.records import Tokens
+from .store.rows import Tokens
 from .store.schema import Rows
 from .store.store import Store
 

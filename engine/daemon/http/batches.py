@@ -14,7 +14,7 @@ from ....topology.strict_json import JsonError, parse
 from ...openai.schema import Endpoint
 from ...openai.validators import BadRequest, StrictModel, checked, invalid, json_schema, show, text
 from ..store import records
-from ..store.records import BatchRow
+from ..store.rows import BatchRow, new_id
 from .errors import HttpFault, not_found, of_bad_request
 from .files import ExpiresAfter, page
 from .state import Services, audit, owner_of
@@ -75,7 +75,7 @@ def batches_router(services: Services) -> APIRouter:
             raise HttpFault(400, message, "invalid_reuse_batch", "reuse_batch_id")
         number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
         batch = BatchRow(
-            records.new_id("batch_"),
+            new_id("batch_"),
             owner,
             wanted["endpoint"],
             wanted["input_file_id"],

@@ -13,7 +13,7 @@ from pydantic import Field
 from ...openai.validators import BadRequest, StrictModel, checked, json_schema
 from ..store import records
 from ..store.disk import NewFile, free_bytes
-from ..store.records import FileRow
+from ..store.rows import FileRow, new_id
 from ..store.store import StoreUnavailable
 from ..usage import LimitReached
 from .errors import HttpFault, not_found, unstored
@@ -125,7 +125,7 @@ def files_router(services: Services) -> APIRouter:
             services.usage.check_stored(owner, await services.read(lambda db: records.stored_bytes(db, owner)), length)
         except LimitReached as limit:
             raise limit_fault(limit) from None
-        file_id = records.new_id("file-")
+        file_id = new_id("file-")
         try:
             with NewFile(store.path_of(file_id), store.disk_files) as file:
                 into = _Upload(services, file)

@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ..overview import engine_view, take_sample
 from ..store import records
+from ..store.rows import BatchRow
 from .errors import HttpFault
 from .probes import readiness
 from .state import Services, owner_of
@@ -69,7 +70,7 @@ class Overview:
             found.append(counts | {"errors": await self._errors(row, now)})
         return found
 
-    async def _errors(self, batch: records.BatchRow, now: float) -> dict[str, int]:
+    async def _errors(self, batch: BatchRow, now: float) -> dict[str, int]:
         if not batch.failed:
             return {}
         failed, at, causes = self._causes.get(batch.id, (0, float("-inf"), {}))

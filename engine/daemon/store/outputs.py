@@ -9,7 +9,8 @@ import sqlite3
 from pathlib import Path
 
 from .disk import Files, NewFile
-from .records import BatchRow, result_lines
+from .records import result_lines
+from .rows import BatchRow
 from .store import Store
 
 _CHUNK = 1 << 18

@@ -1,4 +1,4 @@
-"""Files and batches as the store holds them: frozen rows, the queries over them, and their JSON as clients see it.
+"""What is asked of the files and batches in the store, and how they change: the queries over its rows.
 
 Functions of a connection or of Rows, run by the store's threads. Knows statuses and owners, no HTTP.
 """
@@ -6,154 +6,14 @@ Functions of a connection or of Rows, run by the store's threads. Knows statuses
 from __future__ import annotations
 
 import json
-import secrets
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
+from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens
 from .schema import Rows
-
-Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
-ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
-_STAMPS = (
-    "in_progress_at",
-    "expires_at",
-    "finalizing_at",
-    "completed_at",
-    "failed_at",
-    "expired_at",
-    "cancelling_at",
-    "cancelled_at",
-)
-
-
-def new_id(kind: str) -> str:
-    """`file-…`, `batch_…`: 128 random bits; says nothing, cannot be guessed."""
-    return f"{kind}{secrets.token_hex(16)}"
-
-
-class Tokens(NamedTuple):
-    """What was computed for an answer, as its usage counts it; `cached` of the `prompt` were not computed again."""
-
-    prompt: int = 0
-    cached: int = 0
-    completion: int = 0
-
-    def plus(self, other: Tokens) -> Tokens:
-        return Tokens(*map(sum, zip(self, other, strict=True)))
-
-    def less(self, other: Tokens) -> Tokens:
-        return Tokens(*(mine - its for mine, its in zip(self, other, strict=True)))
-
-
-NO_TOKENS = Tokens()
-
-
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """`batch_id`: whose output or error file it is."""
-
-    id: str
-    owner: str
-    purpose: str
-    filename: str
-    bytes: int
-    created_at: int
-    batch_id: str | None = None
-    expires_at: int | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "file",
-            "bytes": self.bytes,
-            "created_at": self.created_at,
-            "expires_at": self.expires_at,
-            "filename": self.filename,
-            "purpose": self.purpose,
-            "status": "processed",
-            "status_details": None,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """Times are unix seconds. `errors` and `metadata` are JSON values. `output_seconds`: how long the files of its
-    results are kept; `reuse_batch_id`: whose answers to the same lines it takes over."""
-
-    id: str
-    owner: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    status: Status
-    created_at: int
-    expires_at: int
-    errors: list[dict[str, Any]] | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    metadata: dict[str, str] | None = None
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    output_seconds: int | None = None
-    reuse_batch_id: str | None = None
-
-    @property
-    def tokens(self) -> Tokens:
-        return Tokens(self.input_tokens, self.cached_tokens, self.output_tokens)
-
-    @property
-    def ended(self) -> bool:
-        return self.status in ENDED
-
-    def to_json(self) -> dict[str, Any]:
-        out: dict[str, Any] = {
-            "id": self.id,
-            "object": "batch",
-            "endpoint": self.endpoint,
-            "errors": None if self.errors is None else {"object": "list", "data": self.errors},
-            "input_file_id": self.input_file_id,
-            "completion_window": self.completion_window,
-            "status": self.status,
-            "output_file_id": self.output_file_id if self.ended else None,
-            "error_file_id": self.error_file_id if self.ended else None,
-            "created_at": self.created_at,
-            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "metadata": self.metadata,
-            "usage": {
-                "input_tokens": self.input_tokens,
-                "input_tokens_details": {"cached_tokens": self.cached_tokens},
-                "output_tokens": self.output_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": self.input_tokens + self.output_tokens,
-            },
-        }
-        return out | {name: getattr(self, name) for name in _STAMPS}
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One line's answer (`ok`) or error, as it stands in the output or error file, line break included."""
-
-    custom_id: str
-    number: int
-    ok: bool
-    line: str
-    tokens: Tokens = NO_TOKENS
-
 
 _FILE = "id, owner, purpose, filename, bytes, created_at, batch_id, expires_at"
 _JSON = ("errors", "metadata")

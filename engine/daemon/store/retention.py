@@ -7,6 +7,7 @@ import logging
 from functools import partial
 
 from . import records
+from .rows import BatchRow, FileRow
 from .schema import Rows
 from .store import Store, StoreUnavailable
 
@@ -53,11 +54,11 @@ class Cleaner:
         return count
 
 
-def _drop(batch: records.BatchRow, rows: Rows) -> list[str]:
+def _drop(batch: BatchRow, rows: Rows) -> list[str]:
     return records.drop_batch(rows, batch)
 
 
-def _drop_file(file: records.FileRow, rows: Rows) -> None:
+def _drop_file(file: FileRow, rows: Rows) -> None:
     records.drop_file(rows, file)
 
 

@@ -20,7 +20,7 @@ from laddertron.engine.daemon.http import keys as key_file
 from laddertron.engine.daemon.http.keys import KeyFileError, KeyRing, add_key, limit_key, read_keys, revoke_key
 from laddertron.engine.daemon.key_limits import KeyLimits
 from laddertron.engine.daemon.observe import Observer
-from laddertron.engine.daemon.store.records import Tokens
+from laddertron.engine.daemon.store.rows import Tokens
 from laddertron.engine.daemon.usage import DAY, LimitReached, Usage, tokens_of
 from laddertron.engine.metrics.observer import MetricsObserver
 from prometheus_client import CollectorRegistry

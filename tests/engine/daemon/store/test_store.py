@@ -23,7 +23,7 @@ from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.disk import DiskError, NewFile, RealFiles, check_type, mount_of
 from laddertron.engine.daemon.store.export import ExportError, generations, read_changes
 from laddertron.engine.daemon.store.open import open_store
-from laddertron.engine.daemon.store.records import BatchRow, FileRow, Result
+from laddertron.engine.daemon.store.rows import BatchRow, FileRow, Result
 from laddertron.engine.daemon.store.schema import MIGRATIONS, Rows, migrate
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
 from waiting import HANG_S
@@ -173,7 +173,7 @@ WRITER = """
     import asyncio, sys
     from pathlib import Path
     from laddertron.engine.daemon.store import records
-    from laddertron.engine.daemon.store.records import BatchRow, Result
+    from laddertron.engine.daemon.store.rows import BatchRow, Result
     from laddertron.engine.daemon.store.store import StoreOptions
     from laddertron.engine.daemon.store.open import open_store
 

@@ -10,7 +10,7 @@ import pytest
 from daemon_tools import Served, deployment
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.disk import DiskError
-from laddertron.engine.daemon.store.records import FileRow
+from laddertron.engine.daemon.store.rows import FileRow
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
 from test_store import with_store
 from tiny_text import write_folder
