@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...topology.strict_json import JsonError, parse
-from .schema import CHAT, COMPLETIONS, Body, Endpoint, check_body
+from .body import Body, check_body
+from .schema import CHAT, COMPLETIONS, Endpoint
 from .validators import BadRequest, did_you_mean, show
 
 MAX_LINE_BYTES = 10_000_000 - 1

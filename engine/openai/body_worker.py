@@ -17,7 +17,8 @@ from ..text import worker
 from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError, ids_of
 from ..text.tokenizer import ChatOptions, TextModel
 from .batch_input import BatchLine, LineRules, check_line
-from .schema import CHAT, TOKENIZE, Body, Endpoint, check_body, check_tokenize, parse_body, parsed
+from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body, parsed
+from .schema import CHAT, Endpoint
 from .to_engine import TRUNCATED, check_model, encode_prompts
 from .validators import BadRequest
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..text.pool import Encoder
 from .batch_input import BatchLine
-from .schema import Body
+from .body import Body
 from .to_engine import check_model, encode_prompts
 from .validators import BadRequest
 

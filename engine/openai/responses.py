@@ -15,9 +15,10 @@ from ..request import FinishReason, Request, TokenLogprob, TokensEvent
 from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
 from .batch_lines import AnswerFault
+from .body import Body
 from .chat_parts import ChatParts, Part, message_of
 from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
-from .schema import CHAT, Body
+from .schema import CHAT
 
 _OPENING = 8  # ids at a prompt's end among which a template may have begun the reasoning
 _FAULTS: dict[FinishReason, tuple[str, str, int | None]] = {

@@ -1,76 +1,31 @@
-"""The bodies of /v1/chat/completions and /v1/completions: every field as a pydantic model, and the checked `Body`.
+"""The fields of /v1/chat/completions and /v1/completions, each body as a pydantic model.
 
-OpenAI's fields and the ones vLLM's users know. Unknown fields, and known ones that are not supported, are refused by
-name. The sampling parameters' fields follow from engine/request.py's SamplingParams. Pure: bytes or parsed JSON in,
-`Body` or BadRequest out; what depends on the model is checked in to_engine.py.
+OpenAI's fields and the ones vLLM's users know. Known ones that are not supported are refused by name. The sampling
+parameters' fields follow from engine/request.py's SamplingParams. What holds between fields is body.py's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, WrapValidator, create_model
 
-from ...topology.strict_json import MAX_ITEMS, JsonError, parse
-from ..request import MAX_ID, MAX_LOGPROBS, MAX_ORDER, MAX_TOKENS, PARAMS, Param, SamplingParams
-from .chat_messages import MAX_MESSAGES, Message, as_template_takes_it
-from .structured_output import GrammarFields, grammar_of
-from .tools import Choice, Chosen, Tools, tools_of
-from .validators import BadRequest, Refused, StrictModel, array, checked, ignored, invalid, kind_of, show, text
+from ...topology.strict_json import MAX_ITEMS
+from ..request import MAX_ID, MAX_LOGPROBS, MAX_ORDER, MAX_TOKENS, PARAMS, Param
+from .chat_messages import MAX_MESSAGES, Message
+from .structured_output import GrammarFields
+from .tools import Chosen, Tools
+from .validators import Refused, StrictModel, array, ignored, invalid, kind_of, show, text
 from .validators import json_schema as schema_of
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Endpoint = "/v1/chat/completions"
 COMPLETIONS: Endpoint = "/v1/completions"
-TOKENIZE = "/tokenize"
 
-MAX_CHOICES = 1024  # n of one request, before what the deployment allows
 MAX_PROMPTS = 1024
-COMPLETIONS_MAX_TOKENS = 16  # the default of OpenAI's and vLLM's /v1/completions
 
 Prompt = str | tuple[int, ...]
 
-
-class Body(NamedTuple):
-    """One checked body. Chats have `messages`, completions `prompts`; None means that the client left it open.
-    `params` holds 0 for such a max_tokens and seed. A named tuple, because a frozen dataclass of so many fields costs
-    a fifth of the check of a line."""
-
-    endpoint: Endpoint
-    model: str
-    params: SamplingParams
-    messages: tuple[dict[str, Any], ...] = ()
-    prompts: tuple[Prompt, ...] = ()
-    max_tokens: int | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    echo: bool = False
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_variables: dict[str, Any] | None = None
-    bad_words: tuple[str, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
-    tool_choice: Choice = "none"
-    tool_name: str = ""
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
-    priority: int = 0
-    cache_salt: str = ""
-    user: str | None = None
-
-
-# -- the fields
 
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -252,121 +207,8 @@ MODELS: dict[str, type[SharedFields]] = {
     CHAT: _with_sampling("ChatBody", ChatFields),
     COMPLETIONS: _with_sampling("CompletionBody", CompletionFields),
 }
-_BODY_NAMES, _GRAMMAR_NAMES = frozenset(Body._fields), frozenset(GrammarFields.model_fields)
-_TEMPLATE_OWN = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
-_FOR_TEMPLATE = ("tools", "documents", "reasoning_effort", "verbosity")
-_UNSUPPORTED = "unsupported_parameter"
-
-
-def parsed(data: bytes) -> Any:
-    """The JSON of an HTTP request's body. Raises BadRequest."""
-    try:
-        return parse(data)
-    except JsonError as fault:
-        raise BadRequest(f"the body is unusable: {fault}", code="invalid_json") from None
-
-
-def parse_body(data: bytes, endpoint: Endpoint) -> Body:
-    """The body of an HTTP request. Raises BadRequest."""
-    return check_body(parsed(data), endpoint)
-
-
-def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
-    """A body of /tokenize, which is a chat's or a completion's of one prompt, and whether tokens are wanted by name.
-    Raises BadRequest."""
-    if type(value) is not dict:
-        raise BadRequest("the body must be a JSON object", code="invalid_type")
-    named = value.get("return_token_strs")
-    if type(named) not in (bool, type(None)):
-        raise BadRequest("return_token_strs must be a boolean", param="return_token_strs", code="invalid_type")
-    rest = {"model": served, **{key: given for key, given in value.items() if key != "return_token_strs"}}
-    body = check_body(rest, CHAT if "messages" in value else COMPLETIONS)
-    if len(body.prompts) > 1:
-        raise BadRequest(f"prompt has {len(body.prompts)} texts: one at a time", param="prompt")
-    return body, bool(named)
-
-
-def check_body(value: Any, endpoint: Endpoint) -> Body:
-    """A body already parsed (by strict_json). Raises BadRequest naming the field."""
-    fields = checked(MODELS[endpoint], value)
-    values = fields.__dict__
-    found = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}
-    if endpoint == CHAT:
-        found["messages"] = _as_templates(found["messages"])
-        _chat_only(found)
-    else:
-        found["prompts"] = found.pop("prompt")
-        _completions_only(found)
-    if "stream_options" in found:
-        if not found.get("stream"):
-            raise BadRequest("stream_options has a meaning only with stream: true", param="stream_options")
-        wanted = found["stream_options"]
-        found["include_usage"] = bool(wanted.include_usage)
-        found["continuous_usage_stats"] = bool(wanted.include_usage and wanted.continuous_usage_stats)
-    if not found.keys().isdisjoint(_GRAMMAR_NAMES) and (grammar := grammar_of(fields)) is not None:
-        if "grammar" in found:
-            raise BadRequest("a tool that must be called leaves no room for another grammar", param="tool_choice")
-        found["grammar"] = grammar
-    if found.get("stream") and "prompt_logprobs" in found:
-        raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    if found.get("best_of", found.get("n", 1)) != found.get("n", 1):
-        raise BadRequest(
-            "best_of is not supported: every choice is returned, set n", param="best_of", code=_UNSUPPORTED
-        )
-    most = found.get("max_tokens")
-    if most is not None and found.get("min_tokens", 0) > most:
-        raise BadRequest(f"min_tokens={found['min_tokens']} is more than max_tokens={most}", param="min_tokens")
-    params = {"max_tokens": 0, "seed": 0, **{name: found[name] for name in found.keys() & PARAMS.keys()}}
-    rest = {name: found[name] for name in found.keys() & _BODY_NAMES}
-    return Body(endpoint, params=SamplingParams(**params), **rest)
-
-
-def _as_templates(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    found: list[dict[str, Any]] = []
-    try:
-        for message in messages:
-            found.append(as_template_takes_it(message))
-    except BadRequest as bad:
-        where = f"messages[{len(found)}]"
-        raise BadRequest(f"{where}.{bad.message}", param=f"{where}.content", code=bad.code) from None
-    return tuple(found)
-
-
-def _chat_only(found: dict[str, Any]) -> None:
-    if "max_completion_tokens" in found:
-        if found.get("max_tokens", found["max_completion_tokens"]) != found["max_completion_tokens"]:
-            raise BadRequest("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
-        found["max_tokens"] = found["max_completion_tokens"]
-    wanted = found.pop("logprobs", False)
-    if wanted:
-        found["logprobs"] = found.get("top_logprobs", 0)
-    elif found.get("top_logprobs", 0) > 0:
-        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    if found.get("continue_final_message"):
-        if found.get("add_generation_prompt", False):
-            raise BadRequest(
-                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
-            )
-        found["add_generation_prompt"] = False
-    tools = tools_of(found)
-    for name in ("tools", "tool_choice"):
-        found.pop(name, None)
-    found.update(tools)
-    given = found.get("chat_template_kwargs", {})
-    for name in given:
-        if name in _TEMPLATE_OWN:
-            raise BadRequest(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
-    found["template_variables"] = {**{name: found[name] for name in _FOR_TEMPLATE if name in found}, **given} or None
-
-
-def _completions_only(found: dict[str, Any]) -> None:
-    if found.get("max_tokens") == 0 and not found.get("echo") and "prompt_logprobs" not in found:
-        raise BadRequest("max_tokens=0 asks for nothing: set echo or prompt_logprobs with it", param="max_tokens")
-    choices = found.get("n", 1) * len(found["prompts"])
-    if choices > MAX_CHOICES:
-        raise BadRequest(f"{choices} choices (n x prompts): at most {MAX_CHOICES} a request", param="n")
 
 
 def json_schema(endpoint: Endpoint) -> dict[str, Any]:
-    """The body's JSON schema, for the API's description; the rules above may be stricter."""
+    """The body's JSON schema, for the API's description; body.py's rules between fields may be stricter."""
     return schema_of(MODELS[endpoint])

@@ -13,7 +13,8 @@ from ..request import BATCH, ModelLimits, Request
 from ..text.pool import Encoder, PromptError
 from ..text.tokenizer import ChatOptions, TextModel
 from .batch_input import BatchLine
-from .schema import CHAT, COMPLETIONS_MAX_TOKENS, Body
+from .body import COMPLETIONS_MAX_TOKENS, Body
+from .schema import CHAT
 from .validators import BadRequest, show
 
 TRUNCATED = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...engine.config.schema import Deployment
 from ...engine.openai.batch_input import read_lines
-from ...engine.openai.schema import Body
+from ...engine.openai.body import Body
 from ...engine.text.tokenizer import TextModel
 
 NEW_TOKENS = 128

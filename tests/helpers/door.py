@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from laddertron.engine.openai.schema import CHAT, COMPLETIONS, Body, check_body
+from laddertron.engine.openai.body import Body, check_body
+from laddertron.engine.openai.schema import CHAT, COMPLETIONS
 from laddertron.engine.openai.to_engine import RequestOrigin
 from laddertron.engine.request import ModelLimits
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
-from ...openai.schema import CHAT, COMPLETIONS, TOKENIZE
+from ...openai.body import TOKENIZE
+from ...openai.schema import CHAT, COMPLETIONS
 from ..observe import Observer
 from ..usage import LimitReached, Usage
 from .bodies import SMALL_BYTES

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from ...openai.body import TOKENIZE, parsed
 from ...openai.body_worker import tokenize
-from ...openai.schema import TOKENIZE, PromptIds, parsed
+from ...openai.schema import PromptIds
 from ...openai.validators import BadRequest, StrictModel, checked, json_schema
 from .errors import of_bad_request
 from .state import Services, owner_of

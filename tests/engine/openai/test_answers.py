@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from door import LIMITS, ORIGIN, chat, completion
 from laddertron.engine.openai.batch_lines import answer_line, fault_line, refusal_line, to_bytes
+from laddertron.engine.openai.body import Body
 from laddertron.engine.openai.responses import Answer
-from laddertron.engine.openai.schema import CHAT, Body
+from laddertron.engine.openai.schema import CHAT
 from laddertron.engine.openai.sse import EventWriter
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.openai.validators import BadRequest

@@ -19,7 +19,8 @@ from fake_job import FakeJob
 from laddertron.engine.job import EngineJob
 from laddertron.engine.openai.batch_input import BatchLine, LineRules, check_file, check_line, read_lines
 from laddertron.engine.openai.batch_lines import refusal_line, to_bytes
-from laddertron.engine.openai.schema import CHAT, COMPLETIONS, MODELS, Body, json_schema, parse_body
+from laddertron.engine.openai.body import Body, parse_body
+from laddertron.engine.openai.schema import CHAT, COMPLETIONS, MODELS, json_schema
 from laddertron.engine.openai.to_engine import check_model, default_seed, to_requests
 from laddertron.engine.openai.validators import BadRequest
 from laddertron.engine.request import ModelLimits, SamplingParams
