@@ -3,63 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from .advice import describe
+from .answer import Sheet, binary, headline, ms
 from .estimate import CapacityEstimate
-from .layouts import MOST_SEQUENCES, Speed, by_cost
+from .layouts import MOST_SEQUENCES, Speed
 from .memory import GIB
-
-_CHEAPEST = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """One table. The first `left` columns are words, the rest numbers; `note` stands under it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: int = 1
-    note: str = ""
-
-
-def basis(plan: CapacityEstimate) -> str:
-    """What the answer stands on: which machines, and how far off such answers were."""
-    q = plan.question
-    assumed = any("no fabric was named" in note for note in q.notes)
-    where = f"{_devices(plan)} assumed; --fabric for yours" if assumed else f"{_devices(plan)}, as named"
-    return f"{where}. {_MISSED[q.keys.gpu]}"
-
-
-_MISSED = {
-    True: "Predicted: published H100 runs were missed by 6.1% in tokens/s, 15.7% at most.",
-    False: "Predicted: steps over emulated links were missed by 4.0 %, by 14.0 % at most.",
-}
-"""As docs/plans/validation.md has it."""
-
-
-def _devices(plan: CapacityEstimate) -> str:
-    return next((n.devices[0].name for n in plan.question.fabric.nodes if n.devices), "CPU cores")
-
-
-def headline(plan: CapacityEstimate) -> str:
-    """Model, layout, verdict."""
-    q = plan.question
-    p = q.placement
-    nodes, devices = {s.hostname for s in p.seats}, _devices(plan)
-    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-    many = (f" x pp {p.stages}" if p.stages > 1 else "") + (f" x {p.replicas} replicas" if p.replicas > 1 else "")
-    return (
-        f"{q.name}: {parameters(q.config.num_parameters)} parameters ({q.stored.weights}, {q.config.wiring.name}), "
-        f"tp {p.tensor_parallel_size}{many} on {count} of {devices}: {plan.memory.verdict}"
-    )
-
-
-def parameters(count: int) -> str:
-    """405.9B, or 0.9M."""
-    return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
 
 
 def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
@@ -70,66 +21,23 @@ def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     return (*found, _ranks(plan))
 
 
-def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
-    """What decides, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
-    m, q = plan.memory, plan.question
-    rest = m.device_bytes - m.weight_bytes - m.kv_bytes
-    parts = (("weights", m.weight_bytes), ("KV cache", m.kv_bytes), ("buffers, reserve, not used", rest))
-    memory = [(name, _size(max(0, size)), f"{size / m.device_bytes:.0%}") for name, size in parts]
-    memory.append(("there is", _size(m.device_bytes), ""))
-    wirings = tuple(dict.fromkeys(w for w in ("standard", q.config.wiring.name, "ladder") if w in plan.wirings))
-    fitting = sorted({p.batch for p in plan.predictions if p.fits})
-    speeds = {(p.wiring, p.batch): p for p in plan.predictions}
-    own = q.config.wiring.name if q.config.wiring.name in wirings else "standard"
-    decoding = []
-    for batch in dict.fromkeys((*fitting[:1], *fitting[len(fitting) // 2 :][:1], *fitting[-1:])):
-        rates = (f"{speeds[name, batch].tokens_per_s:,.0f}" for name in wirings)
-        decoding.append((f"{batch:,}", _ms(speeds[own, batch].time.total_s), *rates))
-    layouts = []
-    for x in by_cost(plan.layouts)[:_CHEAPEST]:
-        if (best := x.cheapest) is not None and (quick := x.fastest) is not None:
-            name = describe(x).replace(" replicas of ", " x ")
-            rate = f"{best.output_per_s:,.0f}"
-            layouts.append((name, _ms(quick.step_s), f"{best.batch:,}", rate, f"{best.dollars:.2f}"))
-    columns = ("layout", "ms alone", "batch", "tokens/s", "$ a million")
-    note = (
-        f"With prompts of {q.work.prompt}, at ${q.work.gpu_hour:g} a GPU hour. Wirings need weights trained for them."
-    )
-    return (
-        Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
-        Sheet("Decoding: tokens/s", ("batch", "step ms", *wirings), tuple(decoding), 0),
-        Sheet("Cheapest layouts of these GPUs", columns, tuple(layouts), 1, note),
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def _size(count: float) -> str:
-    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:,.0f} {unit}"
-    return f"{count:.0f} B"
-
-
 def _memory(plan: CapacityEstimate) -> Sheet:
     m = plan.memory
     shown = [(name, size) for name, size in m.parts.items() if size]
-    rows = [(name, _size(size), f"{size / m.device_bytes:.1%}") for name, size in shown]
-    rows.append(("KV cache", _size(m.kv_bytes), f"{m.kv_bytes / m.device_bytes:.1%}"))
+    rows = [(name, binary(size), f"{size / m.device_bytes:.1%}") for name, size in shown]
+    rows.append(("KV cache", binary(m.kv_bytes), f"{m.kv_bytes / m.device_bytes:.1%}"))
     used = sum(m.parts.values()) + m.kv_bytes
     if m.device_bytes > used:
-        rows.append(("not used", _size(m.device_bytes - used), f"{1 - used / m.device_bytes:.1%}"))
-    rows.append(("there is", _size(m.device_bytes), ""))
-    note = f"A position of KV takes {_size(m.kv_bytes_per_token)} on a rank. {m.verdict[:1].upper()}{m.verdict[1:]}."
+        rows.append(("not used", binary(m.device_bytes - used), f"{1 - used / m.device_bytes:.1%}"))
+    rows.append(("there is", binary(m.device_bytes), ""))
+    note = f"A position of KV takes {binary(m.kv_bytes_per_token)} on a rank. {m.verdict[:1].upper()}{m.verdict[1:]}."
     return Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(rows), 1, note)
 
 
 def _depths(plan: CapacityEstimate) -> Sheet:
     rows = []
     for d in plan.depths:
-        then = (f"{d.tokens_per_s:,.0f}", _ms(d.step_s)) if d.sequences else ("-", "-")
+        then = (f"{d.tokens_per_s:,.0f}", ms(d.step_s)) if d.sequences else ("-", "-")
         rows.append((f"{d.context:,}", f"{d.sequences}{'+' if d.sequences == MOST_SEQUENCES else ''}", *then))
     limit = plan.question.keys
     note = (
@@ -148,7 +56,7 @@ def _speeds(plan: CapacityEstimate) -> Sheet:
     rows = []
     for batch in batches:
         fits = by_key[names[0], batch].fits
-        cells = [f"{batch}{'' if fits else ' *'}", _ms(by_key["standard", batch].time.total_s)]
+        cells = [f"{batch}{'' if fits else ' *'}", ms(by_key["standard", batch].time.total_s)]
         for name in names:
             p = by_key[name, batch]
             cells.append(f"{p.tokens_per_s:,.0f}" + (f" ({p.speedup:.2f}x)" if name != "standard" else ""))
@@ -166,8 +74,8 @@ def _exposure(plan: CapacityEstimate) -> Sheet:
         if p.batch in (1, 8, 64, 512) and p.wiring != "no-communication":
             t = p.time
             rows.append(
-                (p.wiring, str(p.batch), _ms(t.total_s), _ms(t.compute_s), _ms(t.flight_s), _ms(t.hidden_s),
-                 _ms(t.waited_s), _ms(t.slowed_s), f"{t.exposed_s / t.total_s:.0%}")
+                (p.wiring, str(p.batch), ms(t.total_s), ms(t.compute_s), ms(t.flight_s), ms(t.hidden_s),
+                 ms(t.waited_s), ms(t.slowed_s), f"{t.exposed_s / t.total_s:.0%}")
             )  # fmt: skip
     columns = ("wiring", "batch", "step ms", "compute", "in flight", "hidden", "waited", "slowed", "exposed of step")
     note = "Exposed = waited for, and computing slowed by the collective beside it."
@@ -178,7 +86,7 @@ def _prefill(plan: CapacityEstimate) -> Sheet:
     rows = []
     for p in plan.prefills:
         share = f"{p.time.exposed_s / p.time.total_s:.0%}"
-        rows.append((f"{p.tokens:,}", p.wiring, _ms(p.time.total_s), f"{p.tokens_per_s:,.0f}", share))
+        rows.append((f"{p.tokens:,}", p.wiring, ms(p.time.total_s), f"{p.tokens_per_s:,.0f}", share))
     return Sheet(
         "One prompt alone", ("tokens", "wiring", "ms", "tokens/s", "exposed"), tuple(rows), 2, _arithmetic(plan)
     )
@@ -207,8 +115,8 @@ def _traffic(plan: CapacityEstimate) -> Sheet:
             continue
         ratio = f"{t.all_reduce_s / t.sub_block_s:.2f}" if t.sub_block_s else "-"
         rows.append(
-            (t.wiring, str(t.batch), str(t.messages), _size(t.message_bytes), t.strategy, _size(t.intra_bytes),
-             _size(t.inter_bytes), f"{t.all_reduce_s * 1e6:.0f}", f"{t.sub_block_s * 1e6:.0f}", ratio, f"{t.law:.2f}x")
+            (t.wiring, str(t.batch), str(t.messages), binary(t.message_bytes), t.strategy, binary(t.intra_bytes),
+             binary(t.inter_bytes), f"{t.all_reduce_s * 1e6:.0f}", f"{t.sub_block_s * 1e6:.0f}", ratio, f"{t.law:.2f}x")
         )  # fmt: skip
     columns = (
         "wiring", "batch", "messages", "each", "strategy", "inside node", "between nodes", "L us", "c us", "L/c",

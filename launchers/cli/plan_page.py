@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from html import escape
 
 from ...engine.estimate.advice import describe
+from ...engine.estimate.answer import Sheet, basis, headline
 from ...engine.estimate.estimate import CapacityEstimate
 from ...engine.estimate.layouts import Layout, by_cost
 from ...engine.estimate.memory import GIB
 from ...engine.estimate.step_simulator import law
-from ...engine.estimate.tables import Sheet, basis, headline, sheets
+from ...engine.estimate.tables import sheets
 from .charts import ChartSeries, Stack, law_plot, lines, stacks
 
 COLOURS = {

@@ -8,8 +8,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ...engine.estimate.answer import Sheet, basis, brief, headline
 from ...engine.estimate.estimate import CapacityEstimate
-from ...engine.estimate.tables import Sheet, basis, brief, headline, sheets
+from ...engine.estimate.tables import sheets
 
 
 def plan_view(plan: CapacityEstimate, whole: bool) -> RenderableType:

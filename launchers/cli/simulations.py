@@ -7,12 +7,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from ...engine.estimate.answer import Sheet
 from ...engine.estimate.estimate import Question, group_in, memory_in, part_of, steps_in, wirings
 from ...engine.estimate.fleet_simulator import Demand, Faults, FleetOutcome, replica_of, simulate_fleet
 from ...engine.estimate.layouts import Work
 from ...engine.estimate.roofline import Load
 from ...engine.estimate.step_simulator import StepTime, law
-from ...engine.estimate.tables import Sheet
 from ...models.config.known_models import known
 from ...models.config.parts import make_wiring
 from ...models.config.shapes import splits

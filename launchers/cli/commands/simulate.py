@@ -13,10 +13,10 @@ from typing import TypeVar
 import click
 
 from ....engine.config.load import ConfigError, read
+from ....engine.estimate.answer import Sheet
 from ....engine.estimate.estimate import Question
 from ....engine.estimate.layouts import Work
 from ....engine.estimate.roofline import Load
-from ....engine.estimate.tables import Sheet
 from ....models.config.wiring import WIRINGS
 from ....topology.json_codec import ReadError
 from ....topology.placement.placement import PlacementError

@@ -13,10 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 from laddertron.engine.config.load import ConfigError, read
 from laddertron.engine.estimate.advice import deployment_text
+from laddertron.engine.estimate.answer import basis, headline
 from laddertron.engine.estimate.estimate import CapacityEstimate, Question, make_plan
 from laddertron.engine.estimate.layouts import Work
 from laddertron.engine.estimate.memory import MemoryKeys, StoredTypes, memory
-from laddertron.engine.estimate.tables import as_json, basis, headline, markdown, sheets
+from laddertron.engine.estimate.tables import as_json, markdown, sheets
 from laddertron.launchers.cli.__main__ import group, main
 from laddertron.launchers.cli.generate_plan_docs import written
 from laddertron.launchers.cli.plan_page import plan_page

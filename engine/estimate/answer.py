@@ -1,0 +1,105 @@
+"""What a plan answers first: what it stands on, the verdict, three tables that fit 80 columns. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .advice import describe
+from .estimate import CapacityEstimate
+from .layouts import by_cost
+from .memory import GIB
+
+_CHEAPEST = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One table. The first `left` columns are words, the rest numbers; `note` stands under it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+    note: str = ""
+
+
+def ms(seconds: float) -> str:
+    """As tables show it, without its unit."""
+    return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def binary(count: float) -> str:
+    """Bytes, as `47.7 GiB`."""
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def basis(plan: CapacityEstimate) -> str:
+    """What the answer stands on: which machines, and how far off such answers were."""
+    q = plan.question
+    assumed = any("no fabric was named" in note for note in q.notes)
+    where = f"{_devices(plan)} assumed; --fabric for yours" if assumed else f"{_devices(plan)}, as named"
+    return f"{where}. {_MISSED[q.keys.gpu]}"
+
+
+_MISSED = {
+    True: "Predicted: published H100 runs were missed by 6.1% in tokens/s, 15.7% at most.",
+    False: "Predicted: steps over emulated links were missed by 4.0 %, by 14.0 % at most.",
+}
+"""As docs/plans/validation.md has it."""
+
+
+def _devices(plan: CapacityEstimate) -> str:
+    return next((n.devices[0].name for n in plan.question.fabric.nodes if n.devices), "CPU cores")
+
+
+def headline(plan: CapacityEstimate) -> str:
+    """Model, layout, verdict."""
+    q = plan.question
+    p = q.placement
+    nodes, devices = {s.hostname for s in p.seats}, _devices(plan)
+    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    many = (f" x pp {p.stages}" if p.stages > 1 else "") + (f" x {p.replicas} replicas" if p.replicas > 1 else "")
+    return (
+        f"{q.name}: {parameters(q.config.num_parameters)} parameters ({q.stored.weights}, {q.config.wiring.name}), "
+        f"tp {p.tensor_parallel_size}{many} on {count} of {devices}: {plan.memory.verdict}"
+    )
+
+
+def parameters(count: int) -> str:
+    """405.9B, or 0.9M."""
+    return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
+
+
+def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
+    """What decides, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
+    m, q = plan.memory, plan.question
+    rest = m.device_bytes - m.weight_bytes - m.kv_bytes
+    parts = (("weights", m.weight_bytes), ("KV cache", m.kv_bytes), ("buffers, reserve, not used", rest))
+    memory = [(name, binary(max(0, size)), f"{size / m.device_bytes:.0%}") for name, size in parts]
+    memory.append(("there is", binary(m.device_bytes), ""))
+    wirings = tuple(dict.fromkeys(w for w in ("standard", q.config.wiring.name, "ladder") if w in plan.wirings))
+    fitting = sorted({p.batch for p in plan.predictions if p.fits})
+    speeds = {(p.wiring, p.batch): p for p in plan.predictions}
+    own = q.config.wiring.name if q.config.wiring.name in wirings else "standard"
+    decoding = []
+    for batch in dict.fromkeys((*fitting[:1], *fitting[len(fitting) // 2 :][:1], *fitting[-1:])):
+        rates = (f"{speeds[name, batch].tokens_per_s:,.0f}" for name in wirings)
+        decoding.append((f"{batch:,}", ms(speeds[own, batch].time.total_s), *rates))
+    layouts = []
+    for x in by_cost(plan.layouts)[:_CHEAPEST]:
+        if (best := x.cheapest) is not None and (quick := x.fastest) is not None:
+            name = describe(x).replace(" replicas of ", " x ")
+            rate = f"{best.output_per_s:,.0f}"
+            layouts.append((name, ms(quick.step_s), f"{best.batch:,}", rate, f"{best.dollars:.2f}"))
+    columns = ("layout", "ms alone", "batch", "tokens/s", "$ a million")
+    note = (
+        f"With prompts of {q.work.prompt}, at ${q.work.gpu_hour:g} a GPU hour. Wirings need weights trained for them."
+    )
+    return (
+        Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
+        Sheet("Decoding: tokens/s", ("batch", "step ms", *wirings), tuple(decoding), 0),
+        Sheet("Cheapest layouts of these GPUs", columns, tuple(layouts), 1, note),
+    )
