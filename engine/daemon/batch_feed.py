@@ -143,7 +143,7 @@ class BatchFeed:
         before, most = self._store.path_of(earlier.input_file_id), self._settings.max_line_bytes
         numbers = await self._store.in_thread(lambda: same_lines(before, self._path, most))
         last = 0
-        while part := await self._store.read(lambda db: records.answers_after(db, batch_id, last, _REST)):  # noqa: B023
+        while part := await self._store.read(lambda db: records.answers_after(db, batch_id, last, _BREATH)):  # noqa: B023
             taken = [replace(found, number=numbers[found.number]) for found in part if found.number in numbers]
             add = partial(records.add_results, batch_id=self.batch.id, results=taken, epoch=self._store.generation)
             await self._store.write(partial(add, day=None))
