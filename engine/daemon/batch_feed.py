@@ -19,8 +19,9 @@ from typing import Any
 from ..openai.batch_input import BatchLine, LineRules, read_lines, same_lines
 from ..openai.batch_lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
 from ..openai.body_worker import BodyEncoder, prepare_line
+from ..openai.choice import Delta
 from ..openai.prefetch import Prompts, Ready, answer_id, prepared
-from ..openai.responses import Answer, Delta
+from ..openai.responses import Answer
 from ..openai.schema import CHAT, COMPLETIONS, Endpoint
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..openai.validators import BadRequest

@@ -7,7 +7,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..openai.responses import Answer, Delta
+from ..openai.choice import Delta
+from ..openai.responses import Answer
 from ..request import BATCH, Request
 from .suspects import NEAR, Suspicion
 

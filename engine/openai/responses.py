@@ -1,70 +1,25 @@
 """Tokens -> what the client gets: response bodies and streamed chunks.
 
-One `Answer` gathers the events of one body's requests, turns them into text, finds stop strings, and builds the JSON.
+One `Answer` hands the events of one body's requests to its choices (choice.py) and builds the JSON of what they hold.
 Pure but for its own state; knows neither HTTP nor files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import replace
 from typing import Any
 
-from ..request import FinishReason, Request, TokenLogprob, TokensEvent
-from ..text.detokenizer import OutputText
+from ..request import Request, TokenLogprob, TokensEvent
 from ..text.tokenizer import TextModel
 from .batch_lines import AnswerFault
 from .body import Body
 from .chat_parts import ChatParts, Part, message_of
+from .choice import Choice, Delta, Stop
 from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
 from .schema import CHAT
 
 _OPENING = 8  # ids at a prompt's end among which a template may have begun the reasoning
-_FAULTS: dict[FinishReason, tuple[str, str, int | None]] = {
-    "cancelled": ("batch_cancelled", "the request was cancelled", None),
-    "timeout": ("request_timeout", "the request's time was over", None),
-    "numerical_error": ("numerical_error", "the model computed values that are not finite", 500),
-    "constraint_error": ("constraint_error", "what the request allows cannot be kept", 400),
-    "error": ("engine_error", "the engine failed on this request", 500),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one event added to one choice. `finish` is set on the choice's last."""
-
-    choice: int
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish: str | None = None
-    stop_reason: int | str | None = None
-    tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A stop string matched: for `EngineJob.stop_choice`."""
-
-    request_id: str
-    choice: int
-    n_tokens: int
-
-
-@dataclass(slots=True)
-class _Choice:
-    out: OutputText
-    offsets: Offsets  # of what was streamed
-    seen: int = 0  # tokens that the engine has reported
-    tokens: int = 0  # tokens that count
-    parts: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)  # of the rows of logits behind `ids`
-    finish: str | None = None
-    stop_reason: int | str | None = None
-    begun: bool = False  # streaming: its first chunk is out
-    chat: ChatParts | None = None  # streaming: what it has said, taken apart
 
 
 class Answer:
@@ -94,12 +49,12 @@ class Answer:
         self._choices = [self._new_choice(request) for request in requests for _ in range(body.params.n)]
         self._open = len(self._choices)
 
-    def _new_choice(self, request: Request) -> _Choice:
+    def _new_choice(self, request: Request) -> Choice:
         body = self.body
         out = self._text.output(
             body.stop, body.include_stop_str_in_output, request.params.min_tokens, body.skip_special_tokens
         )
-        return _Choice(out, self._offsets())
+        return Choice(body, self._text, out, self._offsets())
 
     def _offsets(self) -> Offsets:
         return Offsets(self._text.stream(self.body.skip_special_tokens, continues=not self.body.echo))
@@ -142,62 +97,20 @@ class Answer:
         """One event of one of this answer's requests: what to stream, and whether to tell the engine to stop. Events
         of choices that have ended, and tokens reported before, count for nothing."""
         prompt = self._prompt_of[event.request_id]
-        choice = self._choices[prompt * self.body.params.n + event.choice]
         index = prompt * self.body.params.n + event.choice
+        choice = self._choices[index]
         if event.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = event.prompt_logprobs
         self._cached[prompt] = max(self._cached[prompt], event.cached_tokens)
         if choice.finish is not None or self.fault is not None:
             return None, None
-        if event.start > choice.seen:
-            self.fault = AnswerFault("engine_error", f"tokens {choice.seen} to {event.start} were never reported")
+        found = choice.take(event, index)
+        if isinstance(found, AnswerFault):
+            self.fault = found
             return None, None
-        new = event.tokens[choice.seen - event.start :]
-        logprobs = () if event.logprobs is None else event.logprobs[choice.seen - event.start :]
-        choice.seen += len(new)
-        text = choice.out.push(new)
-        taken = choice.out.n_tokens - choice.tokens
-        choice.tokens = choice.out.n_tokens
-        stop = None
-        if choice.out.matched is None and event.finish is not None:
-            held = self._end(choice, event)
-            if held is None:
-                return None, None
-            text += held
-        if choice.out.matched is not None:
-            choice.finish, choice.stop_reason = "stop", choice.out.matched
-            if event.finish is None:
-                stop = Stop(event.request_id, event.choice, choice.tokens)
-        if choice.finish is not None:
+        if found[0].finish is not None:
             self._open -= 1
-        choice.parts.append(text)
-        ids = new[:taken]
-        if choice.finish == "stop" and choice.out.matched is None and event.stop_token is not None:
-            ids = (*ids, event.stop_token)
-            if self.body.endpoint != CHAT:
-                taken += 1  # the stop token's: evaluation harnesses take the last entry for the one that was generated
-        choice.digests += [item.digest for item in logprobs[: len(ids)]]
-        kept = logprobs[:taken] if self.body.params.logprobs is not None else ()
-        choice.logprobs += kept
-        choice.ids += ids
-        return Delta(index, text, kept, choice.finish, choice.stop_reason, ids), stop
-
-    def _end(self, choice: _Choice, event: TokensEvent) -> str | None:
-        """The engine's own end of a choice: the text that was still held back, None if it failed."""
-        assert event.finish is not None
-        if event.finish in _FAULTS:
-            code, message, status = _FAULTS[event.finish]
-            self.fault = AnswerFault(code, event.message or message, status)
-            return None
-        text = choice.out.finish()
-        choice.finish = event.finish
-        if event.stop_token is not None:
-            choice.tokens += 1
-            if event.stop_token in self.body.params.stop_token_ids:
-                choice.stop_reason = event.stop_token
-                if self.body.include_stop_str_in_output:
-                    text += self._text.decode([event.stop_token], skip_special=False)
-        return text
+        return found
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = self.prompt_tokens, self.completion_tokens
@@ -255,16 +168,9 @@ class Answer:
             if self.body.return_token_ids:
                 shown["token_ids"] = delta.tokens
             if delta.finish is not None:
-                shown.update(self._digest(choice))
+                shown.update(choice.digest())
             out.append(self._chunk(delta.choice, shown, logprobs, finish, delta.stop_reason))
         return out
-
-    def _digest(self, choice: _Choice) -> dict[str, Any]:
-        """32 hexadecimal digits of the logits behind the choice's ids, its stop token's among them, if asked for."""
-        if not self.body.params.return_digest:
-            return {}
-        rows = b"".join(digest.to_bytes(8, "little") for digest in choice.digests)
-        return {"digest": sha256(rows).hexdigest()[:32]}
 
     def _parts_of(self, index: int) -> ChatParts:
         """Of a stream, kept from delta to delta."""
@@ -325,7 +231,7 @@ class Answer:
             usage["usage"] = self.usage()
         return {**self._stream_head(), "choices": [choice], **usage}
 
-    def _whole(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.parts)
         logprobs, finish = None, choice.finish
         out: dict[str, Any] = {"index": index}
@@ -352,10 +258,10 @@ class Answer:
             out.update(self._prompt_ids(prompt))
         if self.body.return_token_ids:
             out["token_ids"] = choice.ids
-        out.update(self._digest(choice))
+        out.update(choice.digest())
         return {**out, "logprobs": logprobs, "finish_reason": finish, "stop_reason": choice.stop_reason}
 
-    def _logprobs(self, choice: _Choice, items: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, items: Sequence[TokenLogprob]) -> dict[str, Any]:
         top = self.body.params.logprobs or 0
         if self.body.endpoint == CHAT:
             return chat_logprobs(items, self._names, top)

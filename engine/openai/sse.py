@@ -8,7 +8,8 @@ import json
 from json.encoder import encode_basestring as quoted
 from typing import Any
 
-from .responses import Answer, Delta
+from .choice import Delta
+from .responses import Answer
 
 _MARK = "\N{OBJECT REPLACEMENT CHARACTER}text\N{OBJECT REPLACEMENT CHARACTER}"
 _render = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ... import request as engine
 from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
-from ...openai.responses import Answer, Delta
+from ...openai.choice import Delta
+from ...openai.responses import Answer
 from ...openai.schema import CHAT, COMPLETIONS, Endpoint, json_schema
 from ...openai.sse import DONE, EventWriter, event
 from ...openai.to_engine import RequestOrigin, to_requests

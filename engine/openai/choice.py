@@ -1,0 +1,120 @@
+"""One choice of an answer: the engine's events -> its text, its ids, and how it ended.
+
+Finds stop strings. Knows no JSON: responses.py words it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from ..request import FinishReason, TokenLogprob, TokensEvent
+from ..text.detokenizer import OutputText
+from ..text.tokenizer import TextModel
+from .batch_lines import AnswerFault
+from .body import Body
+from .chat_parts import ChatParts
+from .logprobs import Offsets
+from .schema import CHAT
+
+_FAULTS: dict[FinishReason, tuple[str, str, int | None]] = {
+    "cancelled": ("batch_cancelled", "the request was cancelled", None),
+    "timeout": ("request_timeout", "the request's time was over", None),
+    "numerical_error": ("numerical_error", "the model computed values that are not finite", 500),
+    "constraint_error": ("constraint_error", "what the request allows cannot be kept", 400),
+    "error": ("engine_error", "the engine failed on this request", 500),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one event added to one choice. `finish` is set on the choice's last."""
+
+    choice: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A stop string matched: for `EngineJob.stop_choice`."""
+
+    request_id: str
+    choice: int
+    n_tokens: int
+
+
+@dataclass(slots=True)
+class Choice:
+    """What the engine's events have made of it so far."""
+
+    body: Body
+    text: TextModel
+    out: OutputText
+    offsets: Offsets  # of what was streamed
+    seen: int = 0  # tokens that the engine has reported
+    tokens: int = 0  # tokens that count
+    parts: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)  # of the rows of logits behind `ids`
+    finish: str | None = None
+    stop_reason: int | str | None = None
+    begun: bool = False  # streaming: its first chunk is out
+    chat: ChatParts | None = None  # streaming: what it has said, taken apart
+
+    def take(self, event: TokensEvent, index: int) -> AnswerFault | tuple[Delta, Stop | None]:
+        """One event of a choice that has not ended, the answer's `index`-th: what to stream, and whether to tell the
+        engine to stop. Tokens reported before count for nothing."""
+        if event.start > self.seen:
+            return AnswerFault("engine_error", f"tokens {self.seen} to {event.start} were never reported")
+        new = event.tokens[self.seen - event.start :]
+        logprobs = () if event.logprobs is None else event.logprobs[self.seen - event.start :]
+        self.seen += len(new)
+        text = self.out.push(new)
+        taken = self.out.n_tokens - self.tokens
+        self.tokens = self.out.n_tokens
+        stop = None
+        if self.out.matched is None and event.finish is not None:
+            if event.finish in _FAULTS:
+                code, message, status = _FAULTS[event.finish]
+                return AnswerFault(code, event.message or message, status)
+            text += self._end(event.finish, event.stop_token)
+        if self.out.matched is not None:
+            self.finish, self.stop_reason = "stop", self.out.matched
+            if event.finish is None:
+                stop = Stop(event.request_id, event.choice, self.tokens)
+        self.parts.append(text)
+        ids = new[:taken]
+        if self.finish == "stop" and self.out.matched is None and event.stop_token is not None:
+            ids = (*ids, event.stop_token)
+            if self.body.endpoint != CHAT:
+                taken += 1  # the stop token's: evaluation harnesses take the last entry for the one that was generated
+        self.digests += [item.digest for item in logprobs[: len(ids)]]
+        kept = logprobs[:taken] if self.body.params.logprobs is not None else ()
+        self.logprobs += kept
+        self.ids += ids
+        return Delta(index, text, kept, self.finish, self.stop_reason, ids), stop
+
+    def _end(self, finish: FinishReason, stop_token: int | None) -> str:
+        """The engine's own end: the text that was still held back."""
+        text = self.out.finish()
+        self.finish = finish
+        if stop_token is not None:
+            self.tokens += 1
+            if stop_token in self.body.params.stop_token_ids:
+                self.stop_reason = stop_token
+                if self.body.include_stop_str_in_output:
+                    text += self.text.decode([stop_token], skip_special=False)
+        return text
+
+    def digest(self) -> dict[str, Any]:
+        """32 hexadecimal digits of the logits behind its ids, its stop token's among them, if asked for."""
+        if not self.body.params.return_digest:
+            return {}
+        rows = b"".join(digest.to_bytes(8, "little") for digest in self.digests)
+        return {"digest": sha256(rows).hexdigest()[:32]}
