@@ -14,7 +14,11 @@ from annotated_types import MaxLen
 
 from .request import Count, ModelLimits, Request, TokensEvent
 
-JobPhase = Literal["starting", "loading", "ready", "suspect", "restarting", "draining", "stopped", "failed"]
+StandbyPhase = Literal["", "starting", "ready"]
+"""Of the launch that stands by to take over; "": there is none."""
+JobPhase = Literal[
+    "starting", "loading", "ready", "suspect", "restarting", "draining", "stopped", "failed", "standby", "reloading"
+]
 
 
 CULPRIT = ("rank", "node", "stage", "device", "collective")
@@ -26,7 +30,8 @@ class JobState:
     """Where a job stands. `ready` alone takes requests; `suspect` is a rank whose heartbeat or step is overdue;
     `failed` is final (crash loop, bad weights) and `reason` says why, naming rank and node where one is to blame.
     While it starts again they are the last failure's; `collective` is what that rank last waited in or had started,
-    `device` what it computed on."""
+    `device` what it computed on. `standby`: its ranks are up and wait for the word to load; `reloading`: they make room
+    for others, requests wait. The field `standby` is of the launch that would take over."""
 
     phase: JobPhase
     reason: str = ""
@@ -38,6 +43,7 @@ class JobState:
     collective: str = ""
     stage: int | None = None
     device: str = ""
+    standby: StandbyPhase = ""
 
 
 class MetricRow(NamedTuple):

@@ -268,6 +268,7 @@ class DaemonConfig:
     load_timeout: Annotated[float, Unit("seconds"), Range(1, 7 * DAY)] = 600.0
     heartbeat_timeout: Annotated[float, Unit("seconds"), Range(1, 3600)] = 10.0
     max_restarts: Annotated[int, Range(0, 1000)] = 3
+    standby: Annotated[int, Range(0, 1)] = 0
     log_format: Literal["auto", "json", "text"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     limits: LimitsConfig = field(default_factory=LimitsConfig)

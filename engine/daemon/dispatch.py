@@ -168,7 +168,8 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        return not self.draining and any(state.phase == "ready" for state in self.states)
+        """Whether requests are taken: while a replica reloads they wait for it."""
+        return not self.draining and any(state.phase in ("ready", "reloading") for state in self.states)
 
     @property
     def in_flight(self) -> int:

@@ -69,6 +69,9 @@ class Observer:
     def failure(self, replica: int, kind: str, reason: str, culprit: Mapping[str, object]) -> None:
         """A launch ended badly: its kind (a closed set), why, and who is to blame (engine/job.py: CULPRIT)."""
 
+    def reloaded(self, outcome: str) -> None:
+        """A reload of the configuration is over: done, refused or failed."""
+
     def request(self, times: AnswerTimes) -> None:
         """A body was answered."""
 

@@ -18,6 +18,8 @@ GIB, MIB = 1 << 30, 1 << 20
 GPU_CONTEXT, NCCL_BUFFERS = 600 * MIB, 512 * MIB
 """What a CUDA context with its libraries and NCCL's channels take, about: not derived from shapes, and small beside the
 weights."""
+STANDBY_RANK = 300 * MIB
+"""What a rank that stands by holds of its host's memory, at most: Python, torch and its group, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class MemoryKeys:
     """Drafts of a sequence in one step, at most: each is a row of logits more."""
     draft_model: ModelConfig | None = None
     """What makes them, whole on every rank; None: prompt look-up, or nothing."""
+    standby: bool = False
+    """Whether a second rank stands by on the device, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ def working_memory(config: ModelConfig, size: int, value_bytes: float, keys: Mem
         "activations": int(tokens * each + 2 * drawn * logits),
         "all-reduces in flight": int(max(2, config.wiring.delay + 1) * tokens * d * value_bytes) if size > 1 else 0,
     }
+    if keys.standby:
+        parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
     if not keys.gpu:
         return parts
     sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()

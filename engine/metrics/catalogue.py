@@ -193,6 +193,10 @@ def _daemon() -> Iterator[Series]:
     yield Series("engine_phase", "gauge", ("replica", "phase"), "1 for the replica's phase, 0 for the others.")
     yield Series("engine_phase_start_timestamp_seconds", "gauge", ("replica",), "When the phase began (unix seconds).")
     yield Series("engine_load_seconds", "gauge", ("replica",), "How long the last load took; 0 before the first.")
+    yield Series("engine_standby", "gauge", ("replica",), "1 while a launch stands by to take over (daemon.standby).")
+    yield Series(
+        "config_reloads_total", "counter", ("outcome",), "Reloads of the deployment file, by what came of them."
+    )
     yield Series("engine_restarts_total", "counter", ("replica", "reason"), "Launches that failed, by kind of failure.")
     yield Series(
         "engine_last_failure_timestamp_seconds",
@@ -253,6 +257,7 @@ LABELS: Mapping[str, str] = {
     "finished_reason": ", ".join(FINISH_REASONS) + ".",
     "reason": "For restarts " + ", ".join(FAILURE_KINDS) + "; for throttling power, thermal, hardware, sync.",
     "phase": ", ".join(PHASES) + ".",
+    "outcome": "done, refused or failed.",
     "status": "For batches "
     + ", ".join(BATCH_STATUSES)
     + "; for lines left, completed, failed; for bodies waiting, in_flight.",

@@ -89,6 +89,7 @@ class MetricsObserver(Observer):
             self.series.set("engine_phase_start_timestamp_seconds", now, of)
             if not before or (before == "loading" and state.phase == "ready"):
                 self.series.set("engine_load_seconds", now - since if before else 0.0, of)
+        self.series.set("engine_standby", float(state.standby == "ready"), of)
         for phase in PHASES:
             self.series.set("engine_phase", float(phase == state.phase), of, phase)
         for name in ("rank_desync_total", "generation_tokens_total"):
@@ -111,6 +112,9 @@ class MetricsObserver(Observer):
         self.series.set("engine_last_failure_timestamp_seconds", self._clock(), *labels)
         if "DesyncError" in reason:
             self.series.add("rank_desync_total", 1.0, str(replica))
+
+    def reloaded(self, outcome: str) -> None:
+        self.series.add("config_reloads_total", 1.0, outcome)
 
     def request(self, times: AnswerTimes) -> None:
         if times.first is not None:

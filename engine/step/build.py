@@ -24,17 +24,18 @@ from ...models.config.shapes import check_everywhere, check_shapes, replicates_e
 from ...models.config.wiring import check_split, choose_wiring
 from ...models.kv_cache import KVCache, block_bytes
 from ...models.llama import LlamaModel
+from ...models.ops import Ops, StoredProducts
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.rank_shard import RankShard
 from ...models.stages import Stage, choose_layers, make_stages
 from ...models.transfer import Arriving, download
-from ...models.weights.mapping import open_source
+from ...models.weights.mapping import Source, open_source
 from ...models.weights.slices import plan_fills
 from ...models.weights.tensor_reader import FP8
 from ...topology.comm.collectives import device_gather
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
-from ..config.schema import Deployment
+from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment
 from ..request import ModelLimits
 from ..sampling.grammar import GrammarSlots, NoGrammars
 from ..sampling.sampler import Grammars, OnDevice, Sampler
@@ -184,6 +185,45 @@ def make_grammars(deployment: Deployment, config: ModelConfig) -> Grammars:
         return NoGrammars(f"structured output cannot be had here: {fault}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What this rank is to hold. `needed`: bytes of its weights."""
+
+    config: ModelConfig
+    warnings: list[str]
+    dtype: torch.dtype
+    length: int
+    stage: Stage
+    shard: RankShard
+    source: Source
+    stored: StoredProducts | None
+    ops: Ops
+    needed: int
+
+
+def _share(deployment: Deployment, communicator: Communicator, device: torch.device) -> _Share:
+    """By the checkpoint's headers; no weight is read. Raises as `build`."""
+    config, warnings = model_config(deployment)
+    dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
+    length = model_length(config, deployment.model.max_model_len)
+    stage = stage_here(deployment, config, communicator)
+    shard = RankShard.of(stage, communicator.size, communicator.rank)
+    source = open_source(Path(deployment.model.path), shard, config)
+    stored = make_stored_products(source, shard, device)
+    ops = make_ops(device, dtype, deployment.model.weights, deployment.parallel.deterministic)
+    mine = None if shard.stage is None else {fill.tensor for fill in plan_fills(shard) if fill.tensor is not None}
+    needed = source.rank_bytes(dtype.itemsize, shard.size, stored is not None, ops.matrix_bytes, mine)
+    return _Share(config, warnings, dtype, length, stage, shard, source, stored, ops, needed)
+
+
+def has_room(deployment: Deployment, communicator: Communicator, device: torch.device, ranks_here: int) -> bool:
+    """Whether the weights and KV caches of this host's ranks fit beside what is there now. On a GPU they never do: who
+    serves there has taken what engine.gpu_memory_utilization allows. Raises as `build`."""
+    needed = _share(deployment, communicator, device).needed
+    kv = deployment.engine.kv_cache_memory or CPU_KV_CACHE_MEMORY
+    return device.type == "cpu" and (needed + kv) * ranks_here <= available_bytes(device)
+
+
 def build(
     deployment: Deployment,
     communicator: Communicator,
@@ -197,26 +237,19 @@ def build(
     say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
     if device.type == "cpu":
         say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
-    config, warnings = model_config(deployment)
+    share = _share(deployment, communicator, device)
+    config, dtype, length, stage, shard = share.config, share.dtype, share.length, share.stage, share.shard
+    source, stored, ops = share.source, share.stored, share.ops
     keys, deterministic = deployment.engine, deployment.parallel.deterministic
-    dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
-    length = model_length(config, deployment.model.max_model_len)
-    stage = stage_here(deployment, config, communicator)
     if pipeline is not None:
         first = stage.first_layer
         say(f"stage {stage.index} of {stage.count}: layers {first} to {first + stage.config.num_layers - 1}")
-    shard = RankShard.of(stage, communicator.size, communicator.rank)
-    source = open_source(Path(deployment.model.path), shard, config)
-    stored = make_stored_products(source, shard, device)
-    ops = make_ops(device, dtype, deployment.model.weights, deterministic)
-    mine = None if shard.stage is None else {fill.tensor for fill in plan_fills(shard) if fill.tensor is not None}
-    needed = source.rank_bytes(dtype.itemsize, shard.size, stored is not None, ops.matrix_bytes, mine)
     widens = stored is not None and stored.widens
-    warnings += () if stored is None else stored.warnings
+    warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
-        warnings += (
+        warnings.append(
             "parallel.deterministic=true fixes no more than the order of sums between ranks on a GPU: a row's last "
-            "bits may depend on the other rows of its step",
+            "bits may depend on the other rows of its step"
         )
     if keys.speculation and device.type != "cpu":
         raise CapacityError(
@@ -224,7 +257,7 @@ def build(
             "ids that drafts follow are known; use false"
         )
     working = working_bytes(deployment, stage.config, shard.size, communicator.backend, dtype, length, device, widens)
-    draft = None
+    draft, needed = None, share.needed
     if keys.draft_model is not None:
         draft = DraftWeights(Path(keys.draft_model), config, dtype, length)
         check_alike(communicator)

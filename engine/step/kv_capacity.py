@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from ...models.attention_choice import flashinfer_serves
 from ...models.config.model_config import ModelConfig
 from ...models.refusal import Refusal
 from ...topology.comm.groups import Communicator
+from ...topology.hardware import sysfs
 from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment
 from ..config.schema import EngineConfig as EngineKeys
 from ..estimate.memory import GIB, MemoryKeys, working_memory
@@ -39,9 +39,8 @@ def available_bytes(device: torch.device) -> int:
     """Free memory on this rank's device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
+    if free := sysfs.available_bytes(sysfs.Sysfs()):
+        return free
     raise CapacityError("/proc/meminfo has no MemAvailable: set engine.kv_cache_memory")
 
 
@@ -72,6 +71,7 @@ def working_bytes(
         graphs=graphs,
         flashinfer=flashinfer,
         widens_fp8=widens_fp8,
+        standby=deployment.daemon.standby > 0,
     )
     return working_memory(config, size, dtype.itemsize, wanted)
 

@@ -88,6 +88,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         widens_fp8=stored.weights == "fp8" and not (_multiplies_fp8(fabric) and (quantised or FP8).activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
+        standby=d.daemon.standby > 0,
     )
     backend = backend_of(d, shape)
     costs, source, more = _tuned(d, fabric, shape, backend)

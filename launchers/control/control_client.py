@@ -52,6 +52,7 @@ from .messages import (
     Running,
     ServerMessage,
     Shutdown,
+    Standing,
     Tokens,
     Welcome,
     from_unproven,
@@ -124,6 +125,7 @@ class ControlClient:
         if not isinstance(welcome, Welcome):
             raise ConnectionError(f"the daemon began with {type(welcome).__name__}, not Welcome")
         self.config, self.replica, self.world_size = welcome.config, welcome.replica, welcome.world_size
+        self.standby = welcome.standby
         self._socket.settimeout(silence_s)
         pid = os.getpid()
         self._put(Hello(rank, local_rank, socket.gethostname(), pid, start_time(pid) or 0, boot_id(), version))
@@ -143,7 +145,7 @@ class ControlClient:
             commands.append(self._commands.popleft())
         return commands
 
-    def send_state(self, message: Announce | Loading | Ready | Running) -> None:
+    def send_state(self, message: Announce | Loading | Standing | Ready | Running) -> None:
         if isinstance(message, Loading):
             message = replace(message, detail=message.detail[:MAX_NAME])
         self._put(message)

@@ -66,13 +66,22 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Server -> rank, first: what to run. `config` is the resolved configuration as JSON text."""
+    """Server -> rank, first: what to run. `config` is the resolved configuration as JSON text. `standby`: come up
+    as far as that goes without weights, say Standing, and wait for Load."""
 
     type: Literal["welcome"] = field(default="welcome", kw_only=True)
     config: Annotated[str, MaxLen(16 * MAX_TEXT)]
     replica: Index
     world_size: Size
     version: ShortText
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Server -> every rank that stands by, or will: load the weights and serve."""
+
+    type: Literal["load"] = field(default="load", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +172,16 @@ class Loading:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """Rank -> server: the group is connected, and this rank waits for Load. `resident`: bytes that it holds; `room`:
+    whether its weights and KV cache fit beside what its device holds now."""
+
+    type: Literal["standing"] = field(default="standing", kw_only=True)
+    resident: Count
+    room: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """Rank -> server: loaded and waiting for steps."""
 
@@ -227,10 +246,10 @@ class DumpReply:
     data: dict[str, Any]
 
 
-Command = Submit | Cancel | StopChoice | Drain | Shutdown
+Command = Load | Submit | Cancel | StopChoice | Drain | Shutdown
 """What `ControlClient.poll` returns."""
-ServerMessage = Welcome | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
-RankMessage = Hello | Announce | Loading | Ready | Tokens | Running | Beat | Failure | DumpReply
+ServerMessage = Welcome | Load | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
+RankMessage = Hello | Announce | Loading | Standing | Ready | Tokens | Running | Beat | Failure | DumpReply
 Message = ServerMessage | RankMessage
 Direction = Literal["server", "rank"]
 

@@ -131,6 +131,7 @@ class Fleet:
             replica=replica,
             control_host=self.control_host(),
             restart=restart,
+            standby=restart and daemon.standby > 0,
             max_failures=daemon.max_restarts,
             patience=patience,
             words=self._words,

@@ -31,6 +31,7 @@ from ..control.messages import (
     Dump,
     DumpReply,
     Hello,
+    Load,
     RankMessage,
     Running,
     ServerMessage,
@@ -83,6 +84,10 @@ class JobOptions:
     """For killed processes to be gone; those that are not quarantine their node."""
     healthy_s: float = 60.0
     """Being ready for so long counts as progress."""
+    standby: bool = False
+    """Whether a second launch stands by, to take over from one that fails."""
+    hold: bool = False
+    """Whether the first launch stands by itself until it is told to load."""
     longest_backoff_s: float = 30.0
     words: RankWords = field(default_factory=RankWords)
     """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
@@ -102,24 +107,34 @@ class LaunchOwner(Protocol):
 class Launch:
     """Once started it runs until `failure` returns or `end` is called; `end` is always called."""
 
-    def __init__(self, owner: LaunchOwner, command: StartCommand, config_json: str, options: JobOptions) -> None:
-        self._owner, self._command, self._options = owner, command, options
+    def __init__(
+        self,
+        owner: LaunchOwner,
+        command: StartCommand,
+        config_json: str,
+        options: JobOptions,
+        standby: bool = False,
+    ) -> None:
+        """standby: its ranks wait without weights until `load`. `owner` may be another one later."""
+        self.owner, self._command, self._options = owner, command, options
         secret = new_secret()
-        welcome = Welcome(config_json, options.replica, options.world_size, __version__)
+        welcome = Welcome(config_json, options.replica, options.world_size, __version__, standby)
         self._secret_hex = secret.hex()
         self._server = ControlThread(self, secret, welcome, options.control_host)
         self._board = RankBoard(options.world_size, options.patience, time.monotonic(), options.stage_ranks)
         self._keeper: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._trouble, self._exited = asyncio.Event(), asyncio.Event()
-        self._ending = False
+        self._ending = self._loads = False
         self._said: set[str] = set()
         self._scratch = ""
         self._dumps: dict[int, dict[str, Any]] = {}
         self._dumped = asyncio.Event()
         self._dump_id = 0
         self._output: deque[tuple[float, str]] = deque(maxlen=60)
-        self._sign_at = self._asked_at = self._late_at = self._late_s = 0.0
+        self._asked_at = self._late_at = self._late_s = 0.0
+        self.sign_at = 0.0
+        """When the first sign of its end came, in monotonic seconds."""
 
     async def start(self) -> None:
         """Raises OSError if the channel or the keeper cannot be had."""
@@ -145,6 +160,17 @@ class Launch:
     def send(self, message: ServerMessage, rank: int | None = None) -> None:
         self._server.send(message, rank)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether no rank is suspect, and nothing says that it ends."""
+        return self._board.healthy and not self._ending
+
+    def load(self) -> None:
+        """Has the ranks load that stand by; those that are not up yet do once they are."""
+        self._loads = True
+        self._board.load(time.monotonic())
+        self.send(Load())
+
     async def failure(self) -> JobFailure:
         """Waits for the first sign of the end, then a moment for what explains it."""
         await self._trouble.wait()
@@ -166,8 +192,8 @@ class Launch:
         status = self._keeper.returncode if self._keeper is not None else None
         exit_code = status if status is None or status >= 0 else 128 - status
         # what was said around the end; before that it was about other things
-        last_words = tuple(line for at, line in self._output if at > self._sign_at - LAST_WORDS_S)
-        stood_still = self._late_s if self._sign_at - self._late_at < LAST_WORDS_S else 0.0
+        last_words = tuple(line for at, line in self._output if at > self.sign_at - LAST_WORDS_S)
+        stood_still = self._late_s if self.sign_at - self._late_at < LAST_WORDS_S else 0.0
         return self._board.judge(exit_code, last_words, dict(self._dumps), stood_still)
 
     async def dump(self, timeout_s: float) -> dict[int, dict[str, Any]]:
@@ -246,15 +272,17 @@ class Launch:
         news = self._board.heard(rank, message, time.monotonic())
         if isinstance(message, Tokens):
             # even after a sign of failure: what all ranks agreed on need not be computed again
-            self._owner.launch_tokens(message.events)
+            self.owner.launch_tokens(message.events)
         elif isinstance(message, Running):
-            self._owner.launch_running(message)
+            self.owner.launch_running(message)
         elif isinstance(message, Beat):
             if (hello := self._board.ranks[rank].hello) is not None:
-                self._owner.launch_beat(rank, hello.hostname, hello.pid, message)
+                self.owner.launch_beat(rank, hello.hostname, hello.pid, message)
         elif isinstance(message, Hello):
             where = {"rank": rank, "node": message.hostname}
             log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
+            if self._loads:
+                self.send(Load(), rank)
         elif isinstance(message, DumpReply) and message.dump_id == self._dump_id:
             self._dumps[rank] = message.data
             if self._dumps.keys() >= self._server.connected:
@@ -279,9 +307,9 @@ class Launch:
                 log.log(level, "%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
                 if self._trouble.is_set():
                     continue
-                self._sign_at = time.monotonic()
+                self.sign_at = time.monotonic()
                 self._trouble.set()
-            self._owner.launch_news(item, node)
+            self.owner.launch_news(item, node)
 
     async def _watch(self) -> None:
         last = time.monotonic()

@@ -15,7 +15,7 @@ from typing import Any
 from ... import __version__
 from ...engine.request import ModelLimits
 from ..control.control import SILENCE_S
-from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready
+from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, liveness, stalled
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
@@ -49,6 +49,15 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class AllStanding:
+    """Every rank waits for Load. `resident`: the most bytes that one of them holds; `room`: whether all have room for
+    their weights beside what is there now."""
+
+    resident: int
+    room: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AllReady:
     """Every rank is loaded, and they agree."""
 
@@ -68,7 +77,7 @@ class Recovered:
     """No rank is suspect any more."""
 
 
-News = Evidence | LoadProgress | AllReady | Suspect | Recovered
+News = Evidence | LoadProgress | AllStanding | AllReady | Suspect | Recovered
 
 
 @dataclass(slots=True)
@@ -80,6 +89,7 @@ class RankState:
     heard: float = 0.0
     beat_at: float = 0.0
     fraction: float = 0.0
+    standing: Standing | None = None
     digests: dict[str, str] | None = None
     limits: ModelLimits | None = None
     suspect: bool = False
@@ -96,7 +106,16 @@ class RankBoard:
         self._patience = patience
         self._steps = StepWatch(patience.first_step_s, patience.least_step_s)
         self._began = self._moved = began
-        self._ready = False
+        self._ready = self._loads = False
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing speaks against this launch."""
+        return not self.evidence and not any(state.suspect for state in self.ranks.values())
+
+    def load(self, now: float) -> None:
+        """The ranks are told to load: from now on they are waited for."""
+        self._loads, self._moved = True, now
 
     def name(self, rank: int) -> str:
         hello = self.ranks[rank].hello
@@ -139,6 +158,11 @@ class RankBoard:
                     self._moved = now
                 state.fraction = fraction
                 news.append(self._progress(detail))
+            case Standing():
+                state.standing, self._moved = message, now
+                if not self.evidence and (standing := self._standing()):
+                    most = max(one.resident for one in standing)
+                    news.append(AllStanding(most, all(one.room for one in standing)))
             case Ready(limits):
                 state.limits, state.fraction, self._moved = limits, 1.0, now
                 news += self._agreement()
@@ -163,6 +187,11 @@ class RankBoard:
         """Keeps it for `judge`. Called from outside for what the ranks do not say (mpirun's end)."""
         self.evidence.append(evidence)
         return evidence
+
+    def _standing(self) -> list[Standing]:
+        """What the ranks said; [] until each has."""
+        found = [state.standing for state in self.ranks.values() if state.standing is not None]
+        return found if len(found) == len(self.ranks) else []
 
     def _progress(self, detail: str) -> LoadProgress:
         return LoadProgress(min(state.fraction for state in self.ranks.values()), detail)
@@ -198,7 +227,7 @@ class RankBoard:
                 missing = ", ".join(str(rank) for rank in self.ranks if rank not in greeted)
                 text = f"rank {missing} did not come up within {patience.launch_s:g} s"
                 news.append(self.sign(Evidence("launch", None, text)))
-        elif not self._ready and now - self._moved > patience.load_stall_s:
+        elif not self._ready and (self._loads or not self._standing()) and now - self._moved > patience.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
             text = f"loading has not got on for {patience.load_stall_s:g} s"
             news.append(self.sign(Evidence("load_stalled", slowest, text)))

@@ -22,8 +22,9 @@ from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
 from ..control.messages import Beat, Cancel, Drain, Running, StopChoice, Submit
 from .detect import Evidence, JobFailure, RestartPolicy, by_a_request
-from .job_launch import JobOptions, Launch, StartCommand
-from .rank_board import AllReady, JobTimeouts, LoadProgress, News, Recovered, Suspect
+from .job_launch import JobOptions, Launch, LaunchOwner, StartCommand
+from .rank_board import AllReady, AllStanding, JobTimeouts, LoadProgress, News, Recovered, Suspect
+from .standby import Standby
 
 __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob", "StartCommand"]
 
@@ -64,10 +65,16 @@ class MpiJob:
         self._policy = RestartPolicy(options.max_failures if options.restart else 0, options.longest_backoff_s)
         self._listener: JobListener | None = None
         self._launch: Launch | None = None
+        self._standby = Standby(self._make_launch, self._standby_changed)
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._draining = self._progress = False
+        self._held = options.hold
+        self.room = False
+        """Whether a held job's ranks, standing by, have room for their weights beside what is there."""
         self._ready_since: float | None = None
+        self._taken_over = False
+        self._lost_at = self._gone_at = 0.0
         self._in_flight: dict[str, _InFlight] = {}
         self._entries = 0
         self._idle = asyncio.Event()
@@ -107,8 +114,17 @@ class MpiJob:
         if self._launch is not None and request_id in self._in_flight:
             self._launch.send(StopChoice(request_id, choice, n_tokens), 0)
 
+    def load(self) -> None:
+        """Has a held job go on from `standby`. Raises RuntimeError in another phase."""
+        if self._state.phase != "standby" or self._launch is None:
+            raise RuntimeError(f"the job is {self._state.phase}, it loads when its ranks stand by")
+        self._held = False
+        self._set_state("loading")
+        self._launch.load()
+
     async def drain(self, timeout_s: float) -> bool:
         self._draining = True
+        self._standby.stop()
         lost_before = len(self.failures)
         if self._state.phase in ("ready", "suspect"):
             self._set_state("draining")
@@ -123,6 +139,7 @@ class MpiJob:
 
     async def close(self) -> None:
         self._closing.set()
+        await self._standby.close()
         if self._task is not None:
             await self._task
 
@@ -152,19 +169,25 @@ class MpiJob:
                 await self._launch.end(orderly=False)
             self._report_lost(JobFailure("launch", repr(error)))
             self._set_state("failed", reason=f"the supervisor itself failed: {error!r}")
+        finally:
+            await self._standby.close()
 
     async def _run_once(self) -> JobFailure | None:
         """One launch, from its start to its last process gone; None if it ended because the job was closed."""
-        self._progress, self._ready_since = False, None
+        self._progress, self._ready_since, self._taken_over = False, None, False
         try:
-            command = self._command(self._excluded)
             if self.failures and self._hooks.devices_free is not None:
                 await self._hooks.devices_free()
+            launch = self._standby.take(self, self._excluded)
+            self._taken_over = launch is not None
+            if launch is None:
+                launch = self._make_launch(self, self._excluded, standby=self._held)
         except (ValueError, RuntimeError) as error:
             return JobFailure("launch", str(error))
-        launch = self._launch = Launch(self, command, self._config_json, self._options)
+        self._launch = launch
         try:
-            await launch.start()
+            if not self._taken_over:
+                await launch.start()
         except OSError as error:
             await launch.end(orderly=False)
             self._launch = None
@@ -181,14 +204,23 @@ class MpiJob:
         self._launch = None
         if failure is not None and launch.launcher_killed:  # its end may be known later than what followed from it
             failure = launch.verdict()
+        self._note_end(launch.sign_at, time.monotonic())
         if stuck is not None:
             self._excluded |= {socket.gethostname()}
             failure = failure and dataclasses.replace(failure, reason=f"{failure.reason}; {stuck}")
         self._report_lost(failure)
         return failure
 
+    def _make_launch(self, owner: LaunchOwner, excluded: frozenset[str], standby: bool = True) -> Launch:
+        """Raises ValueError."""
+        return Launch(owner, self._command(excluded), self._config_json, self._options, standby)
+
     async def _goes_on(self, failure: JobFailure) -> bool:
         """Counts the failure; waits as the policy says. False: it was the last."""
+        if self._taken_over and self._ready_since is None:
+            log.warning("standby: failed as it took over: %s: a cold start", failure.reason, extra={"event": "standby"})
+            self._set_state("starting")
+            return True
         self.failures.append(failure)
         log.error(
             "launch failed (%s): %s",
@@ -201,6 +233,7 @@ class MpiJob:
         delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
         # a launch that can never come right is not tried again; what was refused now but not before may yet be mended
         hopeless = failure.kind == "mismatch" or (failure.kind == "refused" and self._state.limits is None)
+        hopeless |= self._held
         if delay is None or self._draining or hopeless:
             reason = failure.reason
             if self._options.restart and delay is None and not hopeless:
@@ -213,6 +246,21 @@ class MpiJob:
         if not self._closing.is_set():
             self._set_state("starting", restarts=self._state.restarts + 1)
         return True
+
+    def _note_end(self, lost_at: float, gone_at: float) -> None:
+        if self._ready_since is not None:
+            self._lost_at, self._gone_at = lost_at, gone_at
+
+    def _log_recovery(self, now: float) -> None:
+        gone_s, again_s = self._gone_at - self._lost_at, now - self._lost_at
+        log.info(
+            "serving again %.2f s after the first sign of failure: processes gone after %.2f s, %s ready %.2f s later",
+            again_s,
+            gone_s,
+            "the standby" if self._taken_over else "a cold start",
+            again_s - gone_s,
+            extra={"event": "recovered", "standby": self._taken_over, "seconds": round(again_s, 3)},
+        )
 
     def _report_lost(self, failure: JobFailure | None) -> None:
         lost, self._in_flight = self._in_flight, {}
@@ -248,11 +296,18 @@ class MpiJob:
             limits or self._state.limits,
             exit_code=None if failure is None else failure.exit_code or 1,
             **culprit,
+            standby=self._standby.phase,
         )
+        self._take_state(state)
+
+    def _take_state(self, state: JobState) -> None:
         if state != self._state:
             self._state = state
             if self._listener is not None:
                 self._tell(self._listener.on_state, state)
+
+    def _standby_changed(self) -> None:
+        self._take_state(dataclasses.replace(self._state, standby=self._standby.phase))
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -268,9 +323,16 @@ class MpiJob:
             case LoadProgress(fraction, detail):
                 if phase in ("starting", "loading"):
                     self._set_state("loading", reason=(f"{fraction:.0%} {detail}" if fraction else detail).strip())
+            case AllStanding(_, room):
+                self.room = room
+                self._set_state("standby")
             case AllReady(limits):
                 self._ready_since = time.monotonic()
+                if self._lost_at:
+                    self._log_recovery(self._ready_since)
                 self._set_state("draining" if self._draining else "ready", limits=limits)
+                if self._options.standby and not self._draining:
+                    self._standby.keep(self._excluded)
             case Recovered():
                 if phase == "suspect":
                     self._set_state("ready")

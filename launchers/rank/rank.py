@@ -27,16 +27,30 @@ from ...topology.connect import connect
 from ...topology.hardware.cpu_tier import TierError, limit_libraries
 from ...topology.hardware.cpu_tier import current as current_tier
 from ...topology.hardware.interfaces import address_of
-from ...topology.hardware.sysfs import Sysfs
+from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.placement.identity import Identity
 from ...topology.placement.layout import observed_layout
 from ...topology.placement.mapping import MappingError
 from ..compose.binding import bind
 from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_here, interface_here, verify_seats
-from ..control.messages import Announce, Cancel, Command, Drain, Loading, Ready, Running, Shutdown, StopChoice, Submit
+from ..control.messages import (
+    Announce,
+    Cancel,
+    Command,
+    Drain,
+    Load,
+    Loading,
+    Ready,
+    Running,
+    Shutdown,
+    Standing,
+    StopChoice,
+    Submit,
+)
 from .load_tuning import backend_here, tuned_choice
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status, loading_words
+from .standing_by import require_memory, stand_by
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +66,7 @@ class Channel(Protocol):
 
     def send_tokens(self, events: Sequence[TokensEvent]) -> None: ...
 
-    def send_state(self, message: Announce | Loading | Ready | Running) -> None: ...
+    def send_state(self, message: Announce | Loading | Standing | Ready | Running) -> None: ...
 
 
 class DeviceError(Refusal, ValueError):
@@ -237,8 +251,8 @@ class _Steps:
                 self.engine.cancel(request_id)
             case StopChoice(request_id, choice, n_tokens):
                 self.engine.stop_choice(request_id, choice, n_tokens)
-            case Drain():
-                pass  # the owner sends no more; what is here goes on to its end
+            case Drain() | Load():
+                pass  # the owner sends no more, and what is here goes on to its end; what runs has loaded
             case Shutdown():
                 self.ending = True
 
@@ -258,15 +272,19 @@ def run_rank(
     status: Status,
     secret: bytes = b"",
     bootstrap: Bootstrap | None = None,
+    standby: bool = False,
 ) -> None:
-    """Until Shutdown (rank 0 of the group) or the end of plans (the others). Raises whatever stops it."""
+    """Until Shutdown (rank 0 of the group) or the end of plans (the others). `standby`: waits for Load (or Shutdown)
+    before it reads weights, on a channel. Raises whatever stops it."""
     say: Callable[[Announce | Loading | Ready | Running], None]
     say = channel.send_state if channel is not None else lambda message: None
+    if standby:
+        require_memory(available_bytes(Sysfs()), identity.local_size)
     say(Loading(0.0, "importing"))
     set_threads(deployment, identity)
     import torch
 
-    from ...engine.step.build import build
+    from ...engine.step.build import build, has_room
 
     device = choose_device(deployment, identity)
     status.computes_with = device.type, current_tier(), str(torch.get_num_threads())
@@ -277,6 +295,11 @@ def run_rank(
     say(Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret, bootstrap) as communicator:
         status.communicator = communicator
+        if standby and channel is not None:
+            communicator.set_timeout(deployment.daemon.load_timeout)
+            sharers = identity.local_size
+            if not stand_by(channel, communicator, lambda: has_room(deployment, communicator, device, sharers)):
+                return
         begun, last_told = time.monotonic(), 0.0
 
         def told(done: int, total: int) -> None:

@@ -21,7 +21,6 @@ from ...topology.placement.identity import Identity, IdentityError, identify, re
 from ..control.control_client import ControlClient, address_and_secret
 from ..control.processes import die_with_parent
 from ..job.rank_logs import set_up_logs
-from .rank import run_rank
 from .rank_status import Status
 
 log = logging.getLogger(__name__)
@@ -62,10 +61,12 @@ def main() -> int:
 
 
 def _run(client: ControlClient, identity: Identity, status: Status, secret: bytes) -> None:
+    from .rank import run_rank  # torch comes with it: the channel is there before, and says that this process lives
+
     deployment = deploy.from_json(json.loads(client.config))
     parallel = deployment.parallel
     require_world(identity, parallel.tensor_parallel_size, stages=parallel.pipeline_parallel_size)
-    run_rank(deployment, identity, client, status, secret)
+    run_rank(deployment, identity, client, status, secret, standby=client.standby)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from ..link_cost import WHOLE_BYTES
 from .batch_channel import PlanChannel
 from .collectives import Collective, Gather, Gathering
 from .ledger import Ledger
-from .pipeline import Pipeline
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..placement.layout import GroupLayout
+    from .pipeline import Pipeline
 
 BackendName = Literal["auto", "native", "mpi", "gloo", "nccl"]
 Deterministic = Literal["everywhere"] | bool

@@ -77,6 +77,11 @@ def memory_bytes(fs: Sysfs) -> int:
     return total
 
 
+def available_bytes(fs: Sysfs) -> int:
+    """Memory that processes could have now without swapping; 0 where the kernel does not say."""
+    return _meminfo(fs.text("proc/meminfo"), "MemAvailable")
+
+
 def cpu_name(fs: Sysfs) -> str:
     for line in fs.text("proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
@@ -181,6 +186,6 @@ def _cpus(text: str) -> tuple[int, ...]:
         return ()
 
 
-def _meminfo(text: str) -> int:
-    found = re.search(r"MemTotal:\s*([0-9]+) kB", text)
+def _meminfo(text: str, name: str = "MemTotal") -> int:
+    found = re.search(rf"{name}:\s*([0-9]+) kB", text)
     return int(found[1]) * 1024 if found else 0

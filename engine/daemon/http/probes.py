@@ -45,6 +45,7 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
             "reason": state.reason,
             "restarts": state.restarts,
             **{name: getattr(state, name) for name in CULPRIT},
+            "standby": state.standby or "none",
         }
         for state in states
     ]

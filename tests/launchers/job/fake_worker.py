@@ -7,6 +7,8 @@ object:
   refuse_after: a file whose presence makes that refusal hold, digests: {rank: text}, version: {rank: text},
   vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
   warns: {rank: text} that it logs as a warning while it loads,
+  raise_standing: rank, raise_taking_over: rank, stand_until: a file that must be there for a rank to stand by,
+  room: whether there is room (true),
   poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
 Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of choice c is
 `fake_token(seed, c, i)`, whatever else runs; a request ends by "length".
@@ -24,6 +26,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from laddertron.engine.job import MetricRow
 from laddertron.engine.request import FinishReason, ModelLimits, Request, TokensEvent
@@ -33,9 +36,12 @@ from laddertron.launchers.control.messages import (
     Beat,
     Cancel,
     Command,
+    Load,
     Loading,
     Ready,
     Running,
+    Shutdown,
+    Standing,
     StopChoice,
     Submit,
 )
@@ -187,8 +193,25 @@ def main() -> None:
     client.close()
 
 
+def stand_by(client: ControlClient, config: dict[str, Any], rank: int) -> bool:
+    """Until Load; False: Shutdown."""
+    if config.get("raise_standing") == rank:
+        raise AskedToRaise("asked to raise while it comes up")
+    while config.get("stand_until") and not os.path.exists(config["stand_until"]):
+        time.sleep(0.01)
+    client.send_state(Standing(1_000_000, config.get("room", True)))
+    while commands := client.poll(None):
+        if any(isinstance(command, Load | Shutdown) for command in commands):
+            break
+    if config.get("raise_taking_over") == rank:
+        raise AskedToRaise("asked to raise as it takes over")
+    return not client.shutdown_announced
+
+
 def work(client: ControlClient, beats: Beats, rank: int) -> None:
     config = json.loads(client.config)
+    if client.standby and not stand_by(client, config, rank):
+        return
     digests = config.get("digests", {})
     client.send_state(Announce({"config": "c0ffee", "weights": digests.get(str(rank), "feed")}))
     client.send_state(Loading(0.5, "weights"))

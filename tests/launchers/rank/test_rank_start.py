@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +32,35 @@ ME = Identity(2, 0, 0, 2, "here", "torchrun")
 
 def deployment(wanted: Literal["any", "ib", "socket"]) -> Deployment:
     return Deployment(model=ModelSection(path="nowhere"), parallel=ParallelConfig(require_transport=wanted))
+
+
+@pytest.mark.parametrize(
+    ("modules", "never"),
+    [
+        ("launchers.rank.worker", {"torch", "mpi4py", "megatron", "pydantic.v1", "rich", "click", "fastapi"}),
+        (
+            "launchers.rank.rank engine.step.build",
+            {
+                "megatron",
+                "einops",
+                "transformers",
+                "tokenizers",
+                "jinja2",
+                "triton",
+                "sympy",
+                "torch._dynamo",
+                "fastapi",
+            },
+        ),
+    ],
+    ids=["before its channel", "in all"],
+)
+def test_a_rank_imports_what_it_uses(modules: str, never: set[str]) -> None:
+    """Each start waits for it. torch itself comes after the channel, by which the rank says that it lives."""
+    names = ", ".join(f"laddertron.{name}" for name in modules.split())
+    code = f"import sys, {names}; print(sorted({never!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""A second launch of a job that stands by: imported and connected, without weights, to take over from one that fails.
+
+Keeps one up behind the job's present launch, and says why when there is none. When it takes over is the job's
+(`supervisor.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from ...engine.job import StandbyPhase
+from ...engine.request import TokensEvent
+from ..control.messages import Beat, Running
+from .detect import JobFailure
+from .job_launch import Launch, LaunchOwner
+from .rank_board import AllStanding, News, Recovered, Suspect
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
+"""Between two tries to have one: twice as long each time."""
+
+MakeLaunch = Callable[[LaunchOwner, frozenset[str]], Launch]
+"""A launch of the job's layout without the given nodes, whose ranks stand by. Raises ValueError where too few are
+left."""
+
+
+class Standby:
+    """`changed` is called when `phase` is another one."""
+
+    def __init__(self, make: MakeLaunch, changed: Callable[[], None]) -> None:
+        self._make, self._changed = make, changed
+        self.phase: StandbyPhase = ""
+        self._launch: Launch | None = None
+        self._excluded: frozenset[str] = frozenset()
+        self._stood = False
+        self._over = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def keep(self, excluded: frozenset[str]) -> None:
+        """From now on one is kept up, until it is taken."""
+        self._over.set()
+        self._excluded, self._over = excluded, asyncio.Event()
+        self._task = asyncio.create_task(self._keep(self._over, self._task))
+
+    def take(self, owner: LaunchOwner, excluded: frozenset[str]) -> Launch | None:
+        """The launch that stands by or comes up, told to load: from now on it is `owner`'s. None where there is none to
+        rely on; the log says why."""
+        launch, phase = self._launch, self.phase
+        self._over.set()
+        if launch is None:
+            return None
+        if excluded != self._excluded or not launch.healthy:
+            why = "a rank of it is silent or gone" if excluded == self._excluded else "it counts on a node that is out"
+            log.warning("standby: not used, %s: a cold start", why, extra={"event": "standby"})
+            return None
+        log.info("standby: takes over%s", "" if phase == "ready" else ", still coming up", extra={"event": "standby"})
+        self._launch, launch.owner = None, owner
+        self._set("")
+        launch.load()
+        return launch
+
+    def stop(self) -> None:
+        """None is wanted any more."""
+        self._over.set()
+
+    async def close(self) -> None:
+        """Returns when its processes are gone."""
+        self._over.set()
+        if self._task is not None:
+            await self._task
+
+    async def _keep(self, over: asyncio.Event, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        wait_s = FIRST_WAIT_S
+        while not over.is_set():
+            self._stood = False
+            failure = await self._run_once(over)
+            if failure is None:
+                return
+            wait_s = FIRST_WAIT_S if self._stood else min(2 * wait_s, LONGEST_WAIT_S)
+            log.warning(
+                "standby: lost (%s): %s; another one is tried in %g s, until it is ready a failure costs a cold start",
+                failure.kind,
+                failure.reason,
+                wait_s,
+                extra={"event": "standby", "rank": failure.rank, "node": failure.node},
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await over.wait()
+
+    async def _run_once(self, over: asyncio.Event) -> JobFailure | None:
+        """One launch until it fails; None if it was taken, or is wanted no more."""
+        try:
+            launch = self._make(self, self._excluded)
+        except ValueError as error:
+            return JobFailure("launch", str(error))
+        try:
+            await launch.start()
+        except OSError as error:
+            await launch.end(orderly=False)
+            return JobFailure("launch", f"cannot launch: {error}")
+        self._launch = launch  # not before it has started: who takes it does not wait for that
+        self._set("starting")
+        failing, leaving = asyncio.create_task(launch.failure()), asyncio.create_task(over.wait())
+        await asyncio.wait([failing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        failure = failing.result() if failing.done() else None
+        failing.cancel()
+        leaving.cancel()
+        if self._launch is launch:
+            self._launch = None
+            self._set("")
+            await launch.end(orderly=failure is None and self._stood)
+        return failure
+
+    def _set(self, phase: StandbyPhase) -> None:
+        if phase != self.phase:
+            self.phase = phase
+            self._changed()
+
+    # what its launch says until it is taken
+
+    def launch_news(self, news: News, node: str | None) -> None:
+        match news:
+            case AllStanding(resident):
+                self._stood = True
+                log.info("standby: ready, %d MB a rank", resident // 10**6, extra={"event": "standby"})
+                self._set("ready")
+            case Suspect():
+                self._set("starting")
+            case Recovered() if self._stood:
+                self._set("ready")
+            case _:
+                pass
+
+    def launch_tokens(self, events: tuple[TokensEvent, ...]) -> None:
+        """It has no requests."""
+
+    def launch_running(self, running: Running) -> None:
+        """It runs none."""
+
+    def launch_beat(self, rank: int, node: str, pid: int, beat: Beat) -> None:
+        """Its ranks are not in the metrics: their series are the serving ranks'."""
