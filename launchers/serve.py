@@ -14,6 +14,8 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -28,15 +30,17 @@ from ..engine.daemon.observe import AnswerTimes, Observer
 from ..engine.daemon.service import Daemon, Parts, calm_collector
 from ..engine.daemon.store.disk import DiskError
 from ..engine.daemon.store.store import StoreOptions
-from ..engine.job import EngineJob
+from ..engine.estimate.memory import GPU_CONTEXT, NCCL_BUFFERS
 from ..engine.metrics.observer import MetricsObserver
 from ..engine.metrics.otel import TracingError, exporting
 from ..engine.text.tokenizer import TextError, TextModel
 from ..topology.hardware.discover import select
 from ..topology.hardware.nvml import gpus, load_nvml
 from .job.bundle import FailureBundles
-from .job.device_memory import DeviceMemory, nvml_look
+from .job.device_memory import SLACK_BYTES, DeviceMemory, nvml_look
 from .job.fleet import Fleet
+from .job.reload import Reloader
+from .job.rolling_job import RollingJob
 from .job.supervisor import JobFailure, JobHooks, MpiJob
 
 log = logging.getLogger(__name__)
@@ -46,19 +50,23 @@ class ServeError(RuntimeError):
     """The daemon cannot begin: exit code 2, one line."""
 
 
-def replicas_of(deployment: Deployment, failed: Callable[[int, JobFailure], None]) -> list[EngineJob]:
-    """One job a replica, not started. Raises ValueError or OSError where they cannot be launched here."""
+def replicas_of(deployment: Deployment, failed: Callable[[int, JobFailure], None], hold: bool = False) -> list[MpiJob]:
+    """One job a replica, not started, held (JobOptions) or not. Raises ValueError or OSError where they cannot be
+    launched here."""
     fleet = Fleet(deployment, os.environ)
     config = json.dumps(to_json(fleet.deployment))
 
     def replica(index: int) -> MpiJob:
         memory = _device_memory(deployment, fleet.local_devices(index))
         hooks = JobHooks(lambda failure: failed(index, failure), None if memory is None else memory.free)
-        return MpiJob(
-            lambda excluded: fleet.command(index, excluded), config, fleet.options(index, restart=True), hooks
-        )
+        options = replace(fleet.options(index, restart=True), hold=hold)
+        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
 
     return [replica(index) for index in range(deployment.parallel.replicas)]
+
+
+def _jobs_of(failed: Callable[[int, JobFailure], None], deployment: Deployment, hold: bool) -> list[MpiJob]:
+    return replicas_of(deployment, failed, hold)
 
 
 def _device_memory(deployment: Deployment, wanted: Collection[int]) -> DeviceMemory | None:
@@ -68,14 +76,20 @@ def _device_memory(deployment: Deployment, wanted: Collection[int]) -> DeviceMem
         return None
     found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
     used = [device for device in found if device.index in wanted]
-    return DeviceMemory(nvml_look(nvml, used)) if used else None
+    slack = SLACK_BYTES + deployment.daemon.standby * (GPU_CONTEXT + NCCL_BUFFERS)
+    return DeviceMemory(nvml_look(nvml, used), slack=slack) if used else None
 
 
 def serve(
-    loaded: LoadedDeployment, text: TextModel, text_folder: Path, observer: Observer | None = None, adopt: bool = False
+    loaded: LoadedDeployment,
+    text: TextModel,
+    text_folder: Path,
+    observer: Observer | None = None,
+    adopt: bool = False,
+    read_again: Callable[[], LoadedDeployment] | None = None,
 ) -> int:
-    """Runs the daemon to its end; the exit code. `adopt`: StoreOptions.adopt. Raises ServeError, or ConfigError for the
-    files it names."""
+    """Runs the daemon to its end; the exit code. `adopt`: StoreOptions.adopt. `read_again`: reads and checks the
+    deployment anew, for a reload. Raises ServeError, or ConfigError for the files it names."""
     deployment = loaded.deployment
     daemon = deployment.daemon
     data_dir = Path(daemon.data_dir)
@@ -90,7 +104,8 @@ def serve(
         keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
         watcher = observer or _observer(deployment)
         bundles = FailureBundles(deployment, data_dir / "bundles", logs=data_dir)
-        jobs = replicas_of(deployment, _teller(watcher, bundles))
+        failed = _teller(watcher, bundles)
+        jobs = [RollingJob(job) for job in replicas_of(deployment, failed)]
     except (OSError, ValueError, KeyFileError) as error:
         raise ServeError(str(error)) from error
     with contextlib.ExitStack() as sockets:
@@ -99,8 +114,10 @@ def serve(
         if (metrics := deployment.metrics).enabled and metrics.port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         parts = Parts(jobs, text, text_folder, __version__, watcher, StoreOptions(adopt=adopt), keys)
+        make = partial(_jobs_of, failed)
+        reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
         try:
-            return asyncio.run(_run(deployment, parts, bundles, listener, scraped))
+            return asyncio.run(_run(deployment, parts, bundles, reloader, listener, scraped))
         except (DiskError, TextError, OSError) as error:
             raise ServeError(str(error)) from error
 
@@ -119,6 +136,7 @@ async def _run(
     deployment: Deployment,
     parts: Parts,
     bundles: FailureBundles,
+    reloader: Reloader,
     listener: socket.socket,
     scraped: socket.socket | None,
 ) -> int:
@@ -145,8 +163,10 @@ async def _run(
         task.add_done_callback(writing.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked_for_bundle)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
     beside = [
         asyncio.create_task(calm_collector(daemon)),
+        asyncio.create_task(reloader.run()),
         asyncio.create_task(_say_ready(deployment, daemon, listener, scraped)),
     ]
     try:

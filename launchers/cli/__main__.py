@@ -31,6 +31,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     },
     "Run the service": {
         "serve": "The batch daemon: HTTP, store, and ranks that are relaunched when lost.",
+        "reload": "Have a running daemon go over to its changed deployment file.",
         "keys": "Add, rotate, revoke and list API keys.",
         "metrics": "Print the catalogue of metrics.",
         "monitoring": "Write out alert rules, dashboards and Prometheus configuration.",

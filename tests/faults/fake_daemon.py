@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers" / "job"
 
 from job_tools import fake_mpirun
 from laddertron.engine.config.load import Deployment, read
-from laddertron.engine.job import EngineJob
 from laddertron.launchers import serve
 from laddertron.launchers.cli.commands.run import read_text
 from laddertron.launchers.job.supervisor import JobFailure, JobHooks, JobOptions, MpiJob
@@ -31,11 +30,15 @@ def main() -> int:
     loaded = read(path, overrides)
     daemon = loaded.deployment.daemon
 
-    def replicas(deployment: Deployment, failed: Callable[[int, JobFailure], None]) -> list[EngineJob]:
+    def replicas(deployment: Deployment, failed: Callable[[int, JobFailure], None], hold: bool = False) -> list[MpiJob]:
         command = fake_mpirun()
         # a kill point every second would otherwise mostly hit the wait before a relaunch
         options = JobOptions(
-            2, max_failures=daemon.max_restarts, longest_backoff_s=0.5 if daemon.max_restarts > 3 else 30
+            2,
+            max_failures=daemon.max_restarts,
+            longest_backoff_s=0.5 if daemon.max_restarts > 3 else 30,
+            standby=daemon.standby > 0,
+            hold=hold,
         )
         hooks = JobHooks(failed=lambda failure: failed(0, failure))
         return [MpiJob(lambda excluded: command, json.dumps(config), options, hooks)]

@@ -180,6 +180,20 @@ class FolderLock:
         self._file.close()
 
 
+def holder_pid(folder: Path) -> int | None:
+    """The process of this host that holds the folder; None where none does."""
+    try:
+        with (folder / "lock").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = json.loads(file.read(4096))
+                return int(said["pid"]) if said["host"] == socket.gethostname() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None
+
+
 def _named(holder: str) -> str:
     try:
         said = json.loads(holder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ....engine.config.load import read
+from ....engine.config.load import LoadedDeployment, read
 from ....topology.placement.identity import IdentityError, identify
 from ..errors import UsageError
 from ..fabric_option import fabric_option
@@ -22,7 +22,8 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
 
     \b
     Launches its ranks itself, watches them, and launches them again when one is lost; every batch goes on from the
-    store in daemon.data_dir. SIGTERM drains (daemon.drain_timeout), a second one ends at once.
+    store in daemon.data_dir. SIGTERM drains (daemon.drain_timeout), a second one ends at once. SIGHUP reads CONFIG
+    again: `laddertron reload`.
       laddertron serve deploy.yaml
       laddertron serve deploy.yaml --set daemon.port=8080
       laddertron batch submit prompts.jsonl
@@ -44,9 +45,15 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
         )
     loaded = read(config, overrides)
     text, folder = read_text(loaded)
+
+    def read_again() -> LoadedDeployment:
+        changed = read(config, overrides)
+        read_text(changed)
+        return changed
+
     if (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
         click.echo(f"warning: {unmeasured}", err=True)
     try:
-        return serve(loaded, text, folder, adopt=adopt)
+        return serve(loaded, text, folder, adopt=adopt, read_again=read_again)
     except ServeError as error:
         raise UsageError(str(error)) from error

@@ -1,0 +1,62 @@
+"""`laddertron reload`: a running daemon goes over to its changed deployment file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ....engine.config.load import read
+from ....engine.daemon.store.disk import holder_pid
+from ...job.reload import OUTCOME
+from ..errors import UsageError
+from ..fabric_option import fabric_option
+from .run import read_text
+
+
+@click.command(short_help="Have a running daemon go over to its changed deployment file.")
+@click.argument("config", type=click.Path())
+@fabric_option
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="As `serve` was given it.")
+def command(config: str, overrides: tuple[str, ...]) -> int:
+    """Check CONFIG, then have the daemon that holds its daemon.data_dir read it again, as SIGHUP does, and wait.
+
+    \b
+    New ranks come up beside the old ones where memory allows; running requests finish on the old ones, others wait
+    where it does not. What belongs to the daemon itself (ports, data folder, keys, tokenizer) needs a restart: the
+    reload is refused then, and nothing changes. A daemon reads its own file with its own --set: give the same ones.
+      laddertron reload deploy.yaml
+
+    \b
+    Exit codes: 0 the new configuration serves; 1 refused or failed by the daemon, which serves on as before; 2 the
+    command line or CONFIG is wrong, or no daemon of this host holds the data folder.
+    """
+    loaded = read(config, overrides)
+    read_text(loaded)
+    folder = Path(loaded.deployment.daemon.data_dir)
+    pid = holder_pid(folder)
+    if pid is None:
+        raise UsageError(f"no daemon of this host holds {folder}: start `laddertron serve {config}`")
+    before = _outcome(folder)
+    os.kill(pid, signal.SIGHUP)
+    while (said := _outcome(folder)) == before:
+        if holder_pid(folder) != pid:
+            raise UsageError(f"the daemon (process {pid}) ended meanwhile: its log says why")
+        time.sleep(0.1)  # a file tells nobody that it was replaced
+    for reason in said["reasons"]:
+        click.echo(reason, err=True)
+    click.echo(f"reload: {said['outcome']}", err=said["outcome"] != "done")
+    return 0 if said["outcome"] == "done" else 1
+
+
+def _outcome(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found

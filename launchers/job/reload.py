@@ -1,0 +1,136 @@
+"""A changed deployment file under a running daemon: what may change, and the exchange of the replicas' ranks for it.
+
+Asked for by SIGHUP (`laddertron reload` sends it). Replicas follow one another; `rolling_job.py` takes one over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, to_json
+from .rolling_job import HeldJob, RollingJob
+
+log = logging.getLogger(__name__)
+
+OUTCOME = "reload.json"
+"""In daemon.data_dir: what came of the last one."""
+_OF_RANKS = ("model", "parallel", "launch", "engine")
+_OF_JOBS = ("load_timeout", "heartbeat_timeout", "max_restarts", "control_host", "standby")
+_TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+Outcome = Literal["done", "refused", "failed"]
+
+
+def text_digest(folder: Path) -> str:
+    """Of what the daemon's text workers read of a model."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in _TEXT_FILES:
+        data = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        found.update(b"%d " % len(data) + data)
+    return found.hexdigest()
+
+
+def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
+    """Keys that differ and cannot while the daemon runs, and why."""
+    before, after = to_json(old), to_json(new)
+    for section in before:
+        if section not in _OF_RANKS:
+            for key, value in before[section].items():
+                if value != after[section][key] and key not in _OF_JOBS:
+                    yield f"{section}.{key}", "it belongs to the daemon's process: restart `laddertron serve`"
+    if old.parallel.replicas != new.parallel.replicas:
+        yield "parallel.replicas", "the daemon has as many queues to them: restart `laddertron serve`"
+    if old.served_model_name != new.served_model_name:
+        text = f"clients ask for {old.served_model_name!r}: set it to that, or restart `laddertron serve`"
+        yield "model.served_model_name", text
+    longest, wanted = old.model.max_model_len, new.model.max_model_len
+    if longest is not None and (wanted is None or wanted > longest):
+        yield "model.max_model_len", f"the text workers take up to {longest} tokens: restart `laddertron serve`"
+
+
+class Reloader:
+    """`read` reads and checks the file anew (ConfigError), `make` makes a deployment's jobs, held or plain, one a
+    replica (ValueError, OSError). `told` hears every outcome."""
+
+    def __init__(
+        self,
+        loaded: LoadedDeployment,
+        read: Callable[[], LoadedDeployment],
+        make: Callable[[Deployment, bool], Sequence[HeldJob]],
+        jobs: Sequence[RollingJob],
+        told: Callable[[Outcome], None] = lambda outcome: None,
+    ) -> None:
+        self._deployment, self._read, self._make, self._jobs, self._told = loaded.deployment, read, make, jobs, told
+        self._text = text_digest(Path(loaded.deployment.text_folder))
+        self._asked = asyncio.Event()
+        self._count = 0
+
+    def ask(self) -> None:
+        """From a signal handler: as soon as the one under way is over, once for however many asked meanwhile."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            log.info("reload: reading the configuration", extra={"event": "reload"})
+            outcome, reasons = await self._reload()
+            for reason in reasons:
+                log.error("reload: %s: %s", outcome, reason, extra={"event": "reload", "outcome": outcome})
+            if outcome == "done":
+                log.info("reload: done", extra={"event": "reload", "outcome": outcome})
+            self._told(outcome)
+            self._count += 1
+            self._write({"pid": os.getpid(), "number": self._count, "outcome": outcome, "reasons": reasons})
+
+    async def _reload(self) -> tuple[Outcome, list[str]]:
+        try:
+            loaded = await asyncio.to_thread(self._read)
+            new = loaded.deployment
+            found = [
+                loaded.fault(key, f"cannot change by a reload, {why}")
+                for key, why in unchangeable(self._deployment, new)
+            ]
+            if await asyncio.to_thread(text_digest, Path(new.text_folder)) != self._text:
+                key = "model.tokenizer" if new.model.tokenizer else "model.path"
+                text = "another tokenizer or chat template, which the text workers hold: restart `laddertron serve`"
+                found.append(loaded.fault(key, f"cannot change by a reload, {text}"))
+            if found:
+                return "refused", found
+            jobs = await asyncio.to_thread(self._make, new, True)
+        except ConfigError as error:
+            return "refused", str(error).splitlines()
+        except (ValueError, OSError) as error:
+            return "refused", [str(error)]
+        for index, (job, coming) in enumerate(zip(self._jobs, jobs, strict=True)):
+            reason = await job.replace(coming, partial(self._again, index))
+            if reason is not None:
+                kept = f"replica {index} keeps the configuration before"
+                return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]
+        self._deployment = new
+        return "done", []
+
+    def _again(self, index: int) -> HeldJob:
+        """A replica as it was."""
+        return self._make(self._deployment, False)[index]
+
+    def _write(self, outcome: dict[str, Any]) -> None:
+        path = Path(self._deployment.daemon.data_dir) / OUTCOME
+        part = path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps(outcome) + "\n")
+            part.replace(path)
+        except OSError as error:
+            log.warning("reload: %s cannot be written: %s", path, error)

@@ -1,0 +1,148 @@
+"""One replica whose ranks may be exchanged for others while it serves: an EngineJob over the job before and the one
+after. Whether an exchange is allowed is decided before (`reload.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ...engine.job import EngineJob, JobListener, JobPhase, JobState, RankHeartbeat
+from ...engine.request import Request, TokensEvent
+
+log = logging.getLogger(__name__)
+
+
+class HeldJob(EngineJob, Protocol):
+    """An EngineJob that, made so, stands by until `load`; MpiJob is one."""
+
+    room: bool
+
+    def load(self) -> None: ...
+
+
+class _Member:
+    """Listens to one job."""
+
+    def __init__(self, owner: RollingJob, job: HeldJob) -> None:
+        self._owner, self.job = owner, job
+        self._moved = asyncio.Event()
+
+    async def until(self, *phases: JobPhase) -> bool:
+        """Waits for one of these, or the job's end; False: it ended."""
+        while self.job.state.phase not in (*phases, "failed", "stopped"):
+            self._moved.clear()
+            await self._moved.wait()
+        return self.job.state.phase in phases
+
+    def on_tokens(self, events: list[TokensEvent]) -> None:
+        self._owner.listener.on_tokens(events)
+
+    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
+        self._owner.listener.on_lost(request_ids, reason, running)
+
+    def on_state(self, state: JobState) -> None:
+        self._moved.set()
+        self._owner.moved(self.job)
+
+    def on_report(self, report: RankHeartbeat) -> None:
+        if self.job is self._owner.job:
+            self._owner.listener.on_report(report)
+
+
+class RollingJob:
+    """See EngineJob for the methods. `job` takes the requests; others may be coming, or finishing what they have."""
+
+    def __init__(self, job: HeldJob) -> None:
+        self.job, self._others = job, list[HeldJob]()
+        self._awaited: HeldJob | None = None  # while no job takes requests: the one that will
+        self.listener: JobListener
+
+    @property
+    def state(self) -> JobState:
+        if self._awaited is None:
+            return self.job.state
+        reason = self._awaited.state.reason or "running requests finish before the new launch loads"
+        return JobState("reloading", reason, limits=self.job.state.limits)
+
+    async def start(self, listener: JobListener) -> None:
+        self.listener = listener
+        await self.job.start(_Member(self, self.job))
+
+    def submit(self, request: Request) -> None:
+        if self._awaited is not None:
+            raise RuntimeError("the job is reloading, it takes requests only when ready")
+        self.job.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        for job in (self.job, *self._others):
+            job.cancel(request_id)
+
+    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
+        for job in (self.job, *self._others):
+            job.stop_choice(request_id, choice, n_tokens)
+
+    async def drain(self, timeout_s: float) -> bool:
+        return all(await asyncio.gather(*(job.drain(timeout_s) for job in (self.job, *self._others))))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(job.close() for job in (self.job, *self._others)))
+
+    async def bundle(self) -> dict[str, Any]:
+        return await self.job.bundle()
+
+    async def replace(self, new: HeldJob, restore: Callable[[], HeldJob]) -> str | None:
+        """Has `new`, made held and not started, take the place of the job: beside it where there is room, else after
+        it, and requests wait meanwhile. Returns once the job's own requests have ended and it is gone, or why it
+        stayed. `restore`: another of the job's kind, for the case that it had to go first."""
+        old, member = self.job, _Member(self, new)
+        self._others.append(new)
+        await new.start(member)
+        if not await member.until("standby"):
+            return await self._dismiss(new)
+        if new.room:
+            new.load()
+            if not await member.until("ready"):
+                return await self._dismiss(new)
+            self._serve(new)
+            self._others.append(old)
+            await self._retire(old)
+            self._others.remove(old)
+            return None
+        log.info("reload: no room for both launches: running requests finish, new ones wait")
+        self._awaited = new
+        self.moved(new)
+        await self._retire(old)
+        new.load()
+        if await member.until("ready"):
+            self._serve(new)
+            return None
+        reason = await self._dismiss(new)
+        self.job, self._awaited = restore(), None
+        await self.job.start(_Member(self, self.job))
+        return reason
+
+    def _serve(self, job: HeldJob) -> None:
+        self._others.remove(job)
+        self.job, self._awaited = job, None
+        self.moved(job)
+
+    async def _retire(self, job: HeldJob) -> None:
+        """Returns when its requests have ended, and it is gone."""
+        await job.drain(math.inf)
+        await job.close()
+
+    async def _dismiss(self, job: HeldJob) -> str:
+        """Why it did not come up."""
+        reason = job.state.reason
+        await job.close()
+        self._others.remove(job)
+        return reason
+
+    def moved(self, job: HeldJob) -> None:
+        """Tells of a job's state, if it is this one's too."""
+        if job is (self._awaited or self.job):
+            self.listener.on_state(self.state)

@@ -1,0 +1,223 @@
+"""A changed deployment file: what may change, and what a daemon makes of it. Jobs that do what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from laddertron.engine.config.load import Deployment, LoadedDeployment, read
+from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
+from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.job.reload import OUTCOME, Reloader, text_digest, unchangeable
+from laddertron.launchers.job.rolling_job import RollingJob
+from test_rolling_job import Job, told, turns
+from waiting import HANG_S, until
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO = str(ROOT / "configs" / "demo.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "why"),
+    [
+        ("daemon.port=8001", "daemon.port", "restart `laddertron serve`"),
+        ("daemon.data_dir=elsewhere", "daemon.data_dir", "restart `laddertron serve`"),
+        ("daemon.limits.max_choices=3", "daemon.limits", "restart `laddertron serve`"),
+        ("metrics.enabled=false", "metrics.enabled", "restart `laddertron serve`"),
+        ("parallel.replicas=2", "parallel.replicas", "as many queues"),
+        ("model.served_model_name=other", "model.served_model_name", "clients ask for 'demo'"),
+        ("engine.max_num_seqs=3", None, ""),
+        ("parallel.tensor_parallel_size=1", None, ""),
+        ("launch.env={A: b}", None, ""),
+        ("daemon.standby=1", None, ""),
+        ("daemon.heartbeat_timeout=20s", None, ""),
+    ],
+)
+def test_what_belongs_to_the_daemon_cannot_change(change: str, key: str | None, why: str) -> None:
+    found = list(unchangeable(read(DEMO).deployment, read(DEMO, [change]).deployment))
+    assert [name for name, _ in found] == ([] if key is None else [key])
+    assert all(why in text for _, text in found)
+
+
+def test_a_model_cannot_grow_longer_than_the_text_workers_take() -> None:
+    short, shorter, free = (read(DEMO, [f"model.max_model_len={n}"]).deployment for n in ("64", "32", "null"))
+    assert not list(unchangeable(short, shorter))
+    assert not list(unchangeable(free, short))
+    for longer in (short, free):
+        ((key, text),) = unchangeable(shorter, longer)
+        assert (key, "up to 32 tokens" in text) == ("model.max_model_len", True)
+
+
+def test_the_text_side_is_known_by_its_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = text_digest(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert text_digest(tmp_path) == before
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert text_digest(tmp_path) != before
+
+
+class Daemon:
+    """A reloader over one ready job, its file as the test has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sets = [f"daemon.data_dir={folder}"]
+        self.folder, self.now, self.made, self.outcomes = folder, Job("now"), [Job("next")], list[str]()
+        self.rolling = RollingJob(self.now)
+        self.reloader = Reloader(self.read(), self.read, self.make, [self.rolling], self.outcomes.append)
+
+    def read(self) -> LoadedDeployment:
+        return read(DEMO, self.sets)
+
+    def make(self, deployment: Deployment, hold: bool) -> Sequence[Job]:
+        assert hold
+        return self.made
+
+    def said(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / OUTCOME).read_text())
+        return found
+
+    async def ask(self) -> None:
+        """And wait for what comes of it."""
+        before = len(self.outcomes)
+        self.reloader.ask()
+        while len(self.outcomes) == before:
+            await asyncio.sleep(0.01)
+            if self.made[0].state.phase == "starting":
+                self.made[0].to("standby")
+            elif self.made[0].done == ["load"] and self.made[0].state.phase == "standby":
+                self.made[0].to("ready")
+        await turns()
+
+
+def test_it_refuses_with_each_reason_and_takes_what_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """1. Another port, and no such key: refused by file, line and key. 2. The file is right again: the replica goes
+    over; what was refused before is forgotten. 3. The next one fails as it comes up: the second serves on."""
+    caplog.set_level(logging.INFO)
+
+    async def run() -> None:
+        daemon = Daemon(tmp_path)
+        await daemon.rolling.start(_Deaf())
+        daemon.now.to("ready")
+        task = asyncio.create_task(daemon.reloader.run())
+        try:
+            daemon.sets.append("daemon.port=8001")
+            await daemon.ask()
+            assert daemon.said()["outcome"] == "refused"
+            assert "daemon.port: cannot change by a reload" in daemon.said()["reasons"][0]
+            daemon.sets[-1] = "engine.no_such_key=1"
+            await daemon.ask()
+            assert "no_such_key" in daemon.said()["reasons"][0]
+            daemon.sets[-1] = "engine.max_num_seqs=3"
+            await daemon.ask()
+            assert daemon.said() == {"pid": os.getpid(), "number": 3, "outcome": "done", "reasons": []}
+            assert daemon.rolling.job is daemon.made[0]
+            second, daemon.made = daemon.made[0], [_Broken("broken")]
+            await daemon.ask()
+            assert daemon.said()["outcome"] == "failed"
+            assert daemon.said()["reasons"] == ["replica 0 keeps the configuration before: no such weights"]
+            assert daemon.rolling.job is second
+            assert daemon.outcomes == ["refused", "refused", "done", "failed"]
+        finally:
+            task.cancel()
+
+    told(run)
+
+
+class _Deaf:
+    def on_tokens(self, events: list[Any]) -> None: ...
+    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None: ...
+    def on_state(self, state: Any) -> None: ...
+    def on_report(self, report: Any) -> None: ...
+
+
+class _Broken(Job):
+    async def start(self, listener: Any) -> None:
+        self.listener = listener
+        self.to("failed", "no such weights")
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        daemon = Daemon(tmp_path)
+        await daemon.rolling.start(_Deaf())
+        daemon.now.to("ready")
+        monkeypatch.setattr("laddertron.launchers.job.reload.text_digest", lambda folder: "another")
+        task = asyncio.create_task(daemon.reloader.run())
+        try:
+            await daemon.ask()
+            assert "another tokenizer or chat template" in daemon.said()["reasons"][0]
+        finally:
+            task.cancel()
+
+    told(run)
+
+
+# the command
+
+
+def reload(folder: Path, *more: str) -> tuple[int, str]:
+    words = ["reload", DEMO, "--set", f"daemon.data_dir={folder}", *more]
+    result = CliRunner().invoke(cli.group, words, standalone_mode=False)
+    if result.exception is not None:
+        return getattr(result.exception, "exit_code", 99), str(result.exception)
+    return result.return_value, result.output
+
+
+def test_the_command_finds_no_daemon_in_a_folder_that_nobody_holds(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": ""}))
+    code, text = reload(tmp_path)
+    assert (code, f"no daemon of this host holds {tmp_path}" in text) == (2, True)
+
+
+def test_the_holder_of_a_folder_is_known_while_it_lives(tmp_path: Path) -> None:
+    assert holder_pid(tmp_path) is None
+    lock = FolderLock(tmp_path)
+    assert holder_pid(tmp_path) == os.getpid()
+    lock.release()
+    assert holder_pid(tmp_path) is None
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("done", 0), ("refused", 1)])
+def test_the_command_signals_the_daemon_and_waits_for_what_came_of_it(outcome: str, code: int, tmp_path: Path) -> None:
+    """A process that holds the folder answers SIGHUP as the daemon does."""
+    script = (
+        "import json, signal, sys\n"
+        "from pathlib import Path\n"
+        "from laddertron.engine.daemon.store.disk import FolderLock\n"
+        "folder = Path(sys.argv[1])\n"
+        "lock = FolderLock(folder)\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n"
+        "(folder / 'up').touch()\n"
+        "signal.sigwait([signal.SIGHUP])\n"
+        "reasons = [] if sys.argv[2] == 'done' else ['daemon.port: no']\n"
+        "said = {'pid': 1, 'number': 1, 'outcome': sys.argv[2], 'reasons': reasons}\n"
+        f"(folder / '{OUTCOME}.part').write_text(json.dumps(said))\n"
+        f"(folder / '{OUTCOME}.part').rename(folder / '{OUTCOME}')\n"
+        "sys.stdin.read()\n"
+    )
+    daemon = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), outcome], stdin=subprocess.PIPE)
+    try:
+        until((tmp_path / "up").exists, lambda: "no folder lock", 0.01)
+        found, text = reload(tmp_path)
+        assert (found, f"reload: {outcome}" in text) == (code, True)
+        assert ("daemon.port: no" in text) == (outcome == "refused")
+    finally:
+        assert daemon.stdin is not None
+        daemon.stdin.close()
+        daemon.wait(HANG_S)
+
+
+def test_the_command_checks_the_file_first(tmp_path: Path) -> None:
+    code, text = reload(tmp_path, "--set", "engine.no_such_key=1")
+    assert (code, "no_such_key" in text) == (99, True)  # ConfigError: main prints it and ends with 2
