@@ -15,7 +15,7 @@ import click
 from ....engine.config.load import Deployment, read
 from ....engine.openai.batch_input import read_lines
 from ....engine.text.tokenizer import TextError, TextModel
-from ...measure.trial import Reply, Request, Round, Spread, Trial, cost, deal, mix, play, verdict
+from ...measure.trial import FEWEST, Reply, Request, Round, Spread, Trial, cost, deal, mix, play, verdict
 from ..batch_client import ApiError, BatchClient, ServerAddress
 from ..errors import UsageError
 
@@ -80,7 +80,7 @@ class Server:
 @click.option("--generate", default=128, show_default=True, type=_COUNT, help="The mix: tokens an answer.")
 @click.option("--requests", default=16, show_default=True, type=_COUNT, help="The mix: requests a round.")
 @click.option("--at-once", default=8, show_default=True, type=click.IntRange(1, 512), help="Requests under way.")
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1, 100), help="Turns of each server.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(FEWEST, 100), help="Turns of each server.")
 @click.option("--price", nargs=2, type=_PRICE, metavar="OURS THEIRS", help="Of an hour of each, in any currency.")
 @click.option("--seed", type=click.IntRange(0, 2**32), help="Of the mix; default: a new one, printed.")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
