@@ -107,7 +107,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         stage = config if isinstance(config, Stage) else Stage(config)
         self.config = config = stage.config
-        self.ops, self.all_reduce, self.boundary, self._stage = ops, all_reduce, boundary, stage
+        self.ops, self.all_reduce, self.boundary, self.stage = ops, all_reduce, boundary, stage
         self.dtype = dtype
         self.shard = shard = RankShard.of(stage, group.size(), group.rank())
         self.replicate_embedding = replicate_embedding
@@ -286,13 +286,13 @@ class LlamaModel(nn.Module):
             x = x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
         else:
             shape = (len(tokens), self.config.hidden_size)
-            first, *rest = self.boundary.receive(shape, self.dtype, 1 + self._stage.pending)
+            first, *rest = self.boundary.receive(shape, self.dtype, 1 + self.stage.pending)
             yield
             x, pending = first.wait(), tuple(rest)
         if wiring.desync_every:
             x, pending = (yield from residual.flow(x, wiring, self, self.all_reduce, size)), ()
         else:
-            x, pending = yield from residual.stage_flow(x, pending, wiring, self._stage.left, self, self.all_reduce)
+            x, pending = yield from residual.stage_flow(x, pending, wiring, self.stage.left, self, self.all_reduce)
         if self.boundary is not None and not self.shard.samples:
             self.boundary.send(x)
             for output in pending:

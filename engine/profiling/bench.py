@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..request import Request, SamplingParams
 from ..step.engine import Engine
@@ -59,6 +61,8 @@ def run_case(engine: Engine, case: Case, vocab: int, seed: int) -> Timing:
     for number in range(case.batch):
         params = SamplingParams(max_tokens=case.generate, seed=number, temperature=0.0)
         engine.add(Request(f"bench-{seed}-{number}", random_prompt(dice, vocab, case.prompt), params))
+    if engine.scheduler.limits.microbatches > 1:
+        return _by_tokens(engine, case)
     prefill = 0.0
     decode: list[float] = []
     known = time.perf_counter()
@@ -76,6 +80,23 @@ def run_case(engine: Engine, case: Case, vocab: int, seed: int) -> Timing:
         prefill = decode.pop(0)
     step = statistics.median(decode) if decode else 0.0
     return Timing(prefill, case.batch * case.prompt, sum(decode), case.batch * len(decode), step)
+
+
+def _by_tokens(engine: Engine, case: Case) -> Timing:
+    """Of a pipeline, whose steps are parts of the batch and overlap: prompts until every sequence has a token, decoding
+    from then until the first one has all. step_s: between two tokens of a sequence."""
+    came: dict[str, list[float]] = defaultdict(list)
+    began = time.perf_counter()
+    while engine.has_work:
+        events, now = engine.step(), time.perf_counter()
+        for event in events:
+            came[event.request_id] += [now] * len(event.tokens)
+    full, end = max(times[0] for times in came.values()), min(times[-1] for times in came.values())
+    decoding = [[at for at in times if full <= at <= end] for times in came.values()]
+    between = [b - a for times in decoding for a, b in pairwise(times)]
+    tokens = sum(at > full for times in decoding for at in times)
+    step = statistics.median(between) if between else 0.0
+    return Timing(full - began, case.batch * case.prompt, max(0.0, end - full), tokens, step)
 
 
 @dataclass(frozen=True, slots=True)

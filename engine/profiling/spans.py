@@ -98,6 +98,28 @@ class _Watched:
         return _Watched(inner, self.recorder)
 
 
+class _WatchedBoundary:
+    """Every wait for rows of the stage before is noted."""
+
+    def __init__(self, inner: Any, recorder: SpanRecorder) -> None:
+        self.inner, self.recorder, self.send = inner, recorder, inner.send
+
+    def receive(self, *what: Any) -> list[Any]:
+        return [_WatchedRows(rows, self.recorder) for rows in self.inner.receive(*what)]
+
+
+class _WatchedRows:
+    def __init__(self, inner: Any, recorder: SpanRecorder) -> None:
+        self._inner, self._recorder = inner, recorder
+
+    def wait(self) -> Any:
+        started = time.monotonic()
+        x = self._inner.wait()
+        if (step := self._recorder.step) is not None:
+            self._recorder.spans.append(Span("wait for hidden rows", "wait", started, time.monotonic(), step))
+        return x
+
+
 class _WatchedPending:
     def __init__(self, inner: Any, recorder: SpanRecorder, size: int, began: float) -> None:
         self._inner, self._recorder, self._size = inner, recorder, size
@@ -123,28 +145,33 @@ class _WatchedPending:
 
 
 def watch(model: Any, recorder: SpanRecorder) -> Callable[[], None]:
-    """From now on the model's sub-blocks and all-reduces are recorded. What is returned takes the wrapper off."""
-    inner = model.all_reduce
+    """From now on the model's sub-blocks, all-reduces and waits for another stage are recorded. What is returned takes
+    the wrapper off."""
+    inner, boundary = model.all_reduce, model.boundary
     model.all_reduce = _Watched(inner, recorder)
+    model.boundary = None if boundary is None else _WatchedBoundary(boundary, recorder)
     for name in SUB_BLOCKS:
-        setattr(model, name, _spanned(getattr(model, name), name, recorder))
+        setattr(model, name, _spanned(getattr(model, name), name, recorder, model.stage.first_layer))
 
     def unwatch() -> None:
-        model.all_reduce = inner
+        model.all_reduce, model.boundary = inner, boundary
         for name in SUB_BLOCKS:
             delattr(model, name)
 
     return unwatch
 
 
-def _spanned(compute: Callable[[int, Any], Any], sub_block: str, recorder: SpanRecorder) -> Callable[[int, Any], Any]:
-    def spanned(layer: int, residual: Any) -> Any:
+def _spanned(
+    compute: Callable[[int, Any], Any], sub_block: str, recorder: SpanRecorder, first_layer: int
+) -> Callable[[int, Any], Any]:
+    def spanned(number: int, residual: Any) -> Any:
         if recorder.step is None:
-            return compute(layer, residual)
+            return compute(number, residual)
+        layer = first_layer + number
         name = _words(layer, sub_block)
         started = time.monotonic()
         with recorder.annotate(name):
-            partial = compute(layer, residual)
+            partial = compute(number, residual)
         recorder.spans.append(Span(name, "compute", started, time.monotonic(), recorder.step, layer, sub_block))
         recorder.place = (layer, sub_block)
         return partial

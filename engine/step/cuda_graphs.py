@@ -20,6 +20,7 @@ from ...models.kv_cache import KVCache
 from ...models.llama import LlamaModel
 from ...models.refusal import Refusal
 from ...models.transfer import stage
+from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.groups import Communicator
 from ..config.schema import Deployment
 from ..estimate.cuda_graph_sizes import graph_sizes, padded_size
@@ -53,11 +54,9 @@ def graphed(
     return False, f"off: {reason}"
 
 
-def collectives_refuse(backend: str, size: int, emulated: bool, stages: int = 1) -> str | None:
-    """Why the steps of a group of `size`, one of so many stages, cannot be recorded, or None. Those of nccl run on a
-    stream; other backends work on the host, where a group of one has nothing to do unless it plays a larger one."""
-    if stages > 1:
-        return "a pipeline's stages are not recorded yet"
+def collectives_refuse(backend: str, size: int, emulated: bool) -> str | None:
+    """Why the steps of a group of `size` cannot be recorded, or None. Those of nccl run on a stream; other backends
+    work on the host, where a group of one has nothing to do unless it plays a larger one."""
     if backend == "nccl" or (size == 1 and not emulated):
         return None
     return f"collectives of backend {backend} run on the host: it needs nccl"
@@ -103,6 +102,40 @@ class CudaRecorder:
         return int(total - free)
 
 
+class FixedBoundary:
+    """A stage's boundary as its recorded steps see it: rows come from and go to memory that never moves. What crosses
+    does so before and after a replay, through `inner`."""
+
+    def __init__(self, inner: Boundary, model: LlamaModel, most: int) -> None:
+        def rows(count: int) -> list[Tensor]:
+            shape = (most, model.config.hidden_size)
+            return [torch.zeros(shape, dtype=model.dtype, device=model.rotary.cos.device) for _ in range(count)]
+
+        self._inner, stage = inner, model.stage
+        self._received = rows(0 if stage.first else 1 + stage.pending)
+        self._left = rows(0 if stage.last else 1 + stage.left)
+        self._next = 0
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
+        return [Done(x[: shape[0]]) for x in self._received]
+
+    def send(self, x: Tensor) -> None:
+        self._left[self._next][: len(x)].copy_(x)
+        self._next = (self._next + 1) % len(self._left)
+
+    def take(self, count: int) -> None:
+        """What the stage before sends for a step of so many rows."""
+        if self._received:
+            first = self._received[0]
+            coming = self._inner.receive((count, first.shape[1]), first.dtype, len(self._received))
+            for x, rows in zip(self._received, coming, strict=True):
+                x[:count].copy_(rows.wait())
+
+    def hand_on(self, count: int) -> None:
+        for x in self._left:
+            self._inner.send(x[:count].clone())
+
+
 class DecodeGraphs:
     """The graphs of one rank. All ranks of a group record, and later replay, the same sizes in the same order."""
 
@@ -126,23 +159,28 @@ class DecodeGraphs:
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
         self._latest, self._reserved = latest, reserved
         self._attention = attention.captured(self.sizes, most_blocks)
-        device, most = model.norm.weight.device, self.sizes[-1]
+        device, most = model.rotary.cos.device, self.sizes[-1]
         # Token ids, positions, blocks and offsets of a step lie one behind the other: they cross in one copy.
         self._staged = torch.zeros(4 * most, dtype=torch.int64)
         self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=device)
         table = model.rotary.cos
         self._cos, self._sin = (table.new_zeros((most, *table.shape[1:])) for _ in range(2))
-        self._logits = torch.zeros((most, len(model.shard.vocab)), dtype=torch.float32, device=device)
+        logits = (len(model.shard.vocab), torch.float32)
+        width, dtype = logits if model.shard.samples else (model.config.hidden_size, model.dtype)
+        self._out = torch.zeros((most, width), dtype=dtype, device=device)
+        self._boundary = None if model.boundary is None else FixedBoundary(model.boundary, model, most)
         self._replays: dict[int, Replay] = {}
 
     def record(self) -> None:
         """Records all sizes, the largest first. Steps may run only after it."""
         before, began = self._recorder.memory(), time.monotonic()
+        crossing, self._model.boundary = self._model.boundary, self._boundary
         with torch.inference_mode():
             for count, size in enumerate(reversed(self.sizes), 1):
                 self._stage(self._padding(size), size)
                 self._replays[size] = self._recorder.record(partial(self._compute, size))
                 self._say(f"CUDA graphs: {count} of {len(self.sizes)} recorded, {size} sequences")
+        self._model.boundary = crossing
         held, took = self._recorder.memory() - before, time.monotonic() - began
         sizes = ", ".join(map(str, self.sizes))
         self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {self._room(held)}")
@@ -159,7 +197,7 @@ class DecodeGraphs:
 
     def run(self, layout: StepLayout, tokens: Tensor) -> Tensor:
         """Sets off a step of decodes: layout and token ids [B], or what device_draw.feed takes for them, on the host ->
-        logits [B, V / tp], fp32, on the device, which the next run overwrites."""
+        what LlamaModel.forward gives of all rows, on the device, which the next run overwrites."""
         count = layout.decode
         size = padded_size(self.sizes, count)
         if size is None or count != len(layout.kv_len):
@@ -173,8 +211,12 @@ class DecodeGraphs:
         padding_rows = size - count
         table = torch.nn.functional.pad(layout.block_table, (0, 0, 0, padding_rows), value=self._scratch)
         self._stage((layout.kv_len + [1] * padding_rows, table), size)
+        if self._boundary is not None:
+            self._boundary.take(count)
         self._replays[size]()
-        return self._logits[:count]
+        if self._boundary is not None:
+            self._boundary.hand_on(count)
+        return self._out[:count]
 
     def _padding(self, size: int) -> tuple[list[int], Tensor]:
         """Lengths and block table of a step that is nothing but padding."""
@@ -205,7 +247,7 @@ class DecodeGraphs:
         torch.index_select(rotary.cos, 0, positions, out=self._cos[:size])
         torch.index_select(rotary.sin, 0, positions, out=self._sin[:size])
         backend: AttentionBackend = self._attention[size]
-        self._logits[:size].copy_(self._model.compute(tokens, backend, None))
+        self._out[:size].copy_(self._model.compute(tokens, backend, None))
 
 
 def make_graphs(
@@ -221,9 +263,8 @@ def make_graphs(
     """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
     be nobody's. latest: see DecodeGraphs. reserved: bytes that were kept free for them. say: who is told. Raises
     GraphsError."""
-    keys, device, parallel = deployment.engine, model.rotary.cos.device, deployment.parallel
-    emulated, stages = parallel.collective == "emulated", parallel.pipeline_parallel_size
-    host = collectives_refuse(communicator.backend, communicator.size, emulated, stages)
+    keys, device, emulated = deployment.engine, model.rotary.cos.device, deployment.parallel.collective == "emulated"
+    host = collectives_refuse(communicator.backend, communicator.size, emulated)
     use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
     if device.type == "cuda":
         say(f"CUDA graphs: {why}")

@@ -59,8 +59,7 @@ def working_bytes(
         return {}
     keys = deployment.engine
     flashinfer = flashinfer_serves(keys.attention, device, dtype, config.head_dim)
-    emulated, stages = deployment.parallel.collective == "emulated", deployment.parallel.pipeline_parallel_size
-    refused = collectives_refuse(backend, size, emulated, stages)
+    refused = collectives_refuse(backend, size, deployment.parallel.collective == "emulated")
     name = "flashinfer" if flashinfer else "torch"
     graphs, _ = graphed(keys.cuda_graphs, device.type, flashinfer, name, refused)
     wanted = MemoryKeys(

@@ -151,7 +151,7 @@ class RowCheck:
         def traced(name: str, layer: int, residual: Tensor) -> Tensor:
             out: Tensor = parts[name](layer, residual)
             # the all-reduce is in place: in the end it is the sum
-            trace.setdefault(f"layer {layer} {name}", []).append(out)
+            trace.setdefault(f"layer {model.stage.first_layer + layer} {name}", []).append(out)
             return out
 
         self._step += 1
@@ -164,7 +164,7 @@ class RowCheck:
                 for name in parts:
                     delattr(model, name)
         digests = [(name, row_digests(torch.cat(streams))) for name, streams in trace.items()]
-        return [*digests, ("logits", runner.sampler.digests(logits))]
+        return [*digests, ("logits", runner.sampler.digests(logits))] if model.shard.samples else digests
 
     def _differs(self, trace: Trace, row: int, chunk: Chunk, sequence: int) -> tuple[int, int] | None:
         """Which entry of the trace, and the position."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...engine.config.schema import Deployment
 from ...engine.profiling.bench import Case, interleaved, percentile, spread, step_bytes
-from .bench_job import BenchError, BenchJob
+from .bench_job import BenchJob
 
 Row = dict[str, Any]
 
@@ -25,12 +25,6 @@ class Variant:
     overlap: bool
 
     def of(self, deployment: Deployment, sole: bool) -> Deployment:
-        if deployment.parallel.pipeline_parallel_size > 1:
-            raise BenchError(
-                "bench times one group of ranks, parallel.pipeline_parallel_size is "
-                f"{deployment.parallel.pipeline_parallel_size}: add --set parallel.pipeline_parallel_size=1 (and "
-                "pipeline_layers=[], pipeline_microbatches=null)"
-            )
         model, parallel = deployment.model, replace(deployment.parallel, tensor_parallel_size=self.tp, replicas=1)
         if not sole:
             parallel = replace(parallel, overlap=self.overlap)
@@ -69,7 +63,8 @@ def measure(
     floors: list[float] = []
     runs: list[list[Row]] = [[] for _ in pairs]
     for number, (repeat, index) in enumerate(interleaved(len(pairs), repeats), 1):
-        if len(floors) <= repeat and (floor := jobs[0][1].ask("floor")["floor"]) is not None:
+        nodes = jobs[0][1].about["nodes"]
+        if len(floors) <= repeat and (floor := jobs[0][1].ask("floor", nodes=nodes)["floor"]) is not None:
             floors.append(floor)
         name, job, case = pairs[index]
         say(f"run {number} of {len(pairs) * repeats}: {_about(name, case)}")
@@ -87,7 +82,9 @@ def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float
     flight = sum(r["hidden_s"] + r["exposed_s"] for r in runs)
     limit = None
     if floor is not None:
-        read_s = step_bytes(job.about["weights"], job.about["kv_per_token"], case) / (floor * job.about["nodes"])
+        # the micro-batches of a pipeline read the weights one after another
+        weights = job.about["weights"] * min(job.about["microbatches"], case.batch)
+        read_s = step_bytes(weights, job.about["kv_per_token"], case) / (floor * job.about["nodes"])
         limit = case.batch / read_s
     return {
         "variant": name,

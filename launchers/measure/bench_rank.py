@@ -43,16 +43,16 @@ class _Bench:
 
     def describe(self) -> dict[str, Any]:
         """What a step must read, on all ranks together, and what the parent says about the job."""
-        model, cache = self.built.runner.model, self.built.runner.cache
+        model, cache, config = self.built.runner.model, self.built.runner.cache, self.built.config
         shard, item = model.shard, cache.keys[0].element_size()
-        per_token = 2 * len(cache.keys) * shard.num_kv_heads * shard.config.head_dim * item * shard.size
+        per_token = 2 * config.num_layers * shard.num_kv_heads * config.head_dim * item * shard.size
         return {
             "ready": True,
             "weights": self._weights,
             "kv_per_token": per_token,
-            "wiring": shard.config.wiring.name,
+            "wiring": config.wiring.name,
             "tp": self.communicator.size,
-            "nodes": len(self.communicator.layout.nodes),
+            "microbatches": self.built.scheduler_limits.microbatches,
             "backend": self.communicator.backend,
             "ops": model.ops.name,
             "speculation": self.built.scheduler_limits.speculation is not None,
@@ -65,7 +65,7 @@ class _Bench:
         before = self._communication()
         match order["kind"]:
             case "floor":
-                return {"floor": read_floor(self._weights // len(self.communicator.layout.nodes))}
+                return {"floor": read_floor(self._weights // order["nodes"])}
             case "case":
                 case = Case(order["batch"], order["prompt"], order["generate"])
                 timing = dataclasses.asdict(run_case(self.engine, case, self._vocab, self.seed))
@@ -90,8 +90,7 @@ class _Bench:
 
     @property
     def _weights(self) -> int:
-        model = self.built.runner.model
-        return matmul_bytes(model.shard.config, model.norm.weight.element_size())
+        return matmul_bytes(self.built.config, self.built.runner.model.dtype.itemsize)
 
     @property
     def _vocab(self) -> int:
@@ -141,7 +140,7 @@ def say(message: dict[str, Any]) -> None:
 
 
 def _bench(built: Any, communicator: Communicator) -> None:
-    if communicator.rank == 0:
+    if communicator.leads:
         _lead(_Bench(built, communicator))
     else:
         follow(built.runner, communicator.plans, StepProgress())

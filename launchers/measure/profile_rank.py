@@ -43,22 +43,25 @@ class _ProfiledRunner:
         self._runner, self._communicator, self._recorder, self._steps = runner, communicator, recorder, steps
         self._seen = 0
 
-    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
+    def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
         decodes = bool(batch.chunks) and all(chunk.count == 1 for chunk in batch.chunks)
         number = self._seen
         self._seen += decodes
+        # stages would stand idle if every step were waited for
+        run = self._runner.run_through if self._communicator.pipeline is None else self._runner.run
         if not decodes or not WARM_UP <= number < WARM_UP + self._steps:
-            result: StepResult = self._runner.run_through(batch, ahead)
+            result: StepResult | None = run(batch, ahead)
             return result
         self._recorder.begin_step(number - WARM_UP)
         started = time.monotonic()
         with self._recorder.annotate(f"step {number - WARM_UP}"):
-            result = self._runner.run_through(batch, ahead)
+            result = run(batch, ahead)
         self._recorder.end_step(started, self._communicator.ledger.history())
         return result
 
-    def wait_result(self) -> None:
-        """Nothing is ever pending."""
+    def wait_result(self) -> StepResult | None:
+        result: StepResult | None = self._runner.wait_result()
+        return result
 
 
 def _requests(batch: int, prompt: int, tokens: int, vocab: int) -> list[Request]:
@@ -68,18 +71,11 @@ def _requests(batch: int, prompt: int, tokens: int, vocab: int) -> list[Request]
     return [Request(f"p{i}", tuple(dice.integers(0, vocab, prompt).tolist()), params) for i in range(batch)]
 
 
-def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:
-    """Every rank's bytes, of any lengths, on every rank."""
-    lengths = communicator.gather(np.array([len(payload)], np.int64).view(np.uint8))
-    each = np.ascontiguousarray(lengths).view(np.int64)[:, 0].tolist()
-    mine = np.zeros(max(each), np.uint8)
-    mine[: len(payload)] = np.frombuffer(payload, np.uint8)
-    rows = communicator.gather(mine)
-    return [row[:length].tobytes() for row, length in zip(rows, each, strict=True)]
-
-
 def _moment(communicator: Communicator) -> float:
-    """About the same moment on every rank, on its own clock: the end of a gather that began when all were there."""
+    """About the same moment on every rank, on its own clock: the end of a gather that began when all were there; of a
+    pipeline by the nodes' wall clocks."""
+    if communicator.pipeline is not None:
+        return time.monotonic() - time.time()
     communicator.gather(np.zeros(1, np.uint8))
     communicator.gather(np.zeros(1, np.uint8))
     return time.monotonic()
@@ -93,12 +89,13 @@ def profile(deployment: Deployment, identity: Identity, options: dict[str, Any])
     device = choose_device(deployment, identity)
     with join_group(deployment, identity) as communicator:
         built = build(deployment, communicator, device)
-        operators = _Operators() if options["ops"] and communicator.rank in options["ranks"] else None
+        wanted = communicator.layout.ranks[communicator.rank] in options["ranks"]
+        operators = _Operators() if options["ops"] and wanted else None
         recorder = SpanRecorder(operators.annotate) if operators else SpanRecorder()
         runner = _ProfiledRunner(built.runner, communicator, recorder, options["steps"])
         watch(built.runner.model, recorder)
         with operators or nullcontext():
-            if communicator.rank == 0:
+            if communicator.leads:
                 engine = Engine(Scheduler(built.scheduler_limits), runner, communicator.plans, StepProgress())
                 tokens = WARM_UP + options["steps"] + 4
                 for request in _requests(options["batch"], options["prompt"], tokens, built.limits.vocab_size):
@@ -112,18 +109,18 @@ def profile(deployment: Deployment, identity: Identity, options: dict[str, Any])
         said = {
             "node": identity.node,
             "moment": _moment(communicator),
-            "spans": to_plain(recorder.spans) if communicator.rank in options["ranks"] else [],
+            "spans": to_plain(recorder.spans) if wanted else [],
             "ops": operators.trace if operators else None,
         }
         packed = gzip.compress(json.dumps(said).encode(), compresslevel=1)
-        everyone = [json.loads(gzip.decompress(item)) for item in gather_bytes(communicator, packed)]
-        if communicator.rank == 0:
+        everyone = [json.loads(gzip.decompress(item)) for item in communicator.collect(packed)]
+        if communicator.leads:
             links = sorted({entry.link for entry in communicator.ledger.entries() if entry.op == "all_reduce"})
             about = {
                 "model": deployment.served_model_name,
                 "wiring": built.config.wiring.name,
                 "layers": built.config.num_layers,
-                "ranks": communicator.size,
+                "ranks": len(everyone),
                 "batch": options["batch"],
                 "link": next((link for link in links if link.startswith("emulated")), ", ".join(links)),
             }

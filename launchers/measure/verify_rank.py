@@ -10,16 +10,12 @@ from __future__ import annotations
 import json
 import random
 import sys
+from itertools import chain
 from typing import Any
-
-import numpy as np
 
 from ...engine.step.row_check import RowCheck
 from ...topology.comm.groups import Communicator
 from .bench_rank import main, say
-
-_ROOM = 512
-"""Bytes of a difference in words."""
 
 
 def verify(built: Any, communicator: Communicator) -> None:
@@ -33,23 +29,24 @@ def verify(built: Any, communicator: Communicator) -> None:
     dice = random.Random(order["seed"])
     lengths = [longest, *(dice.randint(1, longest) for _ in range(order["requests"] - 1))]
     check = RowCheck(built.runner, [[dice.randrange(limits.vocab_size) for _ in range(n)] for n in lengths])
-    if communicator.rank == 0:
-        say({"ready": True, "tp": communicator.size, "nodes": len(communicator.layout.nodes)})
+    if communicator.leads:
+        say({"ready": True})
     for difference in check.run(order["cases"], order["seed"]):
         found = _first("" if difference is None else str(difference), communicator)
-        if communicator.rank == 0:
+        if communicator.leads:
             say({"difference": found})
     if order["digests"]:
         digests = [check.digests(request) for request in range(len(lengths))]
-        if communicator.rank == 0:
-            say({"digests": digests})
+        everyone = communicator.collect(json.dumps(digests).encode())
+        if communicator.leads:  # one rank of each stage speaks for it
+            stages = [json.loads(said) for said in everyone[:: communicator.size]]
+            say({"digests": [[*chain(*parts)] for parts in zip(*stages, strict=True)]})
 
 
 def _first(text: str, communicator: Communicator) -> str:
     """Of the ranks' words, the first that says something; those of other ranks than 0 with their number."""
-    everyone = communicator.gather(np.frombuffer(text.encode()[:_ROOM].ljust(_ROOM), np.uint8))
-    for rank, words in enumerate(everyone):
-        if said := words.tobytes().decode().strip():
+    for rank, words in enumerate(communicator.collect(text.encode())):
+        if said := words.decode():
             return said if rank == 0 else f"{said}, on rank {rank}"
     return ""
 

@@ -309,7 +309,7 @@ def run_rank(
                 say(Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
 
         built = build(deployment, communicator, device, told)
-        leads = communicator.rank == 0 and (communicator.pipeline is None or communicator.pipeline.first)
+        leads = communicator.leads
         for warning in built.warnings:
             if leads:
                 log.warning("%s", warning)

@@ -19,7 +19,6 @@ from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.step import build
 from laddertron.engine.step.build import Built
 from laddertron.engine.step.cuda_graphs import DecodeGraphs
-from laddertron.engine.step.runner import Runner
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.kv_cache import KVCache
 from laddertron.models.ops import TorchOps
@@ -114,13 +113,17 @@ def generate(
     how: str,
     params: dict[str, Any],
     sizes: list[int] | None = None,
+    stages: int = 1,
 ) -> dict[str, Any] | None:
     """Answers by request, of 4 lengths, so that few and many run at once. how: "portable" as built, "eager" with the
     FlashInfer backend (its stand-in), "recorded" with its decode steps recorded, "overlapped" with these drawn on the
     device and set off ahead of the ids before. On rank 0, with how often steps were computed and replayed, and what
     the host waited for."""
-    communicator, recorder = rank.communicator, TapeRecorder()
-    d = engine_cases.deployment(folder, rank.size, max_num_seqs=5, enable_prefix_caching=False)
+    if stages > 1:
+        rank.close_kept()
+    communicator, recorder = rank.connect(stages=stages) if stages > 1 else rank.communicator, TapeRecorder()
+    d = engine_cases.deployment(folder, rank.size // stages, max_num_seqs=5, enable_prefix_caching=False)
+    d = replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages))
     with patch.object(build, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
         built = engine_cases.build_on(rank, d, communicator)
     notes: list[str] = []
@@ -134,14 +137,17 @@ def generate(
             built, _ = overlap(built, communicator, notes, **parts)
         else:
             own, most = built.runner.sampler, built.limits.max_model_len
-            runner = Runner(built.runner.model, sampler=own, max_slots=5, max_model_len=most, **parts)
+            if communicator.pipeline is not None:
+                parts |= {"pipeline": communicator.pipeline, "index": communicator.rank}
+            runner = type(built.runner)(built.runner.model, sampler=own, max_slots=5, max_model_len=most, **parts)
             built = replace(built, runner=runner)
     lengths = [params["max_tokens"] + 4 * (i % 4) for i in range(len(prompts))]
     requests = [engine_cases.request(i, p, **params | {"max_tokens": lengths[i]}) for i, p in enumerate(prompts)]
     answers = engine_cases.run_requests(rank, built, communicator, requests)
-    if answers is None:
-        return None
-    return {"answers": answers, "computed": recorder.computed, "replayed": recorder.replayed, "steps": told(notes)}
+    if stages > 1:
+        communicator.close()
+    counts = {"computed": recorder.computed, "replayed": recorder.replayed, "steps": told(notes)}
+    return {"answers": answers, **counts}
 
 
 def parts_of(built: Built) -> dict[str, Any]:

@@ -94,6 +94,11 @@ class Communicator:
         self.pipeline, self._set_timeout = pipeline, set_timeout
         self.gathers, self._closers = gathers, closers
 
+    @property
+    def leads(self) -> bool:
+        """Whether this rank plans and speaks for all: the group's first, of a pipeline the first stage's."""
+        return self.rank == 0 and (self.pipeline is None or self.pipeline.first)
+
     def set_timeout(self, seconds: float) -> None:
         """How long a collective may make its caller wait from now on."""
         self._set_timeout(seconds)
@@ -107,6 +112,18 @@ class Communicator:
     def gather(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """uint8 [n] of every rank, in rank order: uint8 [size, n]. Blocks, asleep."""
         return self.gathers.start(payload).wait()
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, of any lengths, in rank order, on the rank that leads; all call it, between steps."""
+        lengths = self.gather(np.array([len(payload)], np.int64).view(np.uint8))
+        each = np.ascontiguousarray(lengths).view(np.int64)[:, 0].tolist()
+        mine = np.zeros(max(1, *each), np.uint8)
+        mine[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = [row[:length].tobytes() for row, length in zip(self.gather(mine), each, strict=True)]
+        if self.pipeline is None or self.rank:
+            return rows
+        rails = [self.pipeline.collect(row) for row in rows]
+        return [row for stage in zip(*rails, strict=True) for row in stage]
 
     def close(self) -> None:
         """Ends every connection and thread of the group; always returns. Idempotent."""

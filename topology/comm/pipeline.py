@@ -56,21 +56,29 @@ class Pipeline:
         """How long a message of another stage may be waited for. It stands behind the steps of all stages."""
         self._timeout_s = seconds * 2 * self.stages
 
-    def send_back(self, payload: bytes) -> None:
+    def send_back(self, payload: bytes, line: int = RING) -> None:
         """The last stage's rank: to its peer in the first."""
-        self._lines.send(RING, _LENGTH.pack(len(payload)) + payload)
+        self._lines.send(line, _LENGTH.pack(len(payload)) + payload)
 
     def arrived(self) -> bool:
         """The first stage's rank: whether `receive_back` need not sleep."""
         return self._lines.ready(RING)
 
-    def receive_back(self) -> bytes:
+    def receive_back(self, line: int = RING) -> bytes:
         """The next payload that the last stage sent back. Raises as `take`."""
-        head = bytearray(_LENGTH.size)
-        self.take(RING, memoryview(head), "what the last stage drew")
+        head, what = bytearray(_LENGTH.size), "what the last stage drew" if line == RING else "what it found"
+        self.take(line, memoryview(head), what)
         body = bytearray(_LENGTH.unpack(head)[0])
-        self.take(RING, memoryview(body), "what the last stage drew")
+        self.take(line, memoryview(body), what)
         return bytes(body)
+
+    def collect(self, payload: bytes) -> list[bytes]:
+        """Every stage's payload, on the first stage; nothing on the others. Every rank calls it, between steps."""
+        if self.first:
+            return [payload, *(self.receive_back() for _ in range(self.stages - 1))]
+        for earlier in (*(self.receive_back(PREVIOUS) for _ in range(self.stage - 1)), payload):
+            self.send_back(earlier, RING if self.last else NEXT)
+        return []
 
     def take(self, line: int, into: memoryview, what: str) -> float:
         """Lines.receive, with the place where this rank waits meanwhile in the ledger. Raises PeerLost or

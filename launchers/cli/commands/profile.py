@@ -73,9 +73,7 @@ def command(
     Every span is named by layer and sub-block. On GPUs the host's spans are launches: add --ops for the kernels.
     """
     deployment = load(config, overrides)
-    size = deployment.parallel.tensor_parallel_size
-    if deployment.parallel.pipeline_parallel_size > 1:
-        raise click.UsageError("profile times one group of ranks: add --set parallel.pipeline_parallel_size=1")
+    size = deployment.parallel.ranks
     if unknown := [rank for rank in ranks if not 0 <= rank < size]:
         raise click.UsageError(f"--rank {unknown[0]}: the deployment has ranks 0 to {size - 1}")
     options = {

@@ -41,6 +41,7 @@ class Steps:
 
     def __init__(self, clock: list[float]) -> None:
         self.clock, self.progress = clock, StepProgress()
+        self.scheduler = SimpleNamespace(limits=SimpleNamespace(microbatches=1))
         self.left: dict[str, int] = {}
         self.fresh: list[Request] = []
         self.seen: set[tuple[int, ...]] = set()
@@ -94,6 +95,29 @@ class LateSteps(Steps):
         return events
 
 
+class StagedSteps(Steps):
+    """A pipeline with two micro-batches: a call ends a step of half of the sequences, which takes half a second with
+    prompts and 50 ms without; one half is ahead of the other."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__(clock)
+        self.scheduler.limits.microbatches = 2
+        self.calls = 0
+
+    def step(self) -> list[TokensEvent]:
+        names, self.calls = sorted(self.left)[self.calls % 2 :: 2], self.calls + 1
+        self.clock[0] += 0.5 if self.fresh and self.calls < 3 else 0.05
+        events = []
+        for name in names:
+            self.left[name] -= 1
+            events.append(TokensEvent(name, 0, 0, (5,), None if self.left[name] else "length"))
+        if not any(self.left.values()):
+            self.left.clear()
+            self.fresh.clear()
+            self.calls = 0
+        return events
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock = [0.0]
@@ -112,6 +136,17 @@ def test_prefill_and_decode_are_told_apart(steps: Any, late: bool) -> None:
         assert timing.decode_rate == pytest.approx(40.0)
         assert timing.decode_tokens == 36
         assert timing.step_s == pytest.approx(0.1)
+
+
+def test_a_pipeline_is_timed_by_its_tokens(steps: Any) -> None:
+    """Prompts until the later half has a token; then 40 tokens a second until the earlier half ends, each sequence's
+    0.1 s apart."""
+    timing = run_case(StagedSteps(steps.clock), Case(4, 16, 10), 1000, 1)  # type: ignore[arg-type]
+    assert timing.prefill_s == pytest.approx(1.0)
+    assert timing.decode_rate == pytest.approx(40.0)
+    assert timing.decode_tokens == 34
+    assert timing.step_s == pytest.approx(0.1)
+    assert run_case(StagedSteps(steps.clock), Case(1, 16, 1), 1000, 2).decode_tokens == 0  # type: ignore[arg-type]
 
 
 def test_a_mix_counts_every_request_once(steps: Any) -> None:
@@ -174,6 +209,17 @@ def test_a_sweep_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert said in result.stderr  # no terminal: lines
     case_table(rows)
     plot(rows, tmp_path / "rows.png")
+
+
+def test_a_pipeline_on_real_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    words = ["bench", "sweep", str(CONFIG), *QUICK, *ALONE, "--set", "parallel.pipeline_parallel_size=2"]
+    words += ["--batch", "1,4", "--prompt", "8", "--generate", "6", "--repeats", "1", "--json", str(out)]
+    result = CliRunner().invoke(group, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    for row in json.loads(out.read_text()):
+        assert row["decode_tok_s"][0] > 0
+        assert row["floor_tok_s"] is None or 0 < row["floor_share"] < 1
 
 
 @pytest.mark.parametrize(

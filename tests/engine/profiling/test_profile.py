@@ -6,6 +6,7 @@ import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from laddertron.launchers.cli.__main__ import group
 from laddertron.models.config.model_config import Wiring
 from laddertron.models.residual import run
 from laddertron.topology.comm.ledger import Record
+
+STAGE = SimpleNamespace(first_layer=0)
 
 
 class Number(float):
@@ -41,6 +44,13 @@ class Model:
 
     def __init__(self) -> None:
         self.all_reduce: Any = self
+        self.boundary: Any = None
+        self.stage = STAGE
+
+    def receive(self, shape: tuple[int, int], dtype: Any, count: int) -> list[Pending]:
+        return [Pending(Number(5.0))] * count
+
+    def send(self, x: Number) -> None: ...
 
     def start(self, x: Number) -> Pending:
         return Pending(x)
@@ -84,7 +94,20 @@ def test_a_watched_model_computes_the_same_and_names_everything(kind: str) -> No
     assert [s.name for s in flights] == [f"all-reduce, {name}" for name in names]
     assert all(s.end >= s.start and s.bytes == 8 for s in flights)
     unwatch()
-    assert vars(model) == {"all_reduce": model}
+    assert vars(model) == {"all_reduce": model, "boundary": None, "stage": STAGE}
+
+
+def test_a_watched_stage_counts_the_model_s_layers_and_says_what_it_waits_for() -> None:
+    model, recorder = Model(), SpanRecorder()
+    model.stage, model.boundary = SimpleNamespace(first_layer=7), model
+    unwatch = watch(model, recorder)
+    recorder.begin_step(0)
+    (rows,) = model.boundary.receive((1, 1), None, 1)
+    assert rows.wait() == 10.0
+    model.attention(1, rows.wait())
+    assert [span.name for span in recorder.spans] == [*["wait for hidden rows"] * 2, "layer 8 attention"]
+    unwatch()
+    assert model.boundary is model
 
 
 def test_flights_end_when_the_backend_saw_them() -> None:
@@ -204,3 +227,20 @@ def test_a_real_profile_of_two_ranks(tmp_path: Path) -> None:
             flights = [bar for bar in one.bars if bar.kind == "flight"]
             assert {bar.layer for bar in flights} == {-1, *range(found["otherData"]["layers"])}
             assert min(bar.length for bar in flights) >= 0.0009
+
+
+@pytest.mark.slow
+def test_a_real_profile_of_two_stages(tmp_path: Path) -> None:
+    """Each stage its own layers, by the model's numbers; the second one waits for the first one's rows."""
+    config = Path(__file__).resolve().parents[3] / "configs/demo.yaml"
+    out = tmp_path / "trace.json"
+    sets = ["--set", "parallel.tensor_parallel_size=1", "--set", "parallel.pipeline_parallel_size=2"]
+    words = ["profile", str(config), *sets, "--steps", "3", "-o", str(out)]
+    done = CliRunner().invoke(group, words, standalone_mode=False)
+    assert done.exception is None, done.output
+    found = read_trace(out)
+    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    layers = [{e["args"]["layer"] for e in spans if e["pid"] == rank} - {-1} for rank in (0, 1)]
+    assert sorted(layers[0] | layers[1]) == list(range(found["otherData"]["layers"]))
+    assert max(layers[0]) < min(layers[1])
+    assert {e["pid"] for e in spans if e["name"] == "wait for hidden rows"} == {1}

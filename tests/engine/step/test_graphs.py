@@ -112,6 +112,21 @@ def test_ids_are_the_same_with_and_without_graphs(
     assert recorded["computed"] == 2 * len(graph_sizes(5))
 
 
+@pytest.mark.parametrize(("recipe", "size", "stages"), [("llama", 2, 2), ("ladder", 4, 2), ("ladder", 3, 3)])
+def test_stages_record_their_steps(
+    ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int, stages: int
+) -> None:
+    """Rows, and what of a wiring is still owed to them, cross between replays, on every stage: the same answers as
+    without stages and without graphs."""
+    args = {"folder": str(checkpoint(recipe)), "prompts": checkpoints.prompts(9, seed=4), "params": {"max_tokens": 5}}
+    plain = ranks(1, "recorded_graph:generate", args | {"how": "eager"})[0]
+    found = ranks(size, "recorded_graph:generate", args | {"how": "recorded", "stages": stages})
+    assert found[0]["answers"] == plain["answers"]
+    assert {each["replayed"] for each in found} == {found[0]["replayed"]}
+    assert found[0]["replayed"] >= 14
+    assert {each["computed"] for each in found} == {2 * len(graph_sizes(5))}
+
+
 def test_steps_beyond_the_largest_graph_run_eagerly(ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
     folder, prompts = str(checkpoint("llama")), checkpoints.prompts(5, seed=6)
     args = {"folder": folder, "prompts": prompts, "params": {"max_tokens": 6}}

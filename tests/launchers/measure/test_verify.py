@@ -14,12 +14,12 @@ from laddertron.models.cpu.ops import Kernels
 PLANTED = Path(__file__).parents[2] / "helpers" / "planted"
 
 
-def deployment(folder: Path, name: str, size: int, deterministic: str, env: str = "{}") -> str:
+def deployment(folder: Path, name: str, size: int, deterministic: str, env: str = "{}", stages: int = 1) -> str:
     if not (folder / "model").exists():
         checkpoints.save(folder / "model", "ladder")
     (folder / name).write_text(f"""\
 model: {{path: ./model}}
-parallel: {{tensor_parallel_size: {size}, deterministic: {deterministic}}}
+parallel: {{tensor_parallel_size: {size}, pipeline_parallel_size: {stages}, deterministic: {deterministic}}}
 launch: {{env: {env}}}
 engine: {{device: cpu, threads: 1, max_num_seqs: 40, kv_cache_memory: 16MiB, block_size: 4}}
 """)
@@ -48,6 +48,15 @@ def test_two_layouts_with_the_same_bits(verify: Any, tmp_path: Path) -> None:
     code, said = verify(one, "--against", two, *SHORT)
     assert code == 0, said
     assert "tp 1, deterministic everywhere, 3 mixes: all bits are equal" in said
+    assert said.count("all bits are equal") == 2
+
+
+@pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
+def test_stages_have_the_same_bits(verify: Any, tmp_path: Path) -> None:
+    """Each stage checks its own layers; together they are the model's, by its numbers."""
+    staged, whole = (deployment(tmp_path, f"{n}.yaml", 1, "true", stages=n) for n in (2, 1))
+    code, said = verify(staged, "--against", whole, *SHORT)
+    assert code == 0, said
     assert said.count("all bits are equal") == 2
 
 
