@@ -210,3 +210,52 @@ def test_streams_outlive_their_ranks(night: Night) -> None:
         f"\nFAULT_SEED={SEED} {len(streams)} streams: the next token after {', '.join(f'{gap:.1f}' for gap in gaps)} s"
     )
     assert night.stop() == 0
+
+
+def mixed(number: int) -> dict[str, Any]:
+    """Line `number` of a batch: lengths, sampling, choices, log-probabilities and stops by its number."""
+    rng = random.Random(number)
+    asked = line(
+        f"line-{number}",
+        rng.choice((1, 8, 40)),
+        number,
+        [rng.randrange(3, 1000) for _ in range(8 * rng.randint(1, 25))],
+    )
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"n": 2, "temperature": 1.0},
+        {"logprobs": 2},
+        {"stop": ["e", "\n"]},
+    )
+    asked["body"] |= kinds[number % len(kinds)]
+    return asked
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_mixed_batch_outlives_a_rank_of_either_stage(tmp_path: Path, rank: int) -> None:
+    """500 lines of every kind over two stages; half way a rank is killed. Every line has one answer, and lines that ask
+    the same, before the loss or after it, have the same one."""
+    night, half = Night(tmp_path, real=True, sets=(*STAGED, "parallel.deterministic=true")), 250
+    try:
+        a_start(night)
+        lines = [mixed(n) for n in range(half)]
+        lines += [asked | {"custom_id": f"again-{n}"} for n, asked in enumerate(lines)]
+        batch = night.submit(lines)
+        until("half of the answers", lambda: len(night.committed()) >= half, 300)
+        victim = next(p for p in night.victims("rank") if struck_rank(p) == rank)
+        assert processes.kill(victim, signal.SIGKILL)
+        until("the batch's end", lambda: night.batch(batch)["status"] == "completed", 300, 0.1)
+        (told,) = failures(night)
+        assert told["rank"] == rank
+        assert f"stage {rank}" in json.dumps(told)
+        rows = night.rows(night.batch(batch), "output")
+        assert sorted(row["custom_id"] for row in rows) == sorted(asked["custom_id"] for asked in lines)
+        answers = {row["custom_id"]: row["response"]["body"]["choices"] for row in rows}
+        for number in range(half):
+            assert [c["text"] for c in answers[f"line-{number}"]] == [c["text"] for c in answers[f"again-{number}"]], (
+                number
+            )
+        assert night.stop() == 0
+    finally:
+        night.close()
