@@ -38,12 +38,6 @@ class StartsCollective(Protocol):
     def start(self, x: Any, /) -> Any: ...
 
 
-class ProfiledModel(Protocol):
-    """What `watch` may lay hands on: sub-block methods by SUB_BLOCKS' names, and the collective."""
-
-    all_reduce: StartsCollective
-
-
 @dataclass(slots=True)
 class SpanRecorder:
     """Collects spans while `step` is not None. `annotate` opens a named range in another profiler."""
