@@ -115,3 +115,29 @@ def test_what_was_drawn_comes_back_and_the_least_is_agreed_on() -> None:
     assert found == [7]
     first.close()
     second.close()
+
+
+def test_what_each_stage_found_comes_to_the_first_in_order() -> None:
+    """Four stages, payloads of all sizes: from hand to hand to the last, and from there to the first."""
+    back, links = socket.socketpair(), [socket.socketpair() for _ in range(3)]
+    found: dict[int, list[bytes]] = {}
+    payloads = [b"", b"a", b"bc" * 200_000, b"d"]
+
+    def be(stage: int) -> None:
+        sockets = {PREVIOUS: links[stage - 1][1]} if stage else {RING: back[0]}
+        sockets |= {NEXT: links[stage][0]} if stage < 3 else {RING: back[1]}
+        for s in sockets.values():
+            s.setblocking(False)
+        pipeline = Pipeline(stage, 4, (stage + 1, stage - 1, 3 - stage), Lines(sockets, str, "stage"), Ledger())
+        pipeline.set_timeout(HANG_S / 8)
+        found[stage] = pipeline.collect(payloads[stage])
+        done.wait()
+        pipeline.close()
+
+    done = threading.Barrier(4, timeout=HANG_S)  # who leaves early takes its lines along
+    threads = [threading.Thread(target=be, args=(stage,)) for stage in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert found == {0: payloads, 1: [], 2: [], 3: []}
