@@ -1,15 +1,19 @@
-"""What a plan answers first: what it stands on, the verdict, three tables that fit 80 columns. Pure."""
+"""What a plan answers first: what it stands on, the verdict, a few tables that fit 80 columns. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import eq, le
 
 from .advice import describe
 from .estimate import CapacityEstimate
-from .layouts import by_cost
+from .layouts import Layout, by_cost
 from .memory import GIB
 
 _CHEAPEST = 6
+TOKEN_MS = (5, 10, 20, 25, 30, 40, 50, 75, 100, 200, 500)
+"""Milliseconds that a sequence's token may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     layouts = []
     for x in by_cost(plan.layouts)[:_CHEAPEST]:
         if (best := x.cheapest) is not None and (quick := x.fastest) is not None:
-            name = describe(x).replace(" replicas of ", " x ")
+            name = _short(x)
             rate = f"{best.output_per_s:,.0f}"
             layouts.append((name, ms(quick.step_s), f"{best.batch:,}", rate, f"{best.dollars:.2f}"))
     columns = ("layout", "ms alone", "batch", "tokens/s", "$ a million")
@@ -102,4 +106,47 @@ def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
         Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
         Sheet("Decoding: tokens/s", ("batch", "step ms", *wirings), tuple(decoding), 0),
         Sheet("Cheapest layouts of these GPUs", columns, tuple(layouts), 1, note),
+        *verdicts(plan, priced=False)[:2],
     )
+
+
+def _short(layout: Layout) -> str:
+    return describe(layout).replace(" replicas of ", " x ")
+
+
+def verdicts(plan: CapacityEstimate, priced: bool = True) -> list[Sheet]:
+    """The cheapest layout for the weights at hand, by what else is given."""
+    batches = [(x, s.batch, s.dollars) for x in plan.layouts for s in x.speeds]
+    times = [(x, s.step_s * 1e3, s.dollars) for x in plan.layouts for s in x.speeds]
+    depths = [(x, d.context, d.dollars) for x in plan.layouts for d in x.depths if d.sequences]
+    return [
+        _verdict("sequences", "{:,}", sorted({n for _, n, _ in batches}), eq, batches, priced),
+        _verdict("time a token", "{} ms", TOKEN_MS, le, times, priced),
+        _verdict("context", "{:,}", sorted({n for _, n, _ in depths}), eq, depths, priced),
+    ]
+
+
+def _verdict(
+    given: str,
+    form: str,
+    limits: Sequence[int],
+    suits: Callable[[float, float], bool],
+    offers: Sequence[tuple[Layout, float, float]],
+    priced: bool,
+) -> Sheet:
+    """offers: a layout, what it offers of what is given, and what a million tokens cost then. A row that says what the
+    one before says is left out."""
+    kinds = dict.fromkeys((x.stored.weights, x.wiring.name) for x, _, _ in offers)
+    rows: list[tuple[str, ...]] = []
+    for limit in limits:
+        cells = []
+        for kind in kinds:
+            mine = [offer for offer in offers if (offer[0].stored.weights, offer[0].wiring.name) == kind]
+            fitting = (offer for offer in mine if suits(offer[1], limit))
+            best = min(fitting, key=lambda offer: offer[2], default=None)
+            name = _short(best[0]).partition(",")[0] if best else "-"
+            cells.append(f"{name}: ${best[2]:.2f}" if best and priced else name)
+        if set(cells) != {"-"} and (not rows or tuple(cells) != rows[-1][1:]):
+            rows.append((form.format(limit), *cells))
+    columns = (given, *(f"{weights.replace('bfloat', 'bf')} {wiring}" for weights, wiring in kinds))
+    return Sheet(f"Cheapest for the weights at hand, by {given}", columns, tuple(rows))

@@ -125,7 +125,7 @@ def layouts(
 ) -> tuple[Layout, ...]:
     """Those worth knowing on these devices; `own` is the tensor-parallel size asked about. Groups of whole nodes and
     more are listed whether they fit or not, without a pipeline; all others where they fit, and parts of a node or
-    pipelines where they are the cheapest of their weights and wiring at some batch."""
+    pipelines where they are the cheapest of their weights and wiring at some batch or context."""
     variants = {name: make_wiring(name, config.num_layers) for name in ("standard", "ladder")}
     if config.wiring.name not in variants and not config.wiring.desync_every:
         variants[config.wiring.name] = config.wiring
@@ -145,9 +145,10 @@ def layouts(
                     add(size, stages, form, wiring)
     best: dict[tuple[StoredTypes, str, int], tuple[float, int]] = {}
     for i, x in enumerate(found):
-        for speed in x.speeds:
-            key = x.stored, x.wiring.name, speed.batch
-            best[key] = min(best.get(key, (inf, i)), (speed.dollars, i))
+        offers = [(s.batch, s.dollars) for s in x.speeds] + [(-d.context, d.dollars) for d in x.depths if d.sequences]
+        for given, dollars in offers:
+            key = x.stored, x.wiring.name, given
+            best[key] = min(best.get(key, (inf, i)), (dollars, i))
     cheapest = {i for _, i in best.values()}
     return tuple(x for i, x in enumerate(found) if i in cheapest or (x.tp in (own, node, total) and x.stages == 1))
 

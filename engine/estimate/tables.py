@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from .advice import describe
-from .answer import Sheet, binary, headline, ms
+from .answer import Sheet, binary, headline, ms, verdicts
 from .estimate import CapacityEstimate
-from .layouts import MOST_SEQUENCES, Speed
+from .layouts import MOST_SEQUENCES
 from .memory import GIB
 
 
@@ -17,7 +17,7 @@ def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     """All tables, in the order in which they answer questions."""
     found = [_memory(plan), _depths(plan), _speeds(plan), _exposure(plan), _prefill(plan), _traffic(plan)]
     if plan.layouts:
-        found += [_layouts(plan), _batches(plan), _dollars(plan), _contexts(plan)]
+        found += [_layouts(plan), _batches(plan), _contexts(plan), *verdicts(plan)]
     return (*found, _ranks(plan))
 
 
@@ -152,22 +152,14 @@ def _layouts(plan: CapacityEstimate) -> Sheet:
 
 
 def _batches(plan: CapacityEstimate) -> Sheet:
-    return _by_batch(plan, "Layouts by batch: output tokens/s", lambda s: f"{s.output_per_s:,.0f}",
-                     "Over all replicas; - : no room for so many sequences.")  # fmt: skip
-
-
-def _dollars(plan: CapacityEstimate) -> Sheet:
-    return _by_batch(plan, "Layouts by batch: $ a million output tokens", lambda s: f"{s.dollars:.2f}", "")
-
-
-def _by_batch(plan: CapacityEstimate, title: str, cell: Callable[[Speed], str], note: str) -> Sheet:
     shown = [x for x in plan.layouts if x.speeds]
     batches = sorted({s.batch for x in shown for s in x.speeds})
     rows = []
     for x in shown:
-        cells = {s.batch: cell(s) for s in x.speeds}
+        cells = {s.batch: f"{s.output_per_s:,.0f}" for s in x.speeds}
         rows.append((describe(x), *(cells.get(b, "-") for b in batches)))
-    return Sheet(title, ("layout", *map(str, batches)), tuple(rows), 1, note)
+    note = "Over all replicas; - : no room for so many sequences."
+    return Sheet("Layouts by batch: output tokens/s", ("layout", *map(str, batches)), tuple(rows), 1, note)
 
 
 def _contexts(plan: CapacityEstimate) -> Sheet:

@@ -17,6 +17,7 @@ from ...engine.estimate.layouts import Work
 from ...engine.estimate.tables import markdown, sheet_lines
 from ...topology.hardware.presets import preset
 from .plan_page import plan_page
+from .plan_regions import picture
 from .plan_source import Asked, from_deployment, from_names
 from .plan_view import plan_view
 from .simulations import FleetAsked, fleet, scaling, scaling_sheet
@@ -65,6 +66,7 @@ def written(configs: Sequence[Path]) -> dict[str, str]:
     texts = {f"{name}.md": f"# {name}\n\n{markdown(plan)}" for name, plan in plans.items()}
     texts |= {f"{name}.html": plan_page(plans[name]) for name in PAGES if name in plans}
     texts["fleets.md"] = fleets()
+    texts["../pictures/regions.svg"] = picture("llama-3.1-405b", "2x8xH100")
     texts["README.md"] = _index(plans)
     return texts
 

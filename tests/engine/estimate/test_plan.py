@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from laddertron.engine.config.load import ConfigError, read
-from laddertron.engine.estimate.advice import deployment_text
+from laddertron.engine.estimate.advice import deployment_text, describe
 from laddertron.engine.estimate.answer import basis, headline
 from laddertron.engine.estimate.estimate import CapacityEstimate, Question, make_plan
 from laddertron.engine.estimate.layouts import Work
@@ -21,6 +22,7 @@ from laddertron.engine.estimate.tables import as_json, markdown, sheets
 from laddertron.launchers.cli.__main__ import group, main
 from laddertron.launchers.cli.generate_plan_docs import written
 from laddertron.launchers.cli.plan_page import plan_page
+from laddertron.launchers.cli.plan_regions import ACROSS, LINKS, NONE, STAGES, regions
 from laddertron.launchers.cli.plan_source import Asked, from_deployment, from_names
 from laddertron.models.config.known_models import by_folder, known, known_names
 from laddertron.models.config.model_config import ModelConfig
@@ -280,12 +282,51 @@ def test_every_shipped_configuration_fits(config: Path) -> None:
 
 
 def test_documents_are_what_plan_says_now() -> None:
-    """docs/plans is renewed by `make plans`: nothing in it is stale, nothing is left over."""
+    """docs/plans and its picture are renewed by `make plans`: nothing is stale, nothing is left over."""
     folder = ROOT / "docs" / "plans"
     texts = written(CONFIGS)
-    assert set(texts) | {"validation.md"} == {p.name for p in folder.iterdir()}
+    assert set(texts) | {"validation.md"} == {p.name for p in folder.iterdir()} | {"../pictures/regions.svg"}
     stale = [name for name, text in texts.items() if (folder / name).read_text(encoding="utf-8") != text]
     assert not stale, "run make plans"
+
+
+def test_the_verdict_is_the_cheapest_that_keeps_what_is_given() -> None:
+    """By sequences, by time allowed for a token and by context: each cell names the cheapest of the layouts listed for
+    weights of its kind, and nobody is told a layout that has no room or takes longer than allowed."""
+    plan = make_plan(from_names("llama-3.1-405b", Asked(preset("2x8xH100"), Work())))
+    found = {sheet.title: sheet for sheet in sheets(plan) if "weights at hand" in sheet.title}
+    by_batch, by_time, by_context = found.values()
+    assert by_batch.columns[1:] == ("bf16 standard", "bf16 ladder", "fp8 standard", "fp8 ladder")
+    kinds = [(form, wiring) for form in ("bfloat16", "fp8") for wiring in ("standard", "ladder")]
+
+    def cheapest(batch: int | None, ms: float) -> list[str]:
+        said = []
+        for kind in kinds:
+            mine = [x for x in plan.layouts if (x.stored.weights, x.wiring.name) == kind]
+            fitting = [(x, s) for x in mine for s in x.speeds if batch in (None, s.batch) and s.step_s * 1e3 <= ms]
+            prices = [(s.dollars, describe(x).partition(",")[0].replace(" replicas of", " x")) for x, s in fitting]
+            said.append(f"{min(prices)[1]}: ${min(prices)[0]:.2f}" if prices else "-")
+        return said
+
+    for batch, *cells in by_batch.rows:
+        assert cells == cheapest(int(batch), math.inf)
+    for allowed, *cells in by_time.rows:
+        assert cells == cheapest(None, float(allowed.removesuffix(" ms")))
+    assert by_batch.rows[0][1].startswith("tp 16:")
+    assert by_batch.rows[-2][1].startswith("tp 8 x pp 2:")
+    assert {row[1].partition(":")[0] for row in by_context.rows} == {"tp 8 x pp 2"}
+
+
+def test_slower_links_leave_less_to_tensor_parallelism_across_nodes() -> None:
+    counts = []
+    for link in LINKS:
+        rows = regions("llama-3.1-405b", "2x8xH100", link)
+        counts.append({kind: sum(row.count(ACROSS) for row in cells) for kind, cells in rows.items()})
+        assert all(row == sorted(row, key=lambda how: how == NONE) for cells in rows.values() for row in cells)
+        assert rows["bf16, stock"][0][-1] == STAGES
+    for kind in counts[0]:
+        assert counts[0][kind] > counts[1][kind] >= counts[2][kind]
+    assert all(counts[0][f"{form}, ladder"] > counts[0][f"{form}, stock"] for form in ("bf16", "fp8"))
 
 
 def test_a_folder_that_is_not_here_is_known_by_its_name() -> None:
