@@ -65,6 +65,16 @@ def by_a_request(failure: JobFailure, here: str) -> bool:
     return failure.kind in ("rank_lost", "rank_error", "stalled", "protocol") and failure.rank is not None
 
 
+NODE_FAILURES = 3
+
+
+def bad_node(failures: Sequence[JobFailure], here: str) -> str | None:
+    """The node whose place a spare should take: it fell silent, or the last NODE_FAILURES failures all name it."""
+    node, last = failures[-1].node, failures[-NODE_FAILURES:]
+    repeated = len(last) == NODE_FAILURES and all(failure.node == node for failure in last)
+    return node if repeated or (failures[-1].kind == "silent" and node != here) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """One sign that a launch is over. `rank` None: no rank is to blame."""

@@ -50,7 +50,7 @@ def spare_places(
         free = [spare for spare in spares if spare not in places.values() and not out(spare)]
         if not free:
             raise LaunchError(
-                f"{host.name} is out of use (its processes could not be killed) and no spare is left of "
+                f"{host.name} is out of use and no spare is left of "
                 f"launch.spare_hosts={list(spares)}: repair the host or name another spare"
             )
         places[host.name] = free[0]

@@ -21,7 +21,7 @@ from typing import Any
 from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
 from ..control.messages import Beat, Cancel, Drain, Running, StopChoice, Submit
-from .detect import Evidence, JobFailure, RestartPolicy, by_a_request
+from .detect import Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
 from .job_launch import JobOptions, Launch, LaunchOwner, StartCommand
 from .rank_board import AllReady, AllStanding, JobTimeouts, LoadProgress, News, Recovered, Suspect
 from .standby import Standby
@@ -31,8 +31,7 @@ __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob", "Sta
 log = logging.getLogger(__name__)
 
 CommandFactory = Callable[[frozenset[str]], StartCommand]
-"""Composes the launch without the given nodes (those whose processes could not be killed). Raises ValueError if too
-few are left."""
+"""Composes the launch without the given nodes (those out of use). Raises ValueError if too few are left."""
 
 
 @dataclass(slots=True)
@@ -229,6 +228,7 @@ class MpiJob:
             extra=failure.culprit,
         )
         self._hooks.failed(failure)
+        self._leave_out(bad_node(tuple(self.failures), socket.gethostname()))
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
         delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
         # a launch that can never come right is not tried again; what was refused now but not before may yet be mended
@@ -261,6 +261,15 @@ class MpiJob:
             again_s - gone_s,
             extra={"event": "recovered", "standby": self._taken_over, "seconds": round(again_s, 3)},
         )
+
+    def _leave_out(self, node: str | None) -> None:
+        """A node makes room for a spare, if there is one."""
+        if node is None or node in self._excluded:
+            return
+        with contextlib.suppress(ValueError):
+            self._command(self._excluded | {node})
+            self._excluded |= {node}
+            log.warning("%s is left out from now on: a spare host takes its place", node, extra={"node": node})
 
     def _report_lost(self, failure: JobFailure | None) -> None:
         lost, self._in_flight = self._in_flight, {}

@@ -14,6 +14,7 @@ from laddertron.launchers.job.detect import (
     JobFailure,
     RestartPolicy,
     StepWatch,
+    bad_node,
     behind,
     blame,
     by_a_request,
@@ -85,6 +86,20 @@ def test_which_failures_a_request_may_have_caused(
     kind: FailureKind, rank: int | None, node: str | None, expected: bool
 ) -> None:
     assert by_a_request(JobFailure(kind, "", rank, node), "here") is expected
+
+
+def test_which_node_makes_room_for_a_spare() -> None:
+    """One that fell silent, at once; one that three failures in a row name."""
+
+    def of(*failures: tuple[FailureKind, str | None]) -> str | None:
+        return bad_node([JobFailure(kind, "", 0, node) for kind, node in failures], "here")
+
+    assert of(("silent", "a")) == "a"
+    assert of(("silent", "here")) is None, "a stopped process, not a lost node"
+    assert of(("rank_lost", "a"), ("rank_lost", "a")) is None
+    assert of(("rank_lost", "a"), ("rank_error", "a"), ("stalled", "a")) == "a"
+    assert of(("rank_lost", "a"), ("rank_lost", "b"), ("rank_lost", "a")) is None
+    assert of(("launch", None), ("launch", None), ("launch", None)) is None
 
 
 def test_liveness_by_silence() -> None:

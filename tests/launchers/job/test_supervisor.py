@@ -455,6 +455,33 @@ def test_a_rank_that_cannot_be_killed_quarantines_its_node(monkeypatch: pytest.M
     told(run)
 
 
+def is_ready(s: Story, restarts: int) -> bool:
+    return s.job.state.phase == "ready" and s.job.state.restarts == restarts
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_node_that_three_failures_name_makes_room_for_a_spare(spare: bool) -> None:
+    """Without one it stays: a launch on it may succeed, none on no node can."""
+    asked: list[frozenset[str]] = []
+
+    def compose(excluded: frozenset[str]) -> Command:
+        asked.append(excluded)
+        if excluded and not spare:
+            raise ValueError("no spare is left of launch.spare_hosts=[]")
+        return fake_mpirun()
+
+    async def run() -> None:
+        async with story(compose, max_failures=9, longest_backoff_s=0.0) as s:
+            for restarts in range(4):
+                await s.listener.until(partial(is_ready, s, restarts))
+                if restarts < 3:
+                    os.kill(await s.pid(1), signal.SIGKILL)
+            here = frozenset({os.uname().nodename})
+            assert asked == [frozenset()] * 3 + [here, here if spare else frozenset()]
+
+    told(run)
+
+
 def parent(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
