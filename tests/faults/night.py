@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import http.client
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -180,6 +182,32 @@ class Night:
             self.process.kill()
         self.process.wait()
         self._seat.close()
+
+
+class Stream(threading.Thread):
+    """Reads one stream's events as they come, without what is another's in each run. `whole`: it came to its end."""
+
+    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
+        super().__init__()
+        self._port, self._path = port, path
+        self._body = {"model": "demo", "ignore_eos": True, "stream": True, **body}
+        self.events: list[dict[str, Any]] = []
+        self.status = 0
+        self.whole = False
+        self.start()
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("POST", f"/v1/{self._path}", json.dumps(self._body))
+            answer = connection.getresponse()
+            self.status = answer.status
+            for line in answer:
+                data = line.decode().strip().removeprefix("data: ")
+                self.whole |= data == "[DONE]"
+                if data and data != "[DONE]":
+                    event = json.loads(data)
+                    self.events.append({k: v for k, v in event.items() if k not in ("id", "created")})
 
 
 def engine_name(batch_id: str, custom_id: str, number: int) -> str:

@@ -3,13 +3,10 @@ amid streams and while loading. Part of `make fault-test`; FAULT_SEED replays a 
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import random
 import signal
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +20,7 @@ from job_tools import MPIRUN
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
 
-from faults.night import ROOT, Night, line, until
+from faults.night import ROOT, Night, Stream, line, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -148,34 +145,6 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Stream(threading.Thread):
-    """Reads one stream's events as they come, without what is another's in each run."""
-
-    def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:
-        super().__init__()
-        self._port, self._path = port, path
-        self._body = {
-            "model": "demo",
-            "max_tokens": 180,
-            "ignore_eos": True,
-            "stream": True,
-            "return_digest": True,
-            **body,
-        }
-        self.events: list[dict[str, Any]] = []
-        self.start()
-
-    def run(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=300)
-        with contextlib.closing(connection):
-            connection.request("POST", f"/v1/{self._path}", json.dumps(self._body))
-            for line in connection.getresponse():
-                data = line.decode().strip().removeprefix("data: ")
-                if data and data != "[DONE]":
-                    event = json.loads(data)
-                    self.events.append({k: v for k, v in event.items() if k not in ("id", "created")})
-
-
 def gone_on(streams: list[Stream], seen: list[int]) -> bool:
     """Whether each is further than that, or over."""
     return all(len(s.events) > count or not s.is_alive() for s, count in zip(streams, seen, strict=True))
@@ -188,10 +157,11 @@ def test_streams_outlive_their_ranks(night: Night) -> None:
     night.argv += ["--set", "parallel.deterministic=true"]
     night.start()
     night.ready()
-    calm = {name: Stream(night.port, *asked) for name, asked in STREAMS.items()}
+    asked = {name: (path, {"max_tokens": 180, "return_digest": True, **body}) for name, (path, body) in STREAMS.items()}
+    calm = {name: Stream(night.port, *one) for name, one in asked.items()}
     for stream in calm.values():
         stream.join()
-    streams = {name: Stream(night.port, *asked) for name, asked in STREAMS.items()}
+    streams = {name: Stream(night.port, *one) for name, one in asked.items()}
     gaps = []
     for _ in range(3):
         until("tokens", partial(gone_on, list(streams.values()), [len(s.events) + 5 for s in streams.values()]), 120)
@@ -204,6 +174,7 @@ def test_streams_outlive_their_ranks(night: Night) -> None:
         gaps.append(time.monotonic() - began)
     for name, stream in streams.items():
         stream.join()
+        assert stream.whole
         assert stream.events == calm[name].events, name
     assert len(failures(night)) == 3
     print(
