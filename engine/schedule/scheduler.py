@@ -8,7 +8,6 @@ for ever.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -17,17 +16,15 @@ from dataclasses import dataclass, replace
 from ..batch import Batch, Chunk, StepResult
 from ..request import FinishReason, Request, TokenLogprob, TokensEvent
 from .kv_manager import Residency
-from .limits import RequestTooLarge, SchedulerLimits, check_request
-from .prefix_hash import DigestChain
-from .sequence import RequestGroup, RequestTimes, Sequence
+from .limits import RequestTooLarge, SchedulerLimits
+from .open_requests import OpenRequests
+from .sequence import RequestTimes, Sequence
 from .speculation import Speculation
 from .split import SplitChoice
 from .step_planner import Counters, Planner
 from .waiting_queue import WaitingQueues
 
 __all__ = ["RequestTimes", "RequestTooLarge", "Scheduler", "SchedulerLimits"]
-
-_RECORDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,73 +42,50 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.counters = Counters()
-        self._groups: dict[str, RequestGroup] = {}
         self._waiting = WaitingQueues(limits.ageing_s)
         self._residency = Residency(
             limits.max_num_seqs, limits.block_size, limits.num_blocks, limits.enable_prefix_caching
         )
         self._planner = Planner(limits, self._waiting, self._residency, self.counters)
+        self._open = OpenRequests(limits, self._waiting, self._residency, self._planner.spawn)
         self._split = None if limits.split is None else SplitChoice(limits.split)
         self._uncommitted: deque[_Uncommitted] = deque()
-        self._deadlines: list[tuple[float, int, str]] = []
-        self._events: list[TokensEvent] = []
-        self._ended: deque[RequestTimes] = deque(maxlen=_RECORDS)
-        self._arrivals = 0
-        self._now = self._committed = 0.0
+        self._committed = 0.0
 
     def add(self, request: Request, now: float) -> None:
         """`now` in unix seconds, like the request's deadline. Raises RequestTooLarge if it can never fit, ValueError
         if it is no request at all or its id is in use."""
-        check_request(request, self.limits)
-        if request.request_id in self._groups:
-            raise ValueError(f"request {request.request_id} is running: ids are unique, choose another")
-        group = RequestGroup(request, self._arrivals, now)
-        self._arrivals += 1
-        self._groups[request.request_id] = group
-        self._waiting.join(group)
-        for choice in range(len(request.emitted) or 1):
-            chain = DigestChain(request.salt, self.limits.block_size) if self.limits.enable_prefix_caching else None
-            sequence = Sequence(group, choice, chain, self.limits.max_model_len)
-            group.sequences.append(sequence)
-            if not request.emitted:
-                self._waiting.push(sequence)
-            elif sequence.state == "waiting":
-                self._waiting.push_back(sequence)  # it goes on as after a preemption
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, group.number, request.request_id))
+        self._open.add(request, now)
 
     def cancel(self, request_id: str) -> None:
         """All choices that have not ended do so with "cancelled"; unknown ids are ignored: it may just have ended."""
-        group = self._groups.get(request_id)
+        group = self._open.groups.get(request_id)
         if group is not None:
-            self._end_group(group, "cancelled")
+            self._open.end_group(group, "cancelled")
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
         """The choice ends with "stop" after `n_tokens`; unknown or ended ones are ignored."""
-        group = self._groups.get(request_id)
+        group = self._open.groups.get(request_id)
         if group is not None and 0 <= choice < group.request.params.n:
             self._planner.spawn(group)
             sequence = group.sequences[choice]
             if sequence.state != "ended":
                 group.output_tokens -= max(0, sequence.outputs - n_tokens)
-                self._finish(sequence, "stop", start=n_tokens)
+                self._open.finish(sequence, "stop", start=n_tokens)
 
     def take_events(self) -> list[TokensEvent]:
         """Ends that no step brought (cancelled, timeout, stop), for whenever `schedule` returns None; `commit` returns
         them too. They follow all events returned before."""
-        events, self._events = self._events, []
-        return events
+        return self._open.take_events()
 
     def take_ended(self) -> list[RequestTimes]:
         """Requests ended since the last call, the latest 4096 of them."""
-        ended = list(self._ended)
-        self._ended.clear()
-        return ended
+        return self._open.take_ended()
 
     @property
     def has_work(self) -> bool:
         """Whether a request is open or an event is pending; plans of ended requests may still be uncommitted."""
-        return bool(self._groups or self._events)
+        return bool(self._open.groups or self._open.events)
 
     @property
     def num_running(self) -> int:
@@ -159,7 +133,7 @@ class Scheduler:
             "num_requests_waiting": float(len(self._waiting)),
             "kv_cache_usage_ratio": self.kv_usage,
             "kv_cached_blocks": float(self._residency.pool.cached),
-            "engine_oldest_waiting_age_seconds": self.oldest_waiting_age(self._now if now is None else now),
+            "engine_oldest_waiting_age_seconds": self.oldest_waiting_age(self._open.now if now is None else now),
             "prompt_tokens_total": float(counters.prompt_tokens),
             "prefix_cache_queries_total": float(counters.prefix_queries),
             "prefix_cache_hits_total": float(counters.prefix_hits),
@@ -181,8 +155,7 @@ class Scheduler:
         commit. Raises RuntimeError when one more than limits.microbatches plans are uncommitted already."""
         if len(self._uncommitted) > self.limits.microbatches:
             raise RuntimeError(f"{len(self._uncommitted)} plans are uncommitted: commit one before the next is made")
-        self._now = now
-        self._expire(now)
+        self._open.expire(now)
         planned = self._planner.plan(now)
         if planned is None:
             return None
@@ -197,8 +170,7 @@ class Scheduler:
         nobody's plan: it only releases pending events. Raises RuntimeError on another plan's, ValueError where the
         tokens are not one for each chunk that samples."""
         if not batch.chunks:
-            self._now = now
-            self._expire(now)
+            self._open.expire(now)
             return self.take_events()
         if not self._uncommitted or self._uncommitted[0].batch.step != batch.step:
             expected = self._uncommitted[0].batch.step if self._uncommitted else "none"
@@ -216,10 +188,10 @@ class Scheduler:
         if speculation is not None and not done.prefills:
             came = drawn + sum(map(len, result.more.values()))
             speculation.observe_step(len(chunks), sum(result.drafted.values()), came, seconds)
-        self._now = self._committed = now
+        self._open.now = self._committed = now
         if done.prefills or result.nonfinite or drawn != len(chunks):
             self._commit_prefills(done, result)
-        tokens = iter(result.tokens)
+        tokens, events = iter(result.tokens), self._open.events
         generated = surplus = 0
         for chunk, sequence in zip(chunks, done.sequences, strict=True):
             if not chunk[3]:
@@ -240,18 +212,18 @@ class Scheduler:
             if group.logprobs:
                 scored = (result.logprobs[chunk[0]],)
             if token in group.stops and outputs >= group.min_tokens:
-                self._finish(sequence, "stop", logprobs=scored, stop_token=token)
+                self._open.finish(sequence, "stop", logprobs=scored, stop_token=token)
                 continue
             known.append(token)
             generated += 1
             group.count(now)
             if len(known) > sequence.end:
-                self._finish(sequence, "length", tokens=(token,), logprobs=scored)
+                self._open.finish(sequence, "length", tokens=(token,), logprobs=scored)
             elif outputs == 0:
-                self._tell(sequence, None, (token,), outputs, scored)
+                self._open.tell(sequence, None, (token,), outputs, scored)
             else:
                 request = group.request
-                self._events.append(
+                events.append(
                     TokensEvent(
                         request.request_id,
                         sequence.choice,
@@ -268,7 +240,7 @@ class Scheduler:
                 )
         self.counters.generation_tokens += generated
         self.counters.surplus_tokens += surplus
-        self._expire(now)
+        self._open.expire(now)
         return self.take_events()
 
     def _commit_drafts(
@@ -294,9 +266,9 @@ class Scheduler:
             if stop or len(known) > sequence.end:
                 kept, scored = tuple(known[group.prompt_len + first :]), tuple(scores) or None
                 reason: FinishReason = "stop" if stop else "length"
-                self._finish(sequence, reason, tokens=kept, logprobs=scored, stop_token=drawn if stop else None)
+                self._open.finish(sequence, reason, tokens=kept, logprobs=scored, stop_token=drawn if stop else None)
                 return len(kept), len(more) - after
-        self._tell(sequence, None, tuple(known[group.prompt_len + first :]), first, tuple(scores) or None)
+        self._open.tell(sequence, None, tuple(known[group.prompt_len + first :]), first, tuple(scores) or None)
         return 1 + len(more), 0
 
     def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:
@@ -323,7 +295,7 @@ class Scheduler:
             if chunk.start + chunk.count >= sequence.group.prompt_len:
                 sequence.prompt_scored = True
             if not sequence.draws and chunk.start + chunk.count == sequence.end:
-                self._finish(sequence, "length")
+                self._open.finish(sequence, "length")
         if doubtful:
             self._forget(doubtful, (done, *self._uncommitted), void)
 
@@ -362,89 +334,6 @@ class Scheduler:
             message = f"what the request allows could not be kept after {sequence.outputs} tokens: {constraint}"
         self._residency.unhold(group)
         if group.first_token is None:
-            self._end_group(group, reason, message)
+            self._open.end_group(group, reason, message)
         else:
-            self._finish(sequence, reason, message=message)
-
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        *,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprob, ...] | None = None,
-        stop_token: int | None = None,
-        start: int | None = None,
-        message: str | None = None,
-    ) -> None:
-        """The choice's last event; slot and blocks are given back. `start` defaults to the tokens already sent."""
-        group = sequence.group
-        if sequence.state == "running":
-            self._residency.running.remove(sequence)
-            self._residency.vacate(sequence)
-        elif sequence.state == "waiting":
-            self._waiting.remove(sequence)
-        sequence.state = "ended"
-        if sequence.fresh:
-            sequence.fresh = False
-            group.unforked -= 1
-        first = sequence.outputs - len(tokens) if start is None else start
-        self._tell(sequence, reason, tokens, first, logprobs, stop_token, message)
-        group.open -= 1
-        if group.open == 0:
-            self._close(group)
-
-    def _tell(
-        self,
-        sequence: Sequence,
-        finish: FinishReason | None,
-        tokens: tuple[int, ...],
-        start: int,
-        logprobs: tuple[TokenLogprob, ...] | None = None,
-        stop_token: int | None = None,
-        message: str | None = None,
-    ) -> None:
-        request = sequence.group.request
-        prompt: Seq[TokenLogprob | None] | None = sequence.prompt_logprobs if sequence.prompt_scored else None
-        if prompt is not None:
-            sequence.prompt_logprobs = None
-        self._events.append(
-            TokensEvent(
-                request.request_id,
-                sequence.choice,
-                start,
-                tokens,
-                finish,
-                logprobs,
-                None if prompt is None else tuple(prompt),
-                stop_token,
-                message,
-                sequence.group.cached_tokens,
-                request.epoch,
-            )
-        )
-
-    def _end_group(self, group: RequestGroup, reason: FinishReason, message: str | None = None) -> None:
-        """Every choice that has not ended does, those that never came to be included."""
-        self._planner.spawn(group)
-        for sequence in group.sequences:
-            if sequence.state != "ended":
-                self._finish(sequence, reason, message=message)
-
-    def _close(self, group: RequestGroup) -> None:
-        self._residency.unhold(group)
-        self._waiting.leave(group)
-        del self._groups[group.request.request_id]
-        self._ended.append(group.times(self._now))
-
-    def _expire(self, now: float) -> None:
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][0] <= now:
-            _, number, request_id = heapq.heappop(deadlines)
-            group = self._groups.get(request_id)
-            if group is not None and group.number == number:
-                self._end_group(group, "timeout")
-        if len(deadlines) > 2 * len(self._groups) + 64:
-            numbers = {group.number for group in self._groups.values()}
-            self._deadlines = [entry for entry in deadlines if entry[1] in numbers]
-            heapq.heapify(self._deadlines)
+            self._open.finish(sequence, reason, message=message)

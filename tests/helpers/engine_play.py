@@ -112,13 +112,13 @@ def play(
         while waiting or e.has_work:
             if waiting and (not e.has_work if calm else dice.random() < 0.7):
                 e.add(waiting.pop(0))
-            if not calm and dice.random() < 0.12 and (open_ := list(scheduler._groups)):
+            if not calm and dice.random() < 0.12 and (open_ := list(scheduler._open.groups)):
                 victim = dice.choice(open_)
                 upset.add(victim)
                 if dice.random() < 0.5:
                     e.cancel(victim)
                 else:
-                    group = scheduler._groups[victim]
+                    group = scheduler._open.groups[victim]
                     for sequence in group.sequences[:1]:
                         e.stop_choice(victim, 0, dice.randint(0, sequence.outputs))
             heard.take(e.step())

@@ -129,7 +129,7 @@ def check_books(scheduler: Scheduler) -> None:
     waiting = list(scheduler._waiting)
     assert len(waiting) == scheduler.num_waiting
     assert {id(s) for s in waiting} == {
-        id(s) for g in scheduler._groups.values() for s in g.sequences if s.state == "waiting"
+        id(s) for g in scheduler._open.groups.values() for s in g.sequences if s.state == "waiting"
     }
     assert all(group.unforked == sum(s.fresh for s in group.sequences) for group in residency.holders.values())
 
@@ -139,7 +139,7 @@ def check_nothing_left(scheduler: Scheduler) -> None:
     check_books(scheduler)
     assert scheduler.num_running == scheduler.num_waiting == 0
     assert scheduler.kv_usage == 0.0
-    assert not scheduler._groups
+    assert not scheduler._open.groups
     assert not scheduler._residency.holders
     assert all(not waiting.owners for waiting in scheduler._waiting._classes)
 
@@ -204,7 +204,7 @@ class Play:
         """Plans and runs a step, tells nobody yet; False if there was nothing to plan."""
         batch = self.scheduler.schedule(self.now)
         if batch is None:
-            assert self.flight or not self.scheduler._groups, "nothing is under way, and what waits is not planned"
+            assert self.flight or not self.scheduler._open.groups, "nothing is under way, and what waits is not planned"
             self.ledger.record(self.scheduler.take_events())
             return False
         held = self.scheduler._residency.holders.values()
