@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from laddertron import __version__
+from laddertron.engine.job import MetricRow
 from laddertron.engine.request import ModelLimits
 from laddertron.launchers.control.messages import Announce, Beat, Failure, Hello, Loading, Ready
 from laddertron.launchers.job.detect import (
@@ -256,6 +257,25 @@ def test_a_rank_that_ended_because_of_something_else_is_not_blamed() -> None:
     assert (failure.kind, failure.rank) == ("consequence", None)
     assert "stood still for 12 s" in failure.reason
     assert board.judge(1, (), {}, stood_still=5.0).rank == 0
+
+
+def test_the_culprit_is_named_in_full() -> None:
+    """Rank, node, stage, device and collective, as far as they were heard of; without a rank none of them."""
+    board = RankBoard(4, JobTimeouts(), 0.0, stage_ranks=2)
+    board.heard(3, hello(3), 1.0)
+    row = MetricRow("rank_info", ("cuda", "avx2", "1"), 1.0)
+    board.heard(3, Beat(collective=41, waiting="all_reduce 41", rows=(row,)), 2.0)
+    board.gone(3, "")
+    assert board.judge(None, (), {}).culprit == {
+        "rank": 3,
+        "node": "node-3",
+        "stage": 1,
+        "device": "cuda:3",
+        "collective": "all_reduce 41",
+    }
+    board.sign(Evidence("launcher_killed", None, "mpirun was ended by signal 9"))
+    nobody = {"rank": None, "node": None, "stage": None, "device": "", "collective": ""}
+    assert board.judge(None, (), {}).culprit == nobody
 
 
 def test_a_supervisor_that_was_held_up_blames_nobody() -> None:

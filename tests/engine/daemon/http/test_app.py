@@ -30,6 +30,7 @@ from laddertron.engine.daemon.http.keys import (
     rotate_key,
 )
 from laddertron.engine.daemon.http.upload import FormFault, FormParser, boundary_of, clean_name
+from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import MetricsObserver
 from laddertron.engine.text.tokenizer import TextModel
 from prometheus_client import CollectorRegistry
@@ -395,6 +396,21 @@ def test_an_engine_that_is_not_ready_is_503_everywhere(folder: Path, tmp_path: P
         assert busy.value.status_code == 503
         assert busy.value.response.headers["retry-after"] == "5"
         assert ask(daemon, "GET", "/health")[0] == 200
+
+
+def test_ready_names_the_culprit_to_who_has_a_key(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    _, key = add_key(keys, "a")
+    culprit: dict[str, Any] = {"rank": 3, "node": "node-b", "stage": 1, "device": "cuda:1", "collective": "reduce 7"}
+    with served(deployment(tmp_path), folder, keys=keys) as daemon:
+        job = daemon.jobs[0]
+        until(lambda: job.state.phase == "ready")
+        job._state = JobState("restarting", "rank 3 is gone", 1, job.limits, **culprit)
+        status, value, _ = ask(daemon, "GET", "/ready", Authorization=f"Bearer {key}")
+        assert status == 503
+        (replica,) = value["replicas"]
+        assert {name: replica[name] for name in culprit} == culprit
+        assert ask(daemon, "GET", "/ready")[1] == {"status": "not_ready"}
 
 
 def test_a_client_that_goes_away_takes_its_request_along(folder: Path, tmp_path: Path) -> None:
