@@ -10,7 +10,7 @@ from typing import Any
 
 from ...topology.hardware.health import Figures, gpu_figures, port_counters
 from ...topology.hardware.nvml import load_nvml
-from ...topology.hardware.sysfs import Sysfs
+from ...topology.hardware.sysfs import Sysfs, resident_bytes
 
 PERIOD_S = 5.0
 
@@ -58,9 +58,8 @@ def make_look(fs: Sysfs, ports: bool, gpu_uuid: str | None, nvml: Any | None = N
     def look() -> Figures:
         nonlocal begun
         out = port_counters(fs) if ports else {}
-        words = fs.text("proc/self/statm").split()
-        if len(words) > 1:
-            out["rank_resident_memory_bytes",] = float(int(words[1]) * 4096)
+        if held := resident_bytes(fs):
+            out["rank_resident_memory_bytes",] = float(held)
         if nvml is not None and gpu_uuid is not None:
             if not begun:
                 nvml.nvmlInit()

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...engine.estimate.memory import STANDBY_RANK
 from ...models.refusal import Refusal
-from ...topology.hardware.sysfs import Sysfs
+from ...topology.hardware.sysfs import Sysfs, resident_bytes
 from ..control.messages import Command, Load, Shutdown, Standing
 
 if TYPE_CHECKING:
@@ -51,9 +51,3 @@ def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[]
             if isinstance(command, Load | Shutdown):
                 return isinstance(command, Load)
     return False
-
-
-def resident_bytes(fs: Sysfs) -> int:
-    """Of this process; 0 where the kernel does not say."""
-    words = fs.text("proc/self/statm").split()
-    return int(words[1]) * 4096 if len(words) > 1 else 0

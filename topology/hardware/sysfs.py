@@ -82,6 +82,12 @@ def available_bytes(fs: Sysfs) -> int:
     return _meminfo(fs.text("proc/meminfo"), "MemAvailable")
 
 
+def resident_bytes(fs: Sysfs) -> int:
+    """Of this process; 0 where the kernel does not say."""
+    words = fs.text("proc/self/statm").split()
+    return int(words[1]) * 4096 if len(words) > 1 else 0
+
+
 def cpu_name(fs: Sysfs) -> str:
     for line in fs.text("proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
