@@ -49,7 +49,7 @@ types:
 	@echo "== types"
 	@mkdir -p build/typecheck && ln -sfn "$(CURDIR)" build/typecheck/laddertron
 	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers
-	@MYPYPATH=build/typecheck:tests:benchmarks:benchmarks/cross_node:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
+	@MYPYPATH=build/typecheck:tests:benchmarks:benchmarks/cross_node:benchmarks/gpu:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
 
 unit:
 	@echo "== tests"
@@ -109,6 +109,10 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 quality: env ## What the wirings are worth from scratch, and after adapting, three seeds (resumable; hours of one core)
 	@$(PY) benchmarks/quality.py --minutes 480
 	@$(PY) benchmarks/adaptation.py --minutes 480
+
+.PHONY: gpu
+gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU_PYTHON=python3 runs it without `make env`)
+	@$(or $(GPU_PYTHON),$(PY)) benchmarks/gpu_day.py
 
 bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; a quarter of an hour, quiet machine)
 	@$(PY) benchmarks/cross_node/cross_node.py --write

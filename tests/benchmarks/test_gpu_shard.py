@@ -1,4 +1,4 @@
-"""benchmarks/gpu_shard.py: run for real on a CPU with a timer for the fabric, and its table's arithmetic."""
+"""benchmarks/gpu/gpu_shard.py: run for real on a CPU with a timer for the fabric, and its table's arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ WIRINGS = ("standard", "parallel", "ladder", "no-communication")
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in (BENCHMARKS, BENCHMARKS / "gpu"):
+        monkeypatch.syspath_prepend(str(folder))
     import gpu_shard_report
 
     return gpu_shard_report
@@ -65,8 +66,8 @@ def test_it_runs_on_a_cpu_and_says_what_is_emulated() -> None:
     """A toy shard of 16 ranks that are not there: every wiring has its line, with as many all-reduces as its layers
     start and one for the embedding, and waits at least as long for the emulated ones as they are said to take."""
     words = "--device cpu --tiny --cases 405b --batch 2 --steps 8 --rounds 2 --context 64"
-    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu_shard.py"), *words.split()]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu" / "gpu_shard.py"), *words.split()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
     assert done.returncode == 0, done.stderr
     assert "k = 0 alone" in done.stderr
@@ -87,7 +88,8 @@ def test_it_runs_on_a_cpu_and_says_what_is_emulated() -> None:
 def test_a_recorded_step_gives_the_logits_of_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs on a GPU, with stand-ins for FlashInfer and CUDA graphs: rank 0 of 16 that are not there, three
     sequences, standard and ladder. The replay computes the same logits as `forward`, and both write the same keys."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in (BENCHMARKS, BENCHMARKS / "gpu"):
+        monkeypatch.syspath_prepend(str(folder))
     import gpu_shard
     import torch
     from bench_model import rewired
@@ -122,7 +124,8 @@ def test_a_recorded_step_gives_the_logits_of_an_eager_one(monkeypatch: pytest.Mo
 def test_what_cannot_run_here_is_refused_with_the_mend(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for folder in (BENCHMARKS, BENCHMARKS / "gpu"):
+        monkeypatch.syspath_prepend(str(folder))
     import gpu_shard
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

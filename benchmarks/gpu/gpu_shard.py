@@ -1,9 +1,9 @@
 """One rank's shard of 70B at tp 8 and 405B at tp 16 on one GPU: random weights, real kernels, all-reduces emulated at
 NVLink's and InfiniBand's untuned prices. Prints a JSON line a case, then a table beside the published speeds.
 
-    python benchmarks/gpu_shard.py                        a GPU of 80 GB: all layers, some ten minutes
-    python benchmarks/gpu_shard.py --cases 70b --layers 16 --batch 1,16        less of it
-    python benchmarks/gpu_shard.py --device cpu --tiny    the same code with a toy model and a timer for the fabric
+    python benchmarks/gpu_day.py --only shard             with what else a GPU is measured by
+    PYTHONPATH=benchmarks python benchmarks/gpu/gpu_shard.py --cases 70b --layers 16 --batch 1,16       by itself
+    PYTHONPATH=benchmarks python benchmarks/gpu/gpu_shard.py --device cpu --tiny    a toy model, a timer for the fabric
 
 Emulated: every all-reduce of the other ranks (label in each line; k multiprocessors held, k = 0 a pure delay), and the
 gather of candidates, which no-communication keeps. Left out: sampling, the scheduler, ranks that come late. Every step
@@ -35,8 +35,9 @@ from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
 from laddertron.models.rank_shard import RankShard
-from laddertron.topology.comm.collectives import Collective, Done, Pending
+from laddertron.topology.comm.collectives import Alone, Collective, Inlining, Pending
 from laddertron.topology.comm.emulated import emulate
+from laddertron.topology.comm.gpu_stream import InlineCollective
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.cost.emulated_fabric import emulation_of
 from torch import Tensor
@@ -68,13 +69,6 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-class Alone:
-    """The collective of a rank without peers: its own part is the sum."""
-
-    def start(self, x: Tensor) -> Pending:
-        return Done(x)
-
-
 class Counted:
     """A collective that counts what is started."""
 
@@ -84,6 +78,14 @@ class Counted:
     def start(self, x: Tensor) -> Pending:
         self.started += 1
         return self.inner.start(x)
+
+    def inline(self) -> InlineCollective:
+        """As a rank's own collective does: those of standard wait on the computing stream."""
+        return InlineCollective(self._inline)
+
+    def _inline(self, x: Tensor, layer: str = "") -> Pending:
+        self.started += 1
+        return (self.inner.inline() if isinstance(self.inner, Inlining) else self.inner).start(x)
 
 
 def lone_group(size: int) -> Any:

@@ -1,14 +1,15 @@
 """How near decoding comes to a GPU's memory: an 8B-shaped Llama of random bf16 weights on one GPU through the whole
 engine, CUDA graphs on and off, beside transformers. Prints a JSON line a case, then a table.
 
-    python benchmarks/gpu_decode.py                         batch 1, 64 and 256; some 60 GB of GPU memory
-    python benchmarks/gpu_decode.py --batch 1,16 --attention torch --no-peer
-    python benchmarks/gpu_decode.py --device cpu --tiny     the same code with a toy model
+    python benchmarks/gpu_day.py --only decode              with what else a GPU is measured by
+    PYTHONPATH=benchmarks python benchmarks/gpu/gpu_decode.py --batch 1,16 --attention torch --engines ours
+    PYTHONPATH=benchmarks python benchmarks/gpu/gpu_decode.py --device cpu --tiny     a toy model
 
 share: bytes that a decode step must read (weights that are multiplied by, keys and values of the mean context) over its
 median time, of the copy bandwidth measured here (bytes read and written over time). Every case is run --repeat times
 with new prompts after a warm-up; the median is told, with the least and the most. transformers generates greedily with
-its own cache, the same lengths, in the same process when laddertron's memory has been given back.
+its own cache, the same lengths, in the same process when laddertron's memory has been given back. mixed_ms: a step of
+so many decodes and one more sequence's whole prompt.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import gc
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -26,9 +28,10 @@ from typing import Any
 
 import torch
 from bench_model import Size, make_model, make_runner
-from laddertron.engine.profiling.bench import Case, run_case
+from laddertron.engine.profiling.bench import Case, random_prompt, run_case
+from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
-from laddertron.engine.step.engine import Engine, StepProgress
+from laddertron.engine.step.engine import Engine, StepProgress, drain
 from laddertron.launchers.measure.bench_rank import matmul_bytes
 from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
@@ -47,16 +50,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a toy model, for the code and not for figures")
-    parser.add_argument("--batch", default=None, help="default 1,64,256 (1,4 with --tiny)")
+    parser.add_argument("--batch", default=None, help="default 1,16,64,256 (1,4 with --tiny)")
     parser.add_argument("--prompt", type=int, default=None, help="default 512 (16 with --tiny)")
-    parser.add_argument("--gen", type=int, default=None, help="default 64 (8 with --tiny)")
+    parser.add_argument("--gen", type=int, default=None, help="default 64 (12 with --tiny)")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--attention", default="auto", choices=["auto", "torch", "flashinfer"])
-    parser.add_argument("--no-peer", action="store_true", help="without transformers")
+    parser.add_argument("--engines", default="ours,transformers", help="ours, transformers or both")
     args = parser.parse_args()
-    args.batch = args.batch or ("1,4" if args.tiny else "1,64,256")
+    args.batch = args.batch or ("1,4" if args.tiny else "1,16,64,256")
     args.prompt = args.prompt or (16 if args.tiny else 512)
-    args.gen = args.gen or (8 if args.tiny else 64)
+    args.gen = args.gen or (12 if args.tiny else 64)
     return args
 
 
@@ -70,13 +73,14 @@ def main() -> int:
     batches = [int(batch) for batch in args.batch.split(",")]
     size = Size(
         "toy" if args.tiny else "8B-shaped", **(TOY if args.tiny else LLAMA_8B), dtype="bfloat16", tied=False,
-        positions=args.prompt + args.gen,
+        positions=args.prompt + args.gen + 1,
     )  # fmt: skip
     floor = copy_bandwidth(device, (16 if args.tiny else 1024) << 20)
     head = {"machine": machine(device), "versions": versions(), "copy_gb_s": round(floor / 1e9, 1)}
     print(json.dumps(head), flush=True)
     lines: list[Line] = []
-    for line in (*ours(size, batches, args, device), *(() if args.no_peer else theirs(size, batches, args, device))):
+    engines = {"ours": ours, "transformers": theirs}
+    for line in (line for name in args.engines.split(",") for line in engines[name](size, batches, args, device)):
         print(json.dumps(line | {"share": float(f"{line['gb_s'] * 1e9 / floor:.4g}")}), flush=True)
         lines.append(line)
     print(table(lines, floor))
@@ -192,8 +196,39 @@ def run_engine(
             if repetition:  # the first one warms up
                 prefill.append(timing.prefill_s)
                 step.append(timing.step_s)
+        mixed = {}
+        if batch < seats:
+            mixed["mixed_ms"] = round(mixed_step_s(engine, batch, -(-batch * args.prompt // tokens), args) * 1e3, 4)
         memory = {"gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)} if device.type == "cuda" else {}
-        yield case_line(what | memory, size, args, batch, prefill, step)
+        yield case_line(what | mixed | memory, size, args, batch, prefill, step)
+
+
+def mixed_step_s(engine: Engine, batch: int, prompt_steps: int, args: argparse.Namespace) -> float:
+    """A step of `batch` decodes and one whole prompt beside them: four steps in which a newcomer comes and goes, less
+    three without. The median of --repeat newcomers. prompt_steps: what the prompts of the others take."""
+    dice, found = random.Random(batch), []
+    vocab = (TOY if args.tiny else LLAMA_8B)["vocab"]
+
+    def add(name: str, generate: int) -> None:
+        prompt = random_prompt(dice, vocab, args.prompt)
+        engine.add(Request(name, prompt, SamplingParams(max_tokens=generate, seed=0, temperature=0.0)))
+
+    def steps(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            engine.step()
+        return time.perf_counter() - began
+
+    for repetition in range(args.repeat):
+        for number in range(batch):
+            add(f"mixed-{batch}-{repetition}-{number}", args.gen)
+        steps(prompt_steps + 2)
+        alone = steps(2) / 2
+        add(f"mixed-{batch}-{repetition}-newcomer", 1)
+        found.append(steps(4) - 3 * alone)
+        for _ in drain(engine):
+            pass
+    return statistics.median(found)
 
 
 def release(device: torch.device) -> None:
