@@ -1,0 +1,88 @@
+"""A group's all-reduces, shown to be right before they carry a model's sums: a known pattern of every size class goes
+through whatever serves it, and every rank compares.
+
+What may be wrong is not ours alone: a NIC that corrupts, a library's algorithm that a tuning file chose, a driver. A
+wrong sum would go unnoticed otherwise, as a model that answers a little badly. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .comm.collectives import CommunicationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .comm.groups import Communicator
+    from .comm.ledger import Entry
+
+LAYER = "start-up check"
+"""Under which the ledger has them."""
+_MIX = 0x9E3779B1
+
+
+class WrongSum(CommunicationError):
+    """An all-reduce gave another sum than the ranks' parts have; the message names its strategy and size."""
+
+
+def size_classes(width: int, most_rows: int) -> Iterator[int]:
+    """Elements of the messages that are tried: 1, 2, 4, … rows of `width` and the most. Strategies change with a
+    message's size, and none changes within less than a factor of two."""
+    rows = 1
+    while rows < most_rows:
+        yield rows * width
+        rows *= 2
+    yield most_rows * width
+
+
+def pattern(rank: int, count: int, salt: int, device: torch.device) -> Tensor:
+    """int64 [count], from -7 to 8: what this rank brings to message `salt`. Sums over 16 ranks are exact in bfloat16,
+    and no two places, ranks or messages look alike for long, so that what is late, twice or elsewhere shows."""
+    at = torch.arange(count, device=device)
+    mixed = (at * _MIX + (rank + 1) * 0x85EBCA6B + (salt + 1) * 0xC2B2AE35) & 0xFFFFFFFF
+    mixed = ((mixed ^ mixed >> 15) * 0x2C1B3C6D) & 0xFFFFFFFF
+    return (mixed >> 12 & 15) - 7
+
+
+def check_sums(
+    communicator: Communicator, width: int, most_rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Every rank calls it with the same arguments, before the first step. Raises WrongSum, on all of them."""
+    named = getattr(communicator.all_reduce, "named", None)
+    all_reduce = communicator.all_reduce if named is None else named(LAYER)
+    for salt, count in enumerate(size_classes(width, most_rows)):
+        before = communicator.ledger.entries()
+        mine = pattern(communicator.rank, count, salt, device).to(dtype)
+        want = torch.stack([pattern(rank, count, salt, device) for rank in range(communicator.size)]).sum(0)
+        found = all_reduce.start(mine).wait()
+        wrong = torch.nonzero(found.double() != want).flatten()
+        told = "" if not len(wrong) else _words(int(wrong[0]), len(wrong), found, want)
+        _agree(communicator, told, f"{_strategy(before, communicator.ledger.entries())} of {mine.nbytes} bytes")
+
+
+def _words(at: int, count: int, found: Tensor, want: Tensor) -> str:
+    first = f"the first is element {at}: {float(found[at]):g}, not {int(want[at])}"
+    return f"{count} of {len(want)} elements are wrong, {first}"
+
+
+def _agree(communicator: Communicator, told: str, what: str) -> None:
+    """Raises WrongSum on every rank if one has something to tell."""
+    flags = communicator.gather(np.array([bool(told)], np.uint8))[:, 0]
+    if flags.any():
+        ranks = ", ".join(map(str, np.flatnonzero(flags)))
+        raise WrongSum(
+            f"all-reduce check: {communicator.backend}, {what}: wrong on rank {ranks} of {communicator.size}"
+            f"{': ' + told if told else ''}. Choose another parallel.collective or backend, or leave that node out"
+        )
+
+
+def _strategy(before: Sequence[Entry], after: Sequence[Entry]) -> str:
+    """Which strategy carried what came between."""
+    counts = {(e.op, e.strategy, e.layer): e.count for e in before}
+    grown = {e.strategy for e in after if e.op == "all_reduce" and e.count > counts.get((e.op, e.strategy, e.layer), 0)}
+    return f"strategy {', '.join(sorted(grown)) or 'unknown'}"
