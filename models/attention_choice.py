@@ -13,6 +13,7 @@ from .config.model_config import ModelConfig
 from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kernels
 from .cpu.ops import Kernels
 from .cuda.flashinfer import FlashInferAttention, Store, store_by_torch, unfit
+from .cuda.workspace import kernels_missing
 from .kv_cache import KVCache
 from .rank_shard import RankShard
 from .refusal import Refusal
@@ -85,6 +86,8 @@ def _library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Any:
         return reason
     if importlib.util.find_spec("flashinfer") is None:
         return "it is not installed (laddertron[cuda])"
+    if reason := kernels_missing():
+        return reason
     try:
         return importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as fault:  # its own libraries, or a CUDA that it does not know

@@ -30,20 +30,20 @@ class Layers(Protocol):
 
 
 def make_layers(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> Layers:
-    """Megatron-core's on GPUs. On CPUs its product would unpack what the operators pack, and importing it would cost
-    every rank 2.8 s and 137 MB."""
+    """Megatron-core's for GPUs. On CPUs its product would unpack what the operators pack, and importing it would cost
+    every rank 2.8 s and 137 MB. Either makes parameters where torch's default device is."""
     if device.type != "cuda":
-        return PlainLayers(group, dtype, device)
+        return PlainLayers(group, dtype)
     from .cuda.megatron_layers import MegatronLayers
 
-    return MegatronLayers(group, dtype, device)
+    return MegatronLayers(group, dtype)
 
 
 class PlainLayers:
     """Parameters alone: `prepare` hands them to the operators."""
 
-    def __init__(self, group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
-        self._size, self._rank, self._dtype, self._device = group.size(), group.rank(), dtype, device
+    def __init__(self, group: ProcessGroup, dtype: torch.dtype) -> None:
+        self._size, self._rank, self._dtype = group.size(), group.rank(), dtype
 
     def column(self, inputs: int, outputs: int, bias: bool) -> Linear:
         return self._linear(inputs, outputs // self._size, bias)
@@ -52,7 +52,7 @@ class PlainLayers:
         return self._linear(inputs // self._size, outputs, bias and self._rank == 0)
 
     def _linear(self, inputs: int, outputs: int, bias: bool) -> Linear:
-        weight = torch.empty((outputs, inputs), dtype=self._dtype, device=self._device)
+        weight = torch.empty((outputs, inputs), dtype=self._dtype)
         return Linear(weight, weight.new_empty(outputs) if bias else None)
 
 
@@ -69,9 +69,9 @@ class VocabEmbedding(nn.Module):
     """This rank's rows of the vocabulary; other ids yield zeros, so that the all-reduce completes the lookup. Not
     Megatron-core's: its forward reduces by itself, past the collective that is chosen, timed and counted."""
 
-    def __init__(self, shard: RankShard, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: RankShard, dtype: torch.dtype) -> None:
         super().__init__()
-        weight = torch.empty((len(shard.vocab), shard.config.hidden_size), dtype=dtype, device=device)
+        weight = torch.empty((len(shard.vocab), shard.config.hidden_size), dtype=dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self._rows, self._whole = shard.vocab, shard.size == 1
         self._lookup: Lookup | None = None
@@ -101,13 +101,17 @@ def prepare(
     gated: bool = False,
     stored: StoredProducts | None = None,
     tree: Tree | None = None,
+    hands_on: bool = False,
 ) -> Product:
     """The layer's product behind its norm, once the weights are loaded; [gate | up] layers are gated, row-parallel ones
     may be summed in a tree. The parameter itself is given up where the operators hold a repacked copy; weights that
-    `stored` computes stay where they are."""
+    `stored` computes stay where they are; hands_on: see StoredProducts.product_of."""
     weight: Tensor = layer.weight.detach()
     bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
-    if stored is not None and (quantised := stored.product_of(layer, bias, norm, gated=gated)) is not None:
+    if (
+        stored is not None
+        and (quantised := stored.product_of(layer, bias, norm, gated=gated, hands_on=hands_on)) is not None
+    ):
         return quantised
     if not isinstance(layer, Linear) and bias is None and tree is None:
         # Megatron-core's own forward, of (output, bias). It adds a bias by a kernel of its own, after rounding: such a

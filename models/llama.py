@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..topology.comm.collectives import Boundary, Collective, Done, Pending
+from ..topology.comm.collectives import Boundary, Collective, Done, Inlining, Pending
 from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
 from .config.shapes import LEAVES
 from .layers import Layers, Linear, VocabEmbedding, make_layers, prepare
-from .ops import Norm, Ops, Product, StoredProducts, Tree
+from .ops import Norm, Ops, Product, RunningSum, StoredProducts, Tree
 from .rank_shard import RankShard
 from .rotary import RotaryTable
 from .stages import Stage
@@ -109,34 +109,39 @@ class LlamaModel(nn.Module):
         self.config = config = stage.config
         self.ops, self.all_reduce, self.boundary, self.stage = ops, all_reduce, boundary, stage
         self.dtype = dtype
-        self.shard = shard = RankShard.of(stage, group.size(), group.rank())
+        self.shard = RankShard.of(stage, group.size(), group.rank())
         self.replicate_embedding = replicate_embedding
         self.tree = Tree(LEAVES // group.size(), config.residual_multiplier) if everywhere else None
-        make_linear = make_layers(group, dtype, device)
+        self.stored = stored
+        with torch.device("meta"):  # no memory before every parameter has its own type
+            self._declare_parameters(make_layers(group, dtype, device))
+        self.to_empty(device=device)
+        self.rotary = RotaryTable(config.rope, config.head_dim, positions, device)
+        self._layers: dict[int, _Layer] = {}
+        self._head: Product | None = None
+        self._attention: AttentionBackend | None = None
+        self._at_once: Collective | None = None
+
+    def _declare_parameters(self, layers: Layers) -> None:
+        config, shard, stored = self.config, self.shard, self.stored
 
         def make(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=self.dtype)
 
         self.embedding: VocabEmbedding | _Scale
-        if shard.embeds and replicate_embedding:
+        if shard.embeds and self.replicate_embedding:
             self.embedding = _Scale(make(config.vocab_size, config.hidden_size))
         elif shard.embeds:
-            self.embedding = VocabEmbedding(shard, dtype, device)
-        layers = [LayerWeights(self.shard, i, make_linear, make) for i in range(config.num_layers)]
-        self.layers = nn.ModuleList(layers)
-        self.stored = stored
+            self.embedding = VocabEmbedding(shard, self.dtype)
+        self.layers = nn.ModuleList([LayerWeights(shard, i, layers, make) for i in range(config.num_layers)])
         if stored is not None:
             for name in stored.products:
                 stored.replace_parameters(self.get_submodule(name))
         if shard.samples:
             self.norm = _Scale(make(config.hidden_size))
         self.head: nn.Module | None = None
-        if shard.has_head(replicate_embedding):
-            self.head = make_linear.column(config.hidden_size, self.shard.padded_vocab, False)
-        self.rotary = RotaryTable(config.rope, config.head_dim, positions, device)
-        self._layers: dict[int, _Layer] = {}
-        self._head: Product | None = None
-        self._attention: AttentionBackend | None = None
+        if shard.has_head(self.replicate_embedding):
+            self.head = layers.column(config.hidden_size, shard.padded_vocab, False)
 
     def load(self, source: Source, progress: Progress | None = None, verify: tuple[int, int] | None = None) -> int:
         """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
@@ -166,7 +171,7 @@ class LlamaModel(nn.Module):
         if number.isdecimal():
             layer = self.layers[int(number)]
             assert isinstance(layer, LayerWeights)
-            self._layers[int(number)] = self._prepared(layer)
+            self._layers[int(number)] = self._prepared(layer, f"{module}.down")
 
     def _prepare_head(self) -> None:
         if not self.shard.samples:
@@ -180,7 +185,7 @@ class LlamaModel(nn.Module):
                 assert isinstance(self.embedding, VocabEmbedding)
                 self.embedding.repacked(lookup)
 
-    def _prepared(self, layer: LayerWeights) -> _Layer:
+    def _prepared(self, layer: LayerWeights, down_name: str) -> _Layer:
         shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer
         o: nn.Module = layer.o
         down: nn.Module | None = layer.down
@@ -191,7 +196,14 @@ class LlamaModel(nn.Module):
             k_norm=self._norm(layer.k_norm) if self.config.qk_norm else None,
             qkv=prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), stored=self.stored),
             o=prepare(o, self.ops, stored=self.stored, tree=self.tree),
-            gate_up=prepare(layer.gate_up, self.ops, self._norm(shared), gated=True, stored=self.stored),
+            gate_up=prepare(
+                layer.gate_up,
+                self.ops,
+                self._norm(shared),
+                gated=True,
+                stored=self.stored,
+                hands_on=self.stored is not None and down_name in self.stored.products,
+            ),
             down=None if down is None else prepare(down, self.ops, stored=self.stored, tree=self.tree),
         )
 
@@ -263,6 +275,9 @@ class LlamaModel(nn.Module):
             if on_travelling is not None and (index, number) == (0, due):
                 on_travelling()
 
+        # One stream waits for what it starts; of two, the other one computes meanwhile.
+        reduce = self.all_reduce
+        self._at_once = reduce.inline() if len(parts) == 1 and isinstance(reduce, Inlining) else None
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
         if not self.shard.samples:
             return ends[0] if len(ends) == 1 else torch.cat(ends)
@@ -292,7 +307,11 @@ class LlamaModel(nn.Module):
         if wiring.desync_every:
             x, pending = (yield from residual.flow(x, wiring, self, self.all_reduce, size)), ()
         else:
-            x, pending = yield from residual.stage_flow(x, pending, wiring, self.stage.left, self, self.all_reduce)
+            start: Any = RunningSum(x) if self.ops.sums_late else x
+            end, pending = yield from residual.stage_flow(
+                start, pending, wiring, self.stage.left, self, self.all_reduce, self._at_once
+            )
+            x = end.whole() if isinstance(end, RunningSum) else end
         if self.boundary is not None and not self.shard.samples:
             self.boundary.send(x)
             for output in pending:
@@ -307,7 +326,7 @@ class LlamaModel(nn.Module):
         x = self.embedding(tokens)
         if self.config.wiring.kinds[0] == "none":
             return Done(x)
-        return residual.named(self.all_reduce, "embedding").start(x)
+        return residual.named(self._at_once or self.all_reduce, "embedding").start(x)
 
     # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].
 

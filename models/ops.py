@@ -38,6 +38,32 @@ class Tree:
     factor: float = 1.0
 
 
+class RunningSum:
+    """A residual whose last summand is added by whoever reads it first: a norm does both in one kernel."""
+
+    __slots__ = ("_added", "_whole")
+
+    def __init__(self, whole: Tensor, added: Tensor | None = None) -> None:
+        self._whole, self._added = whole, added
+
+    def __add__(self, y: Tensor) -> RunningSum:
+        return RunningSum(self.whole(), y)
+
+    def whole(self) -> Tensor:
+        """The sum."""
+        if self._added is not None:
+            self.settle(self._whole + self._added)
+        return self._whole
+
+    def parts(self) -> tuple[Tensor, Tensor | None]:
+        """What is summed up, and what is still to be added."""
+        return self._whole, self._added
+
+    def settle(self, whole: Tensor) -> None:
+        """Somebody has added them."""
+        self._whole, self._added = whole, None
+
+
 class Ops(Protocol):
     """Each maker takes weights that stay alive and unchanged, and returns the product to call every step."""
 
@@ -46,6 +72,8 @@ class Ops(Protocol):
     """Whether products hold a repacked copy, so that the caller may drop its own weight."""
     matrix_bytes: int | None
     """What an element of a layer's matrix takes there; None: what it takes in the model's type."""
+    sums_late: bool
+    """Whether products behind a norm take a RunningSum."""
 
     @property
     def exact(self) -> Ops:
@@ -85,8 +113,11 @@ class StoredProducts(Protocol):
     def replace_parameters(self, layer: nn.Module) -> None:
         """A linear layer's weight by the unfilled parameters that models/weights/quantised.py names."""
 
-    def product_of(self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool) -> Product | None:
-        """As Ops.product and Ops.gated_product; None of a layer that is not stored so."""
+    def product_of(
+        self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, hands_on: bool = False
+    ) -> Product | None:
+        """As Ops.product and Ops.gated_product; None of a layer that is not stored so. hands_on: what it yields goes
+        into another such product alone, and may be in that one's form."""
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -130,6 +161,7 @@ class TorchOps:
     name = "torch"
     repacks = False
     matrix_bytes: int | None = None
+    sums_late = False
 
     @property
     def exact(self) -> Ops:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..topology.comm.groups import Deterministic
@@ -32,11 +34,8 @@ def make_ops(
                     "parallel.deterministic=true: the C kernels were not built here: build them, or use false"
                 )
             return CpuOps(kernels)
-        try:
-            from .cuda.ops import TritonOps
-        except ImportError:
-            return TorchOps()
-        return TritonOps()
+        triton = _triton_ops()
+        return TorchOps() if triton is None else triton.TritonOps()
     if kernels is None or not kernels.int8 or dtype != torch.bfloat16:
         if device.type != "cpu":
             why = f"this rank computes on {device.type}"
@@ -54,6 +53,14 @@ def make_stored_products(source: Source, shard: RankShard, device: torch.device)
     if source.quantisation is None or device.type != "cuda":
         return None
     q, first = source.quantisation, 0 if shard.stage is None else shard.stage.first_layer
-    return Fp8(
-        source.quantised_products(shard.config, first), q.activations and multiplies_fp8(device), q.activation_bound
-    )
+    native = q.activations and multiplies_fp8(device)
+    return Fp8(source.quantised_products(shard.config, first), native, q.activation_bound, _triton_ops())
+
+
+def _triton_ops() -> Any:
+    """models/cuda/ops.py, None without Triton."""
+    try:
+        from .cuda import ops
+    except ImportError:
+        return None
+    return ops

@@ -85,13 +85,18 @@ def stage_flow(
     left: int,
     blocks: SubBlocks[R],
     all_reduce: AllReduce[R],
+    at_once: AllReduce[R] | None = None,
 ) -> Generator[None, None, tuple[R, tuple[Arriving[R], ...]]]:
     """`flow` through the layers of one pipeline stage, from the residual and the outputs pending where the stage before
     ended, to the same where the next one begins, with `left` of them pending. Not for desync, whose stages begin and
-    end with a reduced residual: `flow` does them."""
+    end with a reduced residual: `flow` does them. at_once: what layers of lag 0 use in place of all_reduce; the caller
+    knows that nothing else computes between a start and its wait."""
     lag = _lags(wiring)
     in_flight: deque[Arriving[R]] = deque(pending)
-    reduces = {kind: [named(all_reduce, name) for name in _names(kind)] for kind in set(wiring.kinds)}
+    reduces = {
+        kind: [named(at_once or all_reduce if lag.get(kind) == 0 else all_reduce, name) for name in _names(kind)]
+        for kind in set(wiring.kinds)
+    }
     for layer, kind in enumerate(wiring.kinds):
         for sub_block, reduce in zip(_sub_blocks(kind, blocks), reduces[kind], strict=True):
             if kind == "none":

@@ -25,6 +25,12 @@ def carry(x: Tensor, device: torch.device) -> Tensor:
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
+def pinned(values: NDArray[Any], device: torch.device) -> Tensor:
+    """The values on the host, where copies to `device` begin without waiting for what it has still to do."""
+    x = torch.from_numpy(values)
+    return x.pin_memory() if device.type == "cuda" else x
+
+
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     """The values on `device`, in their type; on a CPU the array's own memory."""
     return carry(torch.from_numpy(values), device)
@@ -35,8 +41,9 @@ def stage(target: Tensor, source: Tensor) -> None:
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
 
-def download(x: Tensor) -> Arriving:
-    """Sets off the copy of x to the host; x may be overwritten by what the device does next."""
+def download(x: Tensor, wait: Callable[[Any], None] = lambda event: event.synchronize()) -> Arriving:
+    """Sets off the copy of x to the host; x may be overwritten by what the device does next. wait: how the host waits
+    for an event."""
     if not x.is_cuda:
         there: NDArray[Any] = np.array(x.numpy())
         return lambda: there
@@ -47,7 +54,7 @@ def download(x: Tensor) -> Arriving:
     written.record()
 
     def read() -> NDArray[Any]:
-        written.synchronize()
+        wait(written)
         values: NDArray[Any] = host.numpy()
         return values
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .comm.batch_channel import PlanChannel
 from .comm.bootstrap import Bootstrap
-from .comm.collectives import Blocking, Collective, Gather
+from .comm.collectives import Alone, AloneGather, Blocking, Collective, Gather
 from .comm.emulated import emulate
-from .comm.groups import CommOptions, Communicator
+from .comm.groups import CommOptions, Communicator, TorchGroups
 from .comm.ledger import Ledger
 from .comm.lines import Lines, stamped
 from .comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
@@ -57,19 +57,20 @@ def connect(
     else:
         plans = PlanChannel(rank, mesh.plan)
     closers.append(plans.close)
-    tp, subgroups = None, dict[str, Any]()
+    groups = TorchGroups()
     takes = _takes(options, choose)
     try:
         if options.process_groups or backend in ("gloo", "nccl"):
             from .comm.torch_groups import make_torch_groups
 
             groups = make_torch_groups(bootstrap, layout, options, backend, takes is not None, stages)
-            tp, subgroups = groups.tp, groups.subgroups
-            closers.append(groups.end)
         all_reduce: Collective
         gathers: Gather
         set_timeout: Callable[[float], None]
-        if native:
+        if layout.size == 1:
+            mesh.close_data()
+            all_reduce, gathers, set_timeout = Alone(), AloneGather(), lambda seconds: None
+        elif native:
             core = transport.Transport(
                 mesh,
                 layout,
@@ -92,13 +93,13 @@ def connect(
             from .comm.backends import other_backend
 
             all_reduce, gathers, set_timeout, end = other_backend(
-                backend, bootstrap, layout, tp, options, ledger, subgroups, takes
+                backend, bootstrap, layout, groups, options, ledger, takes
             )
             closers.insert(0, end)
         if pipeline is not None and backend == "nccl":
             from .comm.nccl_boundary import NcclBoundary
 
-            pipeline.boundary = NcclBoundary(subgroups["stages"], tp, ledger)
+            pipeline.boundary = NcclBoundary(groups.subgroups["stages"], groups.tp, ledger)
         elif pipeline is not None:
             link = "net" if lines.leave_the_host else "node"
             pipeline.boundary = SocketBoundary(pipeline, lines, gathers, rank, layout.size, ledger, link)
@@ -109,9 +110,11 @@ def connect(
     except BaseException:
         for close in closers:
             close()
+        if backend != "nccl":
+            groups.end()
         raise
     return Communicator(
-        rank, layout, backend, all_reduce, gathers, plans, ledger, tp, subgroups, closers, set_timeout, pipeline
+        rank, layout, backend, all_reduce, gathers, plans, ledger, groups, closers, set_timeout, pipeline
     )
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from ...models.attention import AttentionBackend, Capturable
 from ...models.attention_choice import make_attention
@@ -28,13 +27,14 @@ from ...models.ops import Ops, StoredProducts
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.rank_shard import RankShard
 from ...models.stages import Stage, choose_layers, make_stages
-from ...models.transfer import Arriving, download
+from ...models.transfer import download
 from ...models.weights.mapping import Source, open_source
 from ...models.weights.slices import plan_fills
 from ...models.weights.tensor_reader import FP8
 from ...topology.comm.collectives import device_gather
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
+from ...topology.sum_check import check_sums
 from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment
 from ..request import ModelLimits
 from ..sampling.grammar import GrammarSlots, NoGrammars
@@ -43,7 +43,7 @@ from ..schedule.scheduler import SchedulerLimits
 from ..schedule.speculation import speculation_rule
 from ..schedule.split import SplitRule
 from . import malloc as heap
-from .cuda_graphs import DecodeGraphs, make_graphs
+from .cuda_graphs import DecodeGraphs, fell_back, make_graphs
 from .draft_model import DraftWeights, check_alike
 from .kv_capacity import (
     CapacityError,
@@ -58,6 +58,7 @@ from .loading import load_weights
 from .runner import Runner
 from .stage_runner import NoDraws, StageRunner
 from .timeouts import CollectiveTimeouts, StepTimes
+from .warm_up import compiles, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -137,19 +138,9 @@ def drawn_on_device(
     if gather is None:
         return None, f"through the host: gathers of backend {communicator.backend} do, it needs nccl"
 
-    def fetch(x: Tensor) -> Arriving:
-        arriving = download(x)
-
-        def read() -> NDArray[Any]:
-            # Where the host waits for the device, and with it for every all-reduce before.
-            communicator.ledger.waiting = "gather"
-            values = arriving()
-            communicator.ledger.waiting = ""
-            return values
-
-        return read
-
-    return OnDevice(gather, fetch), "stay on the device"
+    return OnDevice(gather, partial(download, wait=partial(communicator.wait_event, what="gather"))), (
+        "stay on the device"
+    )
 
 
 def split_rule(
@@ -229,12 +220,15 @@ def build(
     communicator: Communicator,
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> Built:
-    """Loads this rank's share. progress(done, total) in bytes. Raises CheckpointError, CapacityError, ShapeError,
+    """Loads this rank's share, and on a GPU runs first steps. progress(done, total) in bytes of weights; tell: what it
+    does afterwards. Raises CheckpointError, CapacityError, ShapeError,
     StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
     heap.give_back_freed()
     pipeline = communicator.pipeline
     say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
+    warn: Callable[[str], None] = log.warning if communicator.rank == 0 else lambda line: None
     if device.type == "cpu":
         say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
     share = _share(deployment, communicator, device)
@@ -244,6 +238,8 @@ def build(
     if pipeline is not None:
         first = stage.first_layer
         say(f"stage {stage.index} of {stage.count}: layers {first} to {first + stage.config.num_layers - 1}")
+    if fell_back(device, "auto", ops.name != "torch"):
+        warn("norms, gates and rotations: several kernels each by torch, as Triton is missing: make env ACCEL=cuda")
     widens = stored is not None and stored.widens
     warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
@@ -283,6 +279,8 @@ def build(
         boundary=None if pipeline is None else pipeline.boundary,
     )
     load_weights(model, source, deployment, communicator, progress, say)
+    if communicator.size > 1:
+        check_sums(communicator, config.hidden_size, keys.max_num_batched_tokens, dtype, device)
     heap.keep_freed()
 
     kv_dtype = dtype if keys.kv_cache_dtype == "auto" else KV_DTYPES[keys.kv_cache_dtype]
@@ -297,7 +295,7 @@ def build(
     say(describe_budget(budget, num_blocks, keys.block_size))
     cache = KVCache(shard, num_blocks + spare, keys.block_size, kv_dtype, device)
     attention, why = make_attention(keys.attention, shard, cache, dtype, bool(deterministic))
-    say(f"attention: {why}")
+    (warn if fell_back(device, keys.attention, attention.name != "torch") else say)(f"attention: {why}")
     on_device, why = drawn_on_device(communicator, device, attention)
     if device.type == "cuda":
         say(f"drawn ids: {why}")
@@ -307,8 +305,6 @@ def build(
         sampler = Sampler(
             config.vocab_size, shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars, on_device
         )
-    reserved = working.get("CUDA graphs", 0)
-    graphs = make_graphs(deployment, communicator, model, attention, cache, sampler.latest, reserved, say)
     make_runner = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank)
     runner = make_runner(
         model,
@@ -317,11 +313,7 @@ def build(
         sampler,
         max_slots=keys.max_num_seqs,
         max_model_len=length,
-        # A limit that the deployment names is kept to.
-        patience=CollectiveTimeouts(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
-        if deployment.parallel.collective_timeout is None
-        else None,
-        graphs=graphs,
+        drain=communicator.drain,
         draft_model=None
         if draft is None
         else draft.load(length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars),
@@ -344,8 +336,20 @@ def build(
         ageing_s=keys.priority_ageing,
         microbatches=deployment.parallel.microbatches,
         max_scored_positions=max(1, SCORED_LOGITS // len(shard.vocab)),
-        split=split_rule(deployment, communicator, config, device, graphs),
         speculation=speculation_rule(keys.speculation),
     )
+    if compiles(device):
+        # Compilers take as long as they take on each rank: collectives still wait as long as a load may.
+        warm_up(runner, scheduler_limits, tell)
+        communicator.gather(np.zeros(1, np.uint8))
+    patience = None
+    if (limit := deployment.parallel.collective_timeout) is None:
+        patience = CollectiveTimeouts(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
+    else:  # what the deployment names is kept to
+        communicator.set_timeout(limit)
+    reserved = working.get("CUDA graphs", 0)
+    graphs = make_graphs(deployment, communicator, model, attention, cache, sampler.latest, reserved, say, tell, warn)
+    runner.warmed_up(patience, graphs)
+    scheduler_limits = replace(scheduler_limits, split=split_rule(deployment, communicator, config, device, graphs))
     digest = source.digest if draft is None else f"{source.digest}, draft model {draft.digest}"
     return Built(runner, config, limits, scheduler_limits, tuple(warnings), digest)

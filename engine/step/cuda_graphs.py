@@ -54,6 +54,11 @@ def graphed(
     return False, f"off: {reason}"
 
 
+def fell_back(device: torch.device, wanted: str | bool, got: bool) -> bool:
+    """Whether a GPU goes without what makes it quick, though nobody asked for that: worth a warning."""
+    return device.type == "cuda" and wanted == "auto" and not got
+
+
 def collectives_refuse(backend: str, size: int, emulated: bool) -> str | None:
     """Why the steps of a group of `size` cannot be recorded, or None. Those of nccl run on a stream; other backends
     work on the host, where a group of one has nothing to do unless it plays a larger one."""
@@ -70,6 +75,9 @@ class GraphRecorder(Protocol):
 
     def memory(self) -> int:
         """Bytes of device memory held by now."""
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
 
 
 class CudaRecorder:
@@ -100,6 +108,9 @@ class CudaRecorder:
     def memory(self) -> int:
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
 
 
 class FixedBoundary:
@@ -171,15 +182,15 @@ class DecodeGraphs:
         self._boundary = None if model.boundary is None else FixedBoundary(model.boundary, model, most)
         self._replays: dict[int, Replay] = {}
 
-    def record(self) -> None:
-        """Records all sizes, the largest first. Steps may run only after it."""
+    def record(self, tell: Callable[[str], None] = lambda doing: None) -> None:
+        """Records all sizes, the largest first. Steps may run only after it. tell: the start's progress."""
         before, began = self._recorder.memory(), time.monotonic()
         crossing, self._model.boundary = self._model.boundary, self._boundary
         with torch.inference_mode():
             for count, size in enumerate(reversed(self.sizes), 1):
                 self._stage(self._padding(size), size)
                 self._replays[size] = self._recorder.record(partial(self._compute, size))
-                self._say(f"CUDA graphs: {count} of {len(self.sizes)} recorded, {size} sequences")
+                tell(f"recording CUDA graphs, {count} of {len(self.sizes)}")
         self._model.boundary = crossing
         held, took = self._recorder.memory() - before, time.monotonic() - began
         sizes = ", ".join(map(str, self.sizes))
@@ -191,6 +202,11 @@ class DecodeGraphs:
             return words
         words += f" of the {self._reserved >> 20} kept free for them"
         return words if held <= self._reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
+
+    def drop(self) -> None:
+        """Gives the recordings up, once the device is through with them."""
+        self._recorder.wait()
+        self._replays.clear()
 
     def fits(self, sequences: int) -> bool:
         return sequences <= self.sizes[-1]
@@ -259,14 +275,20 @@ def make_graphs(
     latest: Tensor | None = None,
     reserved: int | None = None,
     say: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] = lambda doing: None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> DecodeGraphs | None:
     """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
-    be nobody's. latest: see DecodeGraphs. reserved: bytes that were kept free for them. say: who is told. Raises
-    GraphsError."""
+    be nobody's. latest: see DecodeGraphs. reserved: bytes that were kept free for them. say and warn: the log, tell:
+    the start's progress. Raises GraphsError."""
     keys, device, emulated = deployment.engine, model.rotary.cos.device, deployment.parallel.collective == "emulated"
     host = collectives_refuse(communicator.backend, communicator.size, emulated)
     use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
-    if device.type == "cuda":
+    if fell_back(device, keys.cuda_graphs, use):
+        warn(
+            f"CUDA graphs: {why}; each decode step is set off kernel by kernel, several times slower for few sequences"
+        )
+    elif device.type == "cuda":
         say(f"CUDA graphs: {why}")
     if not use or not isinstance(attention, Capturable):
         return None
@@ -281,5 +303,6 @@ def make_graphs(
         reserved=reserved,
         say=say,
     )
-    graphs.record()
+    graphs.record(tell)
+    communicator.before_close(graphs.drop)
     return graphs

@@ -108,6 +108,7 @@ def agreed_budget(
     gpu = device.type == "cuda"
     if gpu:
         communicator.gather(np.zeros(1, np.uint8))  # what the group's first collective allocates is not free any more
+        torch.cuda.empty_cache()  # what loading needed for a while is free again
     own = kv_budget(keys, total_bytes(device) if gpu else None, available_bytes(device), working)
     every = communicator.gather(np.array([own.kv], np.int64).view(np.uint8))
     least = int(np.ascontiguousarray(every).view(np.int64).min())

@@ -23,8 +23,8 @@ def load_weights(
     say: Callable[[str], None],
 ) -> None:
     """Fills the model and says what that took. All ranks of the group call it at once. Raises CheckpointError or
-    CommunicationError. Until all ranks have loaded, collectives wait as long as a load may take: a node's storage may
-    be slow, and a rank that ends is noticed at once."""
+    CommunicationError. Collectives wait as long as a load may take from here on: a node's storage may be slow, and a
+    rank that ends is noticed at once."""
     communicator.set_timeout(deployment.daemon.load_timeout)
     per_node, nodes, began = communicator.layout.per_node, len(communicator.layout.nodes), time.monotonic()
     # Nodes may have different copies: each verifies all of its own, divided between its ranks.
@@ -34,8 +34,6 @@ def load_weights(
     total = int(np.ascontiguousarray(every).view(np.int64).sum())
     if communicator.pipeline is not None:
         communicator.pipeline.least(0)  # every stage has loaded
-    if deployment.parallel.collective_timeout is not None:  # else CollectiveTimeouts will, by measured steps
-        communicator.set_timeout(deployment.parallel.collective_timeout)
     on = f"{communicator.size} ranks on {nodes} node{'s' * (nodes > 1)}"
     if communicator.pipeline is not None:
         on = f"stage {communicator.pipeline.stage}: {on}"

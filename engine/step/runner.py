@@ -67,8 +67,10 @@ class Runner:
         patience: CollectiveTimeouts | None = None,
         graphs: DecodeGraphs | None = None,
         draft_model: DraftModel | None = None,
+        drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """draft_model: whose drafts are verified; None: those of prompt look-up."""
+        """draft_model: whose drafts are verified; None: those of prompt look-up. drain: waits for the device before the
+        host reads logits, no longer than a collective may take."""
         self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
         self.device = model.rotary.cos.device
         self.size = cache.block_size
@@ -79,7 +81,7 @@ class Runner:
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
         self._end = np.zeros(max_slots, np.int64)  # positions that the slot's sequence computes at most
-        self._patience, self._graphs, self._draft_model = patience, graphs, draft_model
+        self._patience, self._graphs, self._draft_model, self._drain = patience, graphs, draft_model, drain
         self._second: AttentionBackend | None = None
         self._pending_step: PendingStep | None = None
         # Of each slot the position of its id that is not on the host yet; -1 for none.
@@ -87,6 +89,10 @@ class Runner:
         self._known_at = 0.0
         self._speculated = False
         self._unseen = set[int]()  # slots whose last chunk drew nothing
+
+    def warmed_up(self, patience: CollectiveTimeouts | None, graphs: DecodeGraphs | None) -> None:
+        """What steps take from now on: those before compiled their kernels, and say nothing of how long one takes."""
+        self._patience, self._graphs = patience, graphs
 
     @property
     def graphed(self) -> bool:
@@ -317,6 +323,7 @@ class Runner:
         self, batch: Batch, chunks: list[Chunk], logits: Tensor, drafted: dict[int, int] | None = None
     ) -> StepResult:
         """Samples and scores; appends what was drawn to the slots."""
+        self._drain()
         scored: dict[int, list[TokenLogprob]] = {}
         slots, sampled = self._sampled(chunks), logits
         if any(chunk.prompt_logprobs for chunk in chunks):

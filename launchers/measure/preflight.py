@@ -18,6 +18,7 @@ from ...engine.config.schema import Deployment
 from ...models.config.model_config import from_folder
 from ...topology.comm.bootstrap import Bootstrap, StarBootstrap
 from ...topology.comm.groups import CommOptions
+from ...topology.comm.nccl import nccl_log, nccl_log_path
 from ...topology.connect import connect
 from ...topology.cost.cost import Backend, Shape, shape_of
 from ...topology.cost.fit import Fit, Point, fit
@@ -43,7 +44,7 @@ from ..rank import load_tuning as tuned
 from ..rank.rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
 from .preflight_job import MEET_S, START_S, Watch, sign
 from .preflight_links import SLACK_S, measure_links, sweep, unconnected
-from .preflight_rank import nccl_log, nccl_log_path, report
+from .preflight_rank import report
 
 BATCHES = (1, 4, 16, 64, 256)
 """Decode batches whose all-reduces are measured beside the usual sizes."""
@@ -126,7 +127,7 @@ def run_preflight(
     limit_s = deployment.parallel.collective_timeout or CommOptions().timeout_s
 
     def end(words: str) -> None:
-        nccl_log_path(identity).unlink(missing_ok=True)
+        nccl_log_path().unlink(missing_ok=True)
         give_up(words)
 
     with Watch(limit_s, end) as watch:
@@ -172,7 +173,7 @@ def _measure(
     )
     grouped = size > 1 and needs_torch_groups(bootstrap, backend)
     with ExitStack() as stack:
-        log = stack.enter_context(nccl_log(backend, identity))
+        log = stack.enter_context(nccl_log("INIT,NET")) if backend == "nccl" else None
         with watch.over(unconnected, watch.limit_s + SLACK_S):
             communicator = stack.enter_context(connect(bootstrap, layout, replace(options, process_groups=grouped)))
         points = sweep(wanted, communicator, bootstrap, layout, options, shapes[group], device, together, watch)

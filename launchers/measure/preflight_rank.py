@@ -6,8 +6,6 @@ import ctypes.util
 import os
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -62,25 +60,6 @@ def matmul_s(device: torch.device, rounds: int = 100) -> float:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
     return best
-
-
-def nccl_log_path(identity: Identity) -> Path:
-    return Path(os.environ.get("TMPDIR", "/tmp")) / f"laddertron-preflight-nccl-{identity.rank}-{os.getpid()}.log"
-
-
-@contextmanager
-def nccl_log(backend: Backend, identity: Identity) -> Iterator[Path | None]:
-    """NCCL says how it goes between nodes in its log alone, and reads where to before its first communicator. The file
-    goes with the context, or when this rank ends itself; where the launcher kills it, it stays."""
-    if backend != "nccl":
-        yield None
-        return
-    path = nccl_log_path(identity)
-    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(path))
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def transport_in(log: str) -> str:

@@ -308,7 +308,7 @@ def run_rank(
                 last_told = time.monotonic()
                 say(Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
 
-        built = build(deployment, communicator, device, told)
+        built = build(deployment, communicator, device, told, lambda doing: say(Loading(1.0, doing)))
         leads = communicator.leads
         for warning in built.warnings:
             if leads:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention import AttentionBackend, StepLayout, TorchAttention, rotate_and_store
 from ..kv_cache import KVCache
 from ..ops import Norm
-from ..transfer import carry, upload
+from ..transfer import carry, pinned, upload
 from .workspace import HEAD_DIMS, WORKSPACE_BYTES
 
 TENSOR_CORES_FROM = 4
@@ -48,9 +48,10 @@ def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype,
     return None
 
 
-def pages(layout: StepLayout, first: int, last: int, size: int) -> Pages:
+def pages(layout: StepLayout, first: int, last: int, size: int, device: torch.device) -> Pages:
     """FlashInfer's page table of the sequences [first, last) with blocks of `size` positions, int32: indptr [n + 1] and
-    the positions in each one's last page [n] on the host, the page indices [indptr[n]] where the block table lies."""
+    the positions in each one's last page [n] on the host, pinned for `device`; the page indices [indptr[n]] where the
+    block table lies."""
     lengths = np.asarray(layout.kv_len[first:last], np.int64)
     held = -(-lengths // size)
     indptr = np.concatenate(([0], np.cumsum(held)))
@@ -60,7 +61,7 @@ def pages(layout: StepLayout, first: int, last: int, size: int) -> Pages:
     table = layout.block_table
     indices = table.flatten()[upload(flat, table.device)].int()
     last_page = lengths - (held - 1) * size
-    return torch.from_numpy(indptr.astype(np.int32)), indices, torch.from_numpy(last_page.astype(np.int32))
+    return pinned(indptr.astype(np.int32), device), indices, pinned(last_page.astype(np.int32), device)
 
 
 class FlashInferAttention(TorchAttention):
@@ -118,15 +119,15 @@ class FlashInferAttention(TorchAttention):
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin = layout, cos, sin
-        decode, sequences = layout.decode, len(layout.kv_len)
+        decode, sequences, device = layout.decode, len(layout.kv_len), self.cache.keys[0].device
         self._wait_for_last_plan()
         if decode:
             self._plan_decodes(self._decoders, layout)
         if decode < sequences:
-            table = pages(layout, decode, sequences, self.cache.block_size)
+            table = pages(layout, decode, sequences, self.cache.block_size, device)
             starts = np.asarray(layout.query_start[decode:], np.int32) - layout.query_start[decode]
             for window, wrapper in self._prefillers.items():
-                wrapper.plan(torch.from_numpy(starts), *table, *self._shape, causal=True, **self._options(window))
+                wrapper.plan(pinned(starts, device), *table, *self._shape, causal=True, **self._options(window))
         self._note_plan()
 
     def _wait_for_last_plan(self) -> None:
@@ -140,9 +141,10 @@ class FlashInferAttention(TorchAttention):
             self._planned.record()
 
     def _plan_decodes(self, decoders: Mapping[int | None, Any], layout: StepLayout) -> None:
-        indptr, indices, last_page = pages(layout, 0, layout.decode, self.cache.block_size)
+        device = self.cache.keys[0].device
+        indptr, indices, last_page = pages(layout, 0, layout.decode, self.cache.block_size, device)
         # From the host a captured wrapper would copy them after all that the device has still to do.
-        table = indptr, carry(indices, self.cache.keys[0].device), last_page
+        table = indptr, carry(indices, device), last_page
         for window, wrapper in decoders.items():
             wrapper.plan(*table, *self._shape, **self._options(window))
 

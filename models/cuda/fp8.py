@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..ops import Norm, Product, rms_norm, silu_and_mul
+from ..ops import Norm, Product, RunningSum, TorchOps, rms_norm, silu_and_mul
 from ..weights.tensor_reader import FP8
 
 LARGEST = torch.finfo(FP8).max
@@ -28,6 +29,8 @@ class Fp8:
     """Activations are scaled to fp8, each token by its own largest value."""
     activation_bound: float = math.inf
     """A token's largest value counts as at most this; what is beyond is clipped."""
+    fused: Any = None
+    """models/cuda/ops.py, where there is Triton: norm or gate and quantisation in one kernel."""
 
     @property
     def widens(self) -> bool:
@@ -50,32 +53,71 @@ class Fp8:
         layer.weight = nn.Parameter(torch.empty((rows, columns), dtype=FP8, device=device), requires_grad=False)
         layer.weight_scale = nn.Parameter(torch.empty(rows, dtype=torch.float32, device=device), requires_grad=False)
 
-    def product_of(self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool) -> Product | None:
+    def product_of(
+        self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, hands_on: bool = False
+    ) -> Product | None:
         weight = layer.get_parameter("weight").detach()
         if weight.dtype != FP8:
             return None
-        return self.product(weight, layer.get_parameter("weight_scale").detach(), bias, norm, gated=gated)
+        scale = layer.get_parameter("weight_scale").detach()
+        return self.product(weight, scale, bias, norm, gated=gated, hands_on=hands_on)
 
-    def product(self, weight: Tensor, scale: Tensor, bias: Tensor | None, norm: Norm | None, *, gated: bool) -> Product:
+    def product(
+        self,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        norm: Norm | None,
+        *,
+        gated: bool,
+        hands_on: bool = False,
+    ) -> Product:
         """weight [out, in] in fp8, scale [out]; norm and gate as models/ops.py means them."""
-        matmul = self._native(weight, scale, bias) if self.native else _widened(weight, scale, bias)
-        if norm is None:
-            return matmul
-        if gated:
-            return lambda x: silu_and_mul(matmul(rms_norm(x, norm)))
-        return lambda x: matmul(rms_norm(x, norm))
+        if self.native:
+            return self._native(weight, scale, bias, norm, gated, hands_on)
+        matmul = _widened(weight, scale, bias)
+        around = TorchOps().around if self.fused is None else self.fused.TritonOps().around
+        return around(matmul, norm, gated=gated)
 
-    def _native(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Product:
+    def _native(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, hands_on: bool
+    ) -> Product:
         transposed, columns = weight.t(), scale.view(1, -1)
-        bound = self.activation_bound
+        bound, fused = self.activation_bound, self.fused
+        gates = silu_and_mul if fused is None else fused.silu_and_mul
 
-        def multiply(x: Tensor) -> Tensor:
-            quantised, rows = quantise_rows(x, bound)
-            y = torch._scaled_mm(quantised, transposed, rows, columns, out_dtype=torch.bfloat16)
-            y = y if bias is None else y + bias
-            return y if x.dtype == torch.bfloat16 else y.to(x.dtype)
+        def quantised(x: Tensor | RunningSum) -> Rows:
+            if fused is not None and transposed.shape[0] <= fused.MOST_QUANTISED:
+                values, scale = fused.quantise(x, bound) if norm is None else fused.rms_norm_fp8(x, norm, bound)
+                return Rows(values, scale, dtype_of(x))
+            whole = x.whole() if isinstance(x, RunningSum) else x
+            values, scale = quantise_rows(whole if norm is None else rms_norm(whole, norm), bound)
+            return Rows(values, scale, whole.dtype)
+
+        def multiply(x: Any) -> Any:
+            rows = x if isinstance(x, Rows) else quantised(x)
+            y = torch._scaled_mm(
+                rows.values, transposed, rows.scale, columns, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+            y = (y if bias is None else y + bias).to(rows.dtype)
+            if gated and hands_on and fused is not None and y.shape[1] // 2 <= fused.MOST_QUANTISED:
+                values, scale = fused.quantise(y, bound, True)
+                return Rows(values, scale, y.dtype)
+            return gates(y) if gated else y
 
         return multiply
+
+
+class Rows(NamedTuple):
+    """Rows in fp8 with their scales [T, 1], and the type that their product shall have."""
+
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+def dtype_of(x: Tensor | RunningSum) -> torch.dtype:
+    return (x.parts()[0] if isinstance(x, RunningSum) else x).dtype
 
 
 def quantise_rows(x: Tensor, bound: float = math.inf) -> tuple[Tensor, Tensor]:

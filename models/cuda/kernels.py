@@ -27,14 +27,59 @@ def _normed(x, weight, inside, width, eps):
 
 
 @jit
-def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr):
-    """Program t: row t of x [T, width]; one block holds a row."""
+def _store_fp8(out, scales, values, row, column, inside, width, bound):
+    """fp8.quantise_rows, of one row; what is not inside is 0. NaN stays NaN."""
+    largest = tl.max(tl.abs(values), 0)
+    scale = tl.minimum(tl.maximum(largest, 1e-12), bound) / LARGEST_FP8
+    q = values / scale
+    q = tl.where(q > LARGEST_FP8, LARGEST_FP8, tl.where(q < -LARGEST_FP8, -LARGEST_FP8, q))
+    tl.store(out + row * width + column, q.to(out.dtype.element_ty), inside)
+    tl.store(scales + row, scale)
+
+
+@jit
+def rms_norm(
+    out, x, added, total, weight, scales, width, eps, bound, ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program t: row t of x [T, width]; one block holds a row. ADD: of x + added, which goes to total. FP8: out is
+    quantised, scales [T]."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = column < width
-    values = tl.load(x + row * width + column, inside, other=0.0).to(tl.float32)
+    inside, at = column < width, row * width + column
+    values = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    if ADD:
+        kind: tl.constexpr = x.dtype.element_ty
+        values = (values + tl.load(added + at, inside, other=0.0).to(tl.float32)).to(kind)
+        tl.store(total + at, values, inside)
+        values = values.to(tl.float32)
     scale = tl.load(weight + column, inside, other=0.0)
     normed = _normed(values, scale, inside, width, eps)
-    tl.store(out + row * width + column, normed.to(out.dtype.element_ty), inside)
+    if FP8:
+        _store_fp8(out, scales, normed, row, column, inside, width, bound)
+    else:
+        tl.store(out + at, normed.to(out.dtype.element_ty), inside)
+
+
+@jit
+def quantise(out, scales, x, width, bound, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program t: row t of x [T, width] to fp8, out [T, width] and scales [T]; GATED: of silu(gate) * up, x
+    [T, 2 * width]."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < width
+    if GATED:
+        gate, up = x + row * 2 * width + column, x + row * 2 * width + width + column
+        values = _silu_and_mul(tl.load(gate, inside, other=0.0), tl.load(up, inside, other=0.0)).to(tl.float32)
+    else:
+        values = tl.load(x + row * width + column, inside, other=0.0).to(tl.float32)
+    _store_fp8(out, scales, values, row, column, inside, width, bound)
+
+
+@jit
+def _silu_and_mul(gate, up):
+    """silu(gate) * up with the roundings of ops.silu_and_mul to their type."""
+    kind: tl.constexpr = gate.dtype
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(kind).to(tl.float32)
+    return (silu * up.to(tl.float32)).to(kind)
 
 
 @jit
@@ -42,11 +87,9 @@ def silu_and_mul(out, gate_up, width, BLOCK: tl.constexpr):
     """Program (t, b): columns [b * BLOCK, (b + 1) * BLOCK) of row t of gate_up [T, 2 * width]."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    kind: tl.constexpr = out.dtype.element_ty
-    gate = tl.load(gate_up + row * 2 * width + column, inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * width + width + column, inside, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out + row * width + column, (silu * up).to(kind), inside)
+    gate = tl.load(gate_up + row * 2 * width + column, inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + column, inside, other=0.0)
+    tl.store(out + row * width + column, _silu_and_mul(gate, up), inside)
 
 
 @jit

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 class MegatronLayers:
     """As layers.Layers."""
 
-    def __init__(self, group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, dtype: torch.dtype) -> None:
         self._group = group
         self._config: Any = ModelParallelConfig(
             tensor_model_parallel_size=group.size(),
             params_dtype=dtype,
-            use_cpu_initialization=device.type == "cpu",
+            use_cpu_initialization=True,  # else it allocates on the GPU at once, whatever torch's default device
             perform_initialization=False,
             gradient_accumulation_fusion=False,
         )

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from ..kv_cache import KVCache
-from ..ops import Norm, Product, TorchOps
+from ..ops import Norm, Product, RunningSum, TorchOps
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels
 
+MOST_QUANTISED = 1 << 15
+"""Columns of a row that one program quantises."""
+
 
 class TritonOps(TorchOps):
-    """Norms and gates by one kernel each."""
+    """Norms, with the sum before them, and gates by one kernel each."""
 
     name = "triton"
+    sums_late = True
 
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
         normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
@@ -29,14 +33,43 @@ def _power(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """models/ops.py's, of x [T, D], contiguous."""
-    out, width = torch.empty_like(x), x.shape[1]
+def _warps(block: int) -> int:
+    return max(4, min(16, block // 512))
+
+
+def rms_norm(x: Tensor | RunningSum, norm: Norm) -> Tensor:
+    """models/ops.py's, of x [T, D], contiguous; a sum is added up on the way."""
+    return _normed(x, norm, None)[0]
+
+
+def rms_norm_fp8(x: Tensor | RunningSum, norm: Norm, bound: float) -> tuple[Tensor, Tensor]:
+    """fp8.quantise_rows of rms_norm."""
+    return _normed(x, norm, bound)
+
+
+def _normed(x: Tensor | RunningSum, norm: Norm, bound: float | None) -> tuple[Tensor, Tensor]:
+    running = x if isinstance(x, RunningSum) else RunningSum(x)
+    first, added = running.parts()
+    rows, width = first.shape
+    total = first if added is None else torch.empty_like(first)
+    out = torch.empty_like(first, dtype=FP8 if bound is not None else None)
+    scales = first if bound is None else first.new_empty((rows, 1), dtype=torch.float32)
     block = _power(width)
-    gpu_kernels.rms_norm[(len(x),)](
-        out, x, norm.weight, width, norm.eps, BLOCK=block, num_warps=max(4, min(16, block // 512))
-    )
-    return out
+    gpu_kernels.rms_norm[(rows,)](
+        out, first, first if added is None else added, total, norm.weight, scales, width, norm.eps, bound or 0.0,
+        ADD=added is not None, FP8=bound is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    running.settle(total)
+    return out, scales
+
+
+def quantise(x: Tensor, bound: float, gated: bool = False) -> tuple[Tensor, Tensor]:
+    """fp8.quantise_rows of x [T, F], contiguous; gated: of silu(gate) * up, x [T, 2F]."""
+    rows, width = len(x), x.shape[1] // (1 + gated)
+    out, scales = x.new_empty((rows, width), dtype=FP8), x.new_empty((rows, 1), dtype=torch.float32)
+    block = _power(width)
+    gpu_kernels.quantise[(rows,)](out, scales, x, width, bound, GATED=gated, BLOCK=block, num_warps=_warps(block))
+    return out, scales
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -34,14 +34,50 @@ PREFETCH_BYTES = 256 << 20
 FP8 = torch.float8_e4m3fn
 
 
+class PinnedBuffers:
+    """Two buffers in turns on the way to a GPU: while one is copied there, the next is read into. Of one thread."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._sent: list[Any] = [None, None]
+        self._turn = 0
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size], once the copy that was set off from it has ended."""
+        self._turn ^= 1
+        if self._sent[self._turn] is not None:
+            self._sent[self._turn].synchronize()
+        if len(self._buffers[self._turn]) < size:
+            self._buffers[self._turn] = self.allocate(max(size, CHUNK_BYTES))
+        return self._buffers[self._turn][:size]
+
+    def send(self, source: Tensor, target: Tensor) -> None:
+        """Sets off the copy of what was taken last to a GPU, converted there."""
+        with torch.cuda.device(target.device):  # a thread's own is the first one
+            target.copy_(source.to(target.device, non_blocking=True) if source.dtype != target.dtype else source, True)
+            self._sent[self._turn] = self.mark()
+
+    @staticmethod
+    def allocate(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    @staticmethod
+    def mark() -> Any:
+        event: Any = torch.cuda.Event
+        sent = event()
+        sent.record()
+        return sent
+
+
 class Reader:
-    """Open files and one buffer. A context manager: leaving it closes them."""
+    """Open files and buffers. A context manager: leaving it closes them."""
 
     def __init__(self) -> None:
         self.taken = 0
         """Bytes of tensors that were copied out of files."""
         self._files: dict[Path, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pinned = PinnedBuffers()
 
     def __enter__(self) -> Reader:
         return self
@@ -74,7 +110,7 @@ class Reader:
         width = prod(stored.shape[1:])
         columns = target.shape[1] if target.ndim == 2 else 1
         dtype = DTYPES[stored.dtype]
-        in_place = target.device.type == "cpu" and target.dtype == dtype and scale is None
+        in_place = not target.is_cuda and target.dtype == dtype and scale is None
         if columns == width and in_place and target.is_contiguous():
             self._fill(stored, stored.begin + row * width * dtype.itemsize, target.view(-1).view(torch.uint8))
             return
@@ -82,9 +118,23 @@ class Reader:
         for first in range(0, target.shape[0], step):
             part = target[first : first + step]
             at, count = row + first, part.shape[0]
+            if scale is None and target.is_cuda:
+                self._stage(stored, at, column, columns, part)
+                continue
             rows = self._rows(stored, at, count) if columns == width else self._mapped(stored, at, count, columns)
             one = scale if scale is None or scale.numel() == 1 else scale[first : first + step]
             self._put(rows[:, column : column + columns], part, one)
+
+    def _stage(self, stored: StoredTensor, row: int, column: int, columns: int, target: Tensor) -> None:
+        """To a GPU's target [n] or [n, c]."""
+        dtype, width, count = DTYPES[stored.dtype], prod(stored.shape[1:]), target.shape[0]
+        raw = self._pinned.take(count * columns * dtype.itemsize)
+        source = raw.view(dtype).view(count, columns)
+        if columns == width:
+            self._fill(stored, stored.begin + row * width * dtype.itemsize, raw)
+        else:
+            _copy_bits(source, self._mapped(stored, row, count, columns)[:, column : column + columns])
+        self._pinned.send(source.view(target.shape), target)
 
     def _put(self, source: Tensor, target: Tensor, scale: Tensor | None) -> None:
         """target [n] or [n, c] = source [n, c] as it is stored, converted to the target's type; scale as in `read`."""

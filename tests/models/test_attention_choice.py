@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from fake_flashinfer import LIBRARY
 from laddertron.models import attention_choice
 from laddertron.models.attention_choice import AttentionError, make_attention
 from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cuda.workspace import kernels_missing
 from test_flashinfer import CPU, CUDA, make_cache
 
 BF16 = torch.bfloat16
@@ -48,9 +50,32 @@ def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert "not installed" in library(CUDA, BF16, 128)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(attention_choice, "kernels_missing", lambda: "no nvcc")
+    assert library(CUDA, BF16, 128) == "no nvcc"
+    monkeypatch.setattr(attention_choice, "kernels_missing", lambda: None)
 
     def broken(name: str) -> Any:
         raise OSError("libcudart.so.12: cannot open")
 
     monkeypatch.setattr(importlib, "import_module", broken)
     assert "cannot be imported: OSError: libcudart" in library(CUDA, BF16, 128)
+
+
+def test_kernels_must_be_there_or_compilable(tmp_path: Path) -> None:
+    """FlashInfer alone cannot run: it needs nvcc, kernels that were compiled before, or the package that has them."""
+
+    def missing(packages: set[str], nvcc: str | None = None) -> str | None:
+        return kernels_missing(lambda name: name in packages or None, lambda _: nvcc, tmp_path, tmp_path)
+
+    assert missing(set()) is None
+    assert "install flashinfer-jit-cache" in (missing({"flashinfer"}) or "")
+    assert missing({"flashinfer", "flashinfer_jit_cache"}) is None
+    assert missing({"flashinfer"}, "/usr/bin/nvcc") is None
+    compiled = tmp_path / ".cache" / "flashinfer" / "0.7" / "90a" / "decode.so"
+    compiled.parent.mkdir(parents=True)
+    compiled.touch()
+    assert missing({"flashinfer"}) is None
+    compiled.unlink()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    assert missing({"flashinfer"}) is None

@@ -292,3 +292,14 @@ def test_the_real_model_issues_products_before_the_wait(ranks: Callable[..., lis
             wait = log.index(f"wait {k + 1}")
             assert all(log.index(product) < wait for product in following), f"sub-block {k + 1} waits for {k}"
             assert log.index(f"start {k + 2}") < wait
+
+
+def test_layers_that_wait_may_have_another_all_reduce() -> None:
+    """Of a hybrid, standard layers use the one for sums that are waited for at once, ladder ones the one beside."""
+    recorder, beside, at_once = Recorder(), list[tuple[str, str]](), list[tuple[str, str]]()
+    accounts = Accounts(recorder, beside), Accounts(recorder, at_once)
+    wiring = Wiring(("standard", "ladder"))
+    flow = residual.stage_flow(Stream(frozenset("e")), (), wiring, 0, recorder, *accounts)
+    residual.interleave([flow])
+    assert [parts for _, parts in at_once] == ["A0", "M0"]
+    assert [parts for _, parts in beside] == ["A1", "M1"]

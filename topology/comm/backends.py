@@ -6,8 +6,10 @@ leaves the choice to them. Over torch.distributed there is one strategy more, tw
 
 from __future__ import annotations
 
+import logging
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..placement.layout import GroupLayout
-    from .groups import CommOptions, Deterministic
+    from .groups import CommOptions, Deterministic, TorchGroups
     from .ledger import Ledger
+
+log = logging.getLogger(__name__)
 
 _limit: Any = distributed_c10d._set_pg_timeout  # torch has no other name for it
 
@@ -40,13 +44,12 @@ def other_backend(
     name: str,
     bootstrap: Bootstrap,
     layout: GroupLayout,
-    tp: Any,
+    groups: TorchGroups,
     options: CommOptions,
     ledger: Ledger,
-    subgroups: Mapping[str, Any],
     takes: Callable[[int], bool] | None = None,
 ) -> Parts:
-    """The parts of the backend `name` (mpi, gloo or nccl); `subgroups` and `takes` as two_level.two_level wants them.
+    """The parts of the backend `name` (mpi, gloo or nccl); `takes` as two_level.two_level wants it.
     Raises ValueError for a backend that cannot be had here, and for a strategy that it does not have."""
     has = ("auto", "flat") if name == "mpi" else ("auto", "flat", "two_level")
     if options.collective not in (*has, "emulated") and options.deterministic is not True:
@@ -62,23 +65,31 @@ def other_backend(
 
         backend = MpiBackend(bootstrap, layout, options, ledger, link)
         return backend, backend.gathers, backend.set_timeout, backend.close
-    levels = two_level(subgroups, takes)
+    tp, levels = groups.tp, two_level(groups.subgroups, takes)
     timeout = [options.timeout_s]
 
     def set_timeout(seconds: float) -> None:
         timeout[0] = seconds
         # torch ends by itself what takes longer than its group allows
-        for group in {tp, *subgroups.values()}:
+        for group in {tp, *groups.subgroups.values()}:
             _limit(timedelta(seconds=max(seconds, options.connect_timeout_s)), group)
 
-    set_timeout(options.timeout_s)
     if name == "nccl":
         if not torch.cuda.is_available():
             raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
-        from .nccl import NcclGather, nccl_collective
+        from .nccl import DeviceWait, NcclGather, Roll, describe_paths, join, nccl_collective
 
+        hosts = [host.decode() for host in bootstrap.all_gather(socket.gethostname().encode())]
+        roll = Roll(groups.store, layout.ranks.index(bootstrap.rank), [hosts[rank] for rank in layout.ranks])
+        wait = DeviceWait(tp, ledger, timeout, roll)
+        set_timeout(options.connect_timeout_s)
+        paths = bootstrap.all_gather(join(tp, levels, wait).encode())
+        if bootstrap.rank == layout.ranks[0]:
+            log.info("NCCL: %s", describe_paths([paths[rank].decode() for rank in layout.ranks]))
+        set_timeout(options.timeout_s)
         reduce = nccl_collective(tp, ledger, link, options.deterministic, levels)
-        return reduce, NcclGather(tp, ledger), set_timeout, lambda: None
+        return reduce, NcclGather(tp, ledger, wait), set_timeout, lambda: None
+    set_timeout(options.timeout_s)
     gloo = GlooCollective(tp, ledger, link, timeout, options.deterministic, levels)
     return gloo, GlooGather(tp, ledger, timeout), set_timeout, gloo.close
 

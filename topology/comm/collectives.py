@@ -6,7 +6,7 @@ knows its group, never the model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,15 @@ class Accounting(Collective, Protocol):
         """The same collective, in the same program order, with its accounts under `layer` (see ledger.Entry)."""
 
 
+@runtime_checkable
+class Inlining(Collective, Protocol):
+    """A Collective beside the computation."""
+
+    def inline(self) -> Collective:
+        """The same collective in the same program order, for sums that are waited for at once: in line with the
+        computation, without the way to another stream and back."""
+
+
 class Gathering(Protocol):
     """A gather under way."""
 
@@ -64,6 +73,10 @@ class DeviceGather(Protocol):
     def gather_tensor(self, x: Tensor) -> Tensor:
         """x [n] of every rank, n and dtype the same everywhere: [size, n] in rank order, on x's device. The current
         stream waits for it, the host does not."""
+
+    def wait_for(self, event: Any | None, what: str) -> None:
+        """The host waits for a device's event (None: for all that the current stream was given), for `what` in words,
+        as long as a collective may take. Raises CollectiveTimeout or PeerLost."""
 
 
 def device_gather(gathers: Gather, size: int) -> Callable[[Tensor], Tensor] | None:
@@ -119,6 +132,30 @@ class Done:
 
     def wait(self) -> Tensor:
         return self._x
+
+
+class Alone:
+    """The all-reduce of a group of one, on whatever device: its own part is the sum."""
+
+    def start(self, x: Tensor) -> Pending:
+        return Done(x)
+
+
+class AloneGather:
+    """The gather of a group of one."""
+
+    def start(self, payload: NDArray[np.uint8]) -> Gathering:
+        return GatheredAlone(payload)
+
+
+class GatheredAlone:
+    """A Gathering of one rank's bytes."""
+
+    def __init__(self, payload: NDArray[np.uint8]) -> None:
+        self._payload = payload
+
+    def wait(self) -> NDArray[np.uint8]:
+        return self._payload[None].copy()
 
 
 class Blocking:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .collectives import Named
+from .collectives import Done, Named
 from .ledger import Entry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .collectives import Pending
     from .ledger import Ledger
 
 _OPEN_TIMINGS = 1024
@@ -41,7 +42,7 @@ class StreamCollective:
         self._settling = threading.Lock()  # the heartbeat's thread reads the accounts too
         ledger.add_source(self._entries, lambda: ())
 
-    def start(self, x: Tensor, layer: str = "") -> _StreamPending:
+    def start(self, x: Tensor, layer: str = "") -> Pending:
         timed = not torch.cuda.is_current_stream_capturing()
         ready = _EVENT(enable_timing=timed)
         ready.record()
@@ -55,6 +56,22 @@ class StreamCollective:
 
     def named(self, layer: str) -> Named:
         return Named(self, layer)
+
+    def inline(self) -> InlineCollective:
+        return InlineCollective(self.start_inline)
+
+    def start_inline(self, x: Tensor, layer: str = "") -> Pending:
+        """On the computing stream; whoever asks for the sum has waited for all of it."""
+        timed = not torch.cuda.is_current_stream_capturing()
+        ready, done = (_EVENT(enable_timing=timed) for _ in range(2))
+        if timed:
+            ready.record()
+        strategy = self._issue(x) or self._strategy
+        self._ledger.started += 1
+        if timed:
+            done.record()
+            self._asked((strategy, layer), x.nbytes, ready, ready, done)
+        return Done(x)
 
     def _asked(self, account: tuple[str, str], size: int, ready: Any, asked: Any, done: Any) -> None:
         if len(self._timings) == _OPEN_TIMINGS:
@@ -77,6 +94,19 @@ class StreamCollective:
             Entry("all_reduce", strategy, self._link, int(count), int(size), flight, waited, layer)
             for (strategy, layer), (count, size, flight, waited) in dict(self._sums).items()
         ]
+
+
+class InlineCollective:
+    """What a collective's `inline` gives: its own start, `begin`, on the computing stream."""
+
+    def __init__(self, begin: Callable[[Tensor, str], Pending]) -> None:
+        self._begin = begin
+
+    def start(self, x: Tensor, layer: str = "") -> Pending:
+        return self._begin(x, layer)
+
+    def named(self, layer: str) -> Named:
+        return Named(self, layer)
 
 
 class _StreamPending:

@@ -6,8 +6,9 @@ parallel_state. Knows no model and no schedule.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from ..emulation import Emulation
 from ..link_cost import WHOLE_BYTES
 from .batch_channel import PlanChannel
-from .collectives import Collective, Gather, Gathering
+from .collectives import Collective, DeviceGather, Gather, Gathering
 from .ledger import Ledger
 
 if TYPE_CHECKING:
@@ -67,10 +68,22 @@ class CommOptions:
                 raise ValueError(f"{name}={getattr(self, name)}: a multiple of 4096 is needed")
 
 
+@dataclass(frozen=True, slots=True)
+class TorchGroups:
+    """`tp`: the whole group; `subgroups`: this rank's node (intra) and rail, those with more than one rank, and for
+    gloo in two levels a second one of the node (gather). `end` destroys what was made. `store`: what the ranks met in;
+    None where torch.distributed was initialised before."""
+
+    tp: Any = None
+    subgroups: dict[str, Any] = field(default_factory=dict)
+    end: Callable[[], None] = lambda: None
+    store: Any = None
+
+
 class Communicator:
     """One group on one rank: a replica's, or that of a pipeline's stage. `rank` counts inside the group; one thread
     starts and waits for all of its collectives, in the same order on every rank. `tp` and `subgroups`: torch groups, as
-    TorchGroups says; None and empty where CommOptions.process_groups is off."""
+    TorchGroups says; None and empty where CommOptions.process_groups is off. Those groups end last."""
 
     def __init__(
         self,
@@ -81,8 +94,7 @@ class Communicator:
         gathers: Gather,
         plans: PlanChannel,
         ledger: Ledger,
-        tp: Any,
-        subgroups: dict[str, Any],
+        groups: TorchGroups,
         closers: list[Callable[[], None]],
         set_timeout: Callable[[float], None],
         pipeline: Pipeline | None = None,
@@ -90,9 +102,10 @@ class Communicator:
         """pipeline: what connects this group, a stage, with the others."""
         self.rank, self.size, self.layout, self.backend = rank, layout.size, layout, backend
         self.all_reduce, self.plans, self.ledger = all_reduce, plans, ledger
-        self.tp, self.subgroups = tp, subgroups
+        self.tp, self.subgroups = groups.tp, groups.subgroups
         self.pipeline, self._set_timeout = pipeline, set_timeout
-        self.gathers, self._closers = gathers, closers
+        self.gathers, self._closers, self._end_groups = gathers, closers, groups.end
+        self._first: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
     def leads(self) -> bool:
@@ -125,14 +138,41 @@ class Communicator:
         rails = [self.pipeline.collect(row) for row in rows]
         return [row for stage in zip(*rails, strict=True) for row in stage]
 
-    def close(self) -> None:
-        """Ends every connection and thread of the group; always returns. Idempotent."""
+    def wait_event(self, event: Any, what: str) -> None:
+        """The host waits for a device's event, for `what` in words; over NCCL no longer than a collective may take.
+        Raises CollectiveTimeout or PeerLost."""
+        if isinstance(self.gathers, DeviceGather):
+            self.gathers.wait_for(event, what)
+        else:
+            event.synchronize()
+
+    def drain(self) -> None:
+        """Where collectives run on the device, the host waits for all that it was given. Raises as wait_event."""
+        if isinstance(self.gathers, DeviceGather):
+            self.gathers.wait_for(None, "all-reduces")
+
+    def before_close(self, release: Callable[[], None]) -> None:
+        """Calls this method first when the group closes, if its object still lives: recorded graphs that hold
+        collectives must be gone, or NCCL waits for them."""
+        self._first.append(weakref.WeakMethod(release))
+
+    def close(self, broken: bool = False) -> None:
+        """Ends every connection and thread of the group; always returns. Idempotent. broken: after an error, when the
+        process ends next; NCCL's groups are left as they are, since ending them waits for peers that may be gone."""
+        first, self._first = self._first, []
         closers, self._closers = self._closers, []
+        end_groups, self._end_groups = self._end_groups, lambda: None
+        for method in first:
+            release = method()
+            if release is not None and not broken:
+                release()
         for close in closers:
             close()
+        if not (broken and self.backend == "nccl"):
+            end_groups()
 
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(broken=kind is not None)

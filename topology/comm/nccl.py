@@ -1,13 +1,24 @@
-"""All-reduces on GPUs: NCCL on a stream beside the computing one (gpu_stream.py), and its gathers."""
+"""All-reduces on GPUs: NCCL on a stream beside the computing one (gpu_stream.py), its gathers, and what is known of a
+group whose collective does not end. Never ran on several GPUs.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from .collectives import CollectiveTimeout, CommunicationError, PeerLost
 from .gpu_stream import StreamCollective
 from .ordered import Ordered
 
@@ -20,16 +31,20 @@ if TYPE_CHECKING:
     from .two_level import TwoLevel
 
 _DEVICE = "cuda"
+_EVENT: Any = torch.cuda.Event  # torch leaves it without types
+_POLL_S = 20e-6
+_ASK_S = 0.25
+"""How often NCCL is asked for errors while the host waits."""
+GRACE_S = 2.0
+"""How long ranks that waited in vain wait for one another's word: they began to wait at about the same time."""
+_PATH = re.compile(r" (\d+)\[\w*\] -> (\d+)\[\w*\] (?:\[\w+\] )?via (\S+)")
 
 
 def nccl_collective(
     group: Any, ledger: Ledger, link: str, deterministic: Deterministic = False, levels: TwoLevel | None = None
 ) -> StreamCollective:
     """All-reduces over a torch group of NCCL; its own order of summation depends on the size, that of `deterministic`
-    does not. `levels`: what carries some messages instead. Its communicators are made here, on every rank: what they
-    hold must be gone before free memory is counted, and nothing can connect within a capture."""
-    if levels is not None:
-        levels(torch.zeros(levels.ranks, device=_DEVICE))
+    does not. `levels`: what carries some messages instead."""
 
     def issue(x: Tensor) -> str | None:
         if levels is not None and levels.carries(x):
@@ -44,18 +59,146 @@ def nccl_collective(
     return StreamCollective(issue_ordered if deterministic else issue, ledger, "nccl", link)
 
 
+def join(group: Any, levels: TwoLevel | None, wait: DeviceWait) -> str:
+    """Makes NCCL's communicators by a small all-reduce on every rank; returns its words on what carries this one's
+    messages, for describe_paths.
+    Before weights are read: ranks arrive at one time now; what communicators hold is gone before free memory is
+    counted; nothing can connect within a capture. Raises CommunicationError where a rank does not come."""
+    with nccl_log("INIT,GRAPH") as log:
+        dist.all_reduce(torch.zeros(1, device=_DEVICE), group=group)
+        if levels is not None:
+            levels(torch.zeros(levels.ranks, device=_DEVICE))
+        wait(None, "the first all-reduce")
+        said = "" if log is None or not log.is_file() else log.read_text(errors="replace")
+    return "\n".join(sorted({f" {a}[] -> {b}[] via {path}" for a, b, path in _PATH.findall(said)}))
+
+
+def nccl_log_path() -> Path:
+    return Path(os.environ.get("TMPDIR", "/tmp")) / f"laddertron-nccl-{os.getpid()}.log"
+
+
+@contextmanager
+def nccl_log(subsystems: str) -> Iterator[Path | None]:
+    """NCCL says how it goes in its log alone, and reads where to before its first communicator. The file goes with the
+    context, or when this rank ends itself; where the launcher kills it, it stays. None where somebody has asked for
+    that log already."""
+    if "NCCL_DEBUG" in os.environ:
+        yield None
+        return
+    path = nccl_log_path()
+    os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS=subsystems, NCCL_DEBUG_FILE=str(path))
+    try:
+        yield path
+    finally:
+        for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+            os.environ.pop(name, None)
+        path.unlink(missing_ok=True)
+
+
+def describe_paths(logs: Sequence[str]) -> str:
+    """What carries messages between which ranks, by NCCL's own logs of all ranks: "P2P/CUMEM 0-1 1-2; NET/IB/0 2-3"."""
+    carried: dict[str, set[tuple[int, int]]] = defaultdict(set)
+    for log in logs:
+        for a, b, path in _PATH.findall(log):
+            carried[path].add((min(int(a), int(b)), max(int(a), int(b))))
+    words = [f"{path} {' '.join(f'{a}-{b}' for a, b in sorted(pairs))}" for path, pairs in sorted(carried.items())]
+    return "; ".join(words) or "NCCL did not say (NCCL_DEBUG is set, or the log is of another form)"
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """Where the ranks of a group stand when one waits in vain: each writes its place under its key. `store`: torch's;
+    None where there is none. `hosts`: of each rank of the group."""
+
+    store: Any
+    rank: int
+    hosts: Sequence[str]
+
+    def call(self, started: int, grace_s: float = GRACE_S) -> Mapping[int, int]:
+        """Collectives that each rank has set off, of those that answer. Their host's end takes the store along."""
+        found = {self.rank: started}
+        with suppress(RuntimeError):  # the store's rank is gone
+            if self.store is None:
+                return found
+            self.store.set(f"laddertron/place/{self.rank}", str(started))
+            until = time.monotonic() + grace_s
+            while len(found) < len(self.hosts) and time.monotonic() < until:
+                for rank in set(range(len(self.hosts))) - found.keys():
+                    if self.store.check([f"laddertron/place/{rank}"]):
+                        found[rank] = int(self.store.get(f"laddertron/place/{rank}"))
+                time.sleep(0.01)
+        return found
+
+
+def verdict(
+    waited: str, seconds: float, started: int, places: Mapping[int, int], hosts: Sequence[str], error: str = ""
+) -> CommunicationError:
+    """Whom to blame for a collective that did not end. places: collectives set off by the ranks that waited in vain as
+    well; one that does not answer computes, hangs or is gone, and one that stands behind the others is in another
+    collective. error: what NCCL reported, "" if nothing. Pure."""
+    silent = [rank for rank in range(len(hosts)) if rank not in places]
+    least = min(places.values(), default=started)
+    behind = [rank for rank, place in places.items() if place == least and place < max(places.values())]
+    blamed = silent or behind
+    names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in blamed)
+    if silent:
+        why = f"{names} {'does' if len(blamed) == 1 else 'do'} not answer"
+    elif behind:
+        why = f"{names} set off {least} collectives, this rank {started}"
+    else:
+        why = "all ranks are in it: look at the links between them"
+    peer = blamed[0] if len(blamed) == 1 else -1
+    if error:
+        return PeerLost(f"NCCL reports {error} in {waited} (collective {started}): {why}", peer, started)
+    return CollectiveTimeout(f"{waited} (collective {started}) did not end in {seconds:g} s: {why}", peer, started)
+
+
+class DeviceWait:
+    """The host's waits for the device, as long as a collective may take: a rank that never comes would hold the device,
+    and with it the host, for ever. torch's own watchdog would end the process instead, and name nobody."""
+
+    def __init__(self, group: Any, ledger: Ledger, timeout: list[float], roll: Roll) -> None:
+        """timeout: the one number [s], which others change."""
+        self._group, self._ledger, self._timeout, self._roll = group, ledger, timeout, roll
+
+    def __call__(self, event: Any | None, what: str) -> None:
+        """event None: for all that the current stream has been given. Raises CollectiveTimeout or PeerLost, which name
+        who did not come."""
+        if event is None:
+            event = _EVENT()
+            event.record()
+        self._ledger.waiting = what
+        began, asked = time.monotonic(), 0.0
+        while not event.query():
+            waited, error = time.monotonic() - began, ""
+            if waited - asked > _ASK_S:
+                asked, error = waited, self._error()
+            if error or waited > self._timeout[0]:
+                started = self._ledger.started
+                raise verdict(what, self._timeout[0], started, self._roll.call(started), self._roll.hosts, error)
+            time.sleep(_POLL_S)
+        self._ledger.waiting = ""
+
+    def _error(self) -> str:
+        found = self._group._get_backend(torch.device(_DEVICE)).get_error()
+        name = str(getattr(found, "name", found))
+        return "" if name in ("SUCCESS", "TIMEOUT") else name
+
+
 class NcclGather:
     """Gathers of bytes that lie on the host, there and back through the device, and of what lies on devices."""
 
-    def __init__(self, group: Any, ledger: Ledger) -> None:
-        self._group, self._ledger = group, ledger
+    def __init__(self, group: Any, ledger: Ledger, wait: DeviceWait) -> None:
+        self._group, self._ledger, self._wait = group, ledger, wait
 
     def start(self, payload: NDArray[np.uint8]) -> _NcclGathering:
-        mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8)).cuda(non_blocking=True)
-        out = torch.empty((dist.get_world_size(self._group), len(mine)), dtype=torch.uint8, device=mine.device)
-        self._ledger.started += 1
-        work = dist.all_gather_into_tensor(out, mine, group=self._group, async_op=True)
-        return _NcclGathering(work, out, self._ledger)
+        mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8)).pin_memory()
+        out = self.gather_tensor(mine.to(_DEVICE, non_blocking=True))
+        host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        host.copy_(out, non_blocking=True)
+        there = _EVENT()
+        there.record()
+        return _NcclGathering(host, there, self._wait)
 
     def gather_tensor(self, x: Tensor) -> Tensor:
         """As DeviceGather says."""
@@ -64,15 +207,16 @@ class NcclGather:
         dist.all_gather_into_tensor(out, x, group=self._group)
         return out
 
+    def wait_for(self, event: Any | None, what: str) -> None:
+        """As DeviceGather says."""
+        self._wait(event, what)
+
 
 class _NcclGathering:
-    def __init__(self, work: Any, out: Tensor, ledger: Ledger) -> None:
-        self._work, self._out, self._ledger = work, out, ledger
+    def __init__(self, host: Tensor, there: Any, wait: Callable[[Any, str], None]) -> None:
+        self._host, self._there, self._wait = host, there, wait
 
     def wait(self) -> NDArray[np.uint8]:
-        self._work.wait()
-        # Here the host waits for the device, and with it for every all-reduce before.
-        self._ledger.waiting = "gather"
-        gathered = self._out.cpu().numpy()
-        self._ledger.waiting = ""
+        self._wait(self._there, "gather")
+        gathered: NDArray[np.uint8] = self._host.numpy()
         return gathered

@@ -11,7 +11,6 @@ import struct
 import sys
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.machinery import PathFinder
@@ -22,24 +21,15 @@ import torch.distributed as dist
 
 from ..hardware.interfaces import interface_of
 from .bootstrap import Bootstrap, open_store
+from .groups import TorchGroups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from ..placement.layout import GroupLayout
     from .groups import CommOptions
 
 _BARE = "laddertron_bare"
-
-
-@dataclass(frozen=True, slots=True)
-class TorchGroups:
-    """`tp`: the whole group; `subgroups`: this rank's node (intra) and rail, those with more than one rank, and for
-    gloo in two levels a second one of the node (gather). `end` destroys what was made."""
-
-    tp: Any
-    subgroups: dict[str, Any]
-    end: Callable[[], None]
 
 
 def make_torch_groups(
@@ -59,9 +49,12 @@ def make_torch_groups(
     wait = timedelta(seconds=options.connect_timeout_s)
     axes = {"intra": layout.per_node, "rail": len(layout.nodes)}  # ranks count along the first axis first
     every = axes | ({"stages": len(stages)} if len(stages) > 1 else {})
-    mine = not dist.is_initialized()
+    mine, store = not dist.is_initialized(), None
+    if kind == "nccl":
+        # Else torch's watchdog ends a process whose collective failed, before anybody could be named (nccl.DeviceWait).
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if mine:
-        _open_world(bootstrap, world, options, index, wait)
+        store = _open_world(bootstrap, world, options, index, wait)
     elif (dist.get_rank(), dist.get_world_size()) != (index, len(world)):
         raise ValueError(
             f"torch.distributed was initialised before, as rank {dist.get_rank()} of {dist.get_world_size()}; this is "
@@ -87,7 +80,7 @@ def make_torch_groups(
         if mine:
             dist.destroy_process_group()
         raise
-    return TorchGroups(tp, subgroups, dist.destroy_process_group if mine else lambda: None)
+    return TorchGroups(tp, subgroups, dist.destroy_process_group if mine else lambda: None, store)
 
 
 @cache
@@ -116,9 +109,7 @@ class _Bare(dist.ProcessGroup):
     own, since torch asks plain ones for a backend when they end, and warns of its absence on every rank."""
 
 
-def _open_world(
-    bootstrap: Bootstrap, world: tuple[int, ...], options: CommOptions, index: int, wait: timedelta
-) -> None:
+def _open_world(bootstrap: Bootstrap, world: tuple[int, ...], options: CommOptions, index: int, wait: timedelta) -> Any:
     if _BARE not in dist.Backend.backend_list:
         bare: Any = _Bare  # torch's types name the constructor with a store, which a subclass cannot use
         dist.Backend.register_backend(
@@ -132,6 +123,7 @@ def _open_world(
         place = bootstrap.all_gather(b"")[world[0]]
         store = open_store(place[2:].decode(), struct.unpack("<H", place[:2])[0], False, options.connect_timeout_s)
     dist.init_process_group(_BARE, store=store, rank=index, world_size=len(world), timeout=wait)
+    return store
 
 
 @contextmanager

@@ -87,6 +87,14 @@ def unmeasured_weights(deployment: Deployment) -> str | None:
     return missing_record(folder, from_folder(folder)) if (folder / "config.json").is_file() else None
 
 
+def kernels_warning(deployment: Deployment) -> str | None:
+    """A warning where this host has FlashInfer, which the deployment may use, and no way to its kernels."""
+    from ....models.cuda.workspace import kernels_missing
+
+    keys = deployment.engine
+    return None if keys.device == "cpu" or keys.attention == "torch" else kernels_missing()
+
+
 def tls_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """What is wrong with the daemon's certificate and key, where both are there."""
     daemon = loaded.deployment.daemon
@@ -240,6 +248,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
         faults += weights_faults(loaded)
     if faults:
         raise ConfigError(sorted(faults, key=by_line))
-    if not no_model and (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
-        click.echo(f"warning: {unmeasured}", err=True)
+    if not no_model:
+        for warning in filter(None, (unmeasured_weights(loaded.deployment), kernels_warning(loaded.deployment))):
+            click.echo(f"warning: {warning}", err=True)
     click.echo(summary(loaded))

@@ -23,6 +23,7 @@ from laddertron.launchers.cli.preflight_view import show
 from laddertron.launchers.measure import preflight, preflight_rank
 from laddertron.launchers.measure.preflight_job import MEET_S, START_S, Watch
 from laddertron.topology.comm.bootstrap import StarBootstrap
+from laddertron.topology.comm.nccl import nccl_log, nccl_log_path
 from laddertron.topology.cost.cost import Shape
 from laddertron.topology.cost.preflight import NodeTransport, RankReport
 from laddertron.topology.hardware.discover import discover
@@ -152,12 +153,12 @@ def test_each_backend_says_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_nccls_log_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where measuring fails; other backends have none."""
+    """Also where measuring fails; who asked for it before keeps it."""
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
-        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     failed = False
-    with contextlib.suppress(RuntimeError), preflight_rank.nccl_log("nccl", SECOND) as log:
+    with contextlib.suppress(RuntimeError), nccl_log("INIT") as log:
         assert log is not None
         assert os.environ["NCCL_DEBUG_FILE"] == str(log)
         log.write_text("x")
@@ -165,8 +166,11 @@ def test_nccls_log_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         raise RuntimeError("no communicator")
     assert failed
     assert list(tmp_path.iterdir()) == []
-    with preflight_rank.nccl_log("gloo", SECOND) as log:
+    assert "NCCL_DEBUG" not in os.environ
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    with nccl_log("INIT") as log:
         assert log is None
+    assert os.environ["NCCL_DEBUG"] == "WARN"
 
 
 def test_nccls_log_goes_with_a_rank_that_ends_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,7 +183,7 @@ def test_nccls_log_goes_with_a_rank_that_ends_itself(monkeypatch: pytest.MonkeyP
         ended.set()
 
     def hangs(_: Deployment, __: Identity, ___: object, watch: Watch) -> tuple[int, None]:
-        preflight_rank.nccl_log_path(SECOND).write_text("x")
+        nccl_log_path().write_text("x")
         with watch.over(lambda: "nothing came", 0.01):
             assert ended.wait(HANG_S)
         return 1, None

@@ -4,12 +4,14 @@ object with the largest differences. Not a test module."""
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
 from laddertron.models import attention, ops
 from laddertron.models.cuda import ops as gpu_ops
-from laddertron.models.ops import Norm
+from laddertron.models.cuda.fp8 import quantise_rows
+from laddertron.models.ops import Norm, RunningSum
 from laddertron.models.weights.tensor_reader import FP8
 from test_flashinfer import CPU, make_cache
 
@@ -33,8 +35,37 @@ def layers(dtype: torch.dtype) -> dict[str, float]:
         "norm": distance(gpu_ops.rms_norm(x, norm), ops.rms_norm(x, norm)),
         "gate": distance(gpu_ops.silu_and_mul(gate_up), ops.silu_and_mul(gate_up)),
         "product": distance(fused.product(weight, None, norm)(x), plain.product(weight, None, norm)(x)),
+        "summed": summed(x, normal(3, 100, dtype=dtype), norm),
         "gated": distance(fused.gated_product(weight, None, norm)(x), plain.gated_product(weight, None, norm)(x)),
     }
+
+
+def summed(x: torch.Tensor, added: torch.Tensor, norm: Norm) -> float:
+    """A sum that its norm adds up: the norm, and the sum itself, to the last bit but in bfloat16 (see test_gpu_ops)."""
+    late = RunningSum(x) + added
+    found = gpu_ops.rms_norm(late, norm)
+    assert late.parts()[1] is None
+    torch.testing.assert_close(late.whole(), x + added, atol=0.0, rtol=0.008 if x.dtype == torch.bfloat16 else 0.0)
+    return distance(found, ops.rms_norm(x + added, norm))
+
+
+def quantised(dtype: torch.dtype, bound: float) -> dict[str, float]:
+    """Norm, gate and nothing before quantisation in fp8: the scales, and the values that rows stand for, in units of
+    half a step of the largest."""
+    norm = Norm(normal(100, dtype=dtype), 1e-5)
+    x, gate_up = normal(3, 100, dtype=dtype), normal(3, 2 * 1500, dtype=dtype)
+    x[1], gate_up[2] = 0.0, 0.0
+    pairs = {
+        "norm": (gpu_ops.rms_norm_fp8(RunningSum(x) + x, norm, bound), ops.rms_norm(x + x, norm)),
+        "gate": (gpu_ops.quantise(gate_up, bound, True), ops.silu_and_mul(gate_up)),
+        "rows": (gpu_ops.quantise(x, bound), x),
+    }
+    far = {}
+    for name, ((values, scales), plain) in pairs.items():
+        want, want_scales = quantise_rows(plain, bound)
+        assert torch.allclose(scales, want_scales, rtol=0.02), name
+        far[name] = distance(values.float() * scales, want.float() * want_scales)
+    return far
 
 
 def store(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rotary: int, normed: bool) -> dict[str, Any]:
@@ -64,7 +95,9 @@ def main() -> None:
         store(wide, wide, 32, 32, True), store(half, half, 16, 16, False), store(wide, FP8, 16, 16, False),
         store(wide, FP8, 16, 16, True),
     ]  # fmt: skip
-    print(json.dumps({"layers": {str(kind): layers(kind) for kind in (full, wide, half)}, "stores": cases}))
+    fp8 = [quantised(wide, bound) for bound in (math.inf, 1.5)]
+    found = {"layers": {str(kind): layers(kind) for kind in (full, wide, half)}, "stores": cases, "fp8": fp8}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -130,9 +130,9 @@ def test_page_tables() -> None:
         block_table=torch.tensor([[7, 1, 99], [4, 99, 99], [3, 0, 8]]), blocks=torch.zeros(3), offsets=torch.zeros(3),
         decode=3,
     )  # fmt: skip
-    indptr, indices, last = pages(layout, 0, 3, 4)
+    indptr, indices, last = pages(layout, 0, 3, 4, CPU)
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 2, 3, 6], [7, 1, 4, 3, 0, 8], [1, 4, 1])
-    indptr, indices, last = pages(layout, 1, 2, 4)
+    indptr, indices, last = pages(layout, 1, 2, 4, CPU)
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 1], [4], [4])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -35,6 +36,8 @@ def test_interpreted_kernels_mean_what_torch_means() -> None:
             kind,
             distances,
         )
+    for distances in found["fp8"]:
+        assert max(distances.values()) < 0.15, distances
     assert len(found["stores"]) == 7
     for case in found["stores"]:
         kind, stored = case["case"][:2]
@@ -44,16 +47,18 @@ def test_interpreted_kernels_mean_what_torch_means() -> None:
         assert case["cache"] < (1.0 if stored == str(FP8) else bound), case
 
 
-def _compile(name: str, capability: int, kind: str, cache: str = "", **constants: Any) -> str:
+def _compile(
+    name: str, capability: int, kind: str, cache: str = "", types: dict[str, str] | None = None, **constants: Any
+) -> str:
     import triton
     from laddertron.models.cuda import kernels as gpu_kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel: Any = getattr(gpu_kernels, name)
-    types = {"keys": f"*{cache}", "values": f"*{cache}", "cos": "*fp32", "sin": "*fp32", "blocks": "*i64"}
-    types |= {"offsets": "*i64", "eps": "fp32", "size": "i32", "width": "i32"}
-    signature = {p: "constexpr" if p in constants else types.get(p, f"*{kind}") for p in kernel.arg_names}
+    known = {"keys": f"*{cache}", "values": f"*{cache}", "cos": "*fp32", "sin": "*fp32", "blocks": "*i64"}
+    known |= {"offsets": "*i64", "eps": "fp32", "size": "i32", "width": "i32", "bound": "fp32"} | (types or {})
+    signature = {p: "constexpr" if p in constants else known.get(p, f"*{kind}") for p in kernel.arg_names}
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants), target=GPUTarget("cuda", capability, 32)
     )
@@ -64,7 +69,13 @@ def _compile(name: str, capability: int, kind: str, cache: str = "", **constants
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 def test_kernels_compile(capability: int, kind: str) -> None:
-    _compile("rms_norm", capability, kind, BLOCK=4096)
+    for add in (False, True):
+        _compile("rms_norm", capability, kind, ADD=add, FP8=False, BLOCK=4096)
+    if capability >= 90:
+        fp8 = {"out": "*fp8e4nv", "scales": "*fp32"}
+        assert "e4m3" in _compile("rms_norm", capability, kind, types=fp8, ADD=True, FP8=True, BLOCK=4096)
+        for gated in (False, True):
+            assert "e4m3" in _compile("quantise", capability, kind, types=fp8, GATED=gated, BLOCK=16384)
     _compile("silu_and_mul", capability, kind, BLOCK=1024)
     shape = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK": 128}
     for norm in (False, True):
@@ -79,7 +90,8 @@ def test_kernels_compile(capability: int, kind: str) -> None:
 def test_on_a_gpu(kv_dtype: torch.dtype) -> None:
     from laddertron.models import attention, ops
     from laddertron.models.cuda import ops as gpu_ops
-    from laddertron.models.ops import Norm
+    from laddertron.models.cuda.fp8 import quantise_rows
+    from laddertron.models.ops import Norm, RunningSum
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
@@ -87,6 +99,19 @@ def test_on_a_gpu(kv_dtype: torch.dtype) -> None:
     x, gate_up, norm = normal(7, 4096), normal(7, 2 * 14336), Norm(normal(4096), 1e-5)
     assert (gpu_ops.rms_norm(x, norm) - ops.rms_norm(x, norm)).abs().max() <= 0.02 * norm.weight.abs().max() * 4
     assert (gpu_ops.silu_and_mul(gate_up) - ops.silu_and_mul(gate_up)).abs().max() <= 0.06
+    total = RunningSum(x) + x
+    assert torch.equal(gpu_ops.rms_norm(total, norm), gpu_ops.rms_norm(x + x, norm))
+    assert torch.equal(total.whole(), x + x)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        for (values, scales), plain in (
+            (gpu_ops.rms_norm_fp8(x, norm, math.inf), gpu_ops.rms_norm(x, norm)),
+            (gpu_ops.quantise(gate_up, 1.5, True), gpu_ops.silu_and_mul(gate_up)),
+        ):
+            want, want_scales = quantise_rows(plain, math.inf if plain.shape[1] == 4096 else 1.5)
+            assert torch.allclose(scales, want_scales, rtol=1e-5)
+            assert (values.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 0.02
+        x[0, 3] = math.nan
+        assert bool(gpu_ops.quantise(x, math.inf)[0].float()[0, 3].isnan())
     caches = [make_cache(8, 128, 9, 16, kv_dtype, CUDA) for _ in range(2)]
     if not gpu_ops.stores(caches[0], torch.cuda.get_device_capability()):
         pytest.skip("fp8 conversions need compute capability 8.9")

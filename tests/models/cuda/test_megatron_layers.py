@@ -57,7 +57,7 @@ def test_they_hold_the_same_and_multiply_the_same(group: Any, bias: bool, monkey
         raise AssertionError("a layer reduces by itself")
 
     monkeypatch.setattr(dist, "all_reduce", reduce)
-    ours, theirs = PlainLayers(group, BF16, CPU), MegatronLayers(group, BF16, CPU)
+    ours, theirs = PlainLayers(group, BF16), MegatronLayers(group, BF16)
     norm = Norm(torch.randn(32, generator=torch.Generator().manual_seed(1)).to(BF16), 1e-5)
     for kind, gated in (("column", False), ("column", True), ("row", False)):
         plain, layer = (_filled(getattr(make, kind)(32, 64, bias)) for make in (ours, theirs))
@@ -90,7 +90,7 @@ def case_digests(rank: Rank, folder: str, prompts: list[list[int]]) -> list[str]
     digests = []
     for make in (PlainLayers, MegatronLayers):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llama, "make_layers", make)
+            patch.setattr(llama, "make_layers", lambda group, dtype, device, make=make: make(group, dtype))
             patch.setattr(build, "make_ops", lambda *_: TorchOps())
             built = build_on(rank, deployment(folder, rank.size))
             assert isinstance(built.runner.model.layers[0].get_submodule("qkv"), layers.Linear) == (make is PlainLayers)

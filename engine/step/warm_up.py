@@ -1,0 +1,71 @@
+"""A rank's first steps, before it says that it is ready: whatever compiles, loads or connects at first use does so now,
+and no user's request waits for it. All ranks of a job call it at once.
+
+Knows what kinds of steps there are, not what they compile: FlashInfer has a module of its own for prompts and one for
+decodes, Triton a kernel for each norm, gate, rotation and draw.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..batch import Batch, Chunk, NewSequence
+from ..request import SamplingParams
+from ..schedule.scheduler import SchedulerLimits
+from .runner import Runner
+
+PROMPT = 33
+"""Tokens: more than a block, so that a page table has several entries."""
+DRAWS = (
+    SamplingParams(max_tokens=8, seed=1, temperature=0.0),
+    SamplingParams(max_tokens=8, seed=2, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, logprobs=1),
+    SamplingParams(max_tokens=8, seed=3, temperature=0.8, repetition_penalty=1.1, logit_bias=((0, 1.0),)),
+    SamplingParams(max_tokens=8, seed=4, temperature=0.8),
+)
+"""One sequence of each kind of draw."""
+
+
+def compiles(device: torch.device) -> bool:
+    """Whether operators are compiled at their first use here; a CPU's were when laddertron was installed."""
+    return device.type == "cuda"
+
+
+def warm_up(runner: Runner, limits: SchedulerLimits, tell: Callable[[str], None]) -> None:
+    """Steps of every kind on slots and blocks that are empty again afterwards. tell: what goes on, for the start's
+    progress. Raises what a step raises."""
+    began = time.monotonic()
+    for name, batch in first_steps(limits):
+        tell(f"compiling kernels for {name}, {time.monotonic() - began:.0f} s")
+        runner.run(batch)
+        while runner.wait_result() is not None:
+            pass
+
+
+def first_steps(limits: SchedulerLimits) -> Iterator[tuple[str, Batch]]:
+    """What is warmed up, and the step for it: a prompt, then for each kind of draw a prompt beside the decodes of those
+    before, decodes alone, an empty step that proves the last ids. Pure."""
+    each = -(-(PROMPT + 2 * len(DRAWS)) // limits.block_size)
+    room = min(limits.max_num_seqs, limits.num_blocks // each, len(DRAWS))
+    count = min(PROMPT, limits.max_num_batched_tokens - room + 1, limits.max_model_len - 2 * len(DRAWS))
+    if room < 1 or count < 2:
+        return  # too small for more than its own requests
+    for slot, params in enumerate(DRAWS[:room]):
+        decodes = tuple(Chunk(before, count + slot - before - 1, 1, True) for before in range(slot))
+        yield (
+            "prompts" if slot == 0 else "mixed steps",
+            Batch(
+                slot,
+                admitted=(NewSequence(slot, 0, count, (0,) * count, params),),
+                blocks=((slot, tuple(range(slot * each, (slot + 1) * each))),),
+                chunks=(*decodes, Chunk(slot, 0, count, True)),
+            ),
+        )
+    for step in range(room, room + 2):
+        yield (
+            "decodes",
+            Batch(step, chunks=tuple(Chunk(slot, count + step - slot - 1, 1, True) for slot in range(room))),
+        )
+    yield "the end", Batch(room + 2, released=tuple(range(room)))
