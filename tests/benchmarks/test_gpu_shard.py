@@ -96,6 +96,7 @@ def test_a_recorded_step_gives_the_logits_of_an_eager_one(monkeypatch: pytest.Mo
     from fake_flashinfer import LIBRARY
     from laddertron.models.cuda.flashinfer import FlashInferAttention
     from laddertron.models.ops import TorchOps
+    from laddertron.topology.comm.collectives import Alone
     from recorded_graph import TapeRecorder
 
     monkeypatch.setattr(gpu_shard, "make_ops", lambda device, dtype: TorchOps())
@@ -107,7 +108,7 @@ def test_a_recorded_step_gives_the_logits_of_an_eager_one(monkeypatch: pytest.Mo
             windows = (None,) * config.num_layers
             rank.attention = FlashInferAttention(rank.cache, windows, 0.25, 1, torch.float32, LIBRARY)
             for wiring in ("standard", "ladder"):
-                model, recorder = rewired(rank.model, wiring, gpu_shard.Alone()), TapeRecorder()
+                model, recorder = rewired(rank.model, wiring, Alone()), TapeRecorder()
                 eager = rank.step(model, 3, None)().clone()
                 keys = rank.cache.keys[-1].clone()
                 rank.cache.keys[-1][2::3, :, 7] = 7.0  # position 39 of each sequence, in its third block

@@ -81,6 +81,8 @@ class TapeRecorder:
     def memory(self) -> int:
         return 0
 
+    def wait(self) -> None: ...
+
 
 class Noted:
     """A Collective that takes part in recordings: a replay starts and awaits it where the recording did."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .collectives import CollectiveTimeout, CommunicationError, PeerLost
+from .collectives import CollectiveTimeout, PeerLost
 from .gpu_stream import StreamCollective
 from .ordered import Ordered
 
@@ -132,7 +132,7 @@ class Roll:
 
 def verdict(
     waited: str, seconds: float, started: int, places: Mapping[int, int], hosts: Sequence[str], error: str = ""
-) -> CommunicationError:
+) -> CollectiveTimeout | PeerLost:
     """Whom to blame for a collective that did not end. places: collectives set off by the ranks that waited in vain as
     well; one that does not answer computes, hangs or is gone, and one that stands behind the others is in another
     collective. error: what NCCL reported, "" if nothing. Pure."""

@@ -10,10 +10,12 @@ from typing import Any
 import checkpoints
 import engine_cases
 import pytest
+import torch
 from engine_cases import deployment, request, run_requests
 from laddertron.engine.batch import Batch
 from laddertron.engine.schedule.scheduler import SchedulerLimits
 from laddertron.engine.step import build
+from laddertron.engine.step import warm_up as first
 from laddertron.engine.step.warm_up import DRAWS, first_steps
 from rank_pool import Rank
 
@@ -46,7 +48,7 @@ def test_every_kind_of_step_and_of_draw() -> None:
     ("tight", "slots"),
     [({"max_num_seqs": 1}, 1), ({"num_blocks": 25}, 2), ({"num_blocks": 10}, 0), ({"max_model_len": 9}, 0)],
 )
-def test_a_small_cache_has_fewer_of_them(tight: dict[str, int], slots: int) -> None:
+def test_a_small_cache_has_fewer_of_them(tight: dict[str, Any], slots: int) -> None:
     steps = [batch for _, batch in first_steps(replace(LIMITS, **tight))]
     assert sum(len(batch.admitted) for batch in steps) == slots
     assert max((b for batch in steps for _, given in batch.blocks for b in given), default=0) < tight.get(
@@ -61,7 +63,7 @@ def case_warmed_up(rank: Rank, folder: str, prompts: list[list[int]], warm: bool
     with pytest.MonkeyPatch.context() as patch:
         if warm:
             patch.setattr(build, "compiles", lambda device: True)
-        warm_up, communicator = build.warm_up, rank.communicator
+        communicator = rank.communicator
         set_timeout = communicator.set_timeout
 
         def limited(seconds: float) -> None:
@@ -69,11 +71,16 @@ def case_warmed_up(rank: Rank, folder: str, prompts: list[list[int]], warm: bool
             set_timeout(seconds)
 
         patch.setattr(communicator, "set_timeout", limited)
-        patch.setattr(build, "warm_up", lambda *args: (log.append("warm up"), warm_up(*args))[1])
+
+        def warm_up(*args: Any) -> None:
+            log.append("warm up")
+            first.warm_up(*args)
+
+        patch.setattr(build, "warm_up", warm_up)
         patch.setattr(build, "make_graphs", lambda *_: log.append("graphs"))
         d = deployment(folder, rank.size)
-        engine_cases.torch.set_num_threads(1)
-        engine_cases.torch.set_grad_enabled(False)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
         built = build.build(d, communicator, engine_cases.CPU, None, told.append)
         assert not built.runner.length.any()
         assert not built.runner.num_blocks.any()

@@ -48,7 +48,7 @@ def test_interpreted_kernels_mean_what_torch_means() -> None:
 
 
 def _compile(
-    name: str, capability: int, kind: str, cache: str = "", types: dict[str, str] | None = None, **constants: Any
+    name: str, capability: int, kind: str, cache: str = "", types: dict[str, str] | None = None, /, **constants: Any
 ) -> str:
     import triton
     from laddertron.models.cuda import kernels as gpu_kernels
@@ -73,15 +73,15 @@ def test_kernels_compile(capability: int, kind: str) -> None:
         _compile("rms_norm", capability, kind, ADD=add, FP8=False, BLOCK=4096)
     if capability >= 90:
         fp8 = {"out": "*fp8e4nv", "scales": "*fp32"}
-        assert "e4m3" in _compile("rms_norm", capability, kind, types=fp8, ADD=True, FP8=True, BLOCK=4096)
+        assert "e4m3" in _compile("rms_norm", capability, kind, "", fp8, ADD=True, FP8=True, BLOCK=4096)
         for gated in (False, True):
-            assert "e4m3" in _compile("quantise", capability, kind, types=fp8, GATED=gated, BLOCK=16384)
+            assert "e4m3" in _compile("quantise", capability, kind, "", fp8, GATED=gated, BLOCK=16384)
     _compile("silu_and_mul", capability, kind, BLOCK=1024)
     shape = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK": 128}
     for norm in (False, True):
-        _compile("rotate_and_store", capability, kind, kind, NORM=norm, FP8=False, **shape)
+        _compile("rotate_and_store", capability, kind, kind, None, NORM=norm, FP8=False, **shape)
     if capability >= 90:
-        assert "e4m3" in _compile("rotate_and_store", capability, kind, "fp8e4nv", NORM=False, FP8=True, **shape)
+        assert "e4m3" in _compile("rotate_and_store", capability, kind, "fp8e4nv", None, NORM=False, FP8=True, **shape)
 
 
 @pytest.mark.gpu

@@ -143,7 +143,7 @@ def test_it_connects_by_a_collective_that_is_waited_for(monkeypatch: pytest.Monk
 
     levels: Any = Levels()
     monkeypatch.setattr(nccl, "_DEVICE", "cpu")
-    monkeypatch.setattr(nccl.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr("laddertron.topology.comm.nccl.dist.all_reduce", all_reduce)
     waits: Any = lambda event, what: calls.append(what)  # noqa: E731
     said = join(None, levels, waits)
     assert calls == ["all_reduce 1", "two_level 2", "the first all-reduce"]

@@ -572,7 +572,7 @@ def test_what_is_waited_for_at_once_stays_on_the_computing_stream(
     """No event to another stream and none back; counted and timed as in flight for as long as it was waited for."""
     calls: list[str] = []
     streams = _Streams(monkeypatch, capturing)
-    monkeypatch.setattr(nccl.dist, "all_reduce", lambda x, group: calls.append(streams.current))
+    monkeypatch.setattr("laddertron.topology.comm.nccl.dist.all_reduce", lambda x, group: calls.append(streams.current))
     ledger, x = Ledger(), torch.zeros(16)
     collective = nccl.nccl_collective("tp", ledger, "net")
     inline = collective.inline().named("standard mlp")

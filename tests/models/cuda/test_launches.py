@@ -1,0 +1,178 @@
+"""Kernels that a layer of a decode step launches on a GPU, counted on a CPU: operators by a dispatch recorder, Triton's
+kernels and FlashInfer's by stand-ins that note a launch and compute nothing. docs/architecture.md has the figures."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from laddertron.models.attention import StepLayout
+from laddertron.models.config.known_models import known
+from laddertron.models.config.model_config import make_wiring
+from laddertron.models.cuda.flashinfer import FlashInferAttention
+from laddertron.models.cuda.fp8 import Fp8
+from laddertron.models.kv_cache import KVCache
+from laddertron.models.llama import LlamaModel
+from laddertron.models.rank_shard import RankShard
+from laddertron.topology.comm.collectives import Done, Pending
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU, TOKENS, SIZE = torch.device("cpu"), 4, 8
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "architecture.md"
+FREE = (
+    "empty",
+    "view",
+    "reshape",
+    "slice",
+    "select",
+    "detach",
+    "alias",
+    "expand",
+    "squeeze",
+    "split",
+    "as_strided",
+    "t.",
+)
+"""Operators that launch nothing: views and allocations."""
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what would be launched while it is active, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.").lstrip("_")
+        if not any(name.startswith(free) or f"un{free}" in name for free in FREE) and "transpose" not in name:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Reduces:
+    """Counts all-reduces apart: they are not the layer's kernels."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def start(self, x: Tensor) -> Pending:
+        self.count += 1
+        return Done(x)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """With a Triton whose kernels are noted, and fp8 products that are."""
+    noted = Launches()
+
+    class Kernel:
+        def __init__(self, function: Any) -> None:
+            self._name = function.__name__
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **__: noted.found.update([f"triton {self._name}"])
+
+    language: Any = ModuleType("triton.language")
+    language.constexpr = lambda value: value
+    triton: Any = ModuleType("triton")
+    triton.jit, triton.language = lambda function=None, **_: Kernel(function), language
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    for name in ("kernels", "ops"):
+        monkeypatch.delitem(sys.modules, f"laddertron.models.cuda.{name}", raising=False)
+
+    def scaled_mm(x: Tensor, weight: Tensor, *_: Any, out_dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+        assert use_fast_accum
+        noted.found["scaled_mm"] += 1
+        return torch.empty(len(x), weight.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
+    try:
+        yield noted
+    finally:
+        dist.destroy_process_group()
+        for name in ("kernels", "ops"):
+            sys.modules.pop(f"laddertron.models.cuda.{name}", None)
+
+
+def step(launches: Launches, layers: int, wiring: Any, fp8: bool, fused: bool) -> tuple[Counter[str], int]:
+    """Launches and all-reduces of a decode step of a shard of 70B."""
+    ops = importlib.import_module("laddertron.models.cuda.ops")
+    config = replace(known("llama-3.1-70b"), num_layers=layers, vocab_size=512, wiring=make_wiring(wiring, layers))
+    names = frozenset(f"layers.{i}.{name}" for i in range(layers) for name in ("qkv", "o", "gate_up", "down"))
+    stored = Fp8(names, native=True, fused=ops if fused else None) if fp8 else None
+    how: Any = ops.TritonOps()
+    if not fused:
+        how.sums_late = False
+    reduces = Reduces()
+    model = LlamaModel(
+        config, dist.group.WORLD, reduces, how, dtype=torch.bfloat16, device=CPU, positions=64, stored=stored
+    )  # fmt: skip
+    model.prepare()
+    cache = KVCache(RankShard(config, SIZE, 0), 4, 16, torch.bfloat16, CPU)
+
+    class Wrapper:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def plan(self, *_: Any, **__: Any) -> None: ...
+
+        def run(self, q: Tensor, kv: Any, out: Tensor) -> None:
+            launches.found["flashinfer"] += 1
+
+    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper, BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+    windows = (None,) * layers
+    attention = FlashInferAttention(
+        cache, windows, 0.1, config.num_heads // SIZE, torch.bfloat16, library, ops.rotate_and_store
+    )
+    at = torch.zeros(TOKENS, dtype=torch.int64)
+    layout = StepLayout(at, list(range(TOKENS + 1)), [1] * TOKENS, at[:, None], at, at, TOKENS)
+    attention.plan(layout, model.rotary.cos[at], model.rotary.sin[at])
+    launches.found.clear()
+    with torch.inference_mode(), launches:
+        model.compute(at, attention, None)
+    return Counter(launches.found), reduces.count
+
+
+def a_layer(launches: Launches, wiring: str, fp8: bool, fused: bool = True) -> tuple[Counter[str], int]:
+    """What one layer more adds."""
+    (few, before), (more, after) = (step(launches, layers, wiring, fp8, fused) for layers in (2, 3))
+    more.subtract(few)
+    return +more, after - before
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_a_layer_in_bf16(launches: Launches, wiring: str) -> None:
+    """Two norms with the sums before them, four products, rotation and write, attention, gate."""
+    found, reduces = a_layer(launches, wiring, fp8=False)
+    assert found == {
+        "triton rms_norm": 2, "mm.default": 4, "triton rotate_and_store": 1, "flashinfer": 1, "triton silu_and_mul": 1,
+    }  # fmt: skip
+    assert reduces == 2
+    apart, _ = a_layer(launches, wiring, fp8=False, fused=False)
+    assert f"| bf16 | {apart.total()} | {found.total()} |" in DOCS.read_text()
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_a_layer_in_fp8(launches: Launches, wiring: str) -> None:
+    """Quantisation is part of the norms and of the gate; attention's output has a kernel of its own for it."""
+    found, reduces = a_layer(launches, wiring, fp8=True)
+    assert found == {
+        "triton rms_norm": 2, "scaled_mm": 4, "triton rotate_and_store": 1, "flashinfer": 1, "triton quantise": 2,
+    }  # fmt: skip
+    assert reduces == 2
+    apart, _ = a_layer(launches, wiring, fp8=True, fused=False)
+    assert f"| fp8 | {apart.total()} | {found.total()} |" in DOCS.read_text()
