@@ -1,13 +1,14 @@
-"""Plain rows drawn on the device: ids that feed the next step without having been on the host.
+"""Rows drawn on the device: ids that feed the next step without having been on the host.
 
-Greedy rows and rows of plain temperature leave nothing to decide but whose best is the best: each rank's best goes
-through one small gather between the devices, and the winner is found there, by engine/sampling/decide.py's rule in
-torch. The host gets a copy later, with the digests that the gather carried.
+Each rank's best goes through one small gather between the devices, and the winner is found there, by
+engine/sampling/decide.py's rule in torch. Rows with filters or log-probabilities are gathered whole before; filters and
+edits (device_rule.py) leave a rank those of its columns that may be drawn. The host gets a copy later, with the digests
+that the gather carried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from ...models.transfer import Arriving, upload
 from .decide import NO_ID
+from .device_rule import DeviceEdits, filters_of, in_turns, kept, report
 from .logits_shard import NOISE, TorchShard
+from .penalties import SlotEdits
 from .slots import SamplingPlan
 
 Gathered = Callable[[Tensor], Tensor]
@@ -49,45 +52,112 @@ class _Fixed:
     zero: Tensor
     reals: Tensor
     noisy: Tensor
+    filtered: Tensor
+    filters: Tensor
+    scored: Tensor
+    top: int
+    edited: Tensor
+    edits: DeviceEdits | None
 
 
 class DeviceDraw:
     """One rank's. `latest` [max_slots] int64: of each slot the id drawn here last."""
 
     def __init__(
-        self, columns: int, max_slots: int, shard: TorchShard, device: torch.device, gather: Gathered, fetch: Fetch
+        self,
+        vocab_size: int,
+        width: int,
+        max_slots: int,
+        shard: TorchShard,
+        device: torch.device,
+        gather: Gathered,
+        fetch: Fetch,
     ) -> None:
-        """columns: those of the shard that are in the vocabulary."""
+        """width: of every rank's shard, padding counted."""
+        columns = max(0, min(width, vocab_size - shard.first))
+        self._vocab, self._width = vocab_size, width
         self.latest = torch.zeros(max_slots, dtype=torch.int64, device=device)
         self._columns, self._shard, self._device = columns, shard, device
         self._gather, self._fetch = gather, fetch
         self._last: _Fixed | None = None
 
     def start(
-        self, raw: Tensor, plan: SamplingPlan, position: npt.NDArray[np.int64], digest: npt.NDArray[np.uint8]
+        self,
+        raw: Tensor,
+        plan: SamplingPlan,
+        position: npt.NDArray[np.int64],
+        digest: npt.NDArray[np.uint8],
+        edits: Sequence[SlotEdits] = (),
     ) -> Arriving:
-        """Draws for raw logits [B, columns] of a plain plan, `position` [max_slots] output ids being there already.
-        What arrives: the digests that all ranks brought [tp], ids [B], whether each row was not finite [B]; int64."""
-        fixed = self._fixed(plan)
+        """Draws for raw logits [B, columns] of a plan, `position` [max_slots] output ids being there already; edits: of
+        its edited rows. What arrives, int64: the digests that all ranks brought [tp], ids [B], whether each row was
+        broken (1) or had nothing to draw (2) [B], and as bits of float64 device_rule.report's of the scored rows."""
+        fixed = self._fixed(plan, edits)
         changing = upload(np.concatenate([digest.view(np.int64), position[plan.at]]), self._device)
-        score, at, peak = self._best(raw, fixed, changing[1:])
+        x, scored = self._processed(raw, fixed, changing[1:])
+        score, at, peak = self._best(x, fixed, changing[1:])
         ids = torch.where(score > -torch.inf, at + self._shard.first, NO_ID)
         mine = torch.cat([changing[:1], score.view(torch.int64), ids, peak.view(torch.int64)])
         every = self._gather(mine)
         drawn, bad = _winner(every[:, 1:].view(len(every), 3, len(plan.at)))
         self.latest.index_copy_(0, fixed.slots, drawn)
-        return self._fetch(torch.cat([every[:, 0], drawn, bad.long()]))
+        if fixed.edits is not None:
+            fixed.edits.note(drawn[fixed.edited] - self._shard.first)
+        parts = [every[:, 0], drawn, bad]
+        if len(fixed.scored):
+            parts.append(report(scored, drawn[fixed.scored], fixed.top).view(torch.int64).flatten())
+        return self._fetch(torch.cat(parts))
 
-    def _fixed(self, plan: SamplingPlan) -> _Fixed:
+    def forget(self) -> None:
+        """The host drew meanwhile: what was counted here is behind."""
+        self._last = None
+
+    def _processed(self, raw: Tensor, fixed: _Fixed, position: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits with edits, and without what filters drop; and the untouched ones of scored rows, [S, V]."""
+        x = raw
+        if fixed.edits is not None:
+            x = raw.float().index_copy(
+                0, fixed.edited, fixed.edits.apply(raw[fixed.edited].float(), position[fixed.edited])
+            )
+        filtered = len(fixed.filtered)
+        if not filtered and not len(fixed.scored):
+            return x, x
+        whole = self._whole(torch.cat([x[fixed.filtered].float(), raw[fixed.scored].float()]))
+        if filtered:
+            first = min(self._shard.first, self._vocab)
+            mine = in_turns(kept, whole[:filtered], fixed.filters)[:, first : first + self._columns]
+            some = torch.where(mine, x[fixed.filtered].float(), -torch.inf)
+            x = x.float().index_copy(0, fixed.filtered, some)
+        return x, whole[filtered:]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Rows of the whole vocabulary, fp32 [R, V], from every rank's [R, columns]."""
+        rows, width = len(x), self._width + self._width % 2  # two of them are an int64, which gathers carry
+        padded = torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
+        every = self._gather(padded.view(torch.int64).flatten()).view(torch.float32).view(-1, rows, width)
+        return every[:, :, : self._width].transpose(0, 1).flatten(1)[:, : self._vocab]
+
+    def _fixed(self, plan: SamplingPlan, edits: Sequence[SlotEdits]) -> _Fixed:
         if self._last is None or self._last.plan is not plan:
             rows, device, count = plan.rows, self._device, len(plan.at)
-            noisy = np.zeros(0, np.int64) if plan.noisy is None else np.flatnonzero(plan.noisy)
+            filtered = np.concatenate([np.zeros(0, np.int64), *(some for some, _ in plan.groups)])
+            taking = np.zeros(count, np.bool_) if plan.noisy is None else plan.noisy.copy()
+            taking[filtered] = True
+            noisy = np.flatnonzero(taking)
             ints = np.stack([plan.at, rows["seed"].astype(np.int64), rows["choice"].astype(np.int64)])
             slots, seed, choice = upload(ints, device)
             # No reference and no limit: neither masses nor what comes before an id is asked for.
             reals = np.stack([rows["inv_temperature"], np.full(count, np.nan), np.zeros(count)])
             zero = torch.zeros_like(slots)
-            self._last = _Fixed(plan, slots, seed, choice, zero, upload(reals, device), upload(noisy, device))
+            self._last = _Fixed(
+                plan, slots, seed, choice, zero, upload(reals, device), upload(noisy, device),
+                filtered=upload(filtered, device),
+                filters=filters_of(plan.filters.take(filtered), device),
+                scored=upload(plan.scored, device),
+                top=plan.most_logprobs,
+                edited=upload(plan.edited, device),
+                edits=DeviceEdits.make(edits, self._columns, device) if edits else None,
+            )  # fmt: skip
         return self._last
 
     def _best(self, raw: Tensor, fixed: _Fixed, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,8 +190,8 @@ class DeviceDraw:
 
 def _winner(every: Tensor) -> tuple[Tensor, Tensor]:
     """Scores, ids and peaks of all ranks, [tp, 3, B], the floats as their bits -> the ids [B] of the best scores, the
-    lowest of equals, and which rows have no finite peak; their ids are 0."""
+    lowest of equals, and which rows have a peak that is not finite (1) or none (2); their ids are 0."""
     score, ids, peak = every[:, 0].view(torch.float64), every[:, 1], every[:, 2].view(torch.float64)
     held = torch.where((score == score.amax(0)) & (ids >= 0), ids, _FAR).amin(0)
-    bad = (~(peak < torch.inf)).any(0) | (peak.amax(0) == -torch.inf)
-    return torch.where(bad, 0, held), bad
+    bad = torch.where((~(peak < torch.inf)).any(0), 1, torch.where(peak.amax(0) == -torch.inf, 2, 0))
+    return torch.where(bad > 0, 0, held), bad

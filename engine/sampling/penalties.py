@@ -42,6 +42,8 @@ class SlotEdits:
         for *before, last in params.bad_word_ids:
             if 0 <= last - first < columns:
                 self._words.setdefault(tuple(before), []).append(last - first)
+        self.bad_words = bool(params.bad_word_ids)
+        """The same on every rank, whichever holds their last ids."""
         self._longest = max(map(len, self._words), default=0)
         self._tail = sequence.tokens[max(sequence.prompt_len, len(sequence.tokens) - self._longest) :]
         self._index: dict[int, int] = {}

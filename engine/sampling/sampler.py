@@ -27,8 +27,9 @@ from .device_sampler import DeviceDraw, Fetch, Gathered
 from .digest import Digests, row_digests
 from .logits_shard import TorchShard, make_shard
 from .logprobs import Scorer
-from .slots import Grammars, SlotTable
-from .step import Sampled, Step, StepContext
+from .penalties import SlotEdits
+from .slots import Grammars, SamplingPlan, SlotTable
+from .step import NOTHING_LEFT, Sampled, Step, StepContext
 
 __all__ = ["DesyncError", "Gather", "Grammars", "OnDevice", "Sampled", "Sampler"]
 
@@ -52,7 +53,7 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """What a rank needs to draw plain rows without its host: gathers between devices, and how results are fetched."""
+    """What a rank needs to draw rows without its host: gathers between devices, and how results are fetched."""
 
     gather: Gathered
     fetch: Fetch = download
@@ -60,10 +61,12 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Ids on their way to the host: of the sampling step `step`, for the slots `at`."""
+    """Ids on their way to the host: of the sampling step `step`."""
 
     step: int
-    at: Array
+    plan: SamplingPlan
+    edits: list[SlotEdits]
+    """Of its edited rows; the slots may be others' when the ids come."""
     read: Arriving
 
 
@@ -93,7 +96,9 @@ class Sampler:
         self._under_way: _Draw | None = None
         self._on_device: DeviceDraw | None = None
         if on_device is not None and isinstance(work, TorchShard):
-            self._on_device = DeviceDraw(self.columns, max_slots, work, device, on_device.gather, on_device.fetch)
+            self._on_device = DeviceDraw(
+                vocab_size, len(shard), max_slots, work, device, on_device.gather, on_device.fetch
+            )
 
     @property
     def latest(self) -> Tensor | None:
@@ -117,6 +122,8 @@ class Sampler:
         if logits_BV.shape[0] != len(slots):
             raise ValueError(f"{logits_BV.shape[0]} rows of logits for {len(slots)} slots: one id a row")
         plan = self._slots.plan(slots)
+        if self._on_device is not None:
+            self._on_device.forget()
         sampled = Step(self._tools, plan, logits_BV[:, : self.columns], fed).run()
         if fed is not None:
             sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
@@ -134,16 +141,19 @@ class Sampler:
 
     def start(self, logits_BV: Tensor, slots: Sequence[int]) -> bool:
         """Sets off, on the device, what `sample` does; `finish` gives the result, `latest` has the ids for the next
-        step. False where nothing was done, since these rows need the host (filters, edits, masks, log-probabilities)
-        or this sampler always does: then `sample` them."""
+        step. False where nothing was done, since a row needs the host (a grammar, bad words, a digest of its logits,
+        drafts) or this sampler always does: then `sample` them."""
         if self._on_device is None or self._under_way is not None:
             return False
         plan = self._slots.plan(slots)
-        if not plan.plain:
+        if len(plan.masked) or plan.offset.any() or not self._slots.digested.isdisjoint(slots):
             return False
-        read = self._on_device.start(logits_BV[:, : self.columns], plan, self._slots.position, self._digest)
+        edits = [self._slots.edits[int(slot)] for slot in plan.at[plan.edited]]
+        if any(e.bad_words for e in edits):
+            return False
+        read = self._on_device.start(logits_BV[:, : self.columns], plan, self._slots.position, self._digest, edits)
         self._slots.advance(plan)
-        self._under_way = _Draw(self.step, plan.at, read)
+        self._under_way = _Draw(self.step, plan, edits, read)
         self.step += 1
         return True
 
@@ -153,12 +163,22 @@ class Sampler:
         draw, self._under_way = self._under_way, None
         if draw is None:
             raise RuntimeError("finish without start: no draw is under way")
-        found, count = draw.read(), len(draw.at)
-        ranks = len(found) - 2 * count
+        plan, found = draw.plan, draw.read()
+        count, top = len(plan.at), plan.most_logprobs
+        ranks = len(found) - 2 * count - len(plan.scored) * (1 + 2 * top)
         self._agreed(found[:ranks].view("<u8"), draw.step)
-        ids = found[ranks : ranks + count].astype(np.int32)
-        self._digest = _digest(draw.step, draw.at, ids)
-        return Sampled(ids, [None] * count, found[ranks + count :] != 0)
+        drawn, bad, scores = np.split(found[ranks:], [count, 2 * count])
+        ids = drawn.astype(np.int32)
+        for row, edits in zip(plan.edited.tolist(), draw.edits, strict=True):
+            edits.append(int(ids[row]))
+        self._digest = _digest(draw.step, plan.at, ids)
+        logprobs: list[TokenLogprob | None] = [None] * count
+        for row, values in zip(plan.scored.tolist(), scores.view(np.float64).reshape(-1, 1 + 2 * top), strict=True):
+            if not bad[row]:
+                best = zip(values[1 : 1 + top].astype(int).tolist(), values[1 + top :].tolist(), strict=True)
+                logprobs[row] = TokenLogprob(int(ids[row]), float(values[0]), tuple(best)[: plan.logprobs[row]])
+        failures = {row: NOTHING_LEFT for row in plan.edited.tolist() if bad[row] == 2}
+        return Sampled(ids, logprobs, bad != 0, failures)
 
     def score(self, logits_TV: Tensor, targets: npt.ArrayLike, top: int) -> list[TokenLogprob]:
         """Log-probabilities of targets [T] under logits [T, len(shard)], and of the `top` likeliest ids of each row;

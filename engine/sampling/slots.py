@@ -86,10 +86,12 @@ class SamplingPlan:
     masked: npt.NDArray[np.int64]
     noisy: npt.NDArray[np.bool_] | None
 
+    vocab_size: int
+
     @property
-    def plain(self) -> bool:
-        """Whether every row's best, noise added or not, is its id: no filter, edit, mask or log-probability."""
-        return not self.groups and not len(self.scored) and not len(self.edited)
+    def most_logprobs(self) -> int:
+        """The likeliest ids that any row wants."""
+        return min(self.vocab_size, max(0, int(self.logprobs.max(initial=0))))
 
 
 class SlotTable:
@@ -161,12 +163,13 @@ class SlotTable:
             edited=np.flatnonzero(state["edited"]),
             masked=np.flatnonzero([slot in self.grammatical for slot in key]),
             noisy=noisy if noisy.any() else None,
+            vocab_size=self.vocab_size,
         )
         self._last = key, plan
         return plan
 
     def advance(self, plan: SamplingPlan) -> None:
-        """Each row's next id is drawn at the next position. All there is to do for the ids of a plain plan."""
+        """Each row's next id is drawn at the next position."""
         self.position[plan.at] += 1
 
     def append(

@@ -22,6 +22,7 @@ from .logprobs import Scorer, pick
 from .penalties import SlotEdits, apply
 from .slots import Grammar, SamplingPlan, SlotTable
 
+NOTHING_LEFT = "grammar, allowed_token_ids and min_tokens together forbid every token"
 Exchange = Callable[[list[Array]], list[Array]]
 """One gather of several arrays: each [...] comes back as [tp, ...]."""
 
@@ -98,7 +99,7 @@ class Step:
             grammar = slots.grammars.state(slot) if slots.grammars is not None and slot in slots.grammatical else None
             why = None if grammar is None else grammar.failure()
             if why is None and not main["bad"][:, row].any() and row in self.plan.edited:
-                why = "grammar, allowed_token_ids and min_tokens together forbid every token"
+                why = NOTHING_LEFT
             if why is not None:
                 found[row] = why
         return found

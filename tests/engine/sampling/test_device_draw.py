@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from laddertron.engine.request import SamplingParams
+from laddertron.engine.sampling import device_rule
 from laddertron.engine.sampling.device_sampler import fed_by, feed
 from laddertron.engine.sampling.sampler import DesyncError, Gather, OnDevice, Sampled, Sampler
 from laddertron.models.transfer import carry, download, stage, upload
@@ -100,23 +101,93 @@ def test_the_ids_are_those_that_the_host_draws(tp: int, kinds: str) -> None:
         assert got[3].ids[5] == vocab - 2
 
 
+FIELDS: list[dict[str, Any]] = [
+    {"top_p": 0.5},
+    {"top_k": 4},
+    {"min_p": 0.2},
+    {"top_k": 6, "top_p": 0.7, "min_p": 0.05, "temperature": 1.7},
+    {"top_k": 300, "top_p": 0.9, "temperature": 0.3},
+    {"top_p": 0.01},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.7, "repetition_penalty": 1.3, "temperature": 0.0},
+    {"repetition_penalty": 0.8, "top_p": 0.8, "logprobs": 2},
+    {"logit_bias": ((3, 2.0), (19, -100.0)), "top_k": 5},
+    {"allowed_token_ids": (1, 3, 18)},
+    {"allowed_token_ids": (3,), "logit_bias": ((3, 5.0),), "logprobs": 0},
+    {"min_tokens": 3, "stop_token_ids": (2, 5, 7), "temperature": 0.0},
+    {"logprobs": 5},
+    {"logprobs": 20, "temperature": 0.0, "top_k": 3},
+    {},
+    {"temperature": 0.0},
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_filters_edits_and_log_probabilities_too(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every field alone and with others, mixed with plain rows, over five steps whose ids the penalties count; usual,
+    tied and poisoned logits. Ids, what failed and why are the host's to the last bit, log-probabilities to 1e-9."""
+    dice = np.random.default_rng(11)
+    rows = len(FIELDS)
+    monkeypatch.setattr(device_rule, "SORTED_LOGITS", 3 * 509)  # a few rows at a time
+    for vocab in (20, 509):
+        steps = [torch.from_numpy(dice.standard_normal((rows, vocab)).astype(np.float32)) * scale for scale in (2, 5)]
+        steps += [(steps[0] * 2).round(), steps[1].clone(), steps[0].flip(0)]
+        for row, value in ((0, math.nan), (3, math.inf), (8, math.nan), (13, -math.inf)):
+            steps[3][row, 7] = value
+        steps[3][10, [1, 3, 18]] = -math.inf  # all that it is allowed
+        requests = [params(77 + row, **{"temperature": 0.9} | fields) for row, fields in enumerate(FIELDS)]
+        wanted, _ = drawn(tp, requests, steps, there=False)
+        got, notes = drawn(tp, requests, steps, there=True)
+        assert notes == [START, READ] * len(steps)
+        for mine, theirs in zip(got, wanted, strict=True):
+            assert mine.ids.tolist() == theirs.ids.tolist()
+            assert mine.nonfinite.tolist() == theirs.nonfinite.tolist()
+            assert mine.failures == theirs.failures
+            for own, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+                assert (own is None) == (other is None)
+                if own is not None and other is not None:
+                    assert own.token == other.token
+                    assert own.logprob == pytest.approx(other.logprob, abs=1e-9)
+                    assert [i for i, _ in own.top] == [i for i, _ in other.top]
+                    assert [p for _, p in own.top] == pytest.approx([p for _, p in other.top], abs=1e-9)
+        assert list(got[3].failures) == [10]
+        assert got[3].nonfinite[[0, 3, 8, 10]].all()
+
+
+def test_penalties_go_on_from_device_to_host_and_back() -> None:
+    """A grammarless batch, a row with bad words that sends it through the host, and the batch again: every step counts
+    the ids of all before it."""
+    torch.manual_seed(4)
+    steps = [torch.randn(2, 30) for _ in range(8)]
+
+    def task(rank: int, gather: Gather) -> None:
+        sampler, host = make(30, 1, rank, gather, 2, []), Sampler(30, range(30), 2, gather, CPU)
+        for each in (sampler, host):
+            each.admit(sequence(0, params(seed=3, frequency_penalty=1.9, temperature=0.6)))
+        for number, step in enumerate(steps):
+            words = number in (3, 4)
+            if number in (3, 5):
+                for each in (sampler, host):
+                    each.release(1)
+                    if words:
+                        each.admit(sequence(1, params(seed=5, bad_word_ids=((1, 2),))))
+            slots = [0, 1] if words else [0]
+            want = host.sample(step[: len(slots)].clone(), slots).ids.tolist()
+            started = sampler.start(step[: len(slots)], slots)
+            assert started == (not words)
+            got = sampler.finish() if started else sampler.sample(step[: len(slots)], slots)
+            assert got.ids.tolist() == want, number
+
+    Ranks(1).run(task)
+
+
 def test_what_needs_the_host_is_left_to_it() -> None:
-    """Filters, edits and log-probabilities: nothing is set off. A draw under way must be finished before another."""
+    """Bad words and digests: nothing is set off. A draw under way must be finished before another."""
 
     def task(rank: int, gather: Gather) -> None:
         logits, sampler = torch.randn(2, 50), make(50, 1, 0, gather, 10, [])
         sampler.admit(sequence(0, params()))
-        wanting: list[dict[str, Any]] = [
-            {"top_p": 0.5},
-            {"top_k": 4},
-            {"min_p": 0.1},
-            {"presence_penalty": 1.0},
-            {"logit_bias": ((3, 1.0),)},
-            {"allowed_token_ids": (3,)},
-            {"bad_word_ids": ((3, 4),)},
-            {"min_tokens": 2},
-            {"logprobs": 0},
-        ]
+        wanting: list[dict[str, Any]] = [{"bad_word_ids": ((3, 4),)}, {"return_digest": True}]
         for slot, fields in enumerate(wanting, 1):
             sampler.admit(sequence(slot, params(**fields)))
             assert not sampler.start(logits, [0, slot]), fields

@@ -118,9 +118,9 @@ def step(launches: Launches, layers: int, wiring: Any, fp8: bool, fused: bool) -
     how: Any = ops.TritonOps()
     if not fused:
         how.sums_late = False
-    reduces = Reduces()
+    reduces, group = Reduces(), dist.distributed_c10d._get_default_group()
     model = LlamaModel(
-        config, dist.group.WORLD, reduces, how, dtype=torch.bfloat16, device=CPU, positions=64, stored=stored
+        config, group, reduces, how, dtype=torch.bfloat16, device=CPU, positions=64, stored=stored
     )  # fmt: skip
     model.prepare()
     cache = KVCache(RankShard(config, SIZE, 0), 4, 16, torch.bfloat16, CPU)
