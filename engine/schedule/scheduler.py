@@ -333,7 +333,7 @@ class Scheduler:
         if constraint is not None:
             message = f"what the request allows could not be kept after {sequence.outputs} tokens: {constraint}"
         self._residency.unhold(group)
-        if group.first_token is None:
+        if not any(one.outputs for one in group.sequences):
             self._open.end_group(group, reason, message)
         else:
             self._open.finish(sequence, reason, message=message)

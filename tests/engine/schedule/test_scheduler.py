@@ -539,6 +539,17 @@ def test_bad_logits_end_one_choice_and_are_not_cached() -> None:
     assert len(game.ledger.tokens["late", 0]) == 1
 
 
+def test_bad_logits_of_a_choice_that_goes_on_are_its_own() -> None:
+    """Two choices go on from tokens told before a loss: NaN of one ends that one alone."""
+    scheduler = Scheduler(limits())
+    scheduler.add(ask("a", 6, 8, n=2, emitted=((1,), (2,))), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    first, _ = (chunk.slot for chunk in batch.chunks)
+    events = scheduler.commit(batch, StepResult((5, 5), nonfinite=(first,)), 0.0)
+    assert {(event.choice, event.finish) for event in events} == {(0, "numerical_error"), (1, None)}
+
+
 def test_plans_and_commits_keep_their_order() -> None:
     """A third plan, a commit of another plan, or of too few tokens is refused; an empty batch only fetches events."""
     game = Play(limits())
