@@ -40,7 +40,7 @@ from ..control.messages import (
     Welcome,
 )
 from .detect import Evidence, JobFailure
-from .rank_board import JobTimeouts, News, RankBoard
+from .rank_board import NODE_LOST, JobTimeouts, News, RankBoard
 from .rank_logs import RankWords
 
 log = logging.getLogger(__name__)
@@ -183,9 +183,11 @@ class Launch:
         return self.verdict()
 
     @property
-    def launcher_killed(self) -> bool:
-        """Whether somebody else killed mpirun or its keeper, as far as that is known by now."""
-        return any(sign.kind == "launcher_killed" for sign in self._board.evidence)
+    def explained(self) -> bool:
+        """Whether it is known by now that no rank went first: mpirun or its keeper was killed, or mpirun lost a
+        node."""
+        killed = any(sign.kind == "launcher_killed" for sign in self._board.evidence)
+        return killed or any(NODE_LOST in line for _, line in self._output)
 
     def verdict(self) -> JobFailure:
         """What is to blame, by all that is known now."""

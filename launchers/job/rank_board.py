@@ -20,7 +20,7 @@ from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame,
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's words on the rank whose end made it end the others."""
-_NODE_LOST = "lost communication with a remote daemon"
+NODE_LOST = "lost communication with a remote daemon"
 """mpirun's words on a node that it does not reach any more: it ends the ranks on all the others."""
 
 
@@ -271,7 +271,7 @@ class RankBoard:
         """Names what is to blame, from all signs so far (at least one). stood_still: seconds that this process did
         just before the first of them."""
         sign, words = blame(self.evidence), " ".join(output)
-        if sign.kind == "rank_lost" and _NODE_LOST in words:
+        if sign.kind == "rank_lost" and NODE_LOST in words:
             sign = Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")
         elif sign.kind == "rank_lost" and stood_still >= SILENCE_S:
             text = (

@@ -201,7 +201,7 @@ class MpiJob:
             self._set_state("restarting" if self._options.restart else "suspect", failure=failure)
         stuck = await launch.end(orderly=failure is None and self._ready_since is not None)
         self._launch = None
-        if failure is not None and launch.launcher_killed:  # its end may be known later than what followed from it
+        if failure is not None and launch.explained:  # its end may be known later than what followed from it
             failure = launch.verdict()
         self._note_end(launch.sign_at, time.monotonic())
         if stuck is not None:

@@ -359,6 +359,27 @@ def test_mpirun_killed_means_ranks_gone_and_a_relaunch(keeper: bool, settle_s: f
     told(run)
 
 
+def test_a_lost_node_is_no_requests_doing() -> None:
+    """mpirun's words on it come later than the ends of the ranks that it ended for that."""
+
+    async def run() -> None:
+        async with story(settle_s=0.0) as s:
+            await s.phase("ready")
+            s.job.submit(request("long", 4000))
+            await s.listener.until(lambda: s.listener.tokens)
+            launch = s.job._launch
+            assert launch is not None
+            os.kill(await s.pid(1), signal.SIGKILL)
+            await s.phase("restarting")
+            assert s.job.state.rank == 1
+            launch._take_line(b"PRTE has lost communication with a remote daemon.")
+            await s.phase("ready")
+            assert (s.job.failures[0].kind, s.job.failures[0].rank) == ("launcher_exit", None)
+            assert s.listener.lost[0][2] == 0
+
+    told(run)
+
+
 def test_a_pause_of_the_daemon_is_no_requests_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stood still for as long as ranks wait for a word: whoever of them ended, ended for that."""
     monkeypatch.setattr("laddertron.launchers.job.rank_board.SILENCE_S", 0.5)
