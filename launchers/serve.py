@@ -76,7 +76,7 @@ def _device_memory(deployment: Deployment, wanted: Collection[int]) -> DeviceMem
         return None
     found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
     used = [device for device in found if device.index in wanted]
-    slack = SLACK_BYTES + deployment.daemon.standby * (GPU_CONTEXT + NCCL_BUFFERS)
+    slack = SLACK_BYTES + GPU_CONTEXT + NCCL_BUFFERS  # ranks that stand by hold these
     return DeviceMemory(nvml_look(nvml, used), slack=slack) if used else None
 
 

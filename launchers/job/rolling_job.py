@@ -23,6 +23,9 @@ class HeldJob(EngineJob, Protocol):
 
     def load(self) -> None: ...
 
+    async def freed(self) -> None:
+        """Once closed: waits for its devices' memory. Raises RuntimeError."""
+
 
 class _Member:
     """Listens to one job."""
@@ -116,6 +119,10 @@ class RollingJob:
         self._awaited = new
         self.moved(new)
         await self._retire(old)
+        try:
+            await old.freed()
+        except RuntimeError as error:
+            log.warning("reload: %s; loading all the same", error)
         new.load()
         if await member.until("ready"):
             self._serve(new)

@@ -142,6 +142,11 @@ class MpiJob:
         if self._task is not None:
             await self._task
 
+    async def freed(self) -> None:
+        """Once closed: waits as a relaunch would for the devices' memory (JobHooks). Raises RuntimeError."""
+        if self._hooks.devices_free is not None:
+            await self._hooks.devices_free()
+
     async def bundle(self) -> dict[str, Any]:
         launch = self._launch
         failures = [dataclasses.asdict(failure) for failure in self.failures]

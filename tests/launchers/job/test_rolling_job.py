@@ -73,6 +73,10 @@ class Job:
         if self.state.phase != "failed":
             self.to("stopped")
 
+    async def freed(self) -> None:
+        self.done.append("freed")
+        raise RuntimeError("cuda:0 still holds 40 GiB")
+
     async def bundle(self) -> dict[str, Any]:
         return {"name": self.name}
 
@@ -132,8 +136,9 @@ def test_with_room_it_loads_beside_and_the_old_one_finishes_its_own() -> None:
     told(run)
 
 
-def test_without_room_requests_wait_while_it_loads() -> None:
-    """1. The old one takes no more, and finishes a. 2. Only then the new one loads. 3. Ready, it takes requests."""
+def test_without_room_requests_wait_while_it_loads(caplog: pytest.LogCaptureFixture) -> None:
+    """1. The old one takes no more, and finishes a. 2. Only then, its memory waited for (in vain, which the log says),
+    the new one loads. 3. Ready, it takes requests."""
 
     async def run() -> None:
         scene = Scene(room=False)
@@ -147,7 +152,8 @@ def test_without_room_requests_wait_while_it_loads() -> None:
         assert new.done == []
         old.answer("a")
         await turns()
-        assert (new.done, old.done) == (["load"], ["drain", "close"])
+        assert (new.done, old.done) == (["load"], ["drain", "close", "freed"])
+        assert "cuda:0 still holds 40 GiB; loading all the same" in caplog.text
         new.to("loading", "weights 1 of 2 GB")
         assert rolling.state.reason == "weights 1 of 2 GB"
         new.to("ready")
