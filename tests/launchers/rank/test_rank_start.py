@@ -11,17 +11,24 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from laddertron.engine.config.load import load
 from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConfig, ModelSection, ParallelConfig
+from laddertron.engine.step.build import has_room
 from laddertron.launchers.compose.rank_mapping import ENV_CORES
+from laddertron.launchers.control.messages import Command, Drain, Load, Shutdown, Standing
 from laddertron.launchers.rank.rank import DeviceError, comm_options, insist_on_transport, set_threads
+from laddertron.launchers.rank.standing_by import stand_by
 from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store
 from laddertron.topology.comm.groups import CommOptions
+from laddertron.topology.connect import connect
 from laddertron.topology.hardware.cpu_tier import VARIABLE
 from laddertron.topology.placement.identity import Identity
+from laddertron.topology.placement.layout import GroupLayout
 from laddertron.topology.placement.mapping import MappingError
 from rank_pool import Rank
 from waiting import HANG_S
@@ -238,3 +245,33 @@ def test_a_strategy_that_a_library_does_not_have_is_refused(ranks: Ranks) -> Non
     for name in ("flat", "two_level"):
         assert ranks(2, case, {"collective": name, "deterministic": False}) == ["", ""]
     assert ranks(2, case, {"collective": "auto", "deterministic": True}) == ["", ""]
+
+
+class Channel:
+    """Gives what a daemon would send, keeps what is said."""
+
+    def __init__(self, *commands: Command) -> None:
+        self._commands, self.said = list(commands), list[Standing]()
+
+    def poll(self, timeout: float | None = 0.0) -> list[Command]:
+        return [self._commands.pop(0)] if self._commands else []  # [] for ever: the channel is over
+
+    def send_state(self, message: Standing) -> None:
+        self.said.append(message)
+
+
+@pytest.mark.parametrize(
+    ("commands", "loads"), [((Drain(), Load()), True), ((Shutdown(),), False), ((), False)], ids=["load", "end", "lost"]
+)
+def test_a_rank_stands_by_until_it_is_told(commands: tuple[Command, ...], loads: bool) -> None:
+    """It says what it holds, and whether the demo's weights and cache have room here: not a million times."""
+    demo = load(Path(__file__).resolve().parents[3] / "configs" / "demo.yaml", ["parallel.tensor_parallel_size=1"])
+    bootstrap = StoreBootstrap(open_store("127.0.0.1", 0, True), 0, 1)
+    with connect(bootstrap, GroupLayout(((0,),)), CommOptions(process_groups=False)) as communicator:
+        cpu = torch.device("cpu")
+        channel = Channel(*commands)
+        assert stand_by(channel, communicator, lambda: has_room(demo, communicator, cpu, 1)) is loads
+        (said,) = channel.said
+        assert said.room
+        assert said.resident > 50_000_000
+        assert not has_room(demo, communicator, cpu, 1_000_000)
