@@ -101,14 +101,14 @@ def acceptance(config: str, draft: str, limit: int, folder: Path) -> Iterator[di
 
 
 def speed(config: str, draft: str, limit: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Over the deployment's own link, batch 1 and 8, tokens/s of five runs each in turns: median, least, most."""
+    """Over the deployment's own link, batch 1 and 8, tokens/s of three runs each in turns: median, least, most."""
     asked, kinds = folder / "asked.jsonl", ("false", "ngram", "model", "auto")
     lines = list(requests(True, [(0.0, 0)], ignore_eos=True))
     for batch in (1, 8):
         count = limit // 8 * batch
         asked.write_text("".join(json.dumps(line) + "\n" for line in lines[:: max(1, len(lines) // count)][:count]))
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for turn in range(5):
+        for turn in range(3):
             for kind in kinds[:: -1 if turn % 2 else 1]:
                 _, table = run(config, asked, kind, draft, f"engine.max_num_seqs={batch}")
                 found[kind].append(float(table["speed"].split()[0].replace(",", "")))
@@ -126,7 +126,7 @@ def main() -> int:
         asked = parts.add_parser(name)
         asked.add_argument("config")
         asked.add_argument("draft")
-        asked.add_argument("--limit", type=int, default=200, help="beginnings")
+        asked.add_argument("--limit", type=int, default=160, help="beginnings")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.part == "prompts":

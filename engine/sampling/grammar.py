@@ -114,42 +114,33 @@ class GrammarState:
         return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
-class NoGrammar:
-    """The state of a sequence whose grammar cannot be had: nothing may come next, with the reason."""
+class NoGrammars:
+    """Stands where grammars cannot be had: a request that wants one all the same ends alone, with the reason. It is
+    every sequence's matcher, and a failed one."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def fork(self) -> NoGrammar:
+    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def state(self, slot: int) -> GrammarState:
+        return GrammarState(self)
+
+    def deep_copy(self) -> NoGrammars:
         return self
 
-    def allowed(self, ids: range) -> npt.NDArray[np.bool_]:
-        return np.zeros(len(ids), np.bool_)
+    def is_error(self) -> bool:
+        return True
 
-    def advance(self, token: int) -> None:
-        pass
+    def is_stopped(self) -> bool:
+        return True
 
-    def accepts(self, tokens: Sequence[int]) -> int:
-        return 0
+    def consume_token(self, token: int) -> None: ...
 
-    def failure(self) -> str | None:
+    def get_error(self) -> str:
         return self._reason
-
-
-class NoGrammars:
-    """Stands where grammars cannot be had: a request that wants one all the same ends alone, with the reason."""
-
-    def __init__(self, reason: str) -> None:
-        self._state = NoGrammar(reason)
-
-    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
-        pass
-
-    def release(self, slot: int) -> None:
-        pass
-
-    def state(self, slot: int) -> NoGrammar:
-        return self._state
 
 
 class GrammarSlots:

@@ -356,3 +356,12 @@ def test_what_cannot_be_kept_is_a_reason_and_no_numerical_error(folder: Path, na
     assert ended, "nothing came to an end"
     assert all(0 in step.failures for step in ended)
     assert not any(step.nonfinite[1] for step in results[0])
+
+
+def test_where_grammars_cannot_be_had_nothing_may_come_and_it_is_said_why() -> None:
+    state = grammar.NoGrammars("no tokenizer here").state(3)
+    for each in (state, state.fork()):
+        each.advance(7)
+        assert not each.allowed(range(VOCAB)).any()
+        assert each.accepts([1, 2]) == 0
+        assert each.failure() == "no tokenizer here"
