@@ -63,8 +63,8 @@ def recovery(folder: Path, wiring: Wiring, way: str, seed: int, tokens: int, ids
     """Perplexity before training and after each fifth of it."""
     ranks, stored = DataParallel(), from_folder(folder)
     settings = Settings(tokens, context=CONTEXT, learning_rate=1e-3, seed=seed, dtype="bfloat16")
-    share = {"anneal": {"anneal": settings.steps // 2}, "distil": {"distil": Distil(0.5)}}.get(way, {})
-    settings = Settings(tokens, context=CONTEXT, learning_rate=1e-3, seed=seed, dtype="bfloat16", **share)
+    shares: dict[str, dict[str, Any]] = {"anneal": {"anneal": settings.steps // 2}, "distil": {"distil": Distil(0.5)}}
+    settings = Settings(tokens, context=CONTEXT, learning_rate=1e-3, seed=seed, dtype="bfloat16", **shares.get(way, {}))
     taught = build(adapted(stored, wiring), ranks, before=stored.wiring if way == "anneal" else None)
     load(taught, folder, ranks)
     teacher = build(stored, ranks)

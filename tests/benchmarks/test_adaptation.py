@@ -9,12 +9,13 @@ from laddertron.models.training.reference import Reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import adaptation
+import quality
 
 
 def test_every_way_of_the_first_seed_comes_before_the_second() -> None:
     """A run that is cut off leaves a whole table of one seed."""
     runs = adaptation.runs(["demo"])
-    assert len(runs) == len(set(runs)) == 7 * len(adaptation.SEEDS)
+    assert len(runs) == len(set(runs)) == 7 * len(quality.SEEDS)
     assert {seed for *_, seed in runs[:7]} == {0}
 
 
