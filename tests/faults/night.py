@@ -209,6 +209,21 @@ class Stream(threading.Thread):
                     event = json.loads(data)
                     self.events.append({k: v for k, v in event.items() if k not in ("id", "created")})
 
+    @property
+    def said(self) -> dict[int, dict[str, Any]]:
+        """What the events tell of each choice together, however many tokens each brought: text, log-probabilities, end,
+        and the digest of its logits."""
+        found: dict[int, dict[str, Any]] = {}
+        for event in self.events:
+            for choice in event.get("choices", []):
+                one = found.setdefault(choice["index"], {"text": "", "end": None})
+                one["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                for name, values in (choice["logprobs"] or {}).items():
+                    one.setdefault(name, []).extend(values or ())
+                if choice["finish_reason"] is not None:
+                    one["end"] = (choice["finish_reason"], choice.get("digest"))
+        return found
+
 
 def engine_name(batch_id: str, custom_id: str, number: int) -> str:
     """What a line's request is called in the engine, without the choice."""
