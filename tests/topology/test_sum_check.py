@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from laddertron.topology import sum_check
 from laddertron.topology.comm.collectives import Done, Pending
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.comm.ledger import Ledger
@@ -149,4 +150,27 @@ def test_all_ranks_refuse_what_one_sees(ranks: Ranks) -> None:
     for words in told:
         assert "native, strategy" in words
         assert f"of {WIDTH * 8 * 2} bytes: wrong on rank 1 of 2" in words
-    assert "1 of 768 elements are wrong, the first is element 5: " in told[1]
+    assert "element 5 of 768 is " in told[1]
+
+
+def test_long_messages_repeat_the_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In runs that no chunk's size divides; a fault behind the first run is found at its place."""
+    monkeypatch.setattr(sum_check, "PERIOD", 97)
+
+    class Two(Faulty):
+        def start(self, x: Tensor, layer: str = "") -> Pending:
+            salt, self._count = self._count, self._count + 1
+            x += pattern(1, min(97, len(x)), salt, CPU).to(x.dtype).repeat(len(x) // 97 + 1)[: len(x)]
+            if salt == self._at:
+                self._fault(x)
+            return Done(x)
+
+    def spoil(x: Tensor) -> None:
+        x[300] += 1
+
+    both = group(2), group(2, 3, spoil)
+    for each, fault in zip(both, (None, spoil), strict=True):
+        each.all_reduce = Two(2, 3 if fault else -1, fault or (lambda x: None), each.ledger)
+    check_sums(both[0], WIDTH, ROWS, torch.bfloat16, CPU)
+    with pytest.raises(WrongSum, match="element 300 of 768 is "):
+        check_sums(both[1], WIDTH, ROWS, torch.bfloat16, CPU)

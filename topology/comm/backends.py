@@ -80,12 +80,13 @@ def other_backend(
         from .nccl import DeviceWait, NcclGather, Roll, describe_paths, join, nccl_collective
 
         hosts = [host.decode() for host in bootstrap.all_gather(socket.gethostname().encode())]
-        roll = Roll(groups.store, layout.ranks.index(bootstrap.rank), [hosts[rank] for rank in layout.ranks])
+        ranks = layout.ranks
+        roll = Roll(groups.store, ranks.index(bootstrap.rank), [hosts[rank] for rank in ranks], str(ranks[0]))
         wait = DeviceWait(tp, ledger, timeout, roll)
         set_timeout(options.connect_timeout_s)
         paths = bootstrap.all_gather(join(tp, levels, wait).encode())
-        if bootstrap.rank == layout.ranks[0]:
-            log.info("NCCL: %s", describe_paths([paths[rank].decode() for rank in layout.ranks]))
+        if bootstrap.rank == ranks[0]:
+            log.info("NCCL: %s", describe_paths([paths[rank].decode() for rank in ranks]))
         set_timeout(options.timeout_s)
         reduce = nccl_collective(tp, ledger, link, options.deterministic, levels)
         return reduce, NcclGather(tp, ledger, wait), set_timeout, lambda: None

@@ -108,11 +108,13 @@ def describe_paths(logs: Sequence[str]) -> str:
 @dataclass(frozen=True, slots=True)
 class Roll:
     """Where the ranks of a group stand when one waits in vain: each writes its place under its key. `store`: torch's;
-    None where there is none. `hosts`: of each rank of the group."""
+    None where there is none. `hosts`: of each rank of the group. `name`: of the group, since a pipeline's share a
+    store."""
 
     store: Any
     rank: int
     hosts: Sequence[str]
+    name: str = "0"
 
     def call(self, started: int, grace_s: float = GRACE_S) -> Mapping[int, int]:
         """Collectives that each rank has set off, of those that answer. Their host's end takes the store along."""
@@ -120,14 +122,17 @@ class Roll:
         with suppress(RuntimeError):  # the store's rank is gone
             if self.store is None:
                 return found
-            self.store.set(f"laddertron/place/{self.rank}", str(started))
+            self.store.set(self._key(self.rank), str(started))
             until = time.monotonic() + grace_s
             while len(found) < len(self.hosts) and time.monotonic() < until:
                 for rank in set(range(len(self.hosts))) - found.keys():
-                    if self.store.check([f"laddertron/place/{rank}"]):
-                        found[rank] = int(self.store.get(f"laddertron/place/{rank}"))
+                    if self.store.check([self._key(rank)]):
+                        found[rank] = int(self.store.get(self._key(rank)))
                 time.sleep(0.01)
         return found
+
+    def _key(self, rank: int) -> str:
+        return f"laddertron/place/{self.name}/{rank}"
 
 
 def verdict(

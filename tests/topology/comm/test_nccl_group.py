@@ -4,6 +4,8 @@ calls, events and store are stand-ins."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -58,10 +60,10 @@ class Store(dict[str, str]):
 
 def test_ranks_that_waited_in_vain_tell_one_another_where_they_stand() -> None:
     """Ranks 1 and 3 have written their places; rank 2 never does. A store that is gone leaves this rank's own."""
-    store = Store({"laddertron/place/1": "7", "laddertron/place/3": "6"})
+    store = Store({"laddertron/place/0/1": "7", "laddertron/place/0/3": "6"})
     roll = Roll(store, 0, HOSTS)
     assert roll.call(7, grace_s=0.05) == {0: 7, 1: 7, 3: 6}
-    assert store["laddertron/place/0"] == "7"
+    assert store["laddertron/place/0/0"] == "7"
     store.gone = True
     assert roll.call(7, grace_s=0.05) == {0: 7}
     assert Roll(None, 0, HOSTS).call(7) == {0: 7}
@@ -83,7 +85,7 @@ def waiting(error: str = "SUCCESS", timeout_s: float = 1e-4) -> tuple[DeviceWait
     ledger.started = 9
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=error))
     group = SimpleNamespace(_get_backend=lambda device: backend)
-    return DeviceWait(group, ledger, [timeout_s], Roll(Store({"laddertron/place/1": "9"}), 0, HOSTS[:3])), ledger
+    return DeviceWait(group, ledger, [timeout_s], Roll(Store({"laddertron/place/0/1": "9"}), 0, HOSTS[:3])), ledger
 
 
 def test_a_wait_ends_with_its_event() -> None:
@@ -224,3 +226,46 @@ def test_a_group_of_one_needs_no_collective() -> None:
     gathered = AloneGather().start(np.frombuffer(payload, "u1")).wait()
     assert gathered.shape == (1, 24)
     assert gathered[0].tobytes() == payload
+
+
+NCCL_ALONE = """
+import time, torch, torch.distributed as dist
+from laddertron.engine.step.cuda_graphs import CudaRecorder
+from laddertron.topology.comm.ledger import Ledger
+from laddertron.topology.comm.nccl import DeviceWait, NcclGather, Roll, join, nccl_collective
+
+device, ledger = torch.device("cuda", 0), Ledger()
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD
+wait = DeviceWait(group, ledger, [30.0], Roll(None, 0, ["here"]))
+join(group, None, wait)
+collective, x = nccl_collective(group, ledger, "node"), torch.zeros(8, 4096, dtype=torch.bfloat16, device=device)
+
+def step():
+    x.add_(1.0)
+    collective.inline().start(x).wait()
+    collective.start(x).wait()
+
+recorder = CudaRecorder(device)
+replay = recorder.record(step)
+x.zero_()
+for _ in range(5):
+    replay()
+assert NcclGather(group, ledger, wait).start(x[0, :2].float().cpu().numpy().view("u1")).wait().shape == (1, 8)
+assert bool((x == 5.0).all())
+began = time.monotonic()
+recorder.wait()
+del replay, recorder
+dist.destroy_process_group()
+print(time.monotonic() - began)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_nccl_in_graphs_and_an_end_within_two_seconds() -> None:
+    """A group of one that does use NCCL: on both streams, recorded and replayed; it ends when its graph has gone."""
+    done = subprocess.run([sys.executable, "-c", NCCL_ALONE], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 2.0
