@@ -38,7 +38,7 @@ def _close(a: list[Any], b: list[Any]) -> bool:
 def test_disturbed_and_alone_are_the_same(ranks: Ranks, llama: Path, size: int, seed: int, overlapped: bool) -> None:
     """Requests with shared beginnings, choices, log-probabilities, prompts that fill the model; few blocks, so that
     they preempt one another; cancels and stops at random moments. What was told is what each alone is told. So it is
-    where ids stay on the device and steps overlap, but for those that want something of the host."""
+    where ids stay on the device and steps overlap."""
     blocks = 26 * 3072 // size  # 4 positions, 3 layers, 4 KV heads of 8, keys and values, fp32
     keys = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "kv_cache_memory": blocks}
     args = {"folder": str(llama), "seed": seed, "requests": 24, "engine": keys, "overlapped": overlapped}
@@ -46,7 +46,6 @@ def test_disturbed_and_alone_are_the_same(ranks: Ranks, llama: Path, size: int, 
     if overlapped:
         assert wild["steps"]["late"] > wild["steps"]["waited"] > 0
         assert wild["steps"]["late"] > 20
-        assert wild["steps"]["host"] > 0
     print(f"seed {seed}: {wild['preemptions']} preemptions, {wild['hits']} tokens from the cache, {wild['upset']}")
     assert wild["preemptions"] > 0
     assert wild["hits"] > 0
