@@ -79,7 +79,9 @@ class TextModel:
             raise TextError(f"{path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exceptions, and its panics are none
             raise TextError(f"{path} cannot be read as a tokenizer: {error}") from error
         if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
             raise TextError(f"{path} has a token with the id {largest}; at most {MAX_ID} is read: fetch the file again")

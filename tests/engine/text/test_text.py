@@ -256,9 +256,12 @@ def test_an_unusable_folder_is_refused_with_the_mend(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(TextError, match=r"tokenizer.model alone is not read"):
         TextModel.from_folder(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TextError, match="cannot be read as a tokenizer"):
-        TextModel.from_folder(tmp_path)
+    panics = json.loads(byte_level().to_str())
+    panics["model"]["continuing_subword_prefix"] = "#########"  # longer than what is merged
+    for broken in ({}, panics):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
+        with pytest.raises(TextError, match="cannot be read as a tokenizer"):
+            TextModel.from_folder(tmp_path)
     write_folder(tmp_path, template=[{"name": "tools", "template": "x"}])
     with pytest.raises(TextError, match='without "default"'):
         TextModel.from_folder(tmp_path)
