@@ -9,7 +9,7 @@ for ever.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -274,7 +274,7 @@ class Scheduler:
     def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:
         """The rarer parts of a result: logits that are no numbers, prompt logprobs, prompts that nothing follows."""
         bad = set(result.nonfinite)
-        residency, doubtful = self._residency, set[bytes]()
+        residency, doubtful, failed = self._residency, set[bytes](), set[int]()
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
             if chunk.samples and not (sequence.proven or sequence.state == "ended" or chunk.slot in bad):
                 sequence.proven = True
@@ -282,6 +282,9 @@ class Scheduler:
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
             if chunk.slot in bad:
                 doubtful |= residency.pool.doubtful(sequence.digests())
+                if not sequence.failed:  # else it stands for one that begins anew
+                    failed.add(sequence.number)
+                sequence.failed = True
                 self._fail(sequence, result.failures.get(chunk.slot))
                 sequence.chain, void = None, sequence  # what else comes of it says nothing new
             if sequence.state == "ended":
@@ -296,18 +299,20 @@ class Scheduler:
                 sequence.prompt_scored = True
             if not sequence.draws and chunk.start + chunk.count == sequence.end:
                 self._open.finish(sequence, "length")
-        if doubtful:
-            self._forget(doubtful, (done, *self._uncommitted), void)
+        if failed:
+            self._forget(doubtful, failed, (done, *self._uncommitted), void)
 
-    def _forget(self, doubtful: set[bytes], plans: Seq[_Uncommitted], void: Sequence) -> None:
+    def _forget(self, doubtful: set[bytes], failed: Set[int], plans: Seq[_Uncommitted], void: Sequence) -> None:
         """What may be NaN of those that failed is not to be taken up again. The plans under way may have given it to
-        others, who read zeros since the ranks healed it: they begin anew, and what they draw until then is `void`'s."""
+        others, or to further choices of the groups that failed (`failed`, by number), who read zeros since the ranks
+        healed it: they begin anew, and what they draw until then is `void`'s."""
         residency = self._residency
         there = {*residency.running, *(sequence for plan in plans for sequence in plan.sequences)}
         misled = {
             sequence
             for sequence in there
-            if not (sequence.proven or sequence.state == "ended" or doubtful.isdisjoint(sequence.digests()))
+            if not (sequence.proven or sequence.state == "ended")
+            and (sequence.number in failed or not doubtful.isdisjoint(sequence.digests()))
         }
         for sequence in sorted(misled, key=Sequence.order):
             residency.unhold(sequence.group)
@@ -326,13 +331,13 @@ class Scheduler:
         """Logits were NaN or Inf, or what the request allows cannot be kept: the choice ends. Before a token of any is
         known its fate is every choice's."""
         group = sequence.group
+        self._residency.unhold(group)
         if sequence.state == "ended":
             return
         reason: FinishReason = "numerical_error" if constraint is None else "constraint_error"
         message = f"logits were NaN or Inf after {sequence.outputs} tokens: only this choice was ended"
         if constraint is not None:
             message = f"what the request allows could not be kept after {sequence.outputs} tokens: {constraint}"
-        self._residency.unhold(group)
         if not any(one.outputs for one in group.sequences):
             self._open.end_group(group, reason, message)
         else:

@@ -110,6 +110,7 @@ class Sequence:
         "computed",
         "draws",
         "end",
+        "failed",
         "fresh",
         "group",
         "inflight",
@@ -156,6 +157,8 @@ class Sequence:
         self.room = 0
         """Positions that `blocks` hold: len(blocks) * block_size."""
         self.registered = 0
+        self.failed = False
+        """Its logits were no numbers, or what its request allows could not be kept."""
         self.proven = False
         """A token drawn since it entered its slot is known, and was no NaN."""
         self.chain = chain

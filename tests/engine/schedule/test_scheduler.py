@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 from fake_model import VOCAB, FakeRunner, RuleBroken, answer
 from folders import FOLDERS
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from laddertron.engine.batch import Batch, Chunk, NewSequence, StepResult, decode
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams
@@ -43,6 +43,13 @@ def last_plan(game: Play) -> Batch:
     return decode(game.plans[-1])
 
 
+STOPPED_WITH_NAN = bytes.fromhex(
+    "000000000202000000000300000000020000000000000000000000000000000400040000000028010000000006000000"
+    "010000000000000f00000400040004000301"
+)
+"""A choice is stopped before it is known that its prompt gives NaN; a further one was forked from it meanwhile."""
+
+
 @settings(
     max_examples=2000,
     deadline=None,
@@ -51,6 +58,7 @@ def last_plan(game: Play) -> Batch:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(st.binary(min_size=60, max_size=300))
+@example(STOPPED_WITH_NAN)
 def test_random_schedules_keep_the_books_and_end(data: bytes) -> None:
     """Random limits, arrivals (shared prompts, n > 1, priorities, deadlines, max_tokens 0, bad logits), cancels, stops
     and commits a step late: no block is lost or used twice, every choice ends, with the tokens of its prompt alone."""

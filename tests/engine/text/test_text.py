@@ -258,7 +258,7 @@ def test_an_unusable_folder_is_refused_with_the_mend(tmp_path: Path) -> None:
         TextModel.from_folder(tmp_path)
     panics = json.loads(byte_level().to_str())
     panics["model"]["continuing_subword_prefix"] = "#########"  # longer than what is merged
-    for broken in ({}, panics):
+    for broken in (dict[str, object](), panics):
         (tmp_path / "tokenizer.json").write_text(json.dumps(broken))
         with pytest.raises(TextError, match="cannot be read as a tokenizer"):
             TextModel.from_folder(tmp_path)
