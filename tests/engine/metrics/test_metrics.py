@@ -393,6 +393,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> MetricsObserver:
     metrics.clock(0.0)
     metrics.http("/v1/batches/{id}", 200, 0.01)
     metrics.failure(0, "silent", "no heartbeat", {})
+    metrics.reloaded("done")
     return metrics
 
 
