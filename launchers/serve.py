@@ -50,14 +50,19 @@ class ServeError(RuntimeError):
     """The daemon cannot begin: exit code 2, one line."""
 
 
-def replicas_of(deployment: Deployment, failed: Callable[[int, JobFailure], None], hold: bool = False) -> list[MpiJob]:
-    """One job a replica, not started, held (JobOptions) or not. Raises ValueError or OSError where they cannot be
-    launched here."""
+def replicas_of(
+    deployment: Deployment,
+    failed: Callable[[int, JobFailure], None],
+    hold: bool = False,
+    in_use: dict[str, int] | None = None,
+) -> list[MpiJob]:
+    """One job a replica, not started, held (JobOptions) or not. in_use: DeviceMemory's `before`. Raises ValueError or
+    OSError where they cannot be launched here."""
     fleet = Fleet(deployment, os.environ)
     config = json.dumps(to_json(fleet.deployment))
 
     def replica(index: int) -> MpiJob:
-        memory = _device_memory(deployment, fleet.local_devices(index))
+        memory = _device_memory(deployment, fleet.local_devices(index), in_use)
         hooks = JobHooks(lambda failure: failed(index, failure), None if memory is None else memory.free)
         options = replace(fleet.options(index, restart=True), hold=hold)
         return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
@@ -65,11 +70,15 @@ def replicas_of(deployment: Deployment, failed: Callable[[int, JobFailure], None
     return [replica(index) for index in range(deployment.parallel.replicas)]
 
 
-def _jobs_of(failed: Callable[[int, JobFailure], None], deployment: Deployment, hold: bool) -> list[MpiJob]:
-    return replicas_of(deployment, failed, hold)
+def _jobs_of(
+    failed: Callable[[int, JobFailure], None], in_use: dict[str, int], deployment: Deployment, hold: bool
+) -> list[MpiJob]:
+    return replicas_of(deployment, failed, hold, in_use)
 
 
-def _device_memory(deployment: Deployment, wanted: Collection[int]) -> DeviceMemory | None:
+def _device_memory(
+    deployment: Deployment, wanted: Collection[int], in_use: dict[str, int] | None
+) -> DeviceMemory | None:
     """None where no rank uses a GPU of this host."""
     nvml = None if deployment.engine.device == "cpu" else load_nvml()
     if nvml is None:
@@ -77,7 +86,7 @@ def _device_memory(deployment: Deployment, wanted: Collection[int]) -> DeviceMem
     found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
     used = [device for device in found if device.index in wanted]
     slack = SLACK_BYTES + GPU_CONTEXT + NCCL_BUFFERS  # ranks that stand by hold these
-    return DeviceMemory(nvml_look(nvml, used), slack=slack) if used else None
+    return DeviceMemory(nvml_look(nvml, used), slack=slack, before=in_use) if used else None
 
 
 def serve(
@@ -105,7 +114,8 @@ def serve(
         watcher = observer or _observer(deployment)
         bundles = FailureBundles(deployment, data_dir / "bundles", logs=data_dir)
         failed = _teller(watcher, bundles)
-        jobs = [RollingJob(job) for job in replicas_of(deployment, failed)]
+        in_use = dict[str, int]()
+        jobs = [RollingJob(job) for job in replicas_of(deployment, failed, in_use=in_use)]
     except (OSError, ValueError, KeyFileError) as error:
         raise ServeError(str(error)) from error
     with contextlib.ExitStack() as sockets:
@@ -114,7 +124,7 @@ def serve(
         if (metrics := deployment.metrics).enabled and metrics.port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         parts = Parts(jobs, text, text_folder, __version__, watcher, StoreOptions(adopt=adopt), keys)
-        make = partial(_jobs_of, failed)
+        make = partial(_jobs_of, failed, in_use)
         reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
         try:
             return asyncio.run(_run(deployment, parts, bundles, reloader, listener, scraped))

@@ -67,7 +67,7 @@ def connect(
         all_reduce: Collective
         gathers: Gather
         set_timeout: Callable[[float], None]
-        if layout.size == 1:
+        if layout.size == 1 and not (staged and backend == "nccl"):  # stages' messages want NCCL's limits
             mesh.close_data()
             all_reduce, gathers, set_timeout = Alone(), AloneGather(), lambda seconds: None
         elif native:

@@ -142,7 +142,13 @@ class BatchFeed:
         if earlier is None:
             return
         before, most = self._store.path_of(earlier.input_file_id), self._settings.max_line_bytes
-        numbers = await self._store.in_thread(lambda: same_lines(before, self._path, most))
+        try:
+            numbers = await self._store.in_thread(lambda: same_lines(before, self._path, most))
+        except FileNotFoundError:
+            if before.exists():
+                raise  # it is this batch's own that is gone
+            log.warning("batch %s: no answers of batch %s are reused, whose input is gone", self.batch.id, batch_id)
+            return
         last = 0
         while part := await self._store.read(lambda db: records.answers_after(db, batch_id, last, _BREATH)):  # noqa: B023
             taken = [replace(found, number=numbers[found.number]) for found in part if found.number in numbers]

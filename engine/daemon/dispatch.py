@@ -169,7 +169,8 @@ class Dispatcher:
     @property
     def ready(self) -> bool:
         """Whether requests are taken: while a replica reloads they wait for it."""
-        return not self.draining and any(state.phase in ("ready", "reloading") for state in self.states)
+        phases = {state.phase for state in self.states}
+        return not self.draining and self.limits is not None and not phases.isdisjoint(("ready", "reloading"))
 
     @property
     def in_flight(self) -> int:

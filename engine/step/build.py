@@ -210,7 +210,10 @@ def _share(deployment: Deployment, communicator: Communicator, device: torch.dev
 def has_room(deployment: Deployment, communicator: Communicator, device: torch.device, ranks_here: int) -> bool:
     """Whether the weights and KV caches of this host's ranks fit beside what is there now. On a GPU they never do: who
     serves there has taken what engine.gpu_memory_utilization allows. Raises as `build`."""
-    needed = _share(deployment, communicator, device).needed
+    share = _share(deployment, communicator, device)
+    needed = share.needed
+    if (draft := deployment.engine.draft_model) is not None:
+        needed += DraftWeights(Path(draft), share.config, share.dtype, share.length).bytes
     kv = deployment.engine.kv_cache_memory or CPU_KV_CACHE_MEMORY
     return device.type == "cpu" and (needed + kv) * ranks_here <= available_bytes(device)
 

@@ -95,7 +95,8 @@ class DraftWeights:
 
 def check_alike(communicator: Communicator) -> None:
     """Raises CapacityError where ranks compute in different CPU tiers: their drafts would differ."""
-    own = np.frombuffer(cpu_tier.current().ljust(32).encode(), np.uint8)
+    kernels = Kernels.find()
+    own = np.frombuffer(("torch alone" if kernels is None else kernels.tier).ljust(32).encode(), np.uint8)
     tiers = sorted({bytes(each).decode().strip() for each in communicator.gather(own)})
     if len(tiers) > 1:
         raise CapacityError(

@@ -99,6 +99,7 @@ class StageRunner(Runner):
         out = self._forward(chunks, on_travelling, batch.split)
         if self._pipeline.last:
             return self._draw(batch, chunks, out)
+        self._drain()  # what follows waits for a device without a limit
         self._heal(out, chunks)
         return StepResult(())
 

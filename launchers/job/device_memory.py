@@ -22,11 +22,16 @@ Look = Callable[[], Mapping[str, int]]
 
 
 class DeviceMemory:
-    """Made before the first launch: as free as then is free. Of a device that did not answer then nothing is known."""
+    """Made before the first launch: as free as then is free. Of a device that did not answer then nothing is known.
+    `before` keeps what was in use then, by device, for those that are made beside a launch."""
 
-    def __init__(self, look: Look, most_s: float = 30.0, slack: int = SLACK_BYTES) -> None:
+    def __init__(
+        self, look: Look, most_s: float = 30.0, slack: int = SLACK_BYTES, before: dict[str, int] | None = None
+    ) -> None:
         self._look, self._most_s, self._slack = look, most_s, slack
-        self._before = dict(look())
+        self._before = {} if before is None else before
+        for name, used in look().items():
+            self._before.setdefault(name, used)
 
     async def free(self) -> None:
         """Returns once it is; raises RuntimeError naming device and bytes after `most_s` seconds."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,6 @@ class Reloader:
         self._deployment, self._read, self._make, self._jobs, self._told = loaded.deployment, read, make, jobs, told
         self._text = text_digest(Path(loaded.deployment.text_folder))
         self._asked = asyncio.Event()
-        self._count = 0
 
     def ask(self) -> None:
         """From a signal handler: as soon as the one under way is over, once for however many asked meanwhile."""
@@ -86,14 +86,14 @@ class Reloader:
             await self._asked.wait()
             self._asked.clear()
             log.info("reload: reading the configuration", extra={"event": "reload"})
+            began = time.time()
             outcome, reasons = await self._reload()
             for reason in reasons:
                 log.error("reload: %s: %s", outcome, reason, extra={"event": "reload", "outcome": outcome})
             if outcome == "done":
                 log.info("reload: done", extra={"event": "reload", "outcome": outcome})
             self._told(outcome)
-            self._count += 1
-            self._write({"pid": os.getpid(), "number": self._count, "outcome": outcome, "reasons": reasons})
+            self._write({"pid": os.getpid(), "began": began, "outcome": outcome, "reasons": reasons})
 
     async def _reload(self) -> tuple[Outcome, list[str]]:
         try:
@@ -115,7 +115,10 @@ class Reloader:
         except (ValueError, OSError) as error:
             return "refused", [str(error)]
         for index, (job, coming) in enumerate(zip(self._jobs, jobs, strict=True)):
-            reason = await job.replace(coming, partial(self._again, index))
+            try:
+                reason = await job.replace(coming, partial(self._again, index))
+            except (ValueError, OSError) as error:
+                reason = str(error)
             if reason is not None:
                 kept = f"replica {index} keeps the configuration before"
                 return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]

@@ -60,7 +60,7 @@ class RollingJob:
     """See EngineJob for the methods. `job` takes the requests; others may be coming, or finishing what they have."""
 
     def __init__(self, job: HeldJob) -> None:
-        self.job, self._others = job, list[HeldJob]()
+        self.job, self._others, self._closed = job, list[HeldJob](), False
         self._awaited: HeldJob | None = None  # while no job takes requests: the one that will
         self.listener: JobListener
 
@@ -92,6 +92,7 @@ class RollingJob:
         return all(await asyncio.gather(*(job.drain(timeout_s) for job in (self.job, *self._others))))
 
     async def close(self) -> None:
+        self._closed = True
         await asyncio.gather(*(job.close() for job in (self.job, *self._others)))
 
     async def bundle(self) -> dict[str, Any]:
@@ -100,7 +101,8 @@ class RollingJob:
     async def replace(self, new: HeldJob, restore: Callable[[], HeldJob]) -> str | None:
         """Has `new`, made held and not started, take the place of the job: beside it where there is room, else after
         it, and requests wait meanwhile. Returns once the job's own requests have ended and it is gone, or why it
-        stayed. `restore`: another of the job's kind, for the case that it had to go first."""
+        stayed. `restore`: another of the job's kind, for the case that it had to go first; asked for while it serves.
+        Raises ValueError or OSError of `restore`'s, with the job as it was."""
         old, member = self.job, _Member(self, new)
         self._others.append(new)
         await new.start(member)
@@ -115,6 +117,11 @@ class RollingJob:
             await self._retire(old)
             self._others.remove(old)
             return None
+        try:
+            before = await asyncio.to_thread(restore)
+        except (ValueError, OSError):
+            await self._dismiss(new)
+            raise
         log.info("reload: no room for both launches: running requests finish, new ones wait")
         self._awaited = new
         self.moved(new)
@@ -123,13 +130,15 @@ class RollingJob:
             await old.freed()
         except RuntimeError as error:
             log.warning("reload: %s; loading all the same", error)
-        new.load()
-        if await member.until("ready"):
-            self._serve(new)
-            return None
+        if await member.until("standby"):  # it may have failed while the old one finished
+            new.load()
+            if await member.until("ready"):
+                self._serve(new)
+                return None
         reason = await self._dismiss(new)
-        self.job, self._awaited = restore(), None
-        await self.job.start(_Member(self, self.job))
+        self.job, self._awaited = before, None
+        if not self._closed:
+            await before.start(_Member(self, before))
         return reason
 
     def _serve(self, job: HeldJob) -> None:

@@ -339,7 +339,8 @@ class MpiJob:
                     self._set_state("loading", reason=(f"{fraction:.0%} {detail}" if fraction else detail).strip())
             case AllStanding(_, room):
                 self.room = room
-                self._set_state("standby")
+                if self._held:  # a standby that took over while it came up loads already
+                    self._set_state("standby")
             case AllReady(limits):
                 self._ready_since = time.monotonic()
                 if self._lost_at:

@@ -67,7 +67,10 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, deterministic: bool = False) -> None:
         tiers, tier = cpu_tier.TIERS[::-1], cpu_tier.current()
+        self.tier: cpu_tier.Tier = tier
+        """As which it computes; without AMX's tiles, the one below."""
         if not library.kernels_set_tier(tiers.index(tier)):
+            self.tier = "avx512_bf16"
             log.warning(
                 "AMX is not to be had (the system refuses it, or the compiler knew none): products run on AVX-512 BF16"
             )

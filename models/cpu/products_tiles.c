@@ -30,6 +30,7 @@ INLINE TILES void shape(int64_t tokens) {
         const int64_t held = i > 5 ? INPUTS / 2 : i == 2 || i == 3 || i == 5 ? others : first;
         config.width[i] = 64, config.rows[i] = (uint8_t)held;
     }
+    __asm__ volatile("" : : "r"(&config) : "memory"); /* some compilers' _tile_loadconfig names 8 of the 64 bytes */
     _tile_loadconfig(&config);
 }
 

@@ -30,7 +30,12 @@ def main() -> int:
     loaded = read(path, overrides)
     daemon = loaded.deployment.daemon
 
-    def replicas(deployment: Deployment, failed: Callable[[int, JobFailure], None], hold: bool = False) -> list[MpiJob]:
+    def replicas(
+        deployment: Deployment,
+        failed: Callable[[int, JobFailure], None],
+        hold: bool = False,
+        in_use: dict[str, int] | None = None,
+    ) -> list[MpiJob]:
         command = fake_mpirun()
         # a kill point every second would otherwise mostly hit the wait before a relaunch
         options = JobOptions(

@@ -84,7 +84,13 @@ def group(size: int, at: int = -1, fault: Callable[[Tensor], None] = lambda x: N
     ledger = Ledger()
     reduce = Faulty(size, at, fault, ledger)
     return SimpleNamespace(
-        rank=0, size=size, backend="native", all_reduce=reduce, ledger=ledger, gather=lambda payload: payload[None]
+        rank=0,
+        size=size,
+        backend="native",
+        all_reduce=reduce,
+        ledger=ledger,
+        gather=lambda payload: payload[None],
+        drain=list,
     )
 
 

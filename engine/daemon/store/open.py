@@ -112,7 +112,8 @@ def _rebuild(folder: Path, options: StoreOptions) -> None:
         rows.apply(change)
         rows.changes.clear()
     db.execute("COMMIT")
-    db.executescript(f"BEGIN; {SUM_TOKENS} COMMIT;")
+    # a batch with reused answers is of no earlier version: what it did not compute is not its own
+    db.executescript(f"BEGIN; {SUM_TOKENS.replace('= 0;', '= 0 AND reuse_batch_id IS NULL;')} COMMIT;")
     count = db.execute("SELECT count(*) FROM results").fetchone()[0]
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.close()

@@ -42,9 +42,11 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     pid = holder_pid(folder)
     if pid is None:
         raise UsageError(f"no daemon of this host holds {folder}: start `laddertron serve {config}`")
-    before = _outcome(folder)
+    if not _hears(pid):
+        raise UsageError(f"the daemon (process {pid}) is of an earlier version, which SIGHUP would end: restart it")
+    sent = time.time()
     os.kill(pid, signal.SIGHUP)
-    while (said := _outcome(folder)) == before:
+    while (said := _outcome(folder)).get("began", 0.0) < sent or said["pid"] != pid:
         if holder_pid(folder) != pid:
             raise UsageError(f"the daemon (process {pid}) ended meanwhile: its log says why")
         time.sleep(0.1)  # a file tells nobody that it was replaced
@@ -52,6 +54,16 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
         click.echo(reason, err=True)
     click.echo(f"reload: {said['outcome']}", err=said["outcome"] != "done")
     return 0 if said["outcome"] == "done" else 1
+
+
+def _hears(pid: int) -> bool:
+    """Whether the process has a handler for SIGHUP."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return True  # it ended, or the system does not say
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signal.SIGHUP - 1) & 1)
 
 
 def _outcome(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ def test_it_refuses_with_each_reason_and_takes_what_it_can(tmp_path: Path, caplo
             assert "no_such_key" in daemon.said()["reasons"][0]
             daemon.sets[-1] = "engine.max_num_seqs=3"
             await daemon.ask()
-            assert daemon.said() == {"pid": os.getpid(), "number": 3, "outcome": "done", "reasons": []}
+            said = daemon.said()
+            assert said.pop("began") <= time.time()
+            assert said == {"pid": os.getpid(), "outcome": "done", "reasons": []}
             assert daemon.rolling.job is daemon.made[0]
             second, daemon.made = daemon.made[0], [_Broken("broken")]
             await daemon.ask()
@@ -192,16 +195,17 @@ def test_the_holder_of_a_folder_is_known_while_it_lives(tmp_path: Path) -> None:
 def test_the_command_signals_the_daemon_and_waits_for_what_came_of_it(outcome: str, code: int, tmp_path: Path) -> None:
     """A process that holds the folder answers SIGHUP as the daemon does."""
     script = (
-        "import json, signal, sys\n"
+        "import json, os, signal, sys, time\n"
         "from pathlib import Path\n"
         "from laddertron.engine.daemon.store.disk import FolderLock\n"
         "folder = Path(sys.argv[1])\n"
         "lock = FolderLock(folder)\n"
+        "signal.signal(signal.SIGHUP, print)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\n"
         "(folder / 'up').touch()\n"
         "signal.sigwait([signal.SIGHUP])\n"
         "reasons = [] if sys.argv[2] == 'done' else ['daemon.port: no']\n"
-        "said = {'pid': 1, 'number': 1, 'outcome': sys.argv[2], 'reasons': reasons}\n"
+        "said = {'pid': os.getpid(), 'began': time.time(), 'outcome': sys.argv[2], 'reasons': reasons}\n"
         f"(folder / '{OUTCOME}.part').write_text(json.dumps(said))\n"
         f"(folder / '{OUTCOME}.part').rename(folder / '{OUTCOME}')\n"
         "sys.stdin.read()\n"
@@ -221,3 +225,25 @@ def test_the_command_signals_the_daemon_and_waits_for_what_came_of_it(outcome: s
 def test_the_command_checks_the_file_first(tmp_path: Path) -> None:
     code, text = reload(tmp_path, "--set", "engine.no_such_key=1")
     assert (code, "no_such_key" in text) == (99, True)  # ConfigError: main prints it and ends with 2
+
+
+def test_the_command_does_not_end_a_daemon_that_has_no_handler(tmp_path: Path) -> None:
+    """One of an earlier version: SIGHUP would end it without a word."""
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from laddertron.engine.daemon.store.disk import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1]))\n"
+        "(Path(sys.argv[1]) / 'up').touch()\n"
+        "sys.stdin.read()\n"
+    )
+    daemon = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE)
+    try:
+        until((tmp_path / "up").exists, lambda: "no folder lock", 0.01)
+        code, text = reload(tmp_path)
+        assert (code, "earlier version" in text) == (2, True)
+        assert daemon.poll() is None
+    finally:
+        assert daemon.stdin is not None
+        daemon.stdin.close()
+        daemon.wait(HANG_S)
