@@ -184,7 +184,7 @@ def compare(racers: list[Ours | Peer], first: Ours, cases: list[Case], repeats: 
     floors: list[float] = []
     for repeat, index in interleaved(len(pairs), repeats):
         if len(floors) <= repeat:
-            floors.append(first.job.ask("floor")["floor"] or float("nan"))
+            floors.append(first.job.ask("floor", nodes=1)["floor"] or float("nan"))
         case, racer = pairs[index]
         found[index].append(racer.run(case))
     floor = max(floors)
