@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ RESULTS = Path(__file__).resolve().parent / "results" / "quality.json"
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, CONTEXT = 6, 96, 4, 256, 2048, 256
 WIRINGS = ("standard", "parallel", "ladder", "hybrid", "desync-2", "desync-4", "delay-2")
 SEEDS = (0, 1, 2)
+
+Prepare = Callable[[int], Callable[[str], Any]]
+"""Given the budget, makes what all runs need; the run of a key."""
 
 
 def model(
@@ -53,31 +57,48 @@ def table(results: dict[str, Any]) -> list[str]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def go_on(doc: str, path: Path, tokens: int, keys: Sequence[str], prepare: Prepare) -> dict[str, Any]:
+    """The results at `path` after as many of the missing runs as the command line's minutes allow, each kept as soon as
+    it is done: {"tokens": budget of a run, "runs": {key: what it found}}. `tokens`: the budget unless given."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="start no run after these")
-    parser.add_argument("--tokens", type=int, default=1_600_000, help="budget of a run")
-    parser.add_argument("--report", action="store_true", help="no training: the table of what there is")
+    parser.add_argument("--tokens", type=int, default=tokens, help="budget of a run; another than before starts anew")
+    parser.add_argument("--only", default="", help="the runs whose key begins so")
+    parser.add_argument("--report", action="store_true", help="no training: the tables of what there is")
     args = parser.parse_args()
-    results: dict[str, Any] = (
-        json.loads(RESULTS.read_text()) if RESULTS.exists() else {"tokens": args.tokens, "runs": {}}
-    )
-    if not args.report:
-        if results["tokens"] != args.tokens:
-            results = {"tokens": args.tokens, "runs": {}}
-        torch.set_num_threads(1)
-        documents = corpus.python_documentation()
-        words = corpus.train_tokenizer(documents, VOCAB)
-        end = time.monotonic() + 60 * args.minutes
-        for seed, wiring in product(SEEDS, WIRINGS):
-            if f"{wiring}/{seed}" in results["runs"] or time.monotonic() > end:
-                continue
-            settings = train.Settings(tokens=args.tokens, seed=seed, dtype="bfloat16")
-            found = train.train(model(wiring), settings, words, documents).held_out_perplexity
-            results["runs"][f"{wiring}/{seed}"] = found
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{wiring}, seed {seed}: {found:.3f}", flush=True)
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"tokens": args.tokens, "runs": {}}
+    if args.report:
+        return results
+    if results["tokens"] != args.tokens:
+        results = {"tokens": args.tokens, "runs": {}}
+    missing = [key for key in keys if key.startswith(args.only) and key not in results["runs"]]
+    end, run = time.monotonic() + 60 * args.minutes, prepare(args.tokens) if missing else None
+    for key in missing:
+        if run is None or time.monotonic() > end:
+            break
+        results["runs"][key] = run(key)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{key}: {results['runs'][key]}", flush=True)
+    return results
+
+
+def prepare(tokens: int) -> Callable[[str], float]:
+    documents = corpus.python_documentation()
+    words = corpus.train_tokenizer(documents, VOCAB)
+
+    def run(key: str) -> float:
+        wiring, seed = key.split("/")
+        settings = train.Settings(tokens=tokens, seed=int(seed), dtype="bfloat16")
+        return round(train.train(model(wiring), settings, words, documents).held_out_perplexity, 3)
+
+    return run
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    keys = [f"{wiring}/{seed}" for seed, wiring in product(SEEDS, WIRINGS)]
+    results = go_on(__doc__ or "", RESULTS, 1_600_000, keys, prepare)
     print("\n".join([f"{results['tokens']:,} tokens a run", *table(results)]))
 
 

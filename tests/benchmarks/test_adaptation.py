@@ -1,10 +1,12 @@
-"""benchmarks/adaptation.py: which runs there are, and the table of those that are there."""
+"""benchmarks/adaptation.py: the runs that are missing, and the table of those that are there."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from laddertron.models.training.reference import Reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -12,15 +14,36 @@ import adaptation
 import quality
 
 
-def test_every_way_of_the_first_seed_comes_before_the_second() -> None:
-    """A run that is cut off leaves a whole table of one seed."""
-    runs = adaptation.runs(["demo"])
-    assert len(runs) == len(set(runs)) == 7 * len(quality.SEEDS)
-    assert {seed for *_, seed in runs[:7]} == {0}
+def test_runs_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is kept as soon as it is done; another budget starts anew; a report runs nothing."""
+    path, done = tmp_path / "results" / "found.json", list[str]()
+
+    def prepare(tokens: int) -> Callable[[str], int]:
+        def run(key: str) -> int:
+            done.append(key)
+            if done == ["a", "b", "c"]:
+                raise KeyboardInterrupt
+            return tokens
+
+        return run
+
+    def found(*argv: str) -> dict[str, int]:
+        monkeypatch.setattr(sys, "argv", ["x", *argv])
+        return dict(quality.go_on("x", path, 7, ["a", "b", "c"], prepare)["runs"])
+
+    assert found("--report") == {}
+    with pytest.raises(KeyboardInterrupt):
+        found()
+    assert found() == {"a": 7, "b": 7, "c": 7}
+    assert done == ["a", "b", "c", "c"]
+    assert found("--tokens", "8", "--only", "b") == found("--report") == {"b": 8}
 
 
 def test_sizes_are_what_they_are_called() -> None:
-    found = {size: Reference(adaptation.config_of(size)).config.num_parameters for size in adaptation.SIZES}
+    found = {
+        size: Reference(quality.model("standard", *shape)).config.num_parameters
+        for size, shape in adaptation.SIZES.items()
+    }
     assert 0.5e6 < found["demo"] < 1.5e6
     assert 3e6 < found["4M"] < 5e6
     assert 8e6 < found["10M"] < 12e6
