@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_model import BLOCK, NAMES, rewired
+from bench_model import BLOCK, NAMES, fill, rewired
 from gpu_shard_report import table
 from laddertron.engine.step.build import DTYPES
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
@@ -115,13 +115,7 @@ class Rank:
         model = LlamaModel(
             config, group, Alone(), make_ops(device, dtype), dtype=dtype, device=device, positions=context + 1
         )
-        generator = torch.Generator(device).manual_seed(0)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data.fill_(1.0)
-            else:
-                parameter.data.normal_(0.0, 0.02, generator=generator)
-        model.prepare()
+        fill(model)
         shard = RankShard(config, case.ranks, 0)
         blocks = batch * -(-context // BLOCK) + 1  # the last one is nobody's: padding of recorded steps
         cache = KVCache(shard, blocks, BLOCK, dtype, device)

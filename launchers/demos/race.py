@@ -8,12 +8,11 @@ for launchers/demos/demo.py, which started it under mpirun and draws the picture
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ...engine.config import load as deploy
@@ -24,7 +23,8 @@ from ...topology.comm.emulated import emulate
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Ledger
 from ...topology.emulation import Emulation
-from ...topology.placement.identity import Identity, IdentityError, identify
+from ...topology.placement.identity import Identity
+from ..measure.bench_rank import as_rank, say
 from ..measure.lanes import Lane, Turns, call, communication, play
 from ..rank.rank import choose_device, join_group, set_threads
 
@@ -116,11 +116,6 @@ def race(
     return reports
 
 
-def say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
 def lead(
     entered: Sequence[Linked], communicator: Communicator, prompts: Sequence[Sequence[int]], seconds: float
 ) -> None:
@@ -168,19 +163,9 @@ def _be_rank(identity: Identity, paths: Sequence[str], prompts: Sequence[Sequenc
 
 def main() -> int:
     """argv: seconds a race, a file of prompts (JSON lists of ids), then one deployment file a lane."""
-    seconds, prompts_path, *paths = sys.argv[1:]
-    try:
-        identity = identify()
-        if identity is None:
-            raise IdentityError("not a rank: `make demo` starts this under mpirun")
-        with open(prompts_path, encoding="utf-8") as file:
-            prompts = json.load(file)
-        _be_rank(identity, paths, prompts, float(seconds))
-    except BaseException:
-        # The other rank waits for this one: leave at once, and the launcher ends the job.
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    seconds, prompts, *paths = sys.argv[1:]
+    known = json.loads(Path(prompts).read_text())
+    as_rank(lambda identity: _be_rank(identity, paths, known, float(seconds)), "`make demo` starts")
     return 0
 
 

@@ -161,17 +161,22 @@ def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator],
 def main(work: Callable[[Any, Communicator], None] = _bench) -> int:
     """Loads this rank's share of the deployment that the first argument names, and does `work` with it."""
     die_with_parent()
+    as_rank(lambda identity: _be_rank(identity, Path(sys.argv[1]), work), "`laddertron bench` and `verify` start")
+    return 0
+
+
+def as_rank(work: Callable[[Identity], None], starts: str) -> None:
+    """Does a rank's work; `starts`: what starts such ranks, for one that was started otherwise. Any exception ends the
+    process at once, since the other ranks wait for this one: the launcher then ends the job."""
     try:
         identity = identify()
         if identity is None:
-            raise IdentityError("not a rank: `laddertron bench` and `verify` start this under its launcher")
-        _be_rank(identity, Path(sys.argv[1]), work)
+            raise IdentityError(f"not a rank: {starts} this under a launcher")
+        work(identity)
     except BaseException:
-        # The other ranks wait for this one: leave at once, and the launcher ends the job.
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    return 0
 
 
 if __name__ == "__main__":

@@ -49,14 +49,7 @@ INLINE WIDE_INT8 void sum_int8(const int T, __m512 *low, __m512 *high, const uin
         const __m512i lower = _mm512_permutex2var_epi8(low_a, codes, low_b);
         const __m512i upper = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high_a, codes, high_b), codes, sign, 0xf8);
         const __m512bh a = (__m512bh)_mm512_unpacklo_epi8(lower, upper), b = (__m512bh)_mm512_unpackhi_epi8(lower, upper);
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) {
-            int32_t pair;
-            memcpy(&pair, x + t * stride + i, 4);
-            const __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
-            low[t] = _mm512_dpbf16_ps(low[t], a, v);
-            high[t] = _mm512_dpbf16_ps(high[t], b, v);
-        }
+        dot_pair(T, low, high, a, b, x + i, stride);
     }
     const __m512 low_scale = _mm512_loadu_ps(scale), high_scale = _mm512_loadu_ps(scale + 16);
 #pragma GCC unroll 8

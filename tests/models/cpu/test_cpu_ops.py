@@ -256,23 +256,27 @@ def test_decodes_attend_as_torch_does(dtype: torch.dtype, shape: tuple[Any, ...]
     angles = torch.randn(len(lengths), 1, rotary // 2)
     qkv = normal(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
     norms = (Norm(normal(dim, dtype=dtype), 1e-5), Norm(normal(dim, dtype=dtype), 1e-5)) if qk_norm else (None, None)
-    answers, stored = [], []
     cache = cache_of(sum(need) + 1, kv_heads, size, dim, dtype)
+    assert_attend_alike(cache, window, layout, angles, qkv, norms, 0)
+
+
+def assert_attend_alike(
+    cache: Any, window: int | None, layout: StepLayout, angles: Tensor, qkv: Tensor, norms: tuple[Any, Any], first: int
+) -> None:
+    """Torch's attention and the kernels': the same answers, and the same stored in the blocks from `first` on."""
+    assert KERNELS is not None
+    writable(cache)
     keys, values = cache.keys[0].clone(), cache.values[0].clone()
-
-    def write(layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
-        cache.keys[layer][blocks, :, offsets], cache.values[layer][blocks, :, offsets] = k, v
-
-    cache.write = write
+    answers, stored = [], []
     backends: list[AttentionBackend] = [
-        TorchAttention(cache, (window,), dim**-0.5),
-        CpuAttention(cache, (window,), dim**-0.5, KERNELS),
+        TorchAttention(cache, (window,), cache.keys[0].shape[-1] ** -0.5),
+        CpuAttention(cache, (window,), cache.keys[0].shape[-1] ** -0.5, KERNELS),
     ]
     for backend in backends:
         cache.keys[0], cache.values[0] = keys.clone(), values.clone()
         backend.plan(layout, angles.cos(), angles.sin())
         answers.append(backend.attend(0, qkv, *norms))
-        stored.append((cache.keys[0], cache.values[0]))
+        stored.append((cache.keys[0][first:], cache.values[0][first:]))
     assert_near(answers[1], answers[0])
     assert_near(stored[1][0], stored[0][0])
     assert torch.equal(stored[1][1], stored[0][1])
@@ -319,22 +323,9 @@ def test_prompts_attend_as_torch_does(dtype: torch.dtype, shape: tuple[Any, ...]
     angles = torch.randn(tokens, 1, rotary // 2)
     qkv = normal(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     norms = (Norm(normal(dim, dtype=dtype), 1e-5), Norm(normal(dim, dtype=dtype), 1e-5)) if qk_norm else (None, None)
-    cache = writable(cache_of(int(layout.block_table.max()) + 1, kv_heads, size, dim, dtype))
+    cache = cache_of(int(layout.block_table.max()) + 1, kv_heads, size, dim, dtype)
     cache.keys[0][0], cache.values[0][0] = float("nan"), float("nan")  # nobody's block: the table's padding
-    keys, values = cache.keys[0].clone(), cache.values[0].clone()
-    answers, stored = [], []
-    backends: list[AttentionBackend] = [
-        TorchAttention(cache, (window,), dim**-0.5),
-        CpuAttention(cache, (window,), dim**-0.5, KERNELS),
-    ]
-    for backend in backends:
-        cache.keys[0], cache.values[0] = keys.clone(), values.clone()
-        backend.plan(layout, angles.cos(), angles.sin())
-        answers.append(backend.attend(0, qkv, *norms))
-        stored.append((cache.keys[0][1:], cache.values[0][1:]))
-    assert_near(answers[1], answers[0])
-    assert_near(stored[1][0], stored[0][0])
-    assert torch.equal(stored[1][1], stored[0][1])
+    assert_attend_alike(cache, window, layout, angles, qkv, norms, 1)
 
 
 @needs_kernels
