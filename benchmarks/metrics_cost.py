@@ -108,8 +108,8 @@ def scrape_times(reports: dict[int, RankHeartbeat], ranks: int = 16, times: int 
     """Lines of a scrape, and the seconds of each rendering, where `ranks` ranks say what these said last."""
     metrics = MetricsObserver(CollectorRegistry())
     for rank in range(ranks):
-        told = reports[min(rank, 1)]
-        metrics.report(0, RankHeartbeat(rank, f"n{rank // 8}", rank, told.step, time.time(), told.rows))
+        heard = reports[min(rank, 1)]
+        metrics.report(0, RankHeartbeat(rank, f"n{rank // 8}", rank, heard.step, time.time(), heard.rows))
     took = []
     for _ in range(times):
         began = time.perf_counter()

@@ -66,8 +66,8 @@ def check_sums(
         mine = parts[communicator.rank].repeat(-(-count // period))[:count]
         found = all_reduce.start(mine).wait()
         communicator.drain()  # looking at it would wait for a device without a limit
-        told = _compare(found, want)
-        _agree(communicator, told, f"{_strategy(before, communicator.ledger.entries())} of {mine.nbytes} bytes")
+        wrong = _compare(found, want)
+        _agree(communicator, wrong, f"{_strategy(before, communicator.ledger.entries())} of {mine.nbytes} bytes")
 
 
 def _compare(found: Tensor, want: Tensor) -> str:
@@ -82,14 +82,14 @@ def _compare(found: Tensor, want: Tensor) -> str:
     return ""
 
 
-def _agree(communicator: Communicator, told: str, what: str) -> None:
+def _agree(communicator: Communicator, wrong: str, what: str) -> None:
     """Raises WrongSum on every rank if one has something to tell."""
-    flags = communicator.gather(np.array([bool(told)], np.uint8))[:, 0]
+    flags = communicator.gather(np.array([bool(wrong)], np.uint8))[:, 0]
     if flags.any():
         ranks = ", ".join(map(str, np.flatnonzero(flags)))
         raise WrongSum(
             f"all-reduce check: {communicator.backend}, {what}: wrong on rank {ranks} of {communicator.size}"
-            f"{': ' + told if told else ''}. Choose another parallel.collective or backend, or leave that node out"
+            f"{': ' + wrong if wrong else ''}. Choose another parallel.collective or backend, or leave that node out"
         )
 
 

@@ -39,7 +39,7 @@ def reduce_tables(results: Results) -> list[str]:
         "### One all-reduce of 16 KB, 1 ms one way",
         "",
         "Milliseconds, median (90th percentile), from the last rank's entry to the last one's return; all three take "
-        "turns in one set of ranks. Open MPI is told to use recursive doubling, its best here.",
+        "turns in one set of ranks. Open MPI is set to use recursive doubling, its best here.",
         "",
         "| nodes x ranks | laddertron | gloo | Open MPI |",
         "|---|---|---|---|",

@@ -7,7 +7,7 @@ engine, CUDA graphs on and off, beside transformers. Prints a JSON line a case, 
 
 share: bytes that a decode step must read (weights that are multiplied by, keys and values of the mean context) over its
 median time, of the copy bandwidth measured here (bytes read and written over time). Every case is run --repeat times
-with new prompts after a warm-up; the median is told, with the least and the most. transformers generates greedily with
+with new prompts after a warm-up; the median is given, with the least and the most. transformers generates greedily with
 its own cache, the same lengths, in the same process when laddertron's memory has been given back. mixed_ms: a step of
 so many decodes and one more sequence's whole prompt.
 """

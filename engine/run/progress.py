@@ -69,7 +69,7 @@ class RankKind:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What a run did. `requests` are the file's lines, `skipped` those finished earlier; `reason` says why it stopped
-    before the end (`stopped`: it was told to), `lost` how many lines were under way then. Communication: seconds, mean
+    before the end (`stopped`: it was asked to), `lost` how many lines were under way then. Communication: seconds, mean
     over the ranks, None where no rank reported it; `layers` divides the all-reduces' share of it. `causes`: why
     lines failed, the most frequent first. `computed`: what the ranks computed with, likewise. `drafted`:
     drafts that were verified, of which `accepted` were right (engine.speculation)."""

@@ -1,4 +1,4 @@
-"""The requests that are open: what comes in, what is told of each choice, how each ends.
+"""The requests that are open: what comes in, what is reported of each choice, how each ends.
 
 The scheduler's own; no torch, data in and data out.
 """

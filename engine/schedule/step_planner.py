@@ -1,8 +1,8 @@
 """The plan of one step: who decodes, whose prompt goes on, who enters and who makes room.
 
 Decides on the scheduler's books (engine/schedule/waiting_queue.py, engine/schedule/kv_manager.py) and changes them as
-if the plan had been run; knows nothing of tokens' values or of what is told to anybody. engine/schedule/scheduler.py is
-its only caller.
+if the plan had been run; knows nothing of tokens' values or of what is reported. engine/schedule/scheduler.py is its
+only caller.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Planner:
             group.admitted = plan.now
             group.flow.served += group.prompt_len
             group.flow.owner.served += group.prompt_len
-            if not group.request.emitted:  # else both were told when it began
+            if not group.request.emitted:  # else both were reported when it began
                 group.cached_tokens = reuse.start
                 self.counters.prompt_tokens += group.prompt_len
         self._extend(plan, sequence)

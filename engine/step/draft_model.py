@@ -106,7 +106,7 @@ def check_alike(communicator: Communicator) -> None:
 
 
 class DraftModel:
-    """One rank's; the runner tells it all that it is told of slots and blocks."""
+    """One rank's; the runner passes on to it all that it learns of slots and blocks."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class JobOptions:
     standby: bool = False
     """Whether a second launch stands by, to take over from one that fails."""
     hold: bool = False
-    """Whether the first launch stands by itself until it is told to load."""
+    """Whether the first launch stands by itself until `load`."""
     longest_backoff_s: float = 30.0
     words: RankWords = field(default_factory=RankWords)
     """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""

@@ -114,7 +114,7 @@ class RankBoard:
         return not self.evidence and not any(state.suspect for state in self.ranks.values())
 
     def load(self, now: float) -> None:
-        """The ranks are told to load: from now on they are waited for."""
+        """`Load` was sent to the ranks: from now on they are waited for."""
         self._loads, self._moved = True, now
 
     def name(self, rank: int) -> str:

@@ -62,7 +62,7 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
 
 class Reloader:
     """`read` reads and checks the file anew (ConfigError), `make` makes a deployment's jobs, held or plain, one a
-    replica (ValueError, OSError). `told` hears every outcome."""
+    replica (ValueError, OSError). `on_outcome` is called with every outcome."""
 
     def __init__(
         self,
@@ -70,9 +70,10 @@ class Reloader:
         read: Callable[[], LoadedDeployment],
         make: Callable[[Deployment, bool], Sequence[HeldJob]],
         jobs: Sequence[RollingJob],
-        told: Callable[[Outcome], None] = lambda outcome: None,
+        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        self._deployment, self._read, self._make, self._jobs, self._told = loaded.deployment, read, make, jobs, told
+        self._deployment, self._jobs = loaded.deployment, jobs
+        self._read, self._make, self._on_outcome = read, make, on_outcome
         self._text = text_digest(Path(loaded.deployment.text_folder))
         self._asked = asyncio.Event()
 
@@ -92,7 +93,7 @@ class Reloader:
                 log.error("reload: %s: %s", outcome, reason, extra={"event": "reload", "outcome": outcome})
             if outcome == "done":
                 log.info("reload: done", extra={"event": "reload", "outcome": outcome})
-            self._told(outcome)
+            self._on_outcome(outcome)
             self._write({"pid": os.getpid(), "began": began, "outcome": outcome, "reasons": reasons})
 
     async def _reload(self) -> tuple[Outcome, list[str]]:

@@ -174,7 +174,7 @@ def seat_cores(identity: Identity) -> tuple[int, ...]:
 def set_threads(deployment: Deployment, identity: Identity) -> None:
     """Compute threads of this rank: its seat's cores, bound to them, if `launch.bind_to` is placement, else its share
     of the node's. The libraries that compute play the CPU tier that is forced. And devices in the order in which NVML,
-    the fabric and the placement count them: unless told, CUDA puts the fastest first. Raises MappingError where the
+    the fabric and the placement count them: by itself CUDA puts the fastest first. Raises MappingError where the
     rank cannot be bound, DeviceError where its processor cannot play the tier."""
     try:
         limit_libraries(os.environ)
@@ -302,13 +302,13 @@ def run_rank(
                 return
         begun, last_told = time.monotonic(), 0.0
 
-        def told(done: int, total: int) -> None:
+        def loaded(done: int, total: int) -> None:
             nonlocal last_told
             if done == total or time.monotonic() - last_told > 0.5:
                 last_told = time.monotonic()
                 say(Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
 
-        built = build(deployment, communicator, device, told, lambda doing: say(Loading(1.0, doing)))
+        built = build(deployment, communicator, device, loaded, lambda doing: say(Loading(1.0, doing)))
         leads = communicator.leads
         for warning in built.warnings:
             if leads:

@@ -32,11 +32,11 @@ class Choices:
 
 @dataclass
 class Ledger:
-    """What was told of each choice, checked as it comes."""
+    """What was reported of each choice, checked as it comes."""
 
     max_model_len: int
     requests: dict[str, Request] = field(default_factory=dict)
-    told: dict[tuple[str, int], list[TokensEvent]] = field(default_factory=dict)
+    reported: dict[tuple[str, int], list[TokensEvent]] = field(default_factory=dict)
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     stops: dict[tuple[str, int], int] = field(default_factory=dict)
     poisoned: set[tuple[tuple[int, ...], int]] = field(default_factory=set)
@@ -44,7 +44,7 @@ class Ledger:
     def enter(self, request: Request) -> None:
         self.requests[request.request_id] = request
         for choice in range(request.params.n):
-            self.told[request.request_id, choice] = []
+            self.reported[request.request_id, choice] = []
             self.tokens[request.request_id, choice] = []
 
     def is_new(self, request: Request, position: int) -> bool:
@@ -56,7 +56,7 @@ class Ledger:
     def record(self, events: list[TokensEvent]) -> None:
         for event in events:
             key = (event.request_id, event.choice)
-            before = self.told[key]
+            before = self.reported[key]
             assert not before or before[-1].finish is None, f"{key} told something after its end"
             tokens = self.tokens[key]
             if event.finish == "stop" and event.stop_token is None:
@@ -68,11 +68,11 @@ class Ledger:
             before.append(event)
 
     def ended(self, key: tuple[str, int]) -> bool:
-        return bool(self.told[key]) and self.told[key][-1].finish is not None
+        return bool(self.reported[key]) and self.reported[key][-1].finish is not None
 
     def close(self) -> None:
         """Every choice has ended, with the right tokens."""
-        for key, events in self.told.items():
+        for key, events in self.reported.items():
             assert events, f"{key} was never heard of again"
             assert events[-1].finish is not None, f"{key} never ended"
             request, tokens, last = self.requests[key[0]], tuple(self.tokens[key]), events[-1]
@@ -91,20 +91,20 @@ class Ledger:
 
     def _logprobs(self, key: tuple[str, int], request: Request, tokens: tuple[int, ...]) -> None:
         whole, size = request.prompt + tokens, len(request.prompt)
-        told = [p for event in self.told[key] for p in event.logprobs or ()]
+        told = [p for event in self.reported[key] for p in event.logprobs or ()]
         if request.params.logprobs is None:
             assert not told
         else:
-            stop = self.told[key][-1].stop_token
+            stop = self.reported[key][-1].stop_token
             drawn = whole if stop is None else (*whole, stop)
             assert told == [logprob(drawn[:at], drawn[at]) for at in range(size, len(drawn))]
-        prompts = [event.prompt_logprobs for event in self.told[key] if event.prompt_logprobs is not None]
+        prompts = [event.prompt_logprobs for event in self.reported[key] if event.prompt_logprobs is not None]
         due = request.params.prompt_logprobs is not None and key[1] == 0
-        natural = self.told[key][-1].finish == "length" or self.told[key][-1].stop_token is not None
+        natural = self.reported[key][-1].finish == "length" or self.reported[key][-1].stop_token is not None
         if due and (tokens or natural):
             scores = [logprob(whole[:at], whole[at]) for at in range(1, size)]
             assert prompts == [(None, *scores)]
-            assert self.told[key][0].prompt_logprobs is not None
+            assert self.reported[key][0].prompt_logprobs is not None
         else:
             assert not prompts or due
 
@@ -189,7 +189,7 @@ class Play:
             self.scheduler.stop_choice(request_id, choice, n_tokens)
 
     def lose(self) -> None:
-        """The engine dies: what was not told is gone, and another one goes on with what was."""
+        """The engine dies: what was not reported is gone, and another one goes on with what was."""
         self.flight.clear()
         self._build()
         self.ledger.stops = {key: at for key, at in self.ledger.stops.items() if self.ledger.ended(key)}

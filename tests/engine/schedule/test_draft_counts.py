@@ -121,8 +121,8 @@ def test_acceptance_is_learned_draft_by_draft(truth: float) -> None:
 
 
 def test_usage_counts_the_tokens_of_the_answer_alone() -> None:
-    """Ends by stop ids and by length amid drafts: what is told, what usage is made of and the counter are the answer's
-    tokens; wrong drafts and what was drawn behind an end are in none of them."""
+    """Ends by stop ids and by length amid drafts: what is reported, what usage is made of and the counter are the
+    answer's tokens; wrong drafts and what was drawn behind an end are in none of them."""
     print(f"LADDERTRON_SEED={SEED}")
     dice = random.Random(SEED)
     limits = SchedulerLimits(8, 256, 200, 4, 400, speculation=SpeculationRule(priced=False))

@@ -25,8 +25,8 @@ def test_random_schedules_keep_the_books_and_end(data: bytes, microbatches: int)
 @settings(max_examples=1000, deadline=None, database=None, print_blob=True)
 @given(st.binary(min_size=60, max_size=300), st.integers(1, 3))
 def test_requests_go_on_in_another_engine(data: bytes, microbatches: int) -> None:
-    """Engines die at any moment, and others go on with what was told: every choice ends with the tokens, the
-    log-probabilities and the prompt's that an undisturbed one gives, each told once."""
+    """Engines die at any moment, and others go on with what was reported: every choice ends with the tokens, the
+    log-probabilities and the prompt's that an undisturbed one gives, each reported once."""
     play(data, microbatches, mortal=True)
 
 
@@ -43,17 +43,17 @@ def test_what_goes_on_is_refused_where_it_makes_no_sense() -> None:
 
 
 def test_what_goes_on_counts_its_prompt_no_second_time() -> None:
-    """Nor does it tell of cached tokens: both were told when it began."""
+    """Nor does it tell of cached tokens: both were reported when it began."""
     played = game(1)
     played.add(ask("a", 64, 9))
     played.step()
     played.step()
-    before = played.ledger.told["a", 0][-1].start
+    before = played.ledger.reported["a", 0][-1].start
     played.lose()
     played.add(ask("b", 64, 9))
     played.drain()
     assert played.scheduler.counters.prompt_tokens == 64
-    events = played.ledger.told["a", 0]
+    events = played.ledger.reported["a", 0]
     assert [event.start for event in events] == list(range(9))
     assert {event.cached_tokens for event in events[before + 1 :]} == {0}
 
@@ -129,11 +129,11 @@ def test_nan_in_a_shared_prefix_misleads_nobody(microbatches: int, budget: int) 
         if number % 3 == 0:
             play.step(microbatches)
     play.drain(microbatches)
-    for (name, _), told in play.ledger.told.items():
+    for (name, _), told in play.ledger.reported.items():
         assert told[-1].finish == ("numerical_error" if name.startswith("bad") else "length"), name
     play.add(Request("again", (*beginning[:9], 41), SamplingParams(2, seed=1)))
     play.drain(microbatches)
-    assert play.ledger.told["again", 0][-1].cached_tokens == 8
+    assert play.ledger.reported["again", 0][-1].cached_tokens == 8
 
 
 def test_chunks_of_one_prompt_go_through_consecutive_plans() -> None:

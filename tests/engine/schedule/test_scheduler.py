@@ -155,7 +155,7 @@ def test_a_stop_id_costs_one_surplus_token() -> None:
     game.drain()
     assert game.scheduler.counters.surplus_tokens == 1
     assert next(p for p in map(decode, game.plans) if p.released).released == (0,)
-    assert game.ledger.told["a", 0][-1].stop_token == stop
+    assert game.ledger.reported["a", 0][-1].stop_token == stop
     assert stop not in game.ledger.tokens["a", 0]
 
 
@@ -445,7 +445,7 @@ def test_prefix_cache_leaves_one_token_and_keeps_tenants_apart() -> None:
         game.add(ask(name, prompt, 3, salt=salt))
         game.drain()
         assert game.scheduler.counters.prefix_hits - before == hits
-        assert game.ledger.told[name, 0][-1].cached_tokens == hits
+        assert game.ledger.reported[name, 0][-1].cached_tokens == hits
     assert game.scheduler.counters.prefix_queries == 48
 
 
@@ -475,8 +475,8 @@ def test_prompt_logprobs_compute_every_position() -> None:
     scored = [c for frame in game.plans for c in decode(frame).chunks if c.prompt_logprobs]
     assert sum(min(c.count, 12 - c.start) for c in scored) == 3 * 12
     assert game.scheduler.counters.prefix_hits == 0
-    assert [len(game.ledger.told[name, 0][0].prompt_logprobs or ()) for name in "abc"] == [13] * 3
-    assert [game.ledger.told["b", c][-1].finish for c in (0, 1)] == ["length"] * 2
+    assert [len(game.ledger.reported[name, 0][0].prompt_logprobs or ()) for name in "abc"] == [13] * 3
+    assert [game.ledger.reported["b", c][-1].finish for c in (0, 1)] == ["length"] * 2
 
 
 def test_grammars_do_not_run_ahead() -> None:
@@ -510,7 +510,7 @@ def test_an_end_may_come_at_any_moment(how: str, moment: int) -> None:
             game.stop("a", choice, len(game.ledger.tokens["a", choice]))
     check_books(game.scheduler)
     game.drain()
-    ends = {game.ledger.told["a", c][-1].finish for c in (0, 1)}
+    ends = {game.ledger.reported["a", c][-1].finish for c in (0, 1)}
     assert ends <= {{"cancel": "cancelled", "stop": "stop", "deadline": "timeout"}[how], "length"}
     if moment < 4:
         assert "length" not in ends
@@ -534,21 +534,21 @@ def test_bad_logits_end_one_choice_and_are_not_cached() -> None:
     game.add(ask("bad", prompt, 4, n=3))
     game.add(ask("good", 6, 8))
     game.drain()
-    assert [game.ledger.told["bad", c][-1].finish for c in range(3)] == ["numerical_error"] * 3
-    assert game.ledger.told["good", 0][-1].finish == "length"
+    assert [game.ledger.reported["bad", c][-1].finish for c in range(3)] == ["numerical_error"] * 3
+    assert game.ledger.reported["good", 0][-1].finish == "length"
     game.runner.poison.clear()
     game.add(ask("again", prompt, 4))
     game.drain()
-    assert game.ledger.told["again", 0][-1].cached_tokens == 0
+    assert game.ledger.reported["again", 0][-1].cached_tokens == 0
     game.poison(prompt, 20)
     game.add(ask("late", prompt, 4))
     game.drain()
-    assert game.ledger.told["late", 0][-1].finish == "numerical_error"
+    assert game.ledger.reported["late", 0][-1].finish == "numerical_error"
     assert len(game.ledger.tokens["late", 0]) == 1
 
 
 def test_bad_logits_of_a_choice_that_goes_on_are_its_own() -> None:
-    """Two choices go on from tokens told before a loss: NaN of one ends that one alone."""
+    """Two choices go on from tokens reported before a loss: NaN of one ends that one alone."""
     scheduler = Scheduler(limits())
     scheduler.add(ask("a", 6, 8, n=2, emitted=((1,), (2,))), 0.0)
     batch = scheduler.schedule(0.0)

@@ -116,7 +116,7 @@ def test_ids_are_the_same_with_and_without_graphs(
 def test_stages_record_their_steps(
     ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int, stages: int
 ) -> None:
-    """Rows, and what of a wiring is still owed to them, cross between replays, on every stage: the same answers as
+    """Rows, and what of a wiring is still pending, cross between replays, on every stage: the same answers as
     without stages and without graphs."""
     args = {"folder": str(checkpoint(recipe)), "prompts": checkpoints.prompts(9, seed=4), "params": {"max_tokens": 5}}
     plain = ranks(1, "recorded_graph:generate", args | {"how": "eager"})[0]

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,16 @@ def real_mpirun(world_size: int = 2) -> Command:
 def request(name: str, tokens: int = 20, **params: Any) -> Request:
     seed = sum(name.encode())
     return Request(name, params.pop("prompt", (1, 2, 3)), SamplingParams(tokens, seed, **params))
+
+
+def bounded(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a test's coroutine to its end; raises TimeoutError when it hangs."""
+
+    async def within() -> None:
+        async with asyncio.timeout(2 * HANG_S):
+            await run()
+
+    asyncio.run(within())
 
 
 class Listener:

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from job_tools import bounded
 from laddertron.engine.config.load import Deployment, LoadedDeployment, read
 from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.job.reload import OUTCOME, Reloader, text_digest, unchangeable
 from laddertron.launchers.job.rolling_job import RollingJob
-from test_rolling_job import Job, told, turns
+from test_rolling_job import Job, turns
 from waiting import HANG_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,7 +135,7 @@ def test_it_refuses_with_each_reason_and_takes_what_it_can(tmp_path: Path, caplo
         finally:
             task.cancel()
 
-    told(run)
+    bounded(run)
 
 
 class _Deaf:
@@ -163,7 +164,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         finally:
             task.cancel()
 
-    told(run)
+    bounded(run)
 
 
 # the command

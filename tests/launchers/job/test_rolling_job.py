@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from job_tools import PATIENT, Listener, fake_mpirun, left, request
+from job_tools import PATIENT, Listener, bounded, fake_mpirun, left, request
 from laddertron.engine.job import JobListener, JobState
 from laddertron.engine.request import ModelLimits, Request, TokensEvent
 from laddertron.launchers.job.rolling_job import RollingJob
 from laddertron.launchers.job.supervisor import JobOptions, MpiJob
-from waiting import HANG_S
 
 LIMITS = ModelLimits(4096, 1000, 8, 65536, (2,))
-
-
-def told(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * HANG_S):
-            await run()
-
-    asyncio.run(bounded())
 
 
 class Job:
@@ -133,7 +123,7 @@ def test_with_room_it_loads_beside_and_the_old_one_finishes_its_own() -> None:
         assert scene.listener.phases == ["starting", "ready"]
         assert set(scene.listener.finished) == {("a", 0), ("b", 0)}
 
-    told(run)
+    bounded(run)
 
 
 def test_without_room_requests_wait_while_it_loads(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,7 +152,7 @@ def test_without_room_requests_wait_while_it_loads(caplog: pytest.LogCaptureFixt
         assert new.aboard == ["b"]
         assert scene.listener.phases == ["starting", "ready", "reloading", "ready"]
 
-    told(run)
+    bounded(run)
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["as it comes up", "as it loads"])
@@ -183,7 +173,7 @@ def test_one_that_fails_beside_it_changes_nothing(loads: bool) -> None:
         assert "b" in scene.old.aboard
         assert scene.listener.phases == ["starting", "ready"]
 
-    told(run)
+    bounded(run)
 
 
 def test_one_that_fails_in_its_place_brings_the_old_one_back() -> None:
@@ -202,7 +192,7 @@ def test_one_that_fails_in_its_place_brings_the_old_one_back() -> None:
         assert scene.restored.aboard == ["b"]
         assert scene.listener.phases == ["starting", "ready", "reloading", "starting", "ready"]
 
-    told(run)
+    bounded(run)
 
 
 def test_closing_in_the_middle_closes_both() -> None:
@@ -213,7 +203,7 @@ def test_closing_in_the_middle_closes_both() -> None:
         await scene.rolling.close()
         assert (scene.old.done[-1], scene.new.done[-1]) == ("close", "close")
 
-    told(run)
+    bounded(run)
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -250,4 +240,4 @@ def test_fake_ranks_are_exchanged(room: bool) -> None:
             await rolling.close()
         assert left(after) == []
 
-    told(run)
+    bounded(run)

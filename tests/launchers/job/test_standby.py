@@ -3,31 +3,20 @@ follows. Fake ranks; what real ones do while they stand by is in tests/launchers
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
-from job_tools import Command, Story, fake_mpirun, left, request, story
+from job_tools import Command, Story, bounded, fake_mpirun, left, request, story
 from laddertron import __version__
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.messages import Hello, Loading, Standing
 from laddertron.launchers.job import standby
 from laddertron.launchers.job.rank_board import AllStanding, JobTimeouts, RankBoard
 from laddertron.launchers.rank.standing_by import StandbyRefused, require_memory
-from waiting import FOR_EVER_S, HANG_S
-
-
-def told(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * HANG_S):
-            await run()
-
-    asyncio.run(bounded())
+from waiting import FOR_EVER_S
 
 
 class Launches:
@@ -89,7 +78,7 @@ def test_it_takes_over_and_another_one_stands_behind_it(caplog: pytest.LogCaptur
             everyone.extend([*seen, *third])
         assert left(everyone) == []
 
-    told(run)
+    bounded(run)
     assert "standby: ready, 1 MB a rank" in said(caplog)
     assert "standby: takes over" in said(caplog)
     (recovered,) = [record for record in caplog.records if getattr(record, "event", "") == "recovered"]
@@ -110,7 +99,7 @@ def test_one_that_still_comes_up_takes_over_too(tmp_path: Path) -> None:
             await stands(s)
             assert launches.count == 3
 
-    told(run)
+    bounded(run)
 
 
 def test_a_killed_one_is_named_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +115,7 @@ def test_a_killed_one_is_named_and_replaced(caplog: pytest.LogCaptureFixture) ->
             assert (s.job.state.restarts, launches.count) == (0, 3)
             assert left(waiting) == []
 
-    told(run)
+    bounded(run)
     assert "standby: lost (rank_lost): rank " in said(caplog)
     assert "until it is ready a failure costs a cold start" in said(caplog)
 
@@ -146,7 +135,7 @@ def test_without_one_a_failure_costs_a_cold_start(monkeypatch: pytest.MonkeyPatc
             assert launches.count >= 3
             assert not set(await s.pids()) & set(waiting)
 
-    told(run)
+    bounded(run)
 
 
 def test_one_that_fails_as_it_takes_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,7 +148,7 @@ def test_one_that_fails_as_it_takes_over(caplog: pytest.LogCaptureFixture) -> No
             await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
             assert [failure.kind for failure in s.job.failures] == ["rank_lost"]
 
-    told(run)
+    bounded(run)
     assert "standby: failed as it took over: rank 0" in said(caplog)
     assert "asked to raise as it takes over" in said(caplog)
 
@@ -179,7 +168,7 @@ def test_a_starved_one_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
             assert not set(await s.pids()) & set(waiting)
         assert left(waiting) == []
 
-    told(run)
+    bounded(run)
     assert "standby: not used, a rank of it is silent or gone: a cold start" in said(caplog)
 
 
@@ -192,7 +181,7 @@ def test_one_of_another_version_is_refused_while_the_job_serves_on(caplog: pytes
             await stands(s)
             assert (s.job.state.restarts, launches.count) == (0, 3)
 
-    told(run)
+    bounded(run)
     assert "standby: lost (mismatch): rank 1" in said(caplog)
     assert "runs laddertron 9.9" in said(caplog)
 
@@ -207,7 +196,7 @@ def test_it_waits_longer_from_try_to_try(monkeypatch: pytest.MonkeyPatch, caplog
             await s.listener.until(lambda: launches.count == 4)
             assert s.job.state.phase == "ready"
 
-    told(run)
+    bounded(run)
     waits = [record.args[2] for record in caplog.records if "another one is tried" in record.msg]  # type: ignore[index]
     assert waits[:2] == [0.02, 0.04]
 
@@ -226,7 +215,7 @@ def test_a_held_job_loads_when_it_is_told() -> None:
             os.kill(await s.pid(0), signal.SIGKILL)
             await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
 
-    told(run)
+    bounded(run)
 
 
 def test_a_held_job_that_fails_is_not_launched_again() -> None:
@@ -238,7 +227,7 @@ def test_a_held_job_that_fails_is_not_launched_again() -> None:
             assert "asked to raise while it comes up" in s.job.state.reason
             assert launches.count == 1
 
-    told(run)
+    bounded(run)
 
 
 def test_the_board_waits_for_ranks_that_stand_by_as_long_as_it_takes() -> None:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 from fake_worker import fake_tokens
 from folders import FOLDERS
-from job_tools import MPIRUN, Command, Story, fake_mpirun, gone, left, process_id, real_mpirun, request, story
+from job_tools import MPIRUN, Command, Story, bounded, fake_mpirun, gone, left, process_id, real_mpirun, request, story
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.supervisor import JobHooks, JobTimeouts
@@ -32,14 +31,6 @@ IMPATIENT = JobTimeouts(suspect_s=1.5, dead_s=5.0, first_step_s=5.0, least_step_
 the patience has no end (job_tools.PATIENT): what is seen there was not seen by it."""
 
 KEEPER = (sys.executable, "-P", "-m", "laddertron.launchers.job.keeper")
-
-
-def told(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * HANG_S):
-            await run()
-
-    asyncio.run(bounded())
 
 
 def test_requests_go_in_and_their_tokens_come_out() -> None:
@@ -74,7 +65,7 @@ def test_requests_go_in_and_their_tokens_come_out() -> None:
         assert s.listener.lost == []
         assert s.job.state.restarts == 0
 
-    told(run)
+    bounded(run)
 
 
 def stopped(pid: int) -> bool:
@@ -128,7 +119,7 @@ def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> 
                 s.job.submit(one)
             await s.listener.until(lambda: all(s.listener.answered(one) for one in asked))
 
-    told(run)
+    bounded(run)
 
 
 def test_a_rank_killed_while_loading(tmp_path: Path) -> None:
@@ -142,7 +133,7 @@ def test_a_rank_killed_while_loading(tmp_path: Path) -> None:
             await s.phase("ready")
             assert s.job.state.restarts == 1
 
-    told(run)
+    bounded(run)
 
 
 def test_a_stopped_rank_is_suspected_named_and_killed() -> None:
@@ -165,7 +156,7 @@ def test_a_stopped_rank_is_suspected_named_and_killed() -> None:
             assert failures[0].dumps[0]["collectives"], "the others' stacks and collectives are in the report"
             assert not processes.is_alive(stopped)
 
-    told(run)
+    bounded(run)
 
 
 def test_a_short_stop_is_forgiven() -> None:
@@ -181,7 +172,7 @@ def test_a_short_stop_is_forgiven() -> None:
             await s.phase("ready")
             assert s.job.state.restarts == 0
 
-    told(run)
+    bounded(run)
 
 
 def test_a_hanging_step_is_found_by_its_progress() -> None:
@@ -200,7 +191,7 @@ def test_a_hanging_step_is_found_by_its_progress() -> None:
             assert (failures[0].kind, failures[0].rank) == ("stalled", 1)
             assert "never.wait" in failures[0].dumps[1]["stacks"]["MainThread"]
 
-    told(run)
+    bounded(run)
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
@@ -223,7 +214,7 @@ def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
             assert s.listener.lost[0][0] == ["long"]
             assert left(old) == []
 
-    told(run)
+    bounded(run)
 
 
 def test_the_fourth_failure_without_progress_is_the_last() -> None:
@@ -237,7 +228,7 @@ def test_the_fourth_failure_without_progress_is_the_last() -> None:
             assert "asked to raise while loading" in s.job.state.reason
             assert len(s.job.failures) == 4
 
-    told(run)
+    bounded(run)
 
 
 def test_what_a_rank_refuses_is_not_tried_again() -> None:
@@ -252,7 +243,7 @@ def test_what_a_rank_refuses_is_not_tried_again() -> None:
             assert state.reason.endswith(": model.safetensors: 3 bytes are missing")
             assert s.job.failures[0].kind == "refused"
 
-    told(run)
+    bounded(run)
 
 
 def test_what_was_fine_before_is_tried_again(tmp_path: Path) -> None:
@@ -279,7 +270,7 @@ def test_what_was_fine_before_is_tried_again(tmp_path: Path) -> None:
             await s.phase("failed")
             assert "failures in a row without progress" in s.job.state.reason
 
-    told(run)
+    bounded(run)
 
 
 def test_while_it_starts_again_it_says_why() -> None:
@@ -304,7 +295,7 @@ def test_while_it_starts_again_it_says_why() -> None:
                     assert state.collective.startswith("collective ")
             assert (ready.reason, ready.rank, ready.node, ready.collective) == ("", None, None, "")
 
-    told(run)
+    bounded(run)
 
 
 def test_a_poison_request_is_named_first_both_times() -> None:
@@ -331,7 +322,7 @@ def test_a_poison_request_is_named_first_both_times() -> None:
                 s.job.submit(one)
             await s.listener.until(lambda: all(s.listener.answered(one) for one in asked))
 
-    told(run)
+    bounded(run)
 
 
 @pytest.mark.parametrize("settle_s", [0.0, HANG_S], ids=["known late", "known at once"])
@@ -356,7 +347,7 @@ def test_mpirun_killed_means_ranks_gone_and_a_relaunch(keeper: bool, settle_s: f
             assert failures[0].rank is None
             assert [(ids, suspects) for ids, _, suspects in s.listener.lost] == [(["long"], 0)]
 
-    told(run)
+    bounded(run)
 
 
 def test_a_lost_node_is_no_requests_doing() -> None:
@@ -377,7 +368,7 @@ def test_a_lost_node_is_no_requests_doing() -> None:
             assert (s.job.failures[0].kind, s.job.failures[0].rank) == ("launcher_exit", None)
             assert s.listener.lost[0][2] == 0
 
-    told(run)
+    bounded(run)
 
 
 def test_a_pause_of_the_daemon_is_no_requests_doing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +388,7 @@ def test_a_pause_of_the_daemon_is_no_requests_doing(monkeypatch: pytest.MonkeyPa
             assert (failures[0].kind, failures[0].rank) == ("consequence", None)
             assert s.listener.lost[0][2] == 0
 
-    told(run)
+    bounded(run)
 
 
 def test_what_was_lost_goes_on_where_it_stood() -> None:
@@ -431,7 +422,7 @@ def test_what_was_lost_goes_on_where_it_stood() -> None:
                 whole = (*had[choice], *(token for event in of if event.epoch == 2 for token in event.tokens))
                 assert list(whole) == fake_tokens(asked, choice)
 
-    told(run)
+    bounded(run)
 
 
 def test_a_stopped_keeper_is_killed_too() -> None:
@@ -448,7 +439,7 @@ def test_a_stopped_keeper_is_killed_too() -> None:
             await s.phase("ready")
             await gone([mpirun, *ranks])
 
-    told(run)
+    bounded(run)
 
 
 def test_a_rank_that_cannot_be_killed_quarantines_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,7 +464,7 @@ def test_a_rank_that_cannot_be_killed_quarantines_its_node(monkeypatch: pytest.M
             assert "add a spare to launch.hosts" in s.job.state.reason
             assert f"rank 1 (node {os.uname().nodename}, pid {pid}) cannot be killed" in s.job.failures[0].reason
 
-    told(run)
+    bounded(run)
 
 
 def is_ready(s: Story, restarts: int) -> bool:
@@ -500,7 +491,7 @@ def test_a_node_that_three_failures_name_makes_room_for_a_spare(spare: bool) -> 
             here = frozenset({os.uname().nodename})
             assert asked == [frozenset()] * 3 + [here, here if spare else frozenset()]
 
-    told(run)
+    bounded(run)
 
 
 def parent(pid: int) -> int:
@@ -551,7 +542,7 @@ def test_ranks_that_differ_are_refused_once_and_by_name() -> None:
             assert s.job.state.rank == 1
             assert "weights is beef there and feed elsewhere" in s.job.state.reason
 
-    told(run)
+    bounded(run)
 
 
 def test_a_rank_of_another_version_is_refused() -> None:
@@ -561,7 +552,7 @@ def test_a_rank_of_another_version_is_refused() -> None:
             assert s.job.state.rank == 1
             assert "runs laddertron 9.9" in s.job.state.reason
 
-    told(run)
+    bounded(run)
 
 
 @pytest.mark.parametrize(
@@ -578,7 +569,7 @@ def test_a_launcher_that_cannot_start_says_why(argv: tuple[str, ...], words: str
             assert words in s.job.state.reason
             assert s.job.state.exit_code not in (0, None)
 
-    told(run)
+    bounded(run)
 
 
 def test_ranks_that_do_not_come_up_are_numbered() -> None:
@@ -589,7 +580,7 @@ def test_ranks_that_do_not_come_up_are_numbered() -> None:
             await s.phase("failed")
             assert "rank 0, 1 did not come up within 0.3 s" in s.job.state.reason
 
-    told(run)
+    bounded(run)
 
 
 def test_no_relaunch_before_the_devices_are_free_nor_without_nodes() -> None:
@@ -613,7 +604,7 @@ def test_no_relaunch_before_the_devices_are_free_nor_without_nodes() -> None:
             await s.phase("failed")
             assert "cuda:3 still holds 40 GiB" in s.job.state.reason
 
-    told(run)
+    bounded(run)
 
 
 def test_closing_while_loading_and_while_failing() -> None:
@@ -632,7 +623,7 @@ def test_closing_while_loading_and_while_failing() -> None:
                 assert s.job.state.phase in ("stopped", "failed")
             assert [p for p in processes.descendants(os.getpid()) if p not in others] == []
 
-    told(run)
+    bounded(run)
 
 
 def test_drain_gives_up_in_time_and_reports_what_was_lost() -> None:
@@ -645,7 +636,7 @@ def test_drain_gives_up_in_time_and_reports_what_was_lost() -> None:
             await s.job.close()
             assert [lost for lost, _, _ in s.listener.lost] == [["long"]]
 
-    told(run)
+    bounded(run)
 
 
 def test_a_listener_that_raises_harms_nobody() -> None:
@@ -664,7 +655,7 @@ def test_a_listener_that_raises_harms_nobody() -> None:
             await s.listener.until(lambda: s.listener.answered(one))
             assert s.job.state.phase == "ready"
 
-    told(run)
+    bounded(run)
 
 
 def test_the_bundle_holds_stacks_and_collectives() -> None:
@@ -678,7 +669,7 @@ def test_the_bundle_holds_stacks_and_collectives() -> None:
             assert bundle["dumps"]["1"]["collectives"] == ["step 0"]
             assert "MainThread" in bundle["dumps"]["0"]["stacks"]
 
-    told(run)
+    bounded(run)
 
 
 # the keeper and its means
@@ -799,4 +790,4 @@ def test_under_the_real_mpirun() -> None:
         assert [failure.kind for failure in failures] == ["rank_lost", "launcher_killed"]
         assert "exited on" in " ".join(failures[0].output), "mpirun's own words are kept"
 
-    told(run)
+    bounded(run)
