@@ -168,7 +168,9 @@ else
 fi
 
 say "[3/3] laddertron and its C parts"
-quiet_pip install --no-deps --no-build-isolation $([ "$DEV" = no ] || echo -e) .
+editable=(--editable)
+[ "$DEV" = no ] && editable=()
+quiet_pip install --no-deps --no-build-isolation "${editable[@]}" .
 
 echo "$wanted" >"$stamp"
 say "ready in $VENV after $((SECONDS - started)) s ($(du -sh "$VENV" | cut -f1))"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -37,6 +38,13 @@ BROUGHT = {"starlette": "fastapi", "h11": "uvicorn", "triton": "torch"} | dict.f
 """Modules that are imported and not declared: each comes with a dependency."""
 FOR_OTHERS = ROOT / "models/weights/modeling_laddertron.py"
 """Copied into model folders, for transformers to import; nothing of ours does."""
+
+
+def test_what_is_tested_is_this_tree() -> None:
+    """`make env` links the package: a copy would be what it was when it was made."""
+    found = importlib.util.find_spec("laddertron")
+    assert found is not None
+    assert [Path(path).resolve() for path in found.submodule_search_locations or ()] == [ROOT]
 
 
 def name_of(need: str) -> str:
