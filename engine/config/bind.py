@@ -15,7 +15,6 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -30,17 +29,6 @@ _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A deployment as far as it could be read: the place of each key, the errors, and the keys that hold defaults in
-    place of what the file says."""
-
-    deployment: Deployment
-    places: dict[str, str]
-    errors: tuple[str, ...]
-    bad: frozenset[str]
-
-
 def hints(section: Any) -> dict[str, Any]:
     """Key -> annotation of a section's class, in order, with the marks of `Annotated`."""
     found = get_type_hints(section, include_extras=True)
@@ -52,8 +40,9 @@ def located(where: str, path: str, text: str) -> str:
     return f"{where}: {text}" if where == f"--set {path}" or not path else f"{where}: {path}: {text}"
 
 
-def bind(tree: Table, base: Path, cwd: Path) -> Bound:
-    """The deployment in the tree. Relative paths stand against `base`, those of `--set` against `cwd`."""
+def bind(tree: Table, base: Path, cwd: Path) -> tuple[Deployment, dict[str, str], list[str], frozenset[str]]:
+    """The deployment in the tree as far as it could be read, the place of each key, the errors, and the keys that hold
+    defaults in place of what the file says. Relative paths stand against `base`, those of `--set` against `cwd`."""
     nothing = (tree.where, Table(tree.where, {}))
     tree = Table(tree.where, {"model": nothing} | tree.entries)
     places: dict[str, str] = {}
@@ -72,7 +61,7 @@ def bind(tree: Table, base: Path, cwd: Path) -> Bound:
     deepest = {keys: depth for depth, keys, _ in sorted(found)}
     # of a union, what the variant says that went furthest
     lines = dict.fromkeys(line for depth, keys, line in found if depth == deepest[keys])
-    return Bound(_absolute(deployment, "", places, base, cwd), places, tuple(lines), frozenset(map(".".join, deepest)))
+    return _absolute(deployment, "", places, base, cwd), places, list(lines), frozenset(map(".".join, deepest))
 
 
 def _plain(tree: Tree, hint: Any, path: str, places: dict[str, str]) -> Any:

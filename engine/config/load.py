@@ -18,45 +18,10 @@ from typing import Any
 from ...topology.json_codec import ReadError, build
 from .bind import bind, located
 from .emulation import emulated_link
-from .schema import (
-    CPU_KV_CACHE_MEMORY,
-    PLACEMENT,
-    DaemonConfig,
-    Deployment,
-    EngineConfig,
-    KubernetesConfig,
-    LaunchConfig,
-    LimitsConfig,
-    MetricsConfig,
-    ModelSection,
-    ParallelConfig,
-    SlurmConfig,
-)
-from .yaml_tree import ConfigError, Table, graft, read_file, read_text
-
-__all__ = [
-    "CPU_KV_CACHE_MEMORY",
-    "ConfigError",
-    "DaemonConfig",
-    "Deployment",
-    "Draft",
-    "EngineConfig",
-    "KubernetesConfig",
-    "LaunchConfig",
-    "LimitsConfig",
-    "LoadedDeployment",
-    "MetricsConfig",
-    "ModelSection",
-    "ParallelConfig",
-    "SlurmConfig",
-    "by_line",
-    "digest",
-    "draft",
-    "from_json",
-    "load",
-    "read",
-    "to_json",
-]
+from .schema import PLACEMENT, EngineConfig, LaunchConfig, ParallelConfig
+from .schema import Deployment as Deployment
+from .yaml_tree import ConfigError as ConfigError
+from .yaml_tree import graft, read_file, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +34,10 @@ class LoadedDeployment:
 
     def fault(self, key: str, text: str) -> str:
         """`file:line: key: text`, at the key's line, or else its section's, or else the file's first."""
-        return located(_place(self.places, key, self.name), key, text)
+        place = key
+        while place and place not in self.places:
+            place = place.rpartition(".")[0]
+        return located(self.places.get(place, f"{self.name}:1"), key, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +59,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> LoadedDeployment:
     """As `load`, with the places of the keys."""
-    return _whole(draft(path, overrides))
+    found = draft(path, overrides)
+    if found.faults:
+        raise ConfigError(found.faults)
+    return found.loaded
 
 
 def draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
@@ -106,8 +77,12 @@ def draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     for override in overrides:
         tree, more = graft(tree, override)
         faults += more
-    base = Path(os.path.abspath(file)).parent
-    return _bound(tree, str(path), base, faults)
+    deployment, places, errors, bad = bind(tree, Path(os.path.abspath(file)).parent, Path.cwd())
+    loaded, faults = LoadedDeployment(deployment, str(path), places), [*faults, *errors]
+    for keys, text in rules(deployment):
+        if bad.isdisjoint(keys):
+            faults.append(loaded.fault(next((key for key in keys if key in places), keys[0]), text))
+    return Draft(loaded, tuple(sorted(faults, key=by_line)), bad)
 
 
 def to_json(deployment: Deployment) -> dict[str, Any]:
@@ -131,30 +106,6 @@ def digest(deployment: Deployment) -> str:
     """BLAKE2b of the deployment's canonical JSON, 32 hex digits: equal exactly where all keys are."""
     text = json.dumps(to_json(deployment), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _bound(tree: Table, name: str, base: Path, errors: list[str]) -> Draft:
-    bound = bind(tree, base, Path.cwd())
-    loaded = LoadedDeployment(bound.deployment, name, bound.places)
-    found = [*errors, *bound.errors]
-    for keys, text in rules(bound.deployment):
-        if bound.bad.isdisjoint(keys):
-            found.append(loaded.fault(next((k for k in keys if k in bound.places), keys[0]), text))
-    return Draft(loaded, tuple(sorted(found, key=by_line)), bound.bad)
-
-
-def _whole(found: Draft) -> LoadedDeployment:
-    if found.faults:
-        raise ConfigError(found.faults)
-    return found.loaded
-
-
-def _place(places: Mapping[str, str], key: str, name: str) -> str:
-    while key:
-        if key in places:
-            return places[key]
-        key = key.rpartition(".")[0]
-    return f"{name}:1"
 
 
 def by_line(line: str) -> tuple[int, int]:

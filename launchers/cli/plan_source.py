@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...engine.config.emulation import emulated_link
-from ...engine.config.load import CPU_KV_CACHE_MEMORY, ConfigError, Deployment, LoadedDeployment
+from ...engine.config.load import ConfigError, Deployment, LoadedDeployment
+from ...engine.config.schema import CPU_KV_CACHE_MEMORY
 from ...engine.estimate.estimate import Question
 from ...engine.estimate.layouts import Work
 from ...engine.estimate.memory import MemoryKeys, StoredTypes, memory

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fake_job import FakeJob
-from laddertron.engine.config.load import DaemonConfig as DaemonConfig
-from laddertron.engine.config.load import Deployment, LimitsConfig, ModelSection
+from laddertron.engine.config.schema import DaemonConfig as DaemonConfig
+from laddertron.engine.config.schema import Deployment, LimitsConfig, ModelSection
 from laddertron.engine.daemon.http.keys import KeyRing
 from laddertron.engine.daemon.http.server import ServerOptions, listen
 from laddertron.engine.daemon.observe import Observer

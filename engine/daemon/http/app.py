@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
-from ...config.load import LimitsConfig
+from ...config.schema import LimitsConfig
 from .batches import batches_router
 from .errors import HttpFault, not_found
 from .files import files_router

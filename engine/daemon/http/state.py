@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from ...config.load import LimitsConfig
+from ...config.schema import LimitsConfig
 from ...text.pool import TextPool
 from ...text.tokenizer import TextModel
 from ..batches import Batches

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from door import completion
-from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.bodies import HeldBodies
 from laddertron.engine.daemon.http.errors import HttpFault
 from laddertron.engine.daemon.http.generate import Generator, _Events, _Reply

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, served
 from fake_job import FakeJob
-from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.bodies import HeldBodies
 from laddertron.engine.daemon.http.errors import HttpFault
 from laddertron.engine.openai import body_worker

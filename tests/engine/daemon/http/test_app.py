@@ -19,7 +19,7 @@ from typing import Any
 import openai
 import pytest
 from daemon_tools import NAME, Served, deployment, line, served, submit, wait_batch
-from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.keys import (
     KeyFileError,
     KeyRing,

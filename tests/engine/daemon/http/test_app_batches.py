@@ -29,7 +29,7 @@ from daemon_tools import (
     wait_batch,
 )
 from fake_job import FakeJob
-from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.store import StoreOptions

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, line, served, submit, wait_batch
 from fake_job import FakeJob
-from laddertron.engine.config.load import LimitsConfig
+from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http import probes
 from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.http.probes import STALLED_S
