@@ -15,24 +15,21 @@ from torch import Tensor
 
 from ..batch import NewSequence
 from .decide import Array
+from .grammar import Grammars, GrammarState
 from .logits_shard import make_shard
 from .logprobs import Scorer
 from .penalties import SlotEdits
-from .slots import Grammar, Grammars, SlotTable
+from .slots import SlotTable
 from .step import Step, StepContext
 
 
-class _Forks:
+class _Forks(Grammars):
     """The grammars of the sequences, gone on along the drafts."""
 
     def __init__(self, grammars: Grammars) -> None:
-        self.grammars, self.forks = grammars, dict[int, Grammar]()
+        self.grammars, self.forks = grammars, dict[int, GrammarState]()
 
-    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None: ...
-
-    def release(self, slot: int) -> None: ...
-
-    def state(self, slot: int) -> Grammar:
+    def state(self, slot: int) -> GrammarState:
         if slot not in self.forks:
             self.forks[slot] = self.grammars.state(slot).fork()
         return self.forks[slot]

@@ -114,16 +114,25 @@ class GrammarState:
         return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
-class NoGrammars:
+class Grammars:
+    """Structured output, by slot; those that keep nothing of a slot have a `state` alone."""
+
+    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
+        """A sequence of grammar `spec` that has put out `output` so far (more than nothing after a preemption). A spec
+        that fails allows nothing."""
+
+    def release(self, slot: int) -> None: ...
+
+    def state(self, slot: int) -> GrammarState:
+        raise NotImplementedError
+
+
+class NoGrammars(Grammars):
     """Stands where grammars cannot be had: a request that wants one all the same ends alone, with the reason. It is
     every sequence's matcher, and a failed one."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
-
-    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None: ...
-
-    def release(self, slot: int) -> None: ...
 
     def state(self, slot: int) -> GrammarState:
         return GrammarState(self)
@@ -143,7 +152,7 @@ class NoGrammars:
         return self._reason
 
 
-class GrammarSlots:
+class GrammarSlots(Grammars):
     """The grammars of one rank's slots, for the sampler: where one allows nothing, it ends that request alone, with
     `failure`'s words."""
 
@@ -183,7 +192,6 @@ class GrammarSlots:
             self.release(at)
 
     def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
-        """A sequence of grammar `spec` that has put out `output` so far (more than nothing after a preemption)."""
         prototype = self._prototypes.pop(spec, None)
         if prototype is None:
             prototype = _library().LLMatcher(self._tokenizer, self._options(spec), log_level=0, limits=_limits())

@@ -65,12 +65,6 @@ class SlotEdits:
         later._index, later._seen, later._counts = dict(self._index), self._seen.copy(), self._counts.copy()
         return later
 
-    def after(self, token: int) -> SlotEdits:
-        """What they would be with this token drawn; these stay as they are."""
-        later = self.fork()
-        later.append(token)
-        return later
-
     def append(self, token: int) -> None:
         """Counts a drawn token."""
         if self.penalised:

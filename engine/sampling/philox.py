@@ -42,11 +42,6 @@ def logarithm(x: Tensor) -> Tensor:
     return k.double() * _LN2 + 2.0 * s * p
 
 
-def words(seed: int) -> tuple[int, int]:
-    """A 64-bit seed as Philox's two key words."""
-    return seed & _LOW, seed >> 32 & _LOW
-
-
 def gumbel(seed: Tensor, position: Tensor, choice: Tensor, ids: Tensor) -> Tensor:
     """Gumbel noise, float64, in [-3.6, 36.8]. All int64 and broadcasting; `seed` is the 64-bit seed's bit pattern."""
     zero = torch.zeros((), dtype=torch.int64, device=ids.device)

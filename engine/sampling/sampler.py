@@ -25,13 +25,13 @@ from . import decide as rule
 from .decide import Array
 from .device_sampler import DeviceDraw, Fetch, Gathered
 from .digest import Digests, row_digests
+from .grammar import Grammars
 from .logits_shard import TorchShard, make_shard
 from .logprobs import Scorer
 from .penalties import SlotEdits
-from .slots import Grammars, SamplingPlan, SlotTable
-from .step import NOTHING_LEFT, Sampled, Step, StepContext
-
-__all__ = ["DesyncError", "Gather", "Grammars", "OnDevice", "Sampled", "Sampler"]
+from .slots import SamplingPlan, SlotTable
+from .step import NOTHING_LEFT, Step, StepContext
+from .step import Sampled as Sampled
 
 Gather = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
 """payload [n] of this rank -> [tp, n] of all ranks, in rank order, the same on every rank."""
@@ -180,12 +180,11 @@ class Sampler:
         failures = {row: NOTHING_LEFT for row in plan.edited.tolist() if bad[row] == 2}
         return Sampled(ids, logprobs, bad != 0, failures)
 
-    def score(self, logits_TV: Tensor, targets: npt.ArrayLike, top: int) -> list[TokenLogprob]:
+    def score(self, logits_TV: Tensor, targets: Array, top: int) -> list[TokenLogprob]:
         """Log-probabilities of targets [T] under logits [T, len(shard)], and of the `top` likeliest ids of each row;
         NaN for a row of non-finite logits. Memory is bounded whatever T is. Raises ValueError for a target outside the
         vocabulary."""
-        ids = targets.cpu().numpy() if isinstance(targets, Tensor) else targets
-        return self._tools.scorer.score(logits_TV[:, : self.columns], np.asarray(ids, np.int64), top)
+        return self._tools.scorer.score(logits_TV[:, : self.columns], targets.astype(np.int64), top)
 
     def _add_digests(self, sampled: Sampled, logits_BV: Tensor, slots: Sequence[int]) -> None:
         wanted = [row for row, slot in enumerate(slots) if slot in self._slots.digested]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from ..batch import NewSequence
 from ..request import MAX_CANDIDATES, SamplingParams
 from .decide import Array, Filters
+from .grammar import Grammars
 from .logits_shard import MASS, NOISE, ROW, Rows
 from .penalties import SlotEdits
 
@@ -36,35 +36,6 @@ _SLOT = np.dtype(
         ("logprobs", "<i8"),
     ]
 )
-
-
-class Grammar(Protocol):
-    """Where one sequence is in its structured output (engine/sampling/grammar.py)."""
-
-    def fork(self) -> Grammar:
-        """Another one at the same place: this one stays there."""
-
-    def allowed(self, ids: range) -> npt.NDArray[np.bool_]:
-        """Which of these global ids may come next; none at all if the grammar failed."""
-
-    def advance(self, token: int) -> None: ...
-
-    def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, one behind the other."""
-
-    def failure(self) -> str | None:
-        """Why nothing may come next, or None."""
-
-
-class Grammars(Protocol):
-    """Structured output, by slot."""
-
-    def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
-        """A sequence of grammar `spec` that has put out `output` so far. A spec that fails allows nothing."""
-
-    def release(self, slot: int) -> None: ...
-
-    def state(self, slot: int) -> Grammar: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ engine/sampling/decide.py's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,14 +17,13 @@ from torch import Tensor
 from ..request import TokenLogprob
 from . import decide as rule
 from .decide import CANDIDATE, MAIN, NO_ID, WALK, Array
+from .grammar import GrammarState
 from .logits_shard import LIMIT, MASS, NOISE, ROW, Logits, LogitsShard
-from .logprobs import Scorer, pick
+from .logprobs import Exchange, Scorer, pick
 from .penalties import SlotEdits, apply
-from .slots import Grammar, SamplingPlan, SlotTable
+from .slots import SamplingPlan, SlotTable
 
 NOTHING_LEFT = "grammar, allowed_token_ids and min_tokens together forbid every token"
-Exchange = Callable[[list[Array]], list[Array]]
-"""One gather of several arrays: each [...] comes back as [tp, ...]."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Step:
             changed[int(where[row])].masked_fill_(~allowed, -torch.inf)
         return Logits(raw, changed, where)
 
-    def _grammars(self, rows: list[int]) -> Iterator[tuple[int, Grammar]]:
+    def _grammars(self, rows: list[int]) -> Iterator[tuple[int, GrammarState]]:
         """Each row's: the slot's, and behind a draft as if that had been drawn."""
         grammars = self.tools.slots.grammars
         if grammars is None:
@@ -142,7 +141,8 @@ class Step:
         found: list[SlotEdits] = []
         for row in rows:
             if self.plan.offset[row] and self.fed is not None:
-                found.append(found[-1].after(int(self.fed[row])))
+                found.append(found[-1].fork())
+                found[-1].append(int(self.fed[row]))
             else:
                 found.append(self.tools.slots.edits[int(self.plan.at[row])])
         return found

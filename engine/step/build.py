@@ -37,8 +37,8 @@ from ...topology.hardware import cpu_tier
 from ...topology.sum_check import check_sums
 from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment
 from ..request import ModelLimits
-from ..sampling.grammar import GrammarSlots, NoGrammars
-from ..sampling.sampler import Grammars, OnDevice, Sampler
+from ..sampling.grammar import Grammars, GrammarSlots, NoGrammars
+from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
 from ..schedule.speculation import speculation_rule
 from ..schedule.split import SplitRule

@@ -32,7 +32,7 @@ from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
 from ..batch import Batch, Chunk, NewSequence, in_order
 from ..sampling.draft_draws import DraftDraws
-from ..sampling.slots import Grammars
+from ..sampling.grammar import Grammars
 from .kv_capacity import CapacityError
 
 PIECE = 32

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 from laddertron.engine.batch import NewSequence
 from laddertron.engine.request import SamplingParams
+from laddertron.engine.sampling.grammar import Grammars
 from laddertron.engine.sampling.philox import gumbel
-from laddertron.engine.sampling.sampler import Gather, Grammars, Sampler
+from laddertron.engine.sampling.sampler import Gather, Sampler
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]

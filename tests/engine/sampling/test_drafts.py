@@ -81,9 +81,9 @@ def test_edits_behind_a_draft_leave_the_slot_as_it_is() -> None:
         return columns.tolist(), counts.tolist(), e.forbidden(0).tolist()
 
     held = edits(5)
-    later = held.after(4)
+    later = held.fork()
+    later.append(4)
     assert state(later) == state(edits(5, 4))
-    assert state(later.after(4)) == state(edits(5, 4, 4))
     assert state(held) == state(edits(5))
     held.append(9)
     assert state(held) == state(edits(5, 9))

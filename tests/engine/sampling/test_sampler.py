@@ -319,8 +319,8 @@ def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     def task(rank: int, gather: Gather) -> list[TokenLogprob]:
         sampler = make(203, 4, rank, gather, 1)
         with pytest.raises(ValueError, match="token id 203 is not in the vocabulary: ids are 0 to 202"):
-            sampler.score(cut(logits, 4, rank)[:1], [203], 0)
-        return sampler.score(cut(logits, 4, rank), targets, 3)
+            sampler.score(cut(logits, 4, rank)[:1], np.array([203]), 0)
+        return sampler.score(cut(logits, 4, rank), targets.numpy(), 3)
 
     scored = ranks.run(task)[0]
     assert len(ranks.gathers) == 3
