@@ -40,16 +40,6 @@ class Timing:
     decode_tokens: int
     step_s: float
 
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens a second."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_rate(self) -> float:
-        """New tokens a second, of all sequences together."""
-        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
-
 
 def random_prompt(dice: random.Random, vocab: int, length: int) -> tuple[int, ...]:
     return tuple(dice.randrange(min(FIRST_ID, vocab - 1), vocab) for _ in range(length))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from ...models.residual import named
+from ...models.residual import AllReduce, named
 from ...topology.comm.ledger import Record
 
 Category = Literal["step", "compute", "wait", "all_reduce"]
@@ -32,10 +32,6 @@ class Span:
     layer: int = -1
     sub_block: str = ""
     bytes: int = 0
-
-
-class StartsCollective(Protocol):
-    def start(self, x: Any, /) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -77,7 +73,7 @@ def in_flight(flights: Sequence[Span], records: Iterable[Record]) -> list[Span]:
 class _Watched:
     """The collective, with every start and wait noted."""
 
-    def __init__(self, inner: StartsCollective, recorder: SpanRecorder) -> None:
+    def __init__(self, inner: AllReduce[Any], recorder: SpanRecorder) -> None:
         self.inner, self.recorder = inner, recorder
 
     def start(self, x: Any) -> Any:
@@ -88,8 +84,7 @@ class _Watched:
         return _WatchedPending(pending, self.recorder, x.nbytes, began)
 
     def named(self, layer: str) -> _Watched:
-        inner: StartsCollective = named(self.inner, layer)
-        return _Watched(inner, self.recorder)
+        return _Watched(named(self.inner, layer), self.recorder)
 
 
 class _WatchedBoundary:
@@ -175,16 +170,6 @@ def _spanned(
 
 def _words(layer: int, sub_block: str) -> str:
     return sub_block if layer < 0 else f"layer {layer} {sub_block.replace('_', ' ')}"
-
-
-def to_plain(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """As JSON values; `from_plain` is its inverse."""
-    return [asdict(span) for span in spans]
-
-
-def from_plain(items: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """Raises TypeError on what `to_plain` would not have written."""
-    return [Span(**item) for item in items]
 
 
 def chrome_trace(

@@ -55,12 +55,7 @@ class SchedulerLimits:
 
 
 class RequestTooLarge(ValueError):
-    """The request could never run, however empty the engine: `value` is what was asked, `rule` what it breaks, `fix`
-    what would do."""
-
-    def __init__(self, value: str, rule: str, fix: str) -> None:
-        super().__init__(f"{value}: {rule}; {fix}")
-        self.value, self.rule, self.fix = value, rule, fix
+    """The request could never run, however empty the engine."""
 
 
 def check_request(request: Request, limits: SchedulerLimits) -> None:
@@ -79,9 +74,8 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
     room = limits.max_model_len - (params.max_tokens > 0)
     if prompt_len > room:
         raise RequestTooLarge(
-            f"a prompt of {prompt_len} tokens",
-            f"max_model_len={limits.max_model_len} leaves room for {room}",
-            "shorten the prompt",
+            f"a prompt of {prompt_len} tokens: max_model_len={limits.max_model_len} leaves room for {room}; "
+            "shorten the prompt"
         )
     end = end_position(prompt_len, params.max_tokens, limits.max_model_len)
     known = prompt_len + max((len(ids) for ids in request.emitted if ids is not None), default=0)
@@ -94,8 +88,7 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
     if needed > limits.num_blocks:
         has = limits.num_blocks * limits.block_size
         raise RequestTooLarge(
-            f"a prompt of {prompt_len} tokens with max_tokens={params.max_tokens}",
-            f"it may need {end} KV positions, {needed} blocks of {limits.block_size}, and there are "
-            f"{limits.num_blocks} ({has} tokens)",
+            f"a prompt of {prompt_len} tokens with max_tokens={params.max_tokens}: it may need {end} KV positions, "
+            f"{needed} blocks of {limits.block_size}, and there are {limits.num_blocks} ({has} tokens); "
             f"keep the prompt and max_tokens together below {has + 2}, or give the cache more memory",
         )

@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 from ..batch import Batch, Chunk, StepResult
 from ..request import FinishReason, Request, TokenLogprob, TokensEvent
 from .kv_manager import Residency
-from .limits import RequestTooLarge, SchedulerLimits
+from .limits import SchedulerLimits as SchedulerLimits
 from .open_requests import OpenRequests
 from .sequence import RequestTimes, Sequence
 from .speculation import Speculation
 from .split import SplitChoice
 from .step_planner import Counters, Planner
 from .waiting_queue import WaitingQueues
-
-__all__ = ["RequestTimes", "RequestTooLarge", "Scheduler", "SchedulerLimits"]
 
 
 @dataclass(frozen=True, slots=True)

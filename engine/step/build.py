@@ -57,7 +57,7 @@ from .kv_capacity import (
 from .loading import load_weights
 from .runner import Runner
 from .stage_runner import NoDraws, StageRunner
-from .timeouts import CollectiveTimeouts, StepTimes
+from .timeouts import CollectiveTimeouts
 from .warm_up import compiles, warm_up
 
 log = logging.getLogger(__name__)
@@ -347,7 +347,7 @@ def build(
         communicator.gather(np.zeros(1, np.uint8))
     patience = None
     if (limit := deployment.parallel.collective_timeout) is None:
-        patience = CollectiveTimeouts(StepTimes(FIRST_TIMEOUT_S), communicator.set_timeout)
+        patience = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
     else:  # what the deployment names is kept to
         communicator.set_timeout(limit)
     reserved = working.get("CUDA graphs", 0)

@@ -18,7 +18,7 @@ from typing import Protocol
 from ..batch import Batch, StepResult, decode, encode
 from ..metrics.histogram import STEP_SECONDS, STEP_TOKENS, Buckets
 from ..request import Request, TokensEvent
-from ..schedule.scheduler import RequestTooLarge, Scheduler
+from ..schedule.scheduler import Scheduler
 
 Ahead = Callable[[Sequence[StepResult]], None]
 
@@ -145,7 +145,7 @@ class Engine:
         """Queues a request; one that can never run ends at once with finish "error"."""
         try:
             self.scheduler.add(request, time.time())
-        except (RequestTooLarge, ValueError) as fault:
+        except ValueError as fault:
             self._refused.extend(
                 TokensEvent(request.request_id, choice, 0, (), "error", message=str(fault), epoch=request.epoch)
                 for choice in range(request.params.n)

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 from ...engine.batch import Batch, StepResult
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
-from ...engine.profiling.spans import SpanRecorder, chrome_trace, from_plain, to_plain, watch
+from ...engine.profiling.spans import Span, SpanRecorder, chrome_trace, watch
 from ...engine.request import Request, SamplingParams
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Ahead, Engine, StepProgress, drain, follow
@@ -109,7 +110,7 @@ def profile(deployment: Deployment, identity: Identity, options: dict[str, Any])
         said = {
             "node": identity.node,
             "moment": _moment(communicator),
-            "spans": to_plain(recorder.spans) if wanted else [],
+            "spans": [asdict(span) for span in recorder.spans] if wanted else [],
             "ops": operators.trace if operators else None,
         }
         packed = gzip.compress(json.dumps(said).encode(), compresslevel=1)
@@ -134,7 +135,7 @@ def write_trace(path: Path, everyone: list[dict[str, Any]], about: dict[str, Any
     for rank, said in enumerate(everyone):
         offset = 0.0 if said["node"] == first["node"] else first["moment"] - said["moment"]
         if said["spans"]:
-            ranks[rank] = (said["node"], offset, from_plain(said["spans"]))
+            ranks[rank] = (said["node"], offset, [Span(**span) for span in said["spans"]])
         if said["ops"] is not None:
             path.with_name(f"{path.stem}.rank{rank}.ops.json").write_text(said["ops"])
     path.write_text(json.dumps(chrome_trace(ranks, about)))

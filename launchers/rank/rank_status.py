@@ -13,7 +13,7 @@ from typing import Any
 
 from ...engine.job import MetricRow
 from ...engine.metrics.histogram import REQUEST_SECONDS, Buckets
-from ...engine.schedule.scheduler import RequestTimes
+from ...engine.schedule.sequence import RequestTimes
 from ...engine.step.engine import StepProgress
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Entry

@@ -155,11 +155,11 @@ def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int
             engine.add(r)
         for _ in range(steps - 1):
             engine.step()
-        patience.times.least = least
+        patience.least = least
         try:
             while engine.has_work:
                 engine.step()
         except CollectiveTimeout as error:
-            longest = max(patience.times.longest.values())
+            longest = max(patience.longest.values())
             return {"message": str(error), "peer": error.peer, "timeout": patience.set_to, "longest": longest}
         return {"message": "it ended as if nothing were wrong"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from laddertron.engine.profiling.spans import Span, SpanRecorder, chrome_trace, from_plain, in_flight, to_plain, watch
+from laddertron.engine.profiling.spans import Span, SpanRecorder, chrome_trace, in_flight, watch
 from laddertron.engine.profiling.timeline import TimelineError, read_trace, timeline
 from laddertron.launchers.cli.__main__ import group
 from laddertron.models.config.model_config import Wiring
@@ -149,7 +149,6 @@ def trace(**about: Any) -> dict[str, Any]:
 
 def test_all_ranks_stand_on_one_clock_in_tracks_of_their_own() -> None:
     """Rank 1's clock is 100 s ahead: its step begins where rank 0's does. What overlaps is in two tracks."""
-    assert from_plain(json.loads(json.dumps(to_plain(spans())))) == spans()
     events = [e for e in trace()["traceEvents"] if e["ph"] == "X"]
     begins = {e["pid"]: e["ts"] for e in events if e["name"] == "step 0"}
     assert begins[0] == begins[1] == 0.0

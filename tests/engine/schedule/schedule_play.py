@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from fake_model import VOCAB, Answer, FakeRunner, answer, is_poisoned, logprob
 from laddertron.engine.batch import Batch, StepResult, encode
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams, TokensEvent
-from laddertron.engine.schedule.scheduler import RequestTooLarge, Scheduler, SchedulerLimits
+from laddertron.engine.schedule.limits import RequestTooLarge
+from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.schedule.speculation import SpeculationRule
 
 

@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from laddertron.engine.batch import Batch, Chunk, NewSequence, StepResult, decode
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams
-from laddertron.engine.schedule.scheduler import RequestTooLarge, Scheduler, SchedulerLimits
+from laddertron.engine.schedule.limits import RequestTooLarge
+from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.schedule.step_planner import BLOCKED_STEPS
 from laddertron.engine.schedule.waiting_queue import AGED_TURN
 from schedule_play import Play, check_books, play

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
 from laddertron.engine.sampling import grammar
-from laddertron.engine.step.timeouts import PATIENCE, StepTimes
+from laddertron.engine.step.timeouts import PATIENCE, CollectiveTimeouts
 from tokenizers import Tokenizer
 
 Ranks = Callable[..., list[Any]]
@@ -132,17 +132,17 @@ def test_a_silent_rank_is_named_after_a_few_steps_time(ranks: Ranks, llama: Path
 def test_timeouts_follow_the_steps() -> None:
     """Before anything is known the first limit holds; then thirty times the longest step of the size, in proportion for
     a larger one; hiccups are forgotten, and nothing goes below the least."""
-    times = StepTimes(60.0, least=2.0)
+    times = CollectiveTimeouts(60.0, lambda limit: None, least=2.0)
     assert times.limit(1) == 60.0
-    times.observe(8, 0.1)
+    times.after(8, 0.1)
     assert times.limit(8) == times.limit(15) == times.limit(1) == pytest.approx(3.0)
     assert times.limit(2048) == pytest.approx(3.0 * 256)
-    times.observe(2048, 1.5)
+    times.after(2048, 1.5)
     assert times.limit(2048) == pytest.approx(45.0)
-    times.observe(8, 5.0)
+    times.after(8, 5.0)
     assert times.limit(8) == pytest.approx(150.0)
     for _ in range(400):
-        times.observe(8, 0.01)
+        times.after(8, 0.01)
     assert times.limit(8) == 2.0
 
 
