@@ -6,7 +6,7 @@ orders it.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from ..request import Request, TokenLogprob
@@ -32,48 +32,36 @@ class RequestTimes:
     cached_tokens: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RequestGroup:
     """One request. `number` counts arrivals; `arrival`, `admitted`, `first_token` are unix seconds (None: not yet)."""
 
-    __slots__ = (
-        "admitted",
-        "arrival",
-        "cached_tokens",
-        "first_token",
-        "flow",
-        "held",
-        "logprobs",
-        "min_tokens",
-        "number",
-        "open",
-        "output_tokens",
-        "prompt_len",
-        "request",
-        "sequences",
-        "stops",
-        "unforked",
-    )
+    request: Request
+    number: int
+    arrival: float
+    # What every step asks of every sequence stands here, one attribute away.
+    prompt_len: int = field(init=False)
+    stops: frozenset[int] = field(init=False)
+    min_tokens: int = field(init=False)
+    logprobs: bool = field(init=False)
+    admitted: float | None = None
+    first_token: float | None = None
+    flow: Flow = field(init=False)
+    sequences: list[Sequence] = field(default_factory=list)
+    open: int = field(init=False)
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    unforked: int = field(init=False)
+    """Choices that have not had the prompt yet, neither shared nor computed."""
+    held: list[int] = field(default_factory=list)
+    """The prompt's blocks, referenced in the name of the choices still to be forked from them."""
 
-    def __init__(self, request: Request, number: int, arrival: float) -> None:
-        self.request = request
-        # What every step asks of every sequence stands here, one attribute away.
-        self.prompt_len = len(request.prompt)
-        self.stops = frozenset(request.params.stop_token_ids)
-        self.min_tokens = request.params.min_tokens
-        self.logprobs = request.params.logprobs is not None
-        self.number = number
-        self.arrival = arrival
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-        self.flow: Flow
-        self.sequences: list[Sequence] = []
+    def __post_init__(self) -> None:
+        request, params = self.request, self.request.params
+        self.prompt_len, self.stops = len(request.prompt), frozenset(params.stop_token_ids)
+        self.min_tokens, self.logprobs = params.min_tokens, params.logprobs is not None
         self.open = len(request.open_choices)
-        self.cached_tokens = 0
-        self.output_tokens = 0
-        self.unforked = 0 if request.emitted else request.params.n - 1
-        """Choices that have not had the prompt yet, neither shared nor computed."""
-        self.held: list[int] = []
-        """The prompt's blocks, referenced in the name of the choices still to be forked from them."""
+        self.unforked = 0 if request.emitted else params.n - 1
 
     def count(self, now: float) -> None:
         """A token of one of its choices: its queue and its owner are served by one more."""
@@ -97,75 +85,60 @@ class RequestGroup:
         )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice. All counts are in tokens. With `len(tokens)` known and `inflight` planned but not yet known,
     positions [0, computed) have been planned; the next plan goes on from there, up to `end`. Where plans under way have
     drafts, both are the least that can be, and the next plan may begin up to `slack` positions later."""
 
-    __slots__ = (
-        "acceptance",
-        "blocks",
-        "chain",
-        "choice",
-        "computed",
-        "draws",
-        "end",
-        "failed",
-        "fresh",
-        "group",
-        "inflight",
-        "lockstep",
-        "number",
-        "planned",
-        "prompt_len",
-        "prompt_logprobs",
-        "prompt_scored",
-        "proven",
-        "rank",
-        "registered",
-        "room",
-        "slack",
-        "slot",
-        "state",
-        "tokens",
-    )
+    group: RequestGroup
+    choice: int
+    chain: DigestChain | None
+    max_model_len: InitVar[int]
+    number: int = field(init=False)
+    prompt_len: int = field(init=False)
+    state: State = field(init=False)
+    rank: int = field(init=False)
+    tokens: list[int] = field(init=False)
+    inflight: int = 0
+    planned: int = -1
+    """The last plan that draws a token of it."""
+    computed: int = 0
+    slack: int = 0
+    acceptance: float = FIRST_ACCEPTANCE
+    end: int = field(init=False)
+    draws: bool = field(init=False)
+    """False for max_tokens=0: the prompt is computed, nothing is drawn."""
+    fresh: bool = field(init=False)
+    """A further choice that was not admitted yet: it waits for the prompt's blocks."""
+    lockstep: bool = field(init=False)
+    """Never planned ahead: the grammar's next mask depends on the token that is not known yet."""
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    room: int = 0
+    """Positions that `blocks` hold: len(blocks) * block_size."""
+    registered: int = 0
+    failed: bool = False
+    """Its logits were no numbers, or what its request allows could not be kept."""
+    proven: bool = False
+    """A token drawn since it entered its slot is known, and was no NaN."""
+    prompt_scored: bool = field(init=False)
+    """False while prompt logprobs are still to be computed."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
-    def __init__(self, group: RequestGroup, choice: int, chain: DigestChain | None, max_model_len: int) -> None:
-        request, params = group.request, group.request.params
-        emitted = request.emitted[choice] if request.emitted else ()
-        self.group = group
-        self.number = group.number
-        self.choice = choice
-        self.prompt_len = group.prompt_len
-        self.state: State = "waiting" if emitted is not None else "ended"
-        self.rank = request.priority
+    def __post_init__(self, max_model_len: int) -> None:
+        group, request, params = self.group, self.group.request, self.group.request.params
+        emitted = request.emitted[self.choice] if request.emitted else ()
+        self.number, self.prompt_len, self.rank = group.number, group.prompt_len, request.priority
+        self.state = "waiting" if emitted is not None else "ended"
         self.tokens = [*request.prompt, *(emitted or ())]
-        self.inflight = 0
-        self.planned = -1
-        """The last plan that draws a token of it."""
-        self.computed = self.slack = 0
-        self.acceptance = FIRST_ACCEPTANCE
         self.end = end_position(group.prompt_len, params.max_tokens, max_model_len)
-        self.draws = params.max_tokens > 0
-        """False for max_tokens=0: the prompt is computed, nothing is drawn."""
-        self.fresh = choice > 0 and not request.emitted
-        """A further choice that was not admitted yet: it waits for the prompt's blocks."""
-        self.lockstep = params.grammar is not None
-        """Never planned ahead: the grammar's next mask depends on the token that is not known yet."""
-        self.slot = -1
-        self.blocks: list[int] = []
-        self.room = 0
-        """Positions that `blocks` hold: len(blocks) * block_size."""
-        self.registered = 0
-        self.failed = False
-        """Its logits were no numbers, or what its request allows could not be kept."""
-        self.proven = False
-        """A token drawn since it entered its slot is known, and was no NaN."""
-        self.chain = chain
-        scored = params.prompt_logprobs is not None and choice == 0 and not emitted  # the first token tells them
-        self.prompt_scored = not scored
-        """False while prompt logprobs are still to be computed."""
-        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] * group.prompt_len if scored else None
+        self.draws, self.lockstep = params.max_tokens > 0, params.grammar is not None
+        self.fresh = self.choice > 0 and not request.emitted
+        # the first token tells them
+        self.prompt_scored = params.prompt_logprobs is None or self.choice > 0 or bool(emitted)
+        if not self.prompt_scored:
+            self.prompt_logprobs = [None] * group.prompt_len
 
     @property
     def outputs(self) -> int:
