@@ -7,7 +7,6 @@ network: the link between the two ranks is emulated in the collective, a timer t
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -26,13 +25,11 @@ from rich.text import Text
 
 from ...engine.config import load as deploy
 from ...engine.text.tokenizer import TextModel
-from ..compose.mpi import compose
 from ..control.processes import descendants, kill
-from ..job.fleet import Fleet
+from ..measure.bench_job import BenchError, BenchJob
+from .serving import PROMPTS, ROOT, tally, words_of, write_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {"standard": ROOT / "configs/demo-standard.yaml", "ladder": ROOT / "configs/demo.yaml"}
-PROMPTS = ROOT / "configs/demo-prompts.jsonl"
 RACE_S = 4.0
 """Seconds that the slower model should need over the emulated link."""
 LINES = 160
@@ -49,6 +46,8 @@ def main() -> int:
         text = TextModel.from_folder(ROOT / "configs/demo-ladder")
         _race(console, text, folder)
         status = _kill_and_resume(console, folder)
+    except BenchError as error:
+        raise SystemExit(str(error)) from None
     finally:
         shutil.rmtree(folder)
     console.print(f"\n[dim]{time.monotonic() - started:.0f} s in all[/]")
@@ -83,31 +82,13 @@ def _race_messages(text: TextModel, folder: Path) -> Iterator[dict[str, Any]]:
     prompts = [json.loads(line)["body"].get("prompt") for line in PROMPTS.read_text().splitlines()]
     ids = [text.tokenizer.encode(prompt).ids for prompt in prompts if prompt is not None]
     (folder / "prompts.json").write_text(json.dumps(ids))
-    deployment = deploy.load(CONFIGS["standard"])
-    fleet = Fleet(deployment, os.environ)
-    program = (sys.executable, "-m", f"{__package__}.race", str(RACE_S), str(folder / "prompts.json"))
-    command = compose(deployment, fleet.site, fleet.shares[0], (*program, *map(str, CONFIGS.values())))
-    with (folder / "race.log").open("w+") as log:
-        job = subprocess.Popen(
-            command.argv,
-            env={**os.environ, **command.env},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-        )
-        assert job.stdout is not None
-        try:
-            for line in job.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
-            if job.wait() != 0:
-                log.seek(0)
-                raise SystemExit(f"the race ended with status {job.returncode}:\n{log.read()[-4000:]}")
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
+    words = (str(RACE_S), str(folder / "prompts.json"), *map(str, CONFIGS.values()))
+    with BenchJob(deploy.load(CONFIGS["standard"]), "the race", "demos.race", words) as job:
+        while True:
+            message = job.answer()
+            yield message
+            if message.get("race") == "no delay" and message.get("over"):
+                return
 
 
 def _picture(message: dict[str, Any], c: float, text: TextModel) -> Group:
@@ -162,19 +143,16 @@ def _verdict(console: Console, results: dict[str, Any]) -> None:
 def _kill_and_resume(console: Console, folder: Path) -> int:
     console.rule(f"[bold]the job: {LINES} lines from JSONL to JSONL, a rank killed on the way")
     source, output = folder / "in.jsonl", folder / "out.jsonl"
-    bodies = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    with source.open("w") as file:
-        for number in range(LINES):
-            line = bodies[number % len(bodies)]
-            body = {**line["body"], "seed": number, "max_tokens": 64, "ignore_eos": True}
-            file.write(json.dumps({**line, "custom_id": f"line-{number}", "body": body}) + "\n")
+    write_lines(source, LINES, chats=True, max_tokens=64, ignore_eos=True)
     command = [sys.executable, "-m", "laddertron.launchers.cli", "run", str(CONFIGS["ladder"])]
     command += ["-i", str(source), "-o", str(output)]
     _show(console, command)
     _run_until_killed(console, command, output)
     _show(console, [*command, "--resume"])
     resumed = subprocess.run([*command, "--resume"], check=False)
-    return _count(console, output) or resumed.returncode
+    words, whole = tally(LINES, [output])
+    console.print(f"\n[bold]{words}")
+    return resumed.returncode if whole else 1
 
 
 def _show(console: Console, command: list[str]) -> None:
@@ -187,7 +165,7 @@ def _run_until_killed(console: Console, command: list[str], output: Path) -> Non
     killed = False
     while job.poll() is None:
         if not killed and output.exists() and output.read_bytes().count(b"\n") >= LINES // 4:
-            ranks = [p for p in descendants(job.pid) if _is_rank(p.pid)]
+            ranks = [p for p in descendants(job.pid) if "laddertron.launchers.rank.worker" in words_of(p.pid)]
             if ranks:
                 kill(ranks[-1], signal.SIGKILL)
                 killed = True
@@ -198,21 +176,6 @@ def _run_until_killed(console: Console, command: list[str], output: Path) -> Non
             continue
     answered = output.read_bytes().count(b"\n")
     console.print(f"exit status {job.returncode}; {answered} of {LINES} answers are on disk\n")
-
-
-def _is_rank(pid: int) -> bool:
-    try:
-        return b"laddertron.launchers.rank.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def _count(console: Console, output: Path) -> int:
-    """Prints what is there; 0 if every line has exactly one answer."""
-    ids = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
-    lost, twice = LINES - len(set(ids)), len(ids) - len(set(ids))
-    console.print(f"\n[bold]{LINES} lines, {len(ids)} answers, {lost} lost, {twice} duplicate")
-    return 0 if (lost, twice) == (0, 0) else 1
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import secrets
 import shutil
 import signal
@@ -26,11 +25,9 @@ from typing import Any
 import yaml
 
 from ..cli.batch_client import BatchClient, ServerAddress
-from .serving import ask, free_port, serving, started, wait_until
+from .serving import ROOT, ask, free_port, serving, started, wait_until, write_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "configs/monitoring"
-PROMPTS = ROOT / "configs/demo-prompts.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +70,9 @@ def _prometheus_config(port: int) -> str:
 
 def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str:
     """Uploads a batch of the demo prompts and starts it; its id. `more`: of each completion's body."""
-    bodies = [json.loads(line)["body"] for line in PROMPTS.read_text().splitlines()]
-    prompts = [body["prompt"] for body in bodies if "prompt" in body]
     client = BatchClient(ServerAddress(f"{daemon}/v1"))
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-        for number in range(lines):
-            body = {"model": "demo", "prompt": prompts[number % len(prompts)], "max_tokens": 48, **more}
-            line = {"custom_id": f"demo-{number}", "method": "POST", "url": "/v1/completions", "body": body}
-            file.write(json.dumps(line) + "\n")
-        file.flush()
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        write_lines(Path(file.name), lines, max_tokens=48, **more)
         uploaded = client.upload(Path(file.name))["id"]
     return str(client.create(uploaded, "/v1/completions", window, None, secrets.token_hex(8))["id"])
 

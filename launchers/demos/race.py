@@ -162,8 +162,9 @@ def _be_rank(identity: Identity, paths: Sequence[str], prompts: Sequence[Sequenc
 
 
 def main() -> int:
-    """argv: seconds a race, a file of prompts (JSON lists of ids), then one deployment file a lane."""
-    seconds, prompts, *paths = sys.argv[1:]
+    """argv: the job's deployment (each lane has its own instead), seconds a race, a file of prompts (JSON lists of
+    ids), then one deployment file a lane."""
+    _, seconds, prompts, *paths = sys.argv[1:]
     known = json.loads(Path(prompts).read_text())
     as_rank(lambda identity: _be_rank(identity, paths, known, float(seconds)), "`make demo` starts")
     return 0

@@ -1,4 +1,5 @@
-"""A daemon of one's own, for a show or a measurement: `laddertron serve` on a free port, ended whatever happens."""
+"""A daemon of one's own, for a show or a measurement: `laddertron serve` on a free port, ended whatever happens; and
+the batches that the demos send."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cli.batch_client import ENDED, BatchClient, ServerAddress
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ROOT / "configs/demo-prompts.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +51,24 @@ def ask(url: str, body: Any = None, timeout_s: float = 30.0) -> Any:
         return json.load(answer)
 
 
-def wait_until(what: str, condition: Any, timeout_s: float, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Asks five times a second: servers that come up tell nobody. Raises RuntimeError."""
+def wait_until(
+    what: str,
+    condition: Any,
+    timeout_s: float,
+    process: subprocess.Popen[bytes] | None = None,
+    log: Path | None = None,
+) -> None:
+    """Asks five times a second: servers that come up tell nobody. Raises RuntimeError, with the last words of `log`."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError, KeyError):
             if condition():
                 return
+        last = "" if log is None else f":\n{log.read_text()[-3000:]}"
         if process is not None and process.poll() is not None:
-            raise RuntimeError(f"{what}: the process ended with status {process.returncode}")
+            raise RuntimeError(f"{what}: the process ended with status {process.returncode}{last}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: not within {timeout_s:g} s")
+            raise RuntimeError(f"{what}: not within {timeout_s:g} s{last}")
         time.sleep(0.2)
 
 
@@ -91,11 +102,34 @@ def serving(config: Path, log: Path, settings: Mapping[str, object]) -> Iterator
     port = free_port()
     with started(serve_command(config, {"daemon.port": port, **settings}), log) as process:
         daemon = ServedDaemon(port, process.pid)
-        try:
-            wait_until("the daemon", lambda: ask(f"{daemon.url}/ready"), 120, process)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error}:\n{log.read_text()[-3000:]}") from None
+        wait_until("the daemon", lambda: ask(f"{daemon.url}/ready"), 120, process, log)
         yield daemon
+
+
+def write_lines(path: Path, count: int, chats: bool = False, **more: Any) -> None:
+    """A batch of the demo's prompts over and over, each with a seed of its own; `more`: of each body, over its own."""
+    known = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    known = [line for line in known if chats or "prompt" in line["body"]]
+    with path.open("w") as file:
+        for number in range(count):
+            line = known[number % len(known)]
+            body = {**line["body"], "seed": number, **more}
+            file.write(json.dumps({**line, "custom_id": f"line-{number}", "body": body}) + "\n")
+
+
+def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
+    """What the answers in `files` come to, and whether each of the `count` lines has exactly one."""
+    ids = [json.loads(row)["custom_id"] for path in files for row in path.read_text().splitlines()]
+    lost, twice = count - len(set(ids)), len(ids) - len(set(ids))
+    return f"{count} lines, {len(ids)} answers, {lost} lost, {twice} duplicate", not lost and not twice
+
+
+def words_of(pid: int) -> list[str]:
+    """A process's command line; [] once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
 
 
 def batch_seconds(daemon: ServedDaemon, lines: Path, count: int) -> float:

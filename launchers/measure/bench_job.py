@@ -1,5 +1,6 @@
 """One set of ranks that measures on demand (launchers/measure/bench_rank.py), as `laddertron bench` holds it: an order
-in, an answer out, at rest in between. Several are kept at once, so that their cases can take turns.
+in, an answer out, at rest in between. Several are kept at once, so that their cases can take turns. Ranks that take no
+orders, as those of `profile` and `verify`, only answer.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class BenchJob:
     PlacementError or BenchError."""
 
     def __init__(
-        self, deployment: Deployment, name: str, module: str = "bench_rank", words: Sequence[str] = ()
+        self, deployment: Deployment, name: str, module: str = "measure.bench_rank", words: Sequence[str] = ()
     ) -> None:
-        """module: what runs on the ranks, of this package, and its further arguments."""
+        """module: what runs on the ranks, below launchers, and its further arguments."""
         self.name, self.deployment = name, deployment
         self._module, self._words = module, words
         self.about: dict[str, Any] = {}
@@ -49,7 +50,7 @@ class BenchJob:
             fleet = Fleet(self.deployment, os.environ)
             (folder / "deployment.json").write_text(json.dumps(to_json(fleet.deployment)))
             file = str(folder / "deployment.json")
-            program = (sys.executable, "-m", f"{__package__}.{self._module}", file, *self._words)
+            program = (sys.executable, "-m", f"laddertron.launchers.{self._module}", file, *self._words)
             command = compose(fleet.deployment, fleet.site, fleet.shares[0], program)
             with (folder / "log").open("w") as log:
                 read, write = os.pipe()
