@@ -161,7 +161,9 @@ def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator],
 def main(work: Callable[[Any, Communicator], None] = _bench) -> int:
     """Loads this rank's share of the deployment that the first argument names, and does `work` with it."""
     die_with_parent()
-    as_rank(lambda identity: _be_rank(identity, Path(sys.argv[1]), work), "`laddertron bench` and `verify` start")
+    as_rank(
+        lambda identity: _be_rank(identity, Path(sys.argv[1]), work), "`laddertron bench`, `profile` and `verify` start"
+    )
     return 0
 
 

@@ -1,19 +1,18 @@
-"""`python -m laddertron.launchers.measure.profile_rank`: decodes on every rank of a deployment and records what happens
-when.
+"""`python -m laddertron.launchers.measure.profile_rank DEPLOYMENT.json OPTIONS`: decodes on every rank of a deployment
+and records what happens when.
 
-Started by `laddertron profile` under mpirun. Rank 0 gathers the spans over the group itself (no shared folder is
-needed) and writes the trace.
+Started by launchers/measure/bench_job.py for `laddertron profile`; OPTIONS are JSON. Rank 0 gathers the spans over the
+group itself (no shared folder is needed) and writes the trace.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import os
+import socket
 import sys
 import tempfile
 import time
-import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,16 +21,12 @@ from typing import Any
 import numpy as np
 
 from ...engine.batch import Batch, StepResult
-from ...engine.config import load as deploy
-from ...engine.config.schema import Deployment
 from ...engine.profiling.spans import Span, SpanRecorder, chrome_trace, watch
 from ...engine.request import Request, SamplingParams
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Ahead, Engine, StepProgress, drain, follow
 from ...topology.comm.groups import Communicator
-from ...topology.placement.identity import Identity, IdentityError, identify
-from ..control.processes import die_with_parent
-from ..rank.rank import choose_device, join_group, set_threads
+from .bench_rank import main, say
 
 WARM_UP = 8
 """Steps before the first one that is recorded."""
@@ -82,50 +77,46 @@ def _moment(communicator: Communicator) -> float:
     return time.monotonic()
 
 
-def profile(deployment: Deployment, identity: Identity, options: dict[str, Any]) -> None:
+def profile(built: Any, communicator: Communicator) -> None:
     """This rank's part. Raises whatever stops it."""
-    set_threads(deployment, identity)
-    from ...engine.step.build import build
-
-    device = choose_device(deployment, identity)
-    with join_group(deployment, identity) as communicator:
-        built = build(deployment, communicator, device)
-        wanted = communicator.layout.ranks[communicator.rank] in options["ranks"]
-        operators = _Operators() if options["ops"] and wanted else None
-        recorder = SpanRecorder(operators.annotate) if operators else SpanRecorder()
-        runner = _ProfiledRunner(built.runner, communicator, recorder, options["steps"])
-        watch(built.runner.model, recorder)
-        with operators or nullcontext():
-            if communicator.leads:
-                engine = Engine(Scheduler(built.scheduler_limits), runner, communicator.plans, StepProgress())
-                tokens = WARM_UP + options["steps"] + 4
-                for request in _requests(options["batch"], options["prompt"], tokens, built.limits.vocab_size):
-                    engine.add(request)
-                for event in drain(engine):
-                    if event.finish == "error":
-                        raise ValueError(event.message)
-                engine.close()
-            else:
-                follow(runner, communicator.plans, StepProgress())
-        said = {
-            "node": identity.node,
-            "moment": _moment(communicator),
-            "spans": [asdict(span) for span in recorder.spans] if wanted else [],
-            "ops": operators.trace if operators else None,
-        }
-        packed = gzip.compress(json.dumps(said).encode(), compresslevel=1)
-        everyone = [json.loads(gzip.decompress(item)) for item in communicator.collect(packed)]
+    options = json.loads(sys.argv[2])
+    wanted = communicator.layout.ranks[communicator.rank] in options["ranks"]
+    operators = _Operators() if options["ops"] and wanted else None
+    recorder = SpanRecorder(operators.annotate) if operators else SpanRecorder()
+    runner = _ProfiledRunner(built.runner, communicator, recorder, options["steps"])
+    watch(built.runner.model, recorder)
+    with operators or nullcontext():
         if communicator.leads:
-            links = sorted({entry.link for entry in communicator.ledger.entries() if entry.op == "all_reduce"})
-            about = {
-                "model": deployment.served_model_name,
-                "wiring": built.config.wiring.name,
-                "layers": built.config.num_layers,
-                "ranks": len(everyone),
-                "batch": options["batch"],
-                "link": next((link for link in links if link.startswith("emulated")), ", ".join(links)),
-            }
-            write_trace(Path(options["output"]), everyone, about)
+            engine = Engine(Scheduler(built.scheduler_limits), runner, communicator.plans, StepProgress())
+            tokens = WARM_UP + options["steps"] + 4
+            for request in _requests(options["batch"], options["prompt"], tokens, built.limits.vocab_size):
+                engine.add(request)
+            for event in drain(engine):
+                if event.finish == "error":
+                    raise ValueError(event.message)
+            engine.close()
+        else:
+            follow(runner, communicator.plans, StepProgress())
+    said = {
+        "node": socket.gethostname(),
+        "moment": _moment(communicator),
+        "spans": [asdict(span) for span in recorder.spans] if wanted else [],
+        "ops": operators.trace if operators else None,
+    }
+    packed = gzip.compress(json.dumps(said).encode(), compresslevel=1)
+    everyone = [json.loads(gzip.decompress(item)) for item in communicator.collect(packed)]
+    if communicator.leads:
+        links = sorted({entry.link for entry in communicator.ledger.entries() if entry.op == "all_reduce"})
+        about = {
+            "model": options["model"],
+            "wiring": built.config.wiring.name,
+            "layers": built.config.num_layers,
+            "ranks": len(everyone),
+            "batch": options["batch"],
+            "link": next((link for link in links if link.startswith("emulated")), ", ".join(links)),
+        }
+        write_trace(Path(options["output"]), everyone, about)
+        say({"written": options["output"]})
 
 
 def write_trace(path: Path, everyone: list[dict[str, Any]], about: dict[str, Any]) -> None:
@@ -166,21 +157,5 @@ class _Operators:
             self.trace = file.read_text()
 
 
-def main() -> int:
-    """argv: the deployment as JSON text in a file, the options as JSON text."""
-    die_with_parent()
-    try:
-        identity = identify()
-        if identity is None:
-            raise IdentityError("not a rank: `laddertron profile` starts this under mpirun")
-        deployment = deploy.from_json(json.loads(Path(sys.argv[1]).read_text()))
-        profile(deployment, identity, json.loads(sys.argv[2]))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the others wait for this one
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(profile))

@@ -3,44 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import click
 
-from ....engine.config.load import Deployment, load, to_json
-from ...compose.mpi import compose
+from ....engine.config.load import load
 from ...control.processes import ended_by_term
-from ...job import supervised_process as kept
-from ...job.fleet import Fleet
+from ...measure.bench_job import BenchError, BenchJob
 from ..fabric_option import fabric_option
-
-
-def run_profile(deployment: Deployment, options: dict[str, object], timeout_s: float = 600.0) -> None:
-    """Launches the deployment's ranks once and waits for the trace. Raises ClickException with the ranks' words."""
-    try:
-        fleet = Fleet(deployment, os.environ)
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    with tempfile.TemporaryDirectory(prefix="laddertron-") as folder:
-        config = Path(folder) / "deployment.json"
-        config.write_text(json.dumps(to_json(fleet.deployment)))
-        program = (sys.executable, "-m", "laddertron.launchers.measure.profile_rank", str(config))
-        command = compose(deployment, fleet.site, fleet.shares[0], (*program, json.dumps(options)))
-        with (Path(folder) / "log").open("w+") as log:
-            job = kept.start(command.argv, command.env, stdout=log, stderr=log)
-            try:
-                status = job.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                status = 124
-            finally:
-                kept.end(job)
-            if status != 0:
-                log.seek(0)
-                raise click.ClickException(f"the ranks ended with status {status}:\n{log.read()[-4000:].strip()}")
 
 
 @click.command(short_help="A trace of compute, all-reduces and waits for Perfetto.")
@@ -76,15 +46,21 @@ def command(
     size = deployment.parallel.ranks
     if unknown := [rank for rank in ranks if not 0 <= rank < size]:
         raise click.UsageError(f"--rank {unknown[0]}: the deployment has ranks 0 to {size - 1}")
+    ranks = ranks or tuple(range(size))
     options = {
         "steps": steps,
         "batch": batch or deployment.engine.max_num_seqs,
         "prompt": prompt,
-        "ranks": list(ranks or range(size)),
+        "ranks": ranks,
         "ops": ops,
         "output": str(output.resolve()),
+        "model": deployment.served_model_name,
     }
-    with ended_by_term():
-        run_profile(deployment, options)
-    click.echo(f"{output}: {steps} steps of {len(options['ranks'])} ranks; open it at https://ui.perfetto.dev")  # type: ignore[arg-type]
+    job = BenchJob(deployment, config, "measure.profile_rank", (json.dumps(options),))
+    try:
+        with ended_by_term(), job:
+            pass  # they answer once the trace is written
+    except (BenchError, ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{output}: {steps} steps of {len(ranks)} ranks; open it at https://ui.perfetto.dev")
     return 0
