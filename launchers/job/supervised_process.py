@@ -1,6 +1,6 @@
 """A command under a keeper, for callers that wait for it: nothing of it outlives this process, not even after kill -9.
 
-What the supervisor's jobs have in launchers/job/job_launch.py, for `bench` and `profile`. Decides nothing.
+What the supervisor's jobs have in launchers/job/job_launch.py, for `bench` and `preflight`. Decides nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def start(
     argv: Sequence[str],
     env: Mapping[str, str],
     *,
-    stdout: IO[str] | int,
+    stdout: IO[str] | int | None,
     stderr: IO[str] | int,
     orders: int | None = None,
 ) -> subprocess.Popen[str]:
@@ -43,6 +43,7 @@ def start(
             stdout=stdout,
             stderr=stderr,
             text=True,
+            errors="replace",
             pass_fds=() if orders is None else (orders,),
             start_new_session=True,
         )

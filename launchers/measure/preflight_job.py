@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import queue
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import IO
+
+from ..job import supervised_process as kept
 
 SIGNS = "LADDERTRON_PREFLIGHT_SIGNS"
 """Set for ranks whose launcher listens."""
@@ -28,7 +28,6 @@ END_S = 10.0
 """For the launcher to end once a rank said that it ends."""
 DONE_S = 30.0
 """For ranks and launcher to end once all is measured."""
-KILL_GRACE_S = 3.0
 
 # Launchers may put a tag before each line, and who writes no whole line too.
 _SIGN = re.compile(r"laddertron preflight: rank ([0-9]+) (started|met|done)\s*$")
@@ -87,26 +86,17 @@ class Signs:
 
 
 def hold(argv: Sequence[str], env: dict[str, str], hosts: Sequence[str], show: Callable[[str], None]) -> int:
-    """Runs the command, whose rank i is on hosts[i], and returns its exit status, 1 where it had to be killed. `show`
-    gets its stderr, line by line. When it returns or raises (KeyboardInterrupt), no process of the command is left on
-    this host. Raises OSError."""
-    scratch = tempfile.mkdtemp(prefix="laddertron-")
-    keeper = (sys.executable, "-P", "-m", "laddertron.launchers.job.keeper", str(KILL_GRACE_S), scratch, "--", *argv)
+    """Runs the command, whose rank i is on hosts[i], with `env` beside this process's, and returns its exit status, 1
+    where it had to be killed. `show` gets its stderr, line by line. When it returns or raises (KeyboardInterrupt), no
+    process of the command is left on this host. Raises OSError."""
+    process = kept.start(argv, env, stdout=None, stderr=subprocess.PIPE)
+    assert process.stderr is not None
     try:
-        with subprocess.Popen(
-            keeper, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=env,
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            assert process.stdin is not None
-            assert process.stderr is not None
-            try:
-                killed = _listen(process.stderr, Signs(hosts, time.monotonic()), show)
-            finally:
-                process.stdin.close()  # the keeper ends what is left
-                status = process.wait()
+        killed = _listen(process.stderr, Signs(hosts, time.monotonic()), show)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return 1 if killed else status
+        kept.end(process)
+        process.stderr.close()
+    return 1 if killed else process.returncode
 
 
 def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:

@@ -39,8 +39,7 @@ def launch(loaded: LoadedDeployment, words: list[str]) -> int:
         raise UsageError(str(error)) from error
     try:
         hosts = [host.name for host in whole.hosts for _ in range(host.slots)]
-        env = {**os.environ, **job.env, SIGNS: "1"}
-        code = hold(job.argv, env, hosts, lambda line: click.echo(line, nl=False, err=True))
+        code = hold(job.argv, {**job.env, SIGNS: "1"}, hosts, lambda line: click.echo(line, nl=False, err=True))
         return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
     except KeyboardInterrupt:
         return 130

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from laddertron.launchers.job import supervised_process
 from laddertron.launchers.measure import preflight_job
 from laddertron.launchers.measure.preflight_job import DONE_S, END_S, MEET_S, SIGNS, START_S, Signs, Watch, hold, sign
 from waiting import FOR_EVER_S, HANG_S
@@ -105,7 +106,7 @@ sys.stderr.write("laddertron preflight: rank 0 started\\n")
 sys.stderr.flush()
 time.sleep(600)
 """
-    monkeypatch.setattr(preflight_job, "KILL_GRACE_S", 0.2)
+    monkeypatch.setattr(supervised_process, "GRACE_S", 0.2)
     status, shown = held(program)
     assert (status, shown.count("\n")) == (1, 1)
     assert "error: rank 1 on n1 did not start" in shown
