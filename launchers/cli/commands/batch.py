@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,12 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient, ServerAddress
-from ..errors import UsageError
+from ..errors import UsageError, ended_by
 from ..run_view import clock
 
 _URL = "http://127.0.0.1:8000/v1"
 _LIST_WIDTH = 100
+_FAILS = ended_by(ApiError, end=click.ClickException)
 
 
 @click.group(short_help="Submit, watch and fetch batches on a running daemon.")
@@ -42,10 +41,8 @@ def command(context: click.Context, url: str | None) -> None:
     """
     environ = os.environ
     key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
-    try:
+    with ended_by(ApiError):
         context.obj = BatchClient(ServerAddress(url or environ.get("OPENAI_BASE_URL") or _URL, key))
-    except ApiError as error:
-        raise UsageError(str(error)) from error
 
 
 @command.command()
@@ -59,6 +56,7 @@ def command(context: click.Context, url: str | None) -> None:
 @click.option("--wait", is_flag=True, help="Until it has ended.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="With --wait: where answers go.")
 @click.pass_obj
+@_FAILS
 def submit(
     client: BatchClient,
     file: Path,
@@ -75,82 +73,72 @@ def submit(
     pairs = dict(_pair(word) for word in metadata)
     chosen = endpoint or _first_url(file)
     console = Console(stderr=True)
-    with _told():
-        with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
-            task = bar.add_task("upload", total=file.stat().st_size)
-            uploaded = client.upload(file, lambda size: bar.advance(task, size))
-        batch = client.create(uploaded["id"], chosen, window, pairs, secrets.token_hex(16), reuse)
-        click.echo(batch["id"])
-        if not wait:
-            return 0
-        return _finish(client, _watched(client, batch["id"], output, console), output, console)
+    with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("upload", total=file.stat().st_size)
+        uploaded = client.upload(file, lambda size: bar.advance(task, size))
+    batch = client.create(uploaded["id"], chosen, window, pairs, secrets.token_hex(16), reuse)
+    click.echo(batch["id"])
+    if not wait:
+        return 0
+    return _finish(client, _watched(client, batch["id"], output, console), output, console)
 
 
 @command.command()
 @click.argument("batch_id")
 @click.pass_obj
+@_FAILS
 def status(client: BatchClient, batch_id: str) -> None:
     """Print the batch as JSON."""
-    with _told():
-        click.echo(json.dumps(client.batch(batch_id), indent=1))
+    click.echo(json.dumps(client.batch(batch_id), indent=1))
 
 
 @command.command()
 @click.argument("batch_id")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Where answers go, once it has ended.")
 @click.pass_obj
+@_FAILS
 def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:
     """Watch a batch until it has ended. Exit code 0 if it completed, 1 otherwise."""
     console = Console(stderr=True)
-    with _told():
-        return _finish(client, _watched(client, batch_id, output, console), output, console)
+    return _finish(client, _watched(client, batch_id, output, console), output, console)
 
 
 @command.command()
 @click.argument("batch_id")
 @click.pass_obj
+@_FAILS
 def cancel(client: BatchClient, batch_id: str) -> None:
     """Cancel a batch; what is finished stays."""
-    with _told():
-        click.echo(client.cancel(batch_id)["status"])
+    click.echo(client.cancel(batch_id)["status"])
 
 
 @command.command()
 @click.argument("batch_id")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go.")
 @click.pass_obj
+@_FAILS
 def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
     """Download a batch's answers, and its errors beside them (OUT.errors.jsonl)."""
-    with _told():
-        batch = client.batch(batch_id)
-        if batch["status"] not in ENDED:
-            raise click.ClickException(f"{batch_id} is {batch['status']}: wait for it")
-        return _finish(client, batch, output, Console(stderr=True))
+    batch = client.batch(batch_id)
+    if batch["status"] not in ENDED:
+        raise click.ClickException(f"{batch_id} is {batch['status']}: wait for it")
+    return _finish(client, batch, output, Console(stderr=True))
 
 
 @command.command("list")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
 @click.pass_obj
+@_FAILS
 def show(client: BatchClient, limit: int) -> None:
     """Your batches, newest first."""
     titles = ("id", "status", "lines", "done", "failed", "made")
     table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
-    with _told():
-        for batch in client.list(limit):
-            counts = batch.get("request_counts") or {}
-            made = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
-            numbers = [str(counts.get(name, 0)) for name in ("total", "completed", "failed")]
-            table.add_row(batch["id"], batch["status"], *numbers, made)
+    for batch in client.list(limit):
+        counts = batch.get("request_counts") or {}
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
+        numbers = [str(counts.get(name, 0)) for name in ("total", "completed", "failed")]
+        table.add_row(batch["id"], batch["status"], *numbers, made)
     Console(width=max(Console().width, _LIST_WIDTH)).print(table)  # a cut id is no use, in a pipe least of all
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """ApiErrors become one line and exit code 1."""
-    try:
-        yield
-    except ApiError as error:
-        raise click.ClickException(str(error)) from error
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -21,11 +21,11 @@ from rich.console import Console
 from ....engine.config.load import ConfigError, Deployment, read
 from ....engine.profiling.bench import Case
 from ....models.config.wiring import WIRINGS
-from ...compose.hosts import LaunchError
 from ...control.processes import ended_by_term
-from ...measure.bench_job import BenchError, BenchJob
+from ...measure.bench_job import BenchJob
 from ...measure.bench_measure import Row, Say, Variant, measure, measure_mix, roomy
 from ..bench_view import case_table, mix_table, plot
+from ..errors import ended_by
 from ..fabric_option import fabric_option
 
 LINE_S = 5.0
@@ -169,13 +169,8 @@ def command() -> None:
 
 
 def _guarded(work: Any, *arguments: Any) -> int:
-    try:
-        with ended_by_term():
-            return int(work(*arguments))
-    except ConfigError:
-        raise
-    except (BenchError, LaunchError, RuntimeError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    with ended_by(RuntimeError, ValueError, end=click.ClickException), ended_by_term():
+        return int(work(*arguments))
 
 
 @command.command()

@@ -16,7 +16,7 @@ from rich.table import Table
 from ....engine.config.bind import allowed
 from ....engine.config.schema import DAY, Range, Unit
 from ....engine.daemon.http.keys import Key, KeyFileError, add_key, limit_key, read_keys, revoke_key, rotate_key
-from ..errors import UsageError
+from ..errors import UsageError, ended_by
 
 _OldFor = Annotated[float, Unit("seconds"), Range(0, 90 * DAY)]
 _FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -41,15 +41,13 @@ def command() -> None:
 @_FILE
 @click.argument("name")
 @click.option("--kind", type=click.Choice(["client", "metrics"]), default="client", show_default=True)
+@ended_by(KeyFileError, OSError)
 def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
     """Make a key for NAME and print it: it is shown this once. A client's opens the API, one of the kind metrics opens
     /metrics and nothing else."""
     if not 1 <= len(name) <= 128 or not name.isprintable():
         raise UsageError(f"NAME={name!r}: 1 to 128 printable characters")
-    try:
-        key, secret = add_key(file, name, kind)
-    except (KeyFileError, OSError) as error:
-        raise UsageError(str(error)) from error
+    key, secret = add_key(file, name, kind)
     click.echo(f"{key.id} for {name}, kept in {file} as a digest. The key, shown only now:", err=True)
     click.echo(secret)
 
@@ -60,6 +58,7 @@ def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
 @click.option(
     "--old-for", default="24h", show_default=True, metavar="TIME", help="How long the old secret still works."
 )
+@ended_by(KeyFileError, OSError)
 def rotate(file: Path, which: str, old_for: str) -> None:
     """Give a key a new secret and print it: it is shown this once. The id stays, and with it files, batches, limits and
     usage. The secret before works for a while more; --old-for 0 ends it now."""
@@ -67,10 +66,7 @@ def rotate(file: Path, which: str, old_for: str) -> None:
         seconds = TypeAdapter(_OldFor).validate_python(old_for)
     except ValidationError:
         raise UsageError(f"--old-for {old_for!r} is not {allowed(_OldFor)}") from None
-    try:
-        key, secret = rotate_key(file, which, seconds)
-    except (KeyFileError, OSError) as error:
-        raise UsageError(str(error)) from error
+    key, secret = rotate_key(file, which, seconds)
     until = f"works until {_day(key.old_until)} UTC" if seconds else "works no more"
     click.echo(f"{key.id} of {key.name}: the old secret {until}. The new one, shown only now:", err=True)
     click.echo(secret)
@@ -79,12 +75,10 @@ def rotate(file: Path, which: str, old_for: str) -> None:
 @command.command()
 @_FILE
 @click.argument("which", metavar="ID|NAME")
+@ended_by(KeyFileError, OSError)
 def revoke(file: Path, which: str) -> None:
     """End a key. What its holder made stays theirs alone."""
-    try:
-        key = revoke_key(file, which)
-    except (KeyFileError, OSError) as error:
-        raise UsageError(str(error)) from error
+    key = revoke_key(file, which)
     click.echo(f"{key.id} of {key.name} is revoked", err=True)
 
 
@@ -99,13 +93,11 @@ def _limit(name: str, text: str) -> Callable[[Any], Any]:
 @_limit("concurrent-requests", "POST requests at once")
 @_limit("tokens-per-day", "Tokens of prompts and answers a day (UTC); lines of batches wait for the next")
 @_limit("stored-bytes", "Bytes of all files")
+@ended_by(KeyFileError, OSError)
 def limit(file: Path, which: str, **limits: int | None) -> None:
     """Say what a key may: what is not named stays as it is. Beyond it requests are 429."""
     named = {name: most or None for name, most in limits.items() if most is not None}
-    try:
-        key = limit_key(file, which, named)
-    except (KeyFileError, OSError) as error:
-        raise UsageError(str(error)) from error
+    key = limit_key(file, which, named)
     click.echo(f"{key.id} of {key.name}: {_limits(key)}", err=True)
 
 
@@ -115,16 +107,13 @@ def _limits(key: Key) -> str:
 
 @command.command("list")
 @_FILE
+@ended_by(KeyFileError)
 def show(file: Path) -> None:
     """Who has a key, and since when."""
-    try:
-        keys = read_keys(file)
-    except KeyFileError as error:
-        raise UsageError(str(error)) from error
     table = Table(box=None, pad_edge=False)
     for name in ("id", "name", "kind", "made", "limits", ""):
         table.add_column(name, no_wrap=name == "id")  # a cut id is no use
-    for key in keys:
+    for key in read_keys(file):
         state = "" if key.old_until < time.time() else f"old secret until {_day(key.old_until)}"
         if key.revoked_at is not None:
             state = f"revoked {_day(key.revoked_at)}"

@@ -24,19 +24,17 @@ from ...compose.mpi import compose
 from ...control.processes import die_with_parent
 from ...job.fleet import Fleet
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
-from ..errors import UsageError
+from ..errors import ended_by
 from ..fabric_option import fabric_option
 
 
 def launch(loaded: LoadedDeployment, words: list[str]) -> int:
     """The same command as ranks of a job; its exit status. Raises UsageError where it cannot be launched."""
-    try:
+    with ended_by(ValueError, OSError):
         fleet = Fleet(loaded.deployment, os.environ)
         program = (fleet.site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
         whole = together(fleet.shares)
         job = compose(loaded.deployment, fleet.site, whole, program, (SIGNS,))
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
     try:
         hosts = [host.name for host in whole.hosts for _ in range(host.slots)]
         code = hold(job.argv, {**job.env, SIGNS: "1"}, hosts, lambda line: click.echo(line, nl=False, err=True))
@@ -104,10 +102,8 @@ def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
     Exit codes: 0 all is well; 1 something is broken, and the culprit is named; 2 the command line or CONFIG is wrong.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    try:
+    with ended_by(IdentityError):
         identity = identify()
-    except IdentityError as error:
-        raise UsageError(str(error)) from error
     try:
         loaded = read(config, overrides)
     except ConfigError as error:

@@ -10,6 +10,7 @@ import click
 from ....engine.config.load import load
 from ...control.processes import ended_by_term
 from ...measure.bench_job import BenchError, BenchJob
+from ..errors import ended_by
 from ..fabric_option import fabric_option
 
 
@@ -57,10 +58,7 @@ def command(
         "model": deployment.served_model_name,
     }
     job = BenchJob(deployment, config, "measure.profile_rank", (json.dumps(options),))
-    try:
-        with ended_by_term(), job:
-            pass  # they answer once the trace is written
-    except (BenchError, ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    with ended_by(BenchError, ValueError, OSError, end=click.ClickException), ended_by_term(), job:
+        pass  # they answer once the trace is written
     click.echo(f"{output}: {steps} steps of {len(ranks)} ranks; open it at https://ui.perfetto.dev")
     return 0

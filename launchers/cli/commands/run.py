@@ -31,7 +31,7 @@ from ....engine.text.tokenizer import TextError, TextModel
 from ....topology.placement.identity import Identity, IdentityError, identify, require_world
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
-from ..errors import UsageError
+from ..errors import UsageError, ended_by
 from ..fabric_option import fabric_option
 from ..run_view import RunView, summary_table
 from .check import memory_faults, missing_files, model_faults
@@ -104,10 +104,8 @@ def read_text(loaded: LoadedDeployment) -> tuple[TextModel, Path]:
 
 def open_files(arguments: Arguments) -> RunFiles:
     """The last thing before anything is launched: `--overwrite` empties here. Raises UsageError."""
-    try:
+    with ended_by(RunFileError):
         return open_run(arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite)
-    except RunFileError as error:
-        raise UsageError(str(error)) from error
 
 
 def bundles_of(deployment: Deployment) -> FailureBundles:
@@ -222,10 +220,8 @@ def _escaped(text: str) -> str:
 def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Console) -> int:
     """In this process and ranks of its own."""
     text, folder = read_text(loaded)
-    try:
+    with ended_by(ValueError, OSError):
         job = launched_job(loaded.deployment)
-    except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from error
     prepared = Prepared(loaded.deployment, text, folder, open_files(arguments))
     try:
         return asyncio.run(drive(job, prepared, arguments, console))
@@ -305,10 +301,8 @@ def command(
     logging.basicConfig(
         level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
     )
-    try:
+    with ended_by(IdentityError):
         identity = identify()
-    except IdentityError as error:
-        raise UsageError(str(error)) from error
     arguments = Arguments(
         config, source, output, errors or default_errors(output), resume, overwrite, overrides, strict
     )

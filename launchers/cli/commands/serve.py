@@ -6,7 +6,7 @@ import click
 
 from ....engine.config.load import LoadedDeployment, read
 from ....topology.placement.identity import IdentityError, identify
-from ..errors import UsageError
+from ..errors import UsageError, ended_by
 from ..fabric_option import fabric_option
 from .check import unmeasured_weights
 from .run import read_text
@@ -34,10 +34,8 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
     """
     from ...serve import ServeError, serve
 
-    try:
+    with ended_by(IdentityError):
         identity = identify()
-    except IdentityError as error:
-        raise UsageError(str(error)) from error
     if identity is not None:
         raise UsageError(
             f"serve under an outer {identity.launcher}: the daemon launches its own ranks; call it plainly: "
@@ -53,7 +51,5 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
 
     if (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
         click.echo(f"warning: {unmeasured}", err=True)
-    try:
+    with ended_by(ServeError):
         return serve(loaded, text, folder, adopt=adopt, read_again=read_again)
-    except ServeError as error:
-        raise UsageError(str(error)) from error

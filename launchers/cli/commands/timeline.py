@@ -7,8 +7,9 @@ from typing import Literal
 
 import click
 
-from ....engine.profiling.timeline import TimelineError, read_trace, timeline
+from ....engine.profiling.timeline import read_trace, timeline
 from ....engine.profiling.timeline_plot import PlotError, draw
+from ..errors import ended_by
 
 
 def _layers(text: str | None) -> range | None:
@@ -42,9 +43,7 @@ def command(
     """
     wanted = _layers(layers)
     which: int | Literal["median", "shortest"] = step if step is not None else "shortest" if shortest else "median"
-    try:
+    with ended_by(PlotError, ValueError, OSError, end=click.ClickException):
         draw([timeline(read_trace(path), rank, which, wanted) for path in traces], output)
-    except (TimelineError, PlotError, ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
     click.echo(f"{output}: {len(traces)} timelines")
     return 0

@@ -17,7 +17,7 @@ from ....engine.openai.batch_input import read_lines
 from ....engine.text.tokenizer import TextError, TextModel
 from ...measure.trial import FEWEST, Reply, Request, Round, Spread, Trial, cost, deal, mix, play, verdict
 from ..batch_client import ApiError, BatchClient, ServerAddress
-from ..errors import UsageError
+from ..errors import UsageError, ended_by
 
 _UNKNOWN_FIELD = (400, 422)
 _COUNT, _PRICE = click.IntRange(1, 10**6), click.FloatRange(0, min_open=True)
@@ -124,13 +124,11 @@ def _servers(deployment: Deployment, against: str, model: str | None, first: Req
     scheme = "http" if keys.tls_cert is None else "https"
     url = f"{scheme}://{keys.host}:{keys.port}/v1"
     environ = os.environ
-    try:
+    with ended_by(ApiError, end=click.ClickException):
         name = deployment.model.served_model_name or Path(deployment.model.path).name
         ours = Server("this deployment", url, environ.get("LADDERTRON_API_KEY"), name)
         theirs = Server(against, against, environ.get("OPENAI_API_KEY"), model)
         counted = [server.warm_up(first) for server in (ours, theirs)]
-    except ApiError as error:
-        raise click.ClickException(str(error)) from error
     if not all(counted):
         try:
             text = TextModel.from_folder(Path(deployment.model.path))

@@ -11,19 +11,13 @@ from typing import Any
 import click
 
 from ....engine.config.load import ConfigError, Deployment, read
-from ...compose.hosts import LaunchError
 from ...control.processes import ended_by_term
-from ...measure.bench_job import BenchError, BenchJob
+from ...measure.bench_job import BenchJob
+from ..errors import ended_by
 
 WIDTH = 80
 Digests = list[list[tuple[str, list[int]]]]
 """Of each request, each sub-block's name and its rows' digests."""
-
-
-class Trouble(click.ClickException):
-    """It could not be checked."""
-
-    exit_code = 2
 
 
 def _load(config: str, overrides: Sequence[str] = ()) -> Deployment:
@@ -70,15 +64,12 @@ def command(config: str, against: str | None, overrides: tuple[str, ...], reques
     order = {"requests": requests, "longest": longest, "cases": cases, "seed": seed, "digests": bool(against)}
     _say(f"{requests} requests of up to {longest} tokens, --seed {seed}")
     different, digests = False, list[Digests]()
-    try:
-        with ended_by_term():
-            for name, deployment in deployments:
-                found = _run(name, deployment, order)
-                different |= found[0]
-                digests += found[1]
-                order["cases"] = 0  # the other layout's own mixes are a check of its own
-    except (BenchError, LaunchError, RuntimeError, ValueError) as error:
-        raise Trouble(str(error)) from error
+    with ended_by(RuntimeError, ValueError), ended_by_term():
+        for name, deployment in deployments:
+            found = _run(name, deployment, order)
+            different |= found[0]
+            digests += found[1]
+            order["cases"] = 0  # the other layout's own mixes are a check of its own
     if against:
         where = compare(*digests)
         different |= bool(where)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ...errors import ended_by
 from ...training import STATES, parse_layers, token_files, training_bar, training_ranks, with_settings
 
 EPILOG = """\b
@@ -53,6 +54,7 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 @click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
 @with_settings
+@ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
 def command(source: Path, out: Path, **o: Any) -> None:
     """Retrain the checkpoint FROM for another residual wiring and write it as a folder that declares it.
 
@@ -60,11 +62,8 @@ def command(source: Path, out: Path, **o: Any) -> None:
     (README.md) and an evaluation record: held-out loss of the original, of the new wiring untrained, and trained."""
     if (out / "config.json").exists():
         raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
-    try:
-        with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
-            _adapt(source, out, ranks, o)
-    except (ValueError, OSError, FloatingPointError) as error:
-        raise click.ClickException(str(error)) from error
+    with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
+        _adapt(source, out, ranks, o)
 
 
 def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 import click
 
 from .....models.config.dialects import DIALECTS
+from .....models.weights.checkpoint import CheckpointError
+from ...errors import ended_by
 
 
 @click.command(short_help="Write a model folder in another checkpoint format.")
 @click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--format", "dialect", type=click.Choice(DIALECTS), required=True, help="What TO is to be written as.")
+@ended_by(CheckpointError, OSError, ValueError, end=click.ClickException)
 def command(source: Path, target: Path, dialect: str) -> None:
     """Write the model of FROM to TO, every tensor bit for bit, in the words of another format.
 
@@ -29,13 +32,9 @@ def command(source: Path, target: Path, dialect: str) -> None:
     """
     from rich.console import Console
 
-    from .....models.weights.checkpoint import CheckpointError
     from .....models.weights.convert import convert
     from ...weights_view import byte_bar
 
-    try:
-        with byte_bar(Console(stderr=True), dialect) as progress:
-            config = convert(source, target, dialect, progress)
-    except (CheckpointError, OSError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    with byte_bar(Console(stderr=True), dialect) as progress:
+        config = convert(source, target, dialect, progress)
     click.echo(f"{target}: {dialect}, {config.wiring.name} wiring, {config.num_parameters:,} parameters")

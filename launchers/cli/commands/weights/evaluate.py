@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ...errors import ended_by
 from ...training import token_file, training_ranks
 
 
@@ -27,6 +28,7 @@ from ...training import token_file, training_ranks
 @click.option("--record", is_flag=True, help="Write the record that `check` and `serve` look for into each folder.")
 @click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@ended_by(ValueError, OSError, end=click.ClickException)
 def command(
     folders: tuple[Path, ...], text: tuple[Path, ...], original: Path | None, context: int | None, tokens: int,
     record: bool, as_json: bool, threads: int | None,
@@ -39,13 +41,10 @@ def command(
     wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
       laddertron evaluate models/standard models/ladder --text notes/ --original models/standard --record
     """
-    try:
-        with training_ranks(threads=threads) as ranks:
-            rows = _rows(folders, text, original, context, tokens, record, ranks)
-            if ranks.rank == 0:
-                click.echo(json.dumps(rows, indent=1) if as_json else "\n".join(_table(rows)))
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    with training_ranks(threads=threads) as ranks:
+        rows = _rows(folders, text, original, context, tokens, record, ranks)
+        if ranks.rank == 0:
+            click.echo(json.dumps(rows, indent=1) if as_json else "\n".join(_table(rows)))
 
 
 def _rows(

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import click
 
+from .....models.weights.checkpoint import CheckpointError
+from ...errors import ended_by
+
 
 @click.command(short_help="Checksums of a model folder.")
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--check", is_flag=True, help="Verify the whole folder against the manifest that is there.")
+@ended_by(CheckpointError, end=click.ClickException)
 def command(model: Path, check: bool) -> None:
     """Write MODEL/laddertron.manifest.json, or verify MODEL against it.
 
@@ -22,24 +26,20 @@ def command(model: Path, check: bool) -> None:
     """
     from rich.console import Console
 
-    from .....models.weights.checkpoint import CheckpointError
     from .....models.weights.manifest import Verifier, make_manifest, read_manifest, stored_in, write_manifest
     from ...weights_view import byte_bar
 
     console, start = Console(stderr=True), time.monotonic()
-    try:
-        if check:
-            found = read_manifest(model)
-            if found is None:
-                raise CheckpointError(f"{model}: no manifest: write it with `laddertron manifest {model}`")
-            with Verifier.start(model, stored_in(model), (0, 1)) as verifier:
-                verifier.finish()
-            manifest, done = found, "as the manifest says"
-        else:
-            with byte_bar(console, "checksums") as progress:
-                manifest = make_manifest(model, progress)
-            done = f"listed in {write_manifest(model, manifest).name}"
-    except CheckpointError as fault:
-        raise click.ClickException(str(fault)) from fault
+    if check:
+        found = read_manifest(model)
+        if found is None:
+            raise CheckpointError(f"{model}: no manifest: write it with `laddertron manifest {model}`")
+        with Verifier.start(model, stored_in(model), (0, 1)) as verifier:
+            verifier.finish()
+        manifest, done = found, "as the manifest says"
+    else:
+        with byte_bar(console, "checksums") as progress:
+            manifest = make_manifest(model, progress)
+        done = f"listed in {write_manifest(model, manifest).name}"
     seconds, size = time.monotonic() - start, manifest.total_bytes
     click.echo(f"{model}: {len(manifest.files)} files, {size / 1e9:.2f} GB, {done} ({size / 1e9 / seconds:.2f} GB/s)")

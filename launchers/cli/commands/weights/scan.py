@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ...errors import ended_by
 from ...training import token_file, training_ranks
 
 
@@ -24,6 +25,7 @@ from ...training import token_file, training_ranks
 @click.option("--most", type=click.FloatRange(0), default=1.0, help="Loss that a recommended suffix may add (nats).")
 @click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: torch's choice]")
+@ended_by(ValueError, OSError, end=click.ClickException)
 def command(source: Path, **o: Any) -> None:
     """How the loss on the text moves when each layer of FROM alone is laddered, and each suffix of layers, untrained;
     beside the speed-up that `plan` predicts for the suffix: quality against speed.
@@ -32,11 +34,8 @@ def command(source: Path, **o: Any) -> None:
     What training brings back is not in it: the damage ranks the layers, it does not price them.
       laddertron scan models/llama-3.1-8b --text notes/ --nodes 2x8xH100
     """
-    try:
-        with training_ranks(threads=o["threads"]) as ranks:
-            rows = _scan(source, o, ranks)
-    except (ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+    with training_ranks(threads=o["threads"]) as ranks:
+        rows = _scan(source, o, ranks)
     if ranks.rank:
         return
     fit = [row for row in rows if row["layers"] and row["suffix_loss"] - rows[0]["suffix_loss"] <= o["most"]]

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import click
 
+from .....models.refusal import Refusal
+from ...errors import ended_by
+
 
 @click.command(short_help="Write per-rank files for the fastest restart.")
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
@@ -19,6 +22,7 @@ import click
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="A folder of its own instead.")
 @click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
 @click.option("--overwrite", is_flag=True, help="Write anew what is there.")
+@ended_by(Refusal, OSError, ValueError, end=click.ClickException)
 def command(
     model: Path, size: int, stages: int, pipeline_layers: str, output: Path | None, embedding: str, overwrite: bool
 ) -> None:
@@ -34,33 +38,29 @@ def command(
     from rich.console import Console
 
     from .....models.config.model_config import from_folder
-    from .....models.config.shapes import ShapeError, check_shapes
+    from .....models.config.shapes import check_shapes
     from .....models.rank_shard import RankShard
-    from .....models.stages import StageError, choose_layers, make_stages
-    from .....models.weights.checkpoint import CheckpointError
+    from .....models.stages import choose_layers, make_stages
     from .....models.weights.mapping import open_checkpoint
     from .....models.weights.rank_files import shards_folder
     from .....models.weights.shard_writer import write_shards
     from ...weights_view import byte_bar
 
     start, home = time.monotonic(), output or model
-    try:
-        config = from_folder(model)
-        check_shapes(config, size)
-        wanted = tuple(int(n) for n in pipeline_layers.split(",") if n)
-        parts = make_stages(config, choose_layers(config, stages, wanted))
-        source = open_checkpoint(model, config)
-        if overwrite:
-            shutil.rmtree(shards_folder(home, size, stages), ignore_errors=True)
-        with byte_bar(Console(stderr=True), f"{size * stages} ranks") as progress:
-            folder = write_shards(
-                source,
-                [RankShard.of(stage, size, rank) for stage in parts for rank in range(size)],
-                home,
-                replicate_embedding=embedding == "replicate",
-                progress=progress,
-            )
-    except (CheckpointError, ShapeError, StageError, OSError, ValueError) as fault:
-        raise click.ClickException(str(fault)) from fault
+    config = from_folder(model)
+    check_shapes(config, size)
+    wanted = tuple(int(n) for n in pipeline_layers.split(",") if n)
+    parts = make_stages(config, choose_layers(config, stages, wanted))
+    source = open_checkpoint(model, config)
+    if overwrite:
+        shutil.rmtree(shards_folder(home, size, stages), ignore_errors=True)
+    with byte_bar(Console(stderr=True), f"{size * stages} ranks") as progress:
+        folder = write_shards(
+            source,
+            [RankShard.of(stage, size, rank) for stage in parts for rank in range(size)],
+            home,
+            replicate_embedding=embedding == "replicate",
+            progress=progress,
+        )
     written, seconds = sum(file.stat().st_size for file in folder.iterdir()), time.monotonic() - start
     click.echo(f"{folder}: {size * stages} files, {written / 1e9:.2f} GB ({written / 1e9 / seconds:.2f} GB/s)")
