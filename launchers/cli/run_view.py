@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
+from rich.text import Text
 
 from ...engine.run.progress import Snapshot, Summary
 
@@ -35,6 +36,11 @@ def speed(snapshot: Snapshot) -> str:
     if here:
         text += f", {clock(snapshot.seconds * (snapshot.total - snapshot.done) / here)} left"
     return text
+
+
+def say(console: Console, text: str | Text) -> None:
+    """Text as it is: no markup, no colours, lines broken by the terminal alone."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain_line(snapshot: Snapshot) -> str:
@@ -79,7 +85,7 @@ class RunView:
         if self._bar is not None:
             self._bar.stop()
         elif self._last is not None and self._last != self._printed:
-            self._console.print(plain_line(self._last), highlight=False, soft_wrap=True)
+            say(self._console, plain_line(self._last))
 
     def update(self, snapshot: Snapshot) -> None:
         now = time.monotonic()
@@ -100,7 +106,7 @@ class RunView:
             )
         else:
             self._due, self._printed = now + _LINE_SECONDS, snapshot
-            self._console.print(plain_line(snapshot), highlight=False, soft_wrap=True)
+            say(self._console, plain_line(snapshot))
 
 
 def summary_table(summary: Summary) -> Table:

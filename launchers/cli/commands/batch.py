@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient, ServerAddress
 from ..errors import UsageError, ended_by
-from ..run_view import clock
+from ..run_view import clock, say
 
 _URL = "http://127.0.0.1:8000/v1"
 _LIST_WIDTH = 100
@@ -182,7 +182,7 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
             return client.wait(batch_id, shown, away)
     except KeyboardInterrupt:
         again = _command_line("wait", batch_id, *(() if output is None else ("-o", str(output))))
-        _print(console, f"the batch goes on; come back with\n  {again}")
+        say(console, f"the batch goes on; come back with\n  {again}")
         raise
 
 
@@ -214,26 +214,22 @@ def _command_line(*words: str) -> str:
     return shlex.join(["laddertron", "batch", *(() if url is None else ("--url", url)), *words])
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, console: Console) -> int:
     """Says how it ended, fetches what is wanted; the exit code."""
     for error in ((batch.get("errors") or {}).get("data") or [])[:20]:
-        _print(console, f"{error.get('code')}: {error.get('message')}")
+        say(console, f"{error.get('code')}: {error.get('message')}")
     if output is not None:
         errors = output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
         for file_id, path in ((batch.get("output_file_id"), output), (batch.get("error_file_id"), errors)):
             if file_id:
                 size = client.download(file_id, path)
-                _print(console, f"{path}: {size} bytes")
+                say(console, f"{path}: {size} bytes")
     counts = batch.get("request_counts") or {}
-    console.print(
+    say(
+        console,
         f"{batch['status']}: {counts.get('completed', 0)} of {counts.get('total', 0)} answered, "
         f"{counts.get('failed', 0)} failed",
-        highlight=False,
     )
     if output is None and batch.get("output_file_id"):
-        _print(console, f"fetch the answers with\n  {_command_line('fetch', batch['id'], '-o', 'answers.jsonl')}")
+        say(console, f"fetch the answers with\n  {_command_line('fetch', batch['id'], '-o', 'answers.jsonl')}")
     return 0 if batch["status"] == "completed" else 1

@@ -15,10 +15,12 @@ import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
 from ....engine.job import EngineJob
@@ -33,7 +35,7 @@ from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import UsageError, ended_by
 from ..fabric_option import fabric_option
-from ..run_view import RunView, summary_table
+from ..run_view import RunView, say, summary_table
 from .check import memory_faults, missing_files, model_faults
 
 _SHOWN_CAUSES = 5
@@ -168,7 +170,7 @@ async def drive(
                     job, prepared.text, pool.of(""), prepared.files, prepared.options, view, stopping
                 )
     except TextError as error:
-        console.print(f"failed: {error}", highlight=False, soft_wrap=True, markup=False)
+        say(console, f"failed: {error}")
         return 1
     except asyncio.CancelledError:
         if not caught:
@@ -184,8 +186,7 @@ async def drive(
 
 
 def _interrupted(arguments: Arguments, number: signal.Signals, console: Console) -> int:
-    words = f"interrupted: resume with\n  {arguments.resume_line()}"
-    console.print(words, highlight=False, soft_wrap=True, markup=False)
+    say(console, f"interrupted: resume with\n  {arguments.resume_line()}")
     return 128 + number
 
 
@@ -193,28 +194,18 @@ def report(summary: Summary, arguments: Arguments, console: Console) -> int:
     """Prints what the run did; its exit code."""
     console.print(summary_table(summary))
     if summary.failed:
-        console.print(f"errors: {arguments.errors}", highlight=False, soft_wrap=True)
+        say(console, f"errors: {arguments.errors}")
     for cause in summary.causes[:_SHOWN_CAUSES]:
-        text = f"  {cause.count:,} x {cause.code}: {cause.message}"
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(console, f"  {cause.count:,} x {cause.code}: {cause.message}")
     if summary.reason is None:
         if summary.failed and not summary.ok + summary.skipped:
-            console.print("[red]failed:[/] no line was answered", highlight=False)
+            say(console, Text.assemble(("failed:", "red"), " no line was answered"))
             return 1
         return 1 if summary.failed and arguments.strict else 0
-    console.print(f"[red]failed:[/] {_escaped(summary.reason)}", highlight=False, soft_wrap=True)
-    console.print(
-        f"{summary.lost} requests under way were lost, what was answered is kept; resume with\n"
-        f"  {arguments.resume_line()}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    say(console, Text.assemble(("failed:", "red"), f" {summary.reason}"))
+    lost = f"{summary.lost} requests under way were lost, what was answered is kept; resume with"
+    say(console, f"{lost}\n  {arguments.resume_line()}")
     return 1
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Console) -> int:
@@ -258,7 +249,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
 
 @click.command(short_help="Compute a JSONL file of requests over the model's ranks.")
 @click.argument("config", type=click.Path())
-@click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
+@click.option("-i", "--input", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go, one a line, as they end."
 )
@@ -268,16 +259,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
 @click.option("--strict", is_flag=True, help="Exit with 1 where any line failed.")
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
-def command(
-    config: str,
-    source: Path,
-    output: Path,
-    errors: Path | None,
-    resume: bool,
-    overwrite: bool,
-    strict: bool,
-    overrides: tuple[str, ...],
-) -> int:
+def command(errors: Path | None, **options: Any) -> int:
     """Answer every line of a JSONL file with the model that CONFIG describes.
 
     \b
@@ -303,10 +285,8 @@ def command(
     )
     with ended_by(IdentityError):
         identity = identify()
-    arguments = Arguments(
-        config, source, output, errors or default_errors(output), resume, overwrite, overrides, strict
-    )
-    loaded = read(config, overrides)
+    arguments = Arguments(errors=errors or default_errors(options["output"]), **options)
+    loaded = read(arguments.config, arguments.overrides)
     if identity is None:
         return run_launched(arguments, loaded, console)
     return run_among_ranks(arguments, loaded, identity, console)
