@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -30,8 +31,8 @@ class BenchError(RuntimeError):
 
 
 class BenchJob:
-    """A context: entering starts the ranks and waits until they have loaded; leaving ends them. Raises LaunchError,
-    PlacementError or BenchError."""
+    """One replica. A context: entering starts the ranks and waits until they have loaded; leaving ends them. Raises
+    LaunchError, PlacementError or BenchError."""
 
     def __init__(
         self, deployment: Deployment, name: str, module: str = "measure.bench_rank", words: Sequence[str] = ()
@@ -47,7 +48,8 @@ class BenchJob:
     def __enter__(self) -> Self:
         folder = Path(self._folder.name)
         try:
-            fleet = Fleet(self.deployment, os.environ)
+            one = replace(self.deployment, parallel=replace(self.deployment.parallel, replicas=1))
+            fleet = Fleet(one, os.environ)
             (folder / "deployment.json").write_text(json.dumps(to_json(fleet.deployment)))
             file = str(folder / "deployment.json")
             program = (sys.executable, "-m", f"laddertron.launchers.{self._module}", file, *self._words)

@@ -18,7 +18,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ....engine.config.load import ConfigError, Deployment, read
+from ....engine.config.load import Deployment
 from ....engine.profiling.bench import Case
 from ....models.config.wiring import WIRINGS
 from ...control.processes import ended_by_term
@@ -27,6 +27,7 @@ from ...measure.bench_measure import Row, Say, Variant, measure, measure_mix, ro
 from ..bench_view import case_table, mix_table, plot
 from ..errors import ended_by
 from ..fabric_option import fabric_option
+from .check import read_model
 
 LINE_S = 5.0
 
@@ -52,20 +53,11 @@ def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     return found
 
 
-def _load(config: str, overrides: Sequence[str]) -> Deployment:
-    from .check import model_faults
-
-    loaded = read(config, overrides)
-    if faults := list(model_faults(loaded)):
-        raise ConfigError(faults)
-    return loaded.deployment
-
-
 def _run(
     config: str, overrides: Sequence[str], variants: Sequence[Variant], cases: Sequence[Case], repeats: int,
     warm_ups: int, as_json: str | None, picture: str | None,
 ) -> int:  # fmt: skip
-    deployment = roomy(_load(config, overrides), cases)
+    deployment = roomy(read_model(config, overrides), cases)
     _insist_on(deployment, variants)
     console = Console(stderr=as_json == "-", highlight=False)
     with ExitStack() as stack:
@@ -179,7 +171,7 @@ def _guarded(work: Any, *arguments: Any) -> int:
 def latency(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, prompt: tuple[int, ...],
             generate: tuple[int, ...], warm_ups: int, picture: str | None) -> int:  # fmt: skip
     """One sequence at a time: prefill and decode, as the deployment says."""
-    deployment = _load(config, overrides)
+    deployment = read_model(config, overrides)
     variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
     cases = [Case(1, p, g) for p, g in product(prompt, generate)]
     return _guarded(_run, config, overrides, [variant], cases, repeats, warm_ups, as_json, picture)
@@ -203,7 +195,7 @@ def sweep(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | 
     wirings = tuple(wiring.split(","))
     if unknown := set(wirings) - set(WIRINGS):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: use {', '.join(WIRINGS)}", param_hint="--wiring")
-    sizes = tp or (_load(config, overrides).parallel.tensor_parallel_size,)
+    sizes = tp or (read_model(config, overrides).parallel.tensor_parallel_size,)
     overlaps = {"on": (True,), "off": (False,), "both": (True, False)}[overlap]
     variants = [Variant(*v) for v in product(sizes, wirings, overlaps)]
     cases = [Case(*c) for c in product(batch, prompt, generate)]
@@ -238,7 +230,7 @@ def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: s
 
 def _throughput(config: str, overrides: Sequence[str], repeats: int, as_json: str | None, mix: dict[str, Any],
                 file: str | None) -> int:  # fmt: skip
-    deployment = roomy(_load(config, overrides), (), drafts=file is not None)
+    deployment = roomy(read_model(config, overrides), (), drafts=file is not None)
     if file is not None:
         from ...measure.bench_input import read_items
 

@@ -6,14 +6,15 @@ No torch, no MPI: quick enough for an editor's save hook and for CI.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, by_line, draft
+from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, by_line, draft, read
 from ....engine.daemon.http.tls import TlsFault, check_pair
+from ....models.refusal import Refusal
 from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ..fabric_option import fabric_option
@@ -43,18 +44,23 @@ def missing_files(loaded: LoadedDeployment) -> Iterator[str]:
             yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
 
 
+def refused(loaded: LoadedDeployment, key: str, ask: Callable[[], object], taken: str = "") -> Iterator[str]:
+    """The key's fault, in one line, if `ask` raises; `taken`: what the answer rests on."""
+    try:
+        ask()
+    except (Refusal, ValueError, OSError) as error:
+        yield loaded.fault(key, f"{' '.join(str(error).split())}{taken}")
+
+
 def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """What a start would refuse of the tokenizer, where the model's folder is one."""
-    from ....engine.text.tokenizer import TextError, TextModel
+    from ....engine.text.tokenizer import TextModel
 
     d = loaded.deployment
     folder = Path(d.text_folder)
     if (Path(d.model.path) / "config.json").is_file() and folder.is_dir():
-        try:
-            TextModel.from_folder(folder)
-        except TextError as error:
-            key = "model.path" if d.model.tokenizer is None else "model.tokenizer"
-            yield loaded.fault(key, " ".join(str(error).split()))
+        key = "model.path" if d.model.tokenizer is None else "model.tokenizer"
+        yield from refused(loaded, key, lambda: TextModel.from_folder(folder))
 
 
 def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
@@ -63,19 +69,19 @@ def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
     from ....models.config.model_config import from_folder
     from ....models.rank_shard import RankShard
     from ....models.stages import choose_layers, make_stages
-    from ....models.weights.checkpoint import CheckpointError
     from ....models.weights.mapping import open_source
 
     folder, p = Path(loaded.deployment.model.path), loaded.deployment.parallel
     size = p.tensor_parallel_size
-    try:
+
+    def read_headers() -> None:
         config = from_folder(folder)
         stages = make_stages(config, choose_layers(config, p.pipeline_parallel_size, p.pipeline_layers))
         for shard in (RankShard.of(stage, size, rank) for stage in stages for rank in range(size)):
             if not open_source(folder, shard, config).sharded_over:
                 return  # the checkpoint itself, the same for each rank
-    except (CheckpointError, OSError) as error:
-        yield loaded.fault("model.path", " ".join(str(error).split()))
+
+    yield from refused(loaded, "model.path", read_headers)
 
 
 def unmeasured_weights(deployment: Deployment) -> str | None:
@@ -153,9 +159,9 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     the model is taken by its folder's name, if that is known. Keys in `bad` are not judged."""
     from ....models.config.known_models import by_folder
     from ....models.config.model_config import from_folder
-    from ....models.config.shapes import ShapeError, check_draft, check_everywhere, check_shapes
+    from ....models.config.shapes import check_draft, check_everywhere, check_shapes
     from ....models.config.wiring import WiringError, check_split, choose_wiring
-    from ....models.stages import StageError, choose_layers
+    from ....models.stages import choose_layers
 
     d = loaded.deployment
     folder, guess = Path(d.model.path), by_folder(Path(d.model.path).name)
@@ -173,26 +179,17 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     if model is None:
         return
     if "parallel.tensor_parallel_size" not in bad:
-        try:
-            check_shapes(model, d.parallel.tensor_parallel_size)
-        except ShapeError as error:
-            yield loaded.fault("parallel.tensor_parallel_size", f"{error}{taken}")
+        size = d.parallel.tensor_parallel_size
+        yield from refused(loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size), taken)
         if d.parallel.deterministic == "everywhere":
-            try:
-                check_everywhere(model, d.parallel.tensor_parallel_size)
-            except ShapeError as error:
-                yield loaded.fault("parallel.deterministic", f"{error}{taken}")
+            yield from refused(loaded, "parallel.deterministic", lambda: check_everywhere(model, size), taken)
     if bad.isdisjoint(("parallel.pipeline_parallel_size", "parallel.pipeline_layers")):
-        try:
-            choose_layers(model, d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers)
-        except StageError as error:
-            key = "pipeline_layers" if d.parallel.pipeline_layers else "pipeline_parallel_size"
-            yield loaded.fault(f"parallel.{key}", f"{error}{taken}")
-    if look and d.engine.draft_model is not None and "engine.draft_model" not in bad:
-        try:
-            check_draft(from_folder(Path(d.engine.draft_model)), model, d.model.max_model_len)
-        except (OSError, ValueError) as error:
-            yield loaded.fault("engine.draft_model", " ".join(str(error).split()))
+        stages, each = d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers
+        key = "parallel.pipeline_layers" if each else "parallel.pipeline_parallel_size"
+        yield from refused(loaded, key, lambda: choose_layers(model, stages, each), taken)
+    if look and (small := d.engine.draft_model) is not None and "engine.draft_model" not in bad:
+        longest = d.model.max_model_len
+        yield from refused(loaded, "engine.draft_model", lambda: check_draft(from_folder(Path(small)), model, longest))
     if d.model.max_model_len is not None and d.model.max_model_len > model.max_position_embeddings:
         yield loaded.fault(
             "model.max_model_len",
@@ -201,14 +198,19 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
         )
     with suppress(WiringError):  # of the wiring itself: a start says it
         wiring = choose_wiring(model, d.model.wiring, d.model.ladder_layers, True)[0].wiring
-        try:
-            check_split(wiring, d.parallel.split_steps)
-        except WiringError as error:
-            yield loaded.fault("parallel.split_steps", f"{error}{taken}")
+        yield from refused(loaded, "parallel.split_steps", lambda: check_split(wiring, d.parallel.split_steps), taken)
     layers = d.model.ladder_layers
     last = layers if isinstance(layers, int) else max((n + 1 for n in layers or ()), default=0)
     if last > model.num_layers:
         yield loaded.fault("model.ladder_layers", f"names {last} layers, the model has {model.num_layers}{taken}")
+
+
+def read_model(config: str, overrides: Sequence[str] = ()) -> Deployment:
+    """The deployment, its model having been looked at. Raises ConfigError."""
+    loaded = read(config, overrides)
+    if faults := list(model_faults(loaded)):
+        raise ConfigError(faults)
+    return loaded.deployment
 
 
 def summary(loaded: LoadedDeployment) -> str:

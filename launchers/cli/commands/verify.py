@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import click
 
-from ....engine.config.load import ConfigError, Deployment, read
+from ....engine.config.load import Deployment
 from ...control.processes import ended_by_term
 from ...measure.bench_job import BenchJob
 from ..errors import ended_by
+from .check import read_model
 
 WIDTH = 80
 Digests = list[list[tuple[str, list[int]]]]
 """Of each request, each sub-block's name and its rows' digests."""
-
-
-def _load(config: str, overrides: Sequence[str] = ()) -> Deployment:
-    from .check import model_faults
-
-    loaded = read(config, overrides)
-    if faults := list(model_faults(loaded)):
-        raise ConfigError(faults)
-    return replace(loaded.deployment, parallel=replace(loaded.deployment.parallel, replicas=1))
 
 
 def compare(one: Digests, other: Digests) -> str:
@@ -59,7 +49,7 @@ def command(config: str, against: str | None, overrides: tuple[str, ...], reques
     With --against, the prompts computed alone must have those of OTHER's ranks, too.
 
     Exit code 0: all bits are equal; 1: some differ, and where first is said; 2: it could not be checked."""
-    deployments = [(config, _load(config, overrides)), *([(against, _load(against))] if against else [])]
+    deployments = [(config, read_model(config, overrides)), *([(against, read_model(against))] if against else [])]
     seed = secrets.randbits(32) if seed is None else seed
     order = {"requests": requests, "longest": longest, "cases": cases, "seed": seed, "digests": bool(against)}
     _say(f"{requests} requests of up to {longest} tokens, --seed {seed}")
