@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...engine.config.load import Deployment
+from ...engine.config.load import ConfigError, Deployment
 from ...topology.cost.cost import Backend, Shape
 from ...topology.hardware import fabric as fabrics
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
 from ...topology.placement.grid import Suits
-from ...topology.placement.placement import Placement, place
+from ...topology.placement.placement import Placement, PlacementError, place
 from ..compose.hosts import read_hosts
 
 if TYPE_CHECKING:
     from ...models.config.model_config import ModelConfig
+
+
+@contextmanager
+def faults_of(what: str, section: str = "") -> Iterator[None]:
+    """What cannot be planned or laid out as a fault of `what`, of placements of its `section`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        where = section if isinstance(error, PlacementError) else ""
+        raise ConfigError([f"{what}: {where}{' '.join(str(error).split())}"]) from None
 
 
 def read_fabric(text: str) -> Fabric:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import click
 
 from ...engine.config.emulation import emulated_link
-from ...engine.config.load import ConfigError, Deployment, LoadedDeployment
+from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read
 from ...engine.config.schema import CPU_KV_CACHE_MEMORY
 from ...engine.estimate.estimate import Question
 from ...engine.estimate.layouts import Work
@@ -42,6 +45,25 @@ class Asked:
     fabric: Fabric | None
     work: Work
     fp8: bool = False
+
+
+def question(
+    config: str | None,
+    model: str | None,
+    fabric: str | None,
+    work: Work,
+    fp8: bool = False,
+    overrides: Sequence[str] = (),
+    **named: Any,
+) -> Question:
+    """Of a deployment file, or of a known architecture, to which `named` applies. Raises UsageError, and what these
+    raise."""
+    if (config is None) == (model is None):
+        raise click.UsageError("give a CONFIG or --model NAME, one of the two")
+    asked = Asked(None if fabric is None else read_fabric(fabric), work, fp8)
+    if config is not None:
+        return from_deployment(read(config, overrides), asked)
+    return from_names(model or "", asked, **named)
 
 
 def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:

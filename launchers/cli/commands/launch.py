@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from ....engine.config.load import ConfigError, Deployment, read
+from ....engine.config.load import Deployment, read
 from ....topology.hardware import fabric as fabrics
 from ...compose.detect_launcher import assume, survey
 from ...compose.host_allocation import Share, divide, together
@@ -24,6 +24,7 @@ from ...compose.kubernetes import gaps, leader_worker_set, mpijob
 from ...compose.mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
 from ...compose.slurm import sbatch
 from ..fabric_option import fabric_option
+from ..fabric_source import faults_of
 from ..render import render
 
 SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
@@ -143,7 +144,7 @@ def command(
     loaded = read(config, overrides)
     deployment, environ = loaded.deployment, dict(os.environ)
     tail = [word for override in overrides for word in ("--set", override)]
-    try:
+    with faults_of(f"{config}: launch"):
         deployment = before_its_fabric(deployment, arguments, environ)
         if emit is not None:
             python = deployment.launch.python or sys.executable
@@ -167,8 +168,6 @@ def command(
         if not alone:
             job = job_command(deployment, site, shares, program)
             argv, extra = job.argv, job.env
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"{config}: launch: {error}"]) from None
     click.echo(f"+ {shlex.join(argv)}", err=True)
     sys.stdout.flush()
     os.execvpe(argv[0], argv, {**environ, **extra})

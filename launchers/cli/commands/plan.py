@@ -10,16 +10,13 @@ from pathlib import Path
 
 import click
 
-from ....engine.config.load import ConfigError, read
 from ....engine.estimate.advice import deployment_text
 from ....engine.estimate.estimate import CapacityEstimate, make_plan
 from ....engine.estimate.layouts import Work
 from ....engine.estimate.tables import as_json, markdown
 from ....models.config.wiring import WIRINGS
-from ....topology.json_codec import ReadError
-from ....topology.placement.placement import PlacementError
-from ..fabric_source import read_fabric
-from ..plan_source import Asked, from_deployment, from_names
+from ..fabric_source import faults_of
+from ..plan_source import question
 
 
 @click.command(short_help="Say whether and how a model fits, and how fast it will be.")
@@ -64,8 +61,6 @@ def command(
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --write deploy.yaml
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --wiring ladder --gpu-hour 1.90 --json
     """
-    if (config is None) == (model is None):
-        raise click.UsageError("give a CONFIG or --model NAME, one of the two")
     for name, value in (("--tp", tp), ("--replicas", replicas), ("--max-model-len", max_model_len)):
         if value is not None and config is not None:
             raise click.UsageError(f"{name} goes with --model; a CONFIG says it itself, or --set does")
@@ -73,14 +68,13 @@ def command(
         raise click.UsageError(f"--wiring goes with --model; with a CONFIG use --set model.wiring={wiring}")
     if overrides and config is None:
         raise click.UsageError("--set goes with a CONFIG")
-    plan = _plan(
-        config, model, fabric, tp, replicas, wiring, max_model_len, overrides, Work(prompt, output, gpu_hour), fp8
-    )
+    named = {"wiring": wiring, "size": tp, "replicas": replicas, "max_model_len": max_model_len}
+    with faults_of(config or model or "plan", "parallel: "):
+        plan = make_plan(question(config, model, fabric, Work(prompt, output, gpu_hour), fp8, overrides, **named))
     if write is not None:
-        try:
-            Path(write).write_text(deployment_text(plan, config), encoding="utf-8")
-        except ValueError as error:
-            raise ConfigError([f"--write {write}: {error}"]) from None
+        with faults_of(f"--write {write}"):
+            text = deployment_text(plan, config)
+        Path(write).write_text(text, encoding="utf-8")
         click.echo(f"wrote {write}", err=True)
     if html is not None:
         from ..plan_page import plan_page
@@ -94,24 +88,6 @@ def command(
         click.echo(f"wrote {html}")
     else:
         _show(plan, whole)
-
-
-def _plan(
-    config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
-    max_model_len: int | None, overrides: tuple[str, ...], work: Work, fp8: bool,
-) -> CapacityEstimate:  # fmt: skip
-    what = config or model or "plan"
-    try:
-        asked = Asked(read_fabric(fabric) if fabric is not None else None, work, fp8)
-        if config is not None:
-            return make_plan(from_deployment(read(config, overrides), asked))
-        return make_plan(from_names(model or "", asked, wiring, tp, replicas, max_model_len))
-    except PlacementError as error:
-        raise ConfigError([f"{what}: parallel: {error}"]) from None
-    except ConfigError:
-        raise
-    except (ReadError, ValueError, OSError) as error:
-        raise ConfigError([f"{what}: {' '.join(str(error).split())}"]) from None
 
 
 def _show(plan: CapacityEstimate, whole: bool) -> None:

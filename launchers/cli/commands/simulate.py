@@ -6,25 +6,18 @@ No torch, no MPI, no weights, no GPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any
 
 import click
 
-from ....engine.config.load import ConfigError, read
 from ....engine.estimate.answer import Sheet
-from ....engine.estimate.estimate import Question
 from ....engine.estimate.layouts import Work
 from ....engine.estimate.roofline import Load
 from ....models.config.wiring import WIRINGS
-from ....topology.json_codec import ReadError
-from ....topology.placement.placement import PlacementError
-from ..fabric_source import read_fabric
-from ..plan_source import Asked, from_deployment, from_names
+from ..fabric_source import faults_of
+from ..plan_source import question
 from ..simulations import FleetAsked, delayed, fleet, scaling, scaling_sheet, steps
-
-T = TypeVar("T")
 
 
 @click.group(short_help="Step times of machines that are not there.")
@@ -53,22 +46,13 @@ def step_command(
     delay: float | None, json_out: bool,
 ) -> None:  # fmt: skip
     """One step by every wiring: computing, in flight, hidden, exposed."""
-    if (config is None) == (model is None):
-        raise click.UsageError("give a CONFIG or --model NAME, one of the two")
     if config is not None and tp is not None:
         raise click.UsageError("--tp goes with --model; a CONFIG says it itself")
 
-    def ask() -> Question:
-        asked = Asked(read_fabric(fabric) if fabric is not None else None, Work())
-        if config is not None:
-            return from_deployment(read(config), asked)
-        return from_names(model or "", asked, size=tp)
-
-    q = _checked(ask)
-    if delay is not None:
-        q = delayed(q, delay * 1e-3)
     load = Load(decodes=batch, context=context, prompt=prompt, prompt_context=prompt / 2)
-    found = _checked(lambda: steps(q, load))
+    with faults_of("simulate"):
+        q = question(config, model, fabric, Work(), size=tp)
+        found = steps(q if delay is None else delayed(q, delay * 1e-3), load)
     if json_out:
         variants = {
             name: {**asdict(t), "hidden_s": t.hidden_s, "exposed_s": t.exposed_s, "speedup": found.speedup(name)}
@@ -89,7 +73,8 @@ def step_command(
 @click.option("--json", "json_out", is_flag=True, help="Every number, in seconds.")
 def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, json_out: bool) -> None:
     """One replica over more and more nodes: is it still faster, and what do the wirings make of it?"""
-    spans = _checked(lambda: scaling(model, nodes, batch, context, fp8))
+    with faults_of("simulate"):
+        spans = scaling(model, nodes, batch, context, fp8)
     if json_out:
         click.echo(json.dumps([asdict(span) for span in spans], indent=1))
     else:
@@ -98,43 +83,32 @@ def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, j
 
 @command.command("fleet")
 @click.option("--model", required=True, metavar="NAME", help="A known architecture.")
-@click.option("--nodes", default="1000x8xH100", show_default=True, metavar="SPEC", help="All nodes of the fleet.")
+@click.option(
+    "--nodes", "spec", default="1000x8xH100", show_default=True, metavar="SPEC", help="All nodes of the fleet."
+)
 @click.option("--tp", type=click.IntRange(1), help="Ranks of a replica; default: as few nodes as the model fits on.")
 @click.option("--wiring", type=click.Choice(WIRINGS), default="auto", show_default=True, help="Of the weights.")
 @click.option("--fp8", is_flag=True, help="Weights in fp8.")
 @click.option("--requests", type=click.IntRange(1, 2_000_000), default=100_000, show_default=True)
-@click.option("--per-second", type=click.FloatRange(0, min_open=True), help="Arrivals; default: all at the start.")
+@click.option(
+    "--per-second", "per_s", type=click.FloatRange(0, min_open=True), help="Arrivals; default: all at the start."
+)
 @click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a prompt.")
 @click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Tokens of an answer, mean.")
 @click.option("--slots", type=click.IntRange(1), default=128, show_default=True, help="engine.max_num_seqs.")
 @click.option("--mtbf-hours", type=click.FloatRange(0, min_open=True), help="Of one node; default: nothing breaks.")
-@click.option("--relaunch", type=click.FloatRange(0), default=300.0, show_default=True, metavar="SECONDS")
+@click.option("--relaunch", "relaunch_s", type=click.FloatRange(0), default=300.0, show_default=True, metavar="SECONDS")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_out", is_flag=True, help="Every number, in seconds and tokens.")
-def fleet_command(
-    model: str, nodes: str, tp: int | None, wiring: str, fp8: bool, requests: int, per_second: float | None,
-    prompt: int, output: int, slots: int, mtbf_hours: float | None, relaunch: float, seed: int, json_out: bool,
-) -> None:  # fmt: skip
+def fleet_command(json_out: bool, **asked: Any) -> None:
     """Replicas behind one queue: how long a batch takes, how long requests wait, what broken nodes cost."""
-    asked = FleetAsked(
-        model, nodes, requests, tp, wiring, fp8, per_second, prompt, output, slots, mtbf_hours, relaunch, seed
-    )
-    outcome, sheet = _checked(lambda: fleet(asked))
+    with faults_of("simulate"):
+        outcome, sheet = fleet(FleetAsked(**asked))
     if json_out:
         rates = {"tokens_per_s": outcome.tokens_per_s, "commits_per_s": outcome.commits_per_s}
         click.echo(json.dumps({**asdict(outcome), **rates}, indent=1))
     else:
         _print(sheet)
-
-
-def _checked(ask: Callable[[], T]) -> T:
-    """What `ask` returns; its faults as the command line shows them."""
-    try:
-        return ask()
-    except ConfigError:
-        raise
-    except (PlacementError, ReadError, ValueError, OSError) as error:
-        raise ConfigError([f"simulate: {' '.join(str(error).split())}"]) from None
 
 
 def _print(sheet: Sheet) -> None:

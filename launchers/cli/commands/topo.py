@@ -14,20 +14,19 @@ from typing import Any
 
 import click
 
-from ....engine.config.load import ConfigError, load
+from ....engine.config.load import load
 from ....engine.config.schema import PLACEMENT
 from ....topology.comm.bootstrap import bootstrap_of
 from ....topology.cost.cost import Backend, Shape, choose, predict, shape_of, untuned
 from ....topology.cost.prices import reference
 from ....topology.hardware.cpu_tier import VARIABLE
-from ....topology.hardware.discover import DiscoveryError, discover, gather
+from ....topology.hardware.discover import discover, gather
 from ....topology.hardware.fabric import Fabric
-from ....topology.json_codec import ReadError, unbuild
-from ....topology.placement.identity import Identity, IdentityError, identify
+from ....topology.json_codec import unbuild
+from ....topology.placement.identity import Identity, identify
 from ....topology.placement.mapping import explain
-from ....topology.placement.placement import Placement, PlacementError
-from ...compose.hosts import LaunchError
-from ..fabric_source import backend_of, lay_out, read_fabric
+from ....topology.placement.placement import Placement
+from ..fabric_source import backend_of, faults_of, lay_out, read_fabric
 
 MESSAGE_BYTES = 32 << 10
 """The size for which an all-reduce is predicted: one token of a model 16,384 wide, in bf16."""
@@ -111,8 +110,7 @@ def command(
     environ = dict(os.environ)
     wanted = plan or config
     deployment = load(wanted, overrides) if wanted else None
-    what = wanted or "topo"
-    try:
+    with faults_of(wanted or "topo", "parallel: "):
         me = identify(environ)
         # The deployment's own file is what --save makes anew.
         source = fabric_file or (deployment.launch.fabric if deployment and save is None else None)
@@ -134,10 +132,6 @@ def command(
             part, placed = lay_out(deployment, fabric, environ if fabric_file is None else {})
             shapes = [shape_of(part, placed, g) for g in range(placed.replicas)]
             lines = [predicted(backend_of(deployment, s), s) for s in shapes]
-    except PlacementError as error:
-        raise ConfigError([f"{what}: parallel: {error}"]) from None
-    except (LaunchError, ReadError, IdentityError, DiscoveryError, ValueError, OSError) as error:
-        raise ConfigError([f"{what}: {error}"]) from None
     if json_out:
         click.echo(json.dumps(as_json(fabric, placed, shapes, forced), indent=1))
         return
