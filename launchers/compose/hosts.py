@@ -129,19 +129,14 @@ def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabri
         known = [replace(h, slots=per_node or devices.get(h.name) or gpus or h.slots) for h in hosts]
         return tuple(known) if all(devices.get(h.name) or gpus or per_node for h in hosts) else spread(known, world)
 
+    said, source = tuple[Host, ...](), "launch.hosts"
     if launch.hosts:
-        named = [(name, int(slots or 0)) for name, _, slots in (h.partition(":") for h in launch.hosts)]
-        said = tuple(Host(name, slots) for name, slots in named)
-        if all(h.slots for h in said):
-            return HostAllocation(said, "launch.hosts")
+        said = tuple(Host(name, int(slots or 0)) for name, _, slots in (h.partition(":") for h in launch.hosts))
+    elif launch.hostfile is not None:
+        said, source = parse_hostfile(_text(launch.hostfile, "launch.hostfile"), 0, launch.hostfile), "launch.hostfile"
+    if said:
         filled_in = filled([replace(h, slots=0) for h in said])
-        return HostAllocation(tuple(s if s.slots else f for s, f in zip(said, filled_in, strict=True)), "launch.hosts")
-    if launch.hostfile is not None:
-        said = parse_hostfile(_text(launch.hostfile, "launch.hostfile"), 0, launch.hostfile)
-        filled_in = filled([replace(h, slots=0) for h in said])
-        return HostAllocation(
-            tuple(s if s.slots else f for s, f in zip(said, filled_in, strict=True)), "launch.hostfile"
-        )
+        return HostAllocation(tuple(s if s.slots else f for s, f in zip(said, filled_in, strict=True)), source)
     if environ.get("SLURM_JOB_NODELIST"):
         names = expand_nodelist(environ["SLURM_JOB_NODELIST"])
         gpus = environ.get("SLURM_GPUS_ON_NODE", "")

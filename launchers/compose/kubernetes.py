@@ -172,6 +172,7 @@ def _pod(
 
 
 def _program(deployment: Deployment, arguments: Sequence[str]) -> tuple[str, ...]:
+    """`laddertron <arguments>` on the mounted deployment."""
     # $(POD_IP) is expanded by the kubelet: ranks in other pods, probes and clients must reach the daemon
     overrides = ["daemon.control_host=$(POD_IP)"]
     if arguments[0] == "serve":
@@ -184,7 +185,9 @@ def _program(deployment: Deployment, arguments: Sequence[str]) -> tuple[str, ...
         deployment.launch.python or "python3",
         "-m",
         "laddertron.launchers.cli",
-        *arguments,
+        arguments[0],
+        CONFIG,
+        *arguments[1:],
         *(word for override in overrides for word in ("--set", override)),
     )
 
@@ -200,14 +203,12 @@ def _service(deployment: Deployment, arguments: Sequence[str], selector: Mapping
     return [{"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}]
 
 
-def _subcommand(arguments: Sequence[str]) -> tuple[str, ...]:
-    return (arguments[0], CONFIG, *arguments[1:])
-
-
 def mpijob(deployment: Deployment, fabric: Fabric | None, arguments: Sequence[str]) -> str:
     """The manifests for `laddertron <arguments>` in an MPIJob's launcher pod. Raises LaunchError."""
     nodes, per_node = node_shape(deployment, fabric)
     kube = deployment.launch.kubernetes
+    launcher = _pod(deployment, _program(deployment, arguments), per_node, False, False, arguments[0] == "serve")
+    worker = _pod(deployment, ("sh", "-c", _SSHD_ALONE), per_node, True, False)
     job = {
         "apiVersion": "kubeflow.org/v2beta1",
         "kind": "MPIJob",
@@ -217,32 +218,8 @@ def mpijob(deployment: Deployment, fabric: Fabric | None, arguments: Sequence[st
             "mpiImplementation": "OpenMPI",
             "runPolicy": {"cleanPodPolicy": "Running"},
             "mpiReplicaSpecs": {
-                "Launcher": {
-                    "replicas": 1,
-                    "restartPolicy": "OnFailure",
-                    "template": {
-                        "spec": _pod(
-                            deployment,
-                            _program(deployment, _subcommand(arguments)),
-                            per_node,
-                            False,
-                            False,
-                            arguments[0] == "serve",
-                        )
-                    },
-                },
-                "Worker": {
-                    "replicas": nodes,
-                    "template": {
-                        "spec": _pod(
-                            deployment,
-                            ("sh", "-c", _SSHD_ALONE),
-                            per_node,
-                            True,
-                            False,
-                        )
-                    },
-                },
+                "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": {"spec": launcher}},
+                "Worker": {"replicas": nodes, "template": {"spec": worker}},
             },
         },
     }
@@ -258,7 +235,7 @@ def leader_worker_set(deployment: Deployment, fabric: Fabric | None, arguments: 
     if len(f"{kube.name}-0-{nodes}") > 63:
         raise LaunchError(f"launch.kubernetes.name={kube.name}: pod names would pass 63 letters: use a shorter one")
     pods = [f"{kube.name}-0", *(f"{kube.name}-0-{index}" for index in range(1, nodes))]
-    leader = ("sh", "-c", f'{_SSHD_BESIDE} && exec "$@"', "sh", *_program(deployment, _subcommand(arguments)))
+    leader = ("sh", "-c", f'{_SSHD_BESIDE} && exec "$@"', "sh", *_program(deployment, arguments))
     worker = ("sh", "-c", _SSHD_ALONE)
     group = {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",

@@ -16,12 +16,13 @@ from ...topology.hardware import cpu_tier
 from ...topology.hardware.fabric import Fabric
 from .host_allocation import Share
 from .hosts import LaunchError
-from .network import NetworkChoice, Variable, choose_network, environment, variables
+from .network import NetworkChoice, Variable, choose_network, variables
 from .rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_text, interfaces_text, seats_text
 
 Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
 WORKER = "laddertron.launchers.rank.worker"
 ENV_LISTEN = "LADDERTRON_LISTEN"
+TORCHRUN_PORT = 29500
 CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
 """What a rank needs to find and convince its supervisor; set by whoever starts the command
 (launchers/control/control.py)."""
@@ -74,10 +75,6 @@ class LaunchCommand:
     def env(self) -> dict[str, str]:
         return {name: variable.value for name, variable in self.variables.items()}
 
-    @property
-    def comments(self) -> tuple[tuple[tuple[str, ...], str], ...]:
-        return tuple((part.words, part.reason) for part in self.parts)
-
 
 def worker_program(site: Site) -> tuple[str, ...]:
     """A rank's command; CONTROL must be in its environment."""
@@ -106,7 +103,7 @@ def compose(
 
 
 def _environment(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
-    env = environment(deployment, variables(deployment, network, share)) | _listening(deployment, site, share, network)
+    env = variables(deployment, network, share) | _listening(deployment, site, share, network)
     if site.fabric is None:
         return env
     env[ENV_SEATS] = Variable(seats_text(share.hosts), "each rank looks whether it is where the fabric has it")
@@ -278,7 +275,7 @@ def _torchrun(
 
 
 def torchrun_hosts(
-    deployment: Deployment, site: Site, share: Share, program: Sequence[str], port: int = 29500
+    deployment: Deployment, site: Site, share: Share, program: Sequence[str]
 ) -> tuple[LaunchCommand, ...]:
     """One command a host, each to be started there; host 0 is the meeting place. For `launch --dry-run`."""
     found = []
@@ -288,7 +285,7 @@ def torchrun_hosts(
             Part((site.python, "-m", "torch.distributed.run"), f"on {host.name}"),
             Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "the order of hosts is the order of ranks"),
             Part((f"--nproc-per-node={host.slots}",), f"{host.slots} ranks on this host"),
-            Part((f"--master-addr={share.hosts[0].name}", f"--master-port={port}"), "where the hosts meet"),
+            Part((f"--master-addr={share.hosts[0].name}", f"--master-port={TORCHRUN_PORT}"), "where the hosts meet"),
             Part(("--no-python",), "what follows is a whole command"),
             Part(tuple(program), "what each rank runs"),
         )

@@ -5,7 +5,6 @@ From config and placement, never a hard-coded name: what neither of them says is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...engine.config.load import Deployment
@@ -43,8 +42,8 @@ def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
 
 
 def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> dict[str, Variable]:
-    """The ranks' derived environment; what `launch.env` names is left to it. Raises LaunchError where ranks of one job
-    would need different values."""
+    """The ranks' environment by name: derived, and over it what `launch.env` says. Raises LaunchError where ranks of
+    one job would need different values."""
     found: dict[str, Variable] = {}
     if network.interfaces:
         # `=`: exactly this name; without it NCCL takes every interface that begins so
@@ -72,10 +71,5 @@ def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> d
         if devices is not None:
             text = ",".join(map(str, devices))
             found["CUDA_VISIBLE_DEVICES"] = Variable(text, "this job's part of the host's devices")
-    return {name: found[name] for name in sorted(found) if name not in deployment.launch.env}
-
-
-def environment(deployment: Deployment, derived: Mapping[str, Variable]) -> dict[str, Variable]:
-    """Derived variables and those of `launch.env`, by name."""
     said = {name: Variable(value, "launch.env") for name, value in deployment.launch.env.items()}
-    return dict(sorted({**derived, **said}.items()))
+    return dict(sorted({**found, **said}.items()))

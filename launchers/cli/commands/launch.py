@@ -16,8 +16,7 @@ from pathlib import Path
 import click
 
 from ....engine.config.load import Deployment, read
-from ....topology.hardware import fabric as fabrics
-from ...compose.detect_launcher import assume, survey
+from ...compose.detect_launcher import assume, fabric_of, survey
 from ...compose.host_allocation import Share, divide, together
 from ...compose.hosts import HostAllocation, LaunchError, read_hosts
 from ...compose.kubernetes import gaps, leader_worker_set, mpijob
@@ -64,16 +63,6 @@ def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -
         return assume(deployment, environ)
 
 
-def job_command(deployment: Deployment, site: Site, shares: Sequence[Share], program: Sequence[str]) -> LaunchCommand:
-    """All replicas as ranks of one job."""
-    return compose(deployment, site, together(shares), program)
-
-
-def replica_commands(deployment: Deployment, site: Site, shares: Sequence[Share]) -> list[LaunchCommand]:
-    """What will be started by the command itself, one job a replica."""
-    return [compose(deployment, site, share, worker_program(site), CONTROL) for share in shares]
-
-
 def printed(
     deployment: Deployment,
     site: Site,
@@ -86,29 +75,25 @@ def printed(
     a job for each replica, or, `again`, one in which each rank is the same program."""
     available = read_hosts(deployment, environ, site.fabric)
     shares = divided(deployment, available, site)
-    if not alone or again:
-        if site.kind == "torchrun" and len(together(shares).hosts) > 1:
-            commands = torchrun_hosts(deployment, site, together(shares), program)
-            return "\n\n".join(
-                render(c, f"start this on {h.name}") for c, h in zip(commands, together(shares).hosts, strict=True)
-            )
-        job = job_command(deployment, site, shares, program)
-        if not again:
-            return render(job, f"hosts: {available.source}")
-        command = LaunchCommand((Part(tuple(program), "on this host; it starts its ranks and holds them:"),))
-        return "\n\n".join(
-            (render(command, f"hosts: {available.source}"), render(job, "the ranks (started by the command above)"))
-        )
-    command = LaunchCommand((Part(tuple(program), "on this host; it starts a job for each replica:"),))
-    texts = [render(command, f"hosts: {available.source}")]
-    for number, job in enumerate(replica_commands(deployment, site, shares)):
-        texts.append(render(job, f"replica {number} of {len(shares)} (started by the command above)"))
+    title, below = f"hosts: {available.source}", "(started by the command above)"
+    if alone and not again:
+        jobs = [compose(deployment, site, share, worker_program(site), CONTROL) for share in shares]
+        texts = [render(job, f"replica {n} of {len(jobs)} {below}") for n, job in enumerate(jobs)]
+    elif site.kind == "torchrun" and len((whole := together(shares)).hosts) > 1:
+        commands = torchrun_hosts(deployment, site, whole, program)
+        return "\n\n".join(render(c, f"start this on {h.name}") for c, h in zip(commands, whole.hosts, strict=True))
+    else:
+        job = compose(deployment, site, together(shares), program)
+        texts = [render(job, f"the ranks {below}" if again else title)]
+    if alone:
+        starts = "its ranks and holds them" if again else "a job for each replica"
+        texts.insert(0, render(LaunchCommand((Part(tuple(program), f"on this host; it starts {starts}:"),)), title))
     return "\n\n".join(texts)
 
 
 def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program: Sequence[str]) -> str:
     """The script or manifests of `--emit kind`."""
-    fabric = fabrics.load(Path(deployment.launch.fabric)) if deployment.launch.fabric is not None else None
+    fabric = fabric_of(deployment)
     if kind == "slurm":
         return sbatch(deployment, fabric, program, arguments[0] in SERVICES)
     return (mpijob if kind == "mpijob" else leader_worker_set)(deployment, fabric, arguments)
@@ -166,7 +151,7 @@ def command(
         shares = divided(deployment, available, site)
         argv, extra = program, {}
         if not alone:
-            job = job_command(deployment, site, shares, program)
+            job = compose(deployment, site, together(shares), program)
             argv, extra = job.argv, job.env
     click.echo(f"+ {shlex.join(argv)}", err=True)
     sys.stdout.flush()
