@@ -37,7 +37,7 @@ def recommend(
     """Sentences, most important first."""
     said = [] if room.fits else [f"As configured it {room.verdict}."]
     asked = (placement.tensor_parallel_size, placement.stages, stored, config.wiring.name)
-    own = next((x for x in layouts if (x.tp, x.stages, x.stored, x.wiring.name) == asked), None)
+    own = next((x for x in layouts if x.key == asked), None)
     there = [x for x in by_cost(layouts) if x.wiring.name == config.wiring.name]
     if there:
         said += _cost_words(config, stored, own, there, room.max_num_seqs)

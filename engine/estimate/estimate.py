@@ -128,10 +128,10 @@ def make_plan(question: Question) -> CapacityEstimate:
     devices = devices_of(q)
     room, group = memory_in(q), group_in(q)
     variants = wirings(part_of(q))
-    predictions, prefills = _speeds(q, group, room)
     contexts = [n for n in q.work.contexts if n <= q.config.max_position_embeddings]
-    stages, crossing = q.placement.stages, _crossing(q)
-    depths = tuple(depth(group, room, n, stages, 1, crossing, q.work.gpu_hour) for n in contexts)
+    crossing = hop(q.config, devices, q.stored, size, q.placement.stages)
+    depths = tuple(depth(group, room, n, q.placement.stages, 1, crossing, q.work.gpu_hour) for n in contexts)
+    predictions, prefills = _speeds(q, group, room, crossing)
     found = layouts(q.config, size, q.stored, q.keys, devices, q.work) if devices.total > 1 and q.keys.gpu else ()
     return CapacityEstimate(
         question=q,
@@ -182,14 +182,6 @@ def part_of(q: Question) -> ModelConfig:
     return fullest_stage(q.config, q.placement.stages, q.layers)
 
 
-def _crossing(q: Question) -> Callable[[int], float]:
-    """Seconds that so many rows take from one stage to the next."""
-    p = q.placement
-    if p.stages == 1:
-        return lambda rows: 0.0
-    return hop(q.config, devices_of(q), q.stored, p.tensor_parallel_size)
-
-
 def _times(time: StepTime, factor: float, hop_s: float) -> StepTime:
     """`factor` stages one after another, each as slow as `time` and a crossing of `hop_s`."""
     if factor == 1:
@@ -230,45 +222,43 @@ def wirings(config: ModelConfig) -> Mapping[str, Wiring]:
 def devices_of(q: Question) -> Devices:
     """The fabric's devices as the layouts see them: the least of each kind sets the pace."""
     used = [n for n in q.fabric.nodes if any(n.hostname == s.hostname for s in q.placement.seats)]
-    per_node = max(count for _, count in q.placement.hosts)
-    if not q.keys.gpu:
-        node = used[0]
-        rates = cpu_rates(node, per_node, q.threads)
-        return Devices(
-            len(used), per_node, node.memory_bytes // per_node, False, lambda kind: rates,
-            lambda nodes, each: _links(q, replace(q.shape, nodes=nodes, per_node=each)),
-            lambda nodes, each: replace(q.shape, nodes=nodes, per_node=each),
-        )  # fmt: skip
-    gpus = [d for n in used for d in n.devices]
-    slowest = min(gpus, key=lambda d: d.memory_bandwidth or 0.0)
 
     def shape(nodes: int, each: int) -> Shape:
+        if (nodes, each) == (q.shape.nodes, q.shape.per_node):
+            return q.shape
         return replace(q.shape, nodes=nodes, per_node=each, rails=min(each, max(1, len(used[0].hcas))))
 
+    def linked(nodes: int, each: int) -> Links:
+        return _links(q, shape(nodes, each))
+
+    if not q.keys.gpu:
+        node, per_node = used[0], max(count for _, count in q.placement.hosts)
+        rates = cpu_rates(node, per_node, q.threads)
+        return Devices(len(used), per_node, node.memory_bytes // per_node, False, lambda kind: rates, linked, shape)
+    gpus = [d for n in used for d in n.devices]
+    slowest = min(gpus, key=lambda d: d.memory_bandwidth or 0.0)
     return Devices(
         nodes=len(used),
         per_node=min(len(n.devices) for n in used),
         memory_bytes=min(d.memory_bytes for d in gpus),
         fp8=all(d.fp8_flops for d in gpus),
         rates=lambda kind: gpu_rates(slowest, kind),
-        links=lambda nodes, each: _links(q, q.shape if (nodes, each) == _extent(q.shape) else shape(nodes, each)),
+        links=linked,
         shape=shape,
     )
 
 
-def _extent(shape: Shape) -> tuple[int, int]:
-    return shape.nodes, shape.per_node
-
-
 def _links(q: Question, shape: Shape) -> Links:
     # Fitted prices hold for the layout that they were measured on.
-    costs = q.costs if _extent(shape) == _extent(q.shape) else None
+    costs = q.costs if shape is q.shape else None
     under = links(q.backend, shape, costs, source=q.costs_source if costs else "untuned prices")
     return emulated_links(under, q.emulated) if q.emulated else under
 
 
-def _speeds(q: Question, group: SimulatedGroup, room: Memory) -> tuple[tuple[Prediction, ...], tuple[Prefill, ...]]:
-    predictions, stages, crossing = [], q.placement.stages, _crossing(q)
+def _speeds(
+    q: Question, group: SimulatedGroup, room: Memory, crossing: Callable[[int], float]
+) -> tuple[tuple[Prediction, ...], tuple[Prefill, ...]]:
+    predictions, stages = [], q.placement.stages
     for batch in q.work.batches:
         rows = ceil(batch / stages)  # in as many micro-batches as there are stages
         times = {

@@ -91,7 +91,6 @@ class Depth:
 class Layout:
     """`replicas` groups of `tp` ranks in `stages`. `speeds` holds the batches that fit."""
 
-    name: str
     tp: int
     replicas: int
     stages: int
@@ -106,9 +105,9 @@ class Layout:
         return self.tp * self.replicas * self.stages
 
     @property
-    def trained(self) -> str:
-        """What weights it needs."""
-        return "stock weights" if self.wiring.name == "standard" else f"weights trained as {self.wiring.name}"
+    def key(self) -> tuple[int, int, StoredTypes, str]:
+        """What tells layouts of the same devices apart."""
+        return self.tp, self.stages, self.stored, self.wiring.name
 
     @property
     def cheapest(self) -> Speed | None:
@@ -167,12 +166,11 @@ def _layout(
     nodes = max(1, ceil(tp / devices.per_node))
     replicas = max(1, devices.total // (tp * stages))
     room = memory(config, tp, stored, keys, devices.memory_bytes, stages)
-    name = f"tp {tp}" + (f" x pp {stages}" if stages > 1 else "") + (f" x {replicas} replicas" if replicas > 1 else "")
     rates, links = devices.rates(stored.weights), devices.links(nodes, tp // nodes)
     group = group_of(fullest_stage(config, stages), tp, stored, rates, links, keys.replicate_embedding)
     speeds, depths = [], []
     if room.kv_bytes > 0:
-        crossing = hop(config, devices, stored, tp) if stages > 1 else _alone
+        crossing = hop(config, devices, stored, tp, stages)
         prompt_s = group.prefill(work.prompt, keys.max_num_batched_tokens).total_s
         for batch in batches_over(work.batches, devices.nodes):
             each = ceil(batch / replicas)
@@ -181,7 +179,7 @@ def _layout(
         for context in work.contexts:
             if context <= config.max_position_embeddings:
                 depths.append(depth(group, room, context, stages, replicas, crossing, work.gpu_hour))
-    return Layout(name, tp, replicas, stages, stored, config.wiring, room, tuple(speeds), tuple(depths))
+    return Layout(tp, replicas, stages, stored, config.wiring, room, tuple(speeds), tuple(depths))
 
 
 def _speed(
@@ -205,18 +203,14 @@ def _speed(
     return Speed(batch, cycle, batch / cycle, output, dollars, stages * step.exposed_s)
 
 
-def _alone(rows: int) -> float:
-    return 0.0
-
-
 def depth(
     group: SimulatedGroup,
     room: Memory,
     context: int,
-    stages: int = 1,
-    replicas: int = 1,
-    hop: Callable[[int], float] = _alone,
-    gpu_hour: float = 0.0,
+    stages: int,
+    replicas: int,
+    hop: Callable[[int], float],
+    gpu_hour: float,
 ) -> Depth:
     """As many sequences as have room (MOST_SEQUENCES a replica and stage at most), each `context` positions long."""
     each = min(room.sequences(context), MOST_SEQUENCES * stages)
@@ -255,8 +249,11 @@ def fullest_stage(config: ModelConfig, stages: int, layers: Sequence[int] = ()) 
     return max(parts, key=pace).config
 
 
-def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int) -> Callable[[int], float]:
-    """Seconds from one stage to the next: each rank sends its share of the residual and the node gathers it."""
+def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int, stages: int) -> Callable[[int], float]:
+    """Seconds that so many rows take from one stage to the next: each rank sends its share of the residual and the node
+    gathers it."""
+    if stages == 1:
+        return lambda rows: 0.0
     shape = devices.shape(2, 1)
     costs = reference("nccl", shape)
 

@@ -7,7 +7,7 @@ A roofline with four calibrated shares; every rate that was not measured on the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring
@@ -268,11 +268,4 @@ class SimulatedGroup:
             ends = int(start + count == prompt)
             times.append(self.step(Load(prompt=count, prompt_context=start + count / 2, prompts=ends), wiring))
             start += count
-        return StepTime(
-            sum(t.total_s for t in times),
-            sum(t.compute_s for t in times),
-            sum(t.slowed_s for t in times),
-            sum(t.waited_s for t in times),
-            sum(t.flight_s for t in times),
-            sum(t.collectives for t in times),
-        )
+        return StepTime(*map(sum, zip(*map(astuple, times), strict=True)))

@@ -42,7 +42,6 @@ class StepCost:
     attention_s: Sequence[float]
     mlp_s: Sequence[float]
     all_reduce: Wire
-    before_s: float = 0.0
     after_s: float = 0.0
     before: Wire = Wire(0.0)
     after: Wire = Wire(0.0)
@@ -78,11 +77,6 @@ class StepTime:
     @property
     def hidden_s(self) -> float:
         return max(0.0, self.flight_s - self.exposed_s)
-
-    @property
-    def overlap(self) -> float:
-        """Hidden / in flight; 1 where nothing is in flight."""
-        return self.hidden_s / self.flight_s if self.flight_s else 1.0
 
 
 def law(compute_s: float, all_reduce_s: float, delay: int = 1) -> float:
@@ -236,7 +230,6 @@ def simulate_step(
         wiring = make_wiring("none", layers)
 
     def stream(part: StepCost) -> Generator[None, None, _Stream]:
-        clock.compute(part.before_s)
         embedding = None if silent or not part.before.seconds else clock.send(part.before)
         yield
         if embedding is not None:

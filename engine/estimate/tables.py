@@ -12,6 +12,12 @@ from .estimate import CapacityEstimate
 from .layouts import MOST_SEQUENCES
 from .memory import GIB
 
+_RANK = {
+    "replica": "group", "stage": "stage", "rank": "rank", "host": "hostname", "device": "device", "HCA": "hca",
+    "path": "path", "NUMA": "numa", "cores": "cores",
+}  # fmt: skip
+_ALWAYS = ("replica", "rank", "host", "device")
+
 
 def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     """All tables, in the order in which they answer questions."""
@@ -179,26 +185,9 @@ def _contexts(plan: CapacityEstimate) -> Sheet:
 
 
 def _ranks(plan: CapacityEstimate) -> Sheet:
-    listed = [
-        (
-            r.group,
-            r.stage if plan.question.placement.stages > 1 else "",
-            r.rank,
-            r.hostname,
-            r.device,
-            r.hca,
-            r.path,
-            r.numa,
-            r.cores,
-        )
-        for r in plan.ranks
-    ]
-    rows = tuple(tuple(map(str, row)) for row in listed)
-    columns = ("replica", "stage", "rank", "host", "device", "HCA", "path", "NUMA", "cores")
-    kept = [i for i, name in enumerate(columns) if i in (0, 2, 3, 4) or any(row[i] for row in rows)]
-    return Sheet(
-        "Ranks", tuple(columns[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows), len(kept)
-    )
+    shown = [(n, key) for n, key in _RANK.items() if n in _ALWAYS or any(getattr(r, key) for r in plan.ranks)]
+    rows = tuple(tuple(str(getattr(r, key)) for _, key in shown) for r in plan.ranks)
+    return Sheet("Ranks", tuple(name for name, _ in shown), rows, len(shown))
 
 
 def markdown(plan: CapacityEstimate) -> str:

@@ -37,17 +37,16 @@ class Stack:
 Scale = Callable[[float], float]
 
 
-def lines(series: Sequence[ChartSeries], x_title: str, y_title: str, *, log_y: bool = True, zero: bool = False) -> str:
-    """Lines over a logarithmic x; names stand at their ends. `zero`: a linear y begins at 0."""
+def lines(series: Sequence[ChartSeries], x_title: str, y_title: str) -> str:
+    """Lines over two logarithmic axes; names stand at their ends."""
     shown = [s for s in series if s.points]
     xs = [x for s in shown for x, _ in s.points]
-    ys = [y for s in shown for _, y in s.points if y > 0 or not log_y]
+    ys = [y for s in shown for _, y in s.points if y > 0]
     if not xs or not ys:
         return ""
     x_at = _log_scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
-    low, high = (0.0 if zero else min(ys)), max(ys)
-    y_at = _log_scale(low, high, HEIGHT - BOTTOM, TOP) if log_y else _scale(low, high, HEIGHT - BOTTOM, TOP)
-    out = [_grid_y(_decades(low, high) if log_y else _ticks(low, high), y_at)]
+    y_at = _log_scale(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
+    out = [_grid_y(_decades(min(ys), max(ys)), y_at)]
     out += [_tick_x(x, x_at(x)) for x in _thinned(sorted(set(xs)))]
     ends = []
     for s in shown:

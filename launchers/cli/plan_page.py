@@ -59,9 +59,7 @@ td{border-bottom:1px solid var(--soft)}.l{text-align:left}ul.small{color:var(--m
 def plan_page(plan: CapacityEstimate) -> str:
     """The page's text. The same plan gives the same bytes."""
     q, room = plan.question, plan.memory
-    title, _, _ = headline(plan).partition(": ")
-    _, _, what = headline(plan).partition(": ")
-    facts = what.partition(": ")[0]
+    title, facts, _ = headline(plan).split(": ", 2)
     verdict = f'<span class="verdict {"good" if room.fits else "bad"}">{escape(room.verdict)}</span>'
     advice = "".join(f"<li>{escape(s)}</li>" for s in plan.recommendation)
     rests = "".join(f"<li>{escape(s)}</li>" for s in plan.assumptions)
@@ -118,7 +116,7 @@ def _listed(plan: CapacityEstimate) -> list[Layout]:
     asked = (q.placement.tensor_parallel_size, q.placement.stages, q.stored, q.config.wiring.name)
     running = [x for x in plan.layouts if x.cheapest]
     kept = by_cost(running)[: LISTED - 1]
-    return [x for x in running if x in kept or (x.tp, x.stages, x.stored, x.wiring.name) == asked]
+    return [x for x in running if x in kept or x.key == asked]
 
 
 def _brief(layout: Layout) -> str:

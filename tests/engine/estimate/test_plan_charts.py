@@ -29,7 +29,7 @@ def test_random_lines_are_finite_and_their_names_stand_apart() -> None:
             )
             for n in names
         ]
-        svg = lines(series, "x", "y", log_y=rng.random() < 0.5)
+        svg = lines(series, "x", "y")
         assert not re.search(r"nan|inf", svg), f"seed {seed}"
         heights = label_heights(svg, names)
         assert len(heights) == len(names)
