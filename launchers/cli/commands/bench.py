@@ -30,6 +30,7 @@ from ..fabric_option import fabric_option
 from .check import read_model
 
 LINE_S = 5.0
+_FAILS = ended_by(RuntimeError, ValueError, end=click.ClickException)
 
 
 def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -53,14 +54,15 @@ def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
     return found
 
 
+@_FAILS
 def _run(
     config: str, overrides: Sequence[str], variants: Sequence[Variant], cases: Sequence[Case], repeats: int,
     warm_ups: int, as_json: str | None, picture: str | None,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     deployment = roomy(read_model(config, overrides), cases)
     _insist_on(deployment, variants)
     console = Console(stderr=as_json == "-", highlight=False)
-    with ExitStack() as stack:
+    with ended_by_term(), ExitStack() as stack:
         jobs = _start(stack, deployment, variants)
         with _telling() as say:
             rows = measure(jobs, cases, repeats, warm_ups, say)
@@ -69,7 +71,6 @@ def _run(
     _write(rows, as_json)
     if picture is not None:
         plot(rows, Path(picture))
-    return 0
 
 
 def _insist_on(deployment: Deployment, variants: Sequence[Variant]) -> None:
@@ -160,21 +161,15 @@ def command() -> None:
     """Measure a deployment: latency, throughput, or a sweep over variants."""
 
 
-def _guarded(work: Any, *arguments: Any) -> int:
-    with ended_by(RuntimeError, ValueError, end=click.ClickException), ended_by_term():
-        return int(work(*arguments))
-
-
 @command.command()
 @_common
 @_case_options
-def latency(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, prompt: tuple[int, ...],
-            generate: tuple[int, ...], warm_ups: int, picture: str | None) -> int:  # fmt: skip
+def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
+            **options: Any) -> None:  # fmt: skip
     """One sequence at a time: prefill and decode, as the deployment says."""
     deployment = read_model(config, overrides)
     variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
-    cases = [Case(1, p, g) for p, g in product(prompt, generate)]
-    return _guarded(_run, config, overrides, [variant], cases, repeats, warm_ups, as_json, picture)
+    _run(config, overrides, [variant], [Case(1, p, g) for p, g in product(prompt, generate)], **options)
 
 
 @command.command()
@@ -184,9 +179,9 @@ def latency(config: str, overrides: tuple[str, ...], repeats: int, as_json: str 
 @click.option("--tp", callback=lambda c, p, v: v and _numbers(c, p, v), help="Tensor-parallel sizes, such as 1,2.")
 @click.option("--wiring", default="auto", show_default=True, help=f"Of {', '.join(WIRINGS)}; commas between them.")
 @click.option("--overlap", type=click.Choice(["on", "off", "both"]), default="on", show_default=True)
-def sweep(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, prompt: tuple[int, ...],
-          generate: tuple[int, ...], warm_ups: int, picture: str | None, batch: tuple[int, ...],
-          tp: tuple[int, ...] | None, wiring: str, overlap: str) -> int:  # fmt: skip
+def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
+          batch: tuple[int, ...], tp: tuple[int, ...] | None, wiring: str, overlap: str,
+          **options: Any) -> None:  # fmt: skip
     """Every combination of wiring, overlap, tp, batch and lengths, taking turns.
 
     Wirings that the weights were not trained for are timed all the same, and what they answer means nothing. Refused
@@ -198,8 +193,7 @@ def sweep(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | 
     sizes = tp or (read_model(config, overrides).parallel.tensor_parallel_size,)
     overlaps = {"on": (True,), "off": (False,), "both": (True, False)}[overlap]
     variants = [Variant(*v) for v in product(sizes, wirings, overlaps)]
-    cases = [Case(*c) for c in product(batch, prompt, generate)]
-    return _guarded(_run, config, overrides, variants, cases, repeats, warm_ups, as_json, picture)
+    _run(config, overrides, variants, [Case(*c) for c in product(batch, prompt, generate)], **options)
 
 
 @command.command()
@@ -217,19 +211,13 @@ def sweep(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | 
     help="A JSONL batch file instead of random prompts.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of lengths, prompts and arrivals.")
-def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, count: int,
-               prompt: tuple[int, int], generate: tuple[int, int], rate: float | None, file: str | None,
-               seed: int) -> int:  # fmt: skip
+@_FAILS
+def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, file: str | None,
+               **mix: Any) -> None:  # fmt: skip
     """A mix of requests, beside what pure prefill and pure decode of full batches would take for the same tokens.
 
     With --input and engine.speculation, drafts are verified and the share that was right is shown; random prompts are
     always run without."""
-    arguments = {"count": count, "prompt": prompt, "generate": generate, "rate": rate, "seed": seed}
-    return _guarded(_throughput, config, overrides, repeats, as_json, arguments, file)
-
-
-def _throughput(config: str, overrides: Sequence[str], repeats: int, as_json: str | None, mix: dict[str, Any],
-                file: str | None) -> int:  # fmt: skip
     deployment = roomy(read_model(config, overrides), (), drafts=file is not None)
     if file is not None:
         from ...measure.bench_input import read_items
@@ -237,10 +225,9 @@ def _throughput(config: str, overrides: Sequence[str], repeats: int, as_json: st
         mix = {"items": read_items(deployment, Path(file), mix["rate"], mix["seed"])}
     console = Console(stderr=as_json == "-", highlight=False)
     variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
-    with ExitStack() as stack:
+    with ended_by_term(), ExitStack() as stack:
         (name, job), *_ = _start(stack, deployment, [variant])
         with _telling() as say:
             row = measure_mix(name, job, mix, repeats, say)
     console.print(mix_table([row]))
     _write([row], as_json)
-    return 0

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -15,22 +13,11 @@ from pathlib import Path
 import click
 
 from ....engine.config.load import Deployment, load
-from ...control.processes import start_time
+from ....engine.daemon.store.disk import holder_pid
 from ...job.bundle import log_tails, newest, parts_of, write_bundle
 
 ANSWER_S = 20.0
 WORKER = "laddertron.launchers.rank.worker"
-
-
-def daemon_pid(data_dir: Path) -> int | None:
-    """The daemon that holds the data folder, if it runs on this host."""
-    try:
-        said = json.loads((data_dir / "lock").read_text())
-        pid, host = int(said["pid"]), said["host"]
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return pid if host == socket.gethostname() and b"laddertron" in command and start_time(pid) else None
 
 
 def ask_daemon(pid: int, folder: Path, timeout_s: float = ANSWER_S) -> Path | None:
@@ -88,7 +75,7 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
     """The archive, and where its insides came from."""
     data_dir = Path(deployment.daemon.data_dir)
     folder = data_dir / "bundles"
-    pid = daemon_pid(data_dir)
+    pid = holder_pid(data_dir)
     if pid is not None and (made := ask_daemon(pid, folder)) is not None:
         shutil.copyfile(made, output)
         output.chmod(0o600)

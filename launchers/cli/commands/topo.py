@@ -92,13 +92,9 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
 @click.option("--json", "json_out", is_flag=True, help="Everything as JSON.")
 def command(
-    config: str | None,
-    plan: str | None,
-    fabric_file: str | None,
-    save: str | None,
-    overrides: tuple[str, ...],
+    config: str | None, plan: str | None, fabric_file: str | None, save: str | None, overrides: tuple[str, ...],
     json_out: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Show what there is: hosts, GPUs, HCAs, NUMA nodes and the paths between them; with a CONFIG, where its ranks go.
 
     \b
@@ -135,35 +131,20 @@ def command(
     if json_out:
         click.echo(json.dumps(as_json(fabric, placed, shapes, forced), indent=1))
         return
-    if forced is not None:
-        notes = (*notes, f"{VARIABLE}: ranks play the CPU tier {forced}")
-    bound = deployment is not None and deployment.launch.bind_to == PLACEMENT
-    show(fabric, placed, shapes, lines, notes, save, bound)
-
-
-def show(
-    fabric: Fabric,
-    placement: Placement | None,
-    shapes: list[Shape],
-    lines: list[str],
-    notes: tuple[str, ...],
-    saved: str | None,
-    bound: bool,
-) -> None:
-    """Prints tables; the fabric only if there is no placement to explain. `bound`: ranks keep to their seats' cores."""
     from rich.console import Console
 
     from ..topo_view import fabric_view, placement_view
 
+    if forced is not None:
+        notes = (*notes, f"{VARIABLE}: ranks play the CPU tier {forced}")
     console = Console(highlight=False)
-    if placement is None:
+    if deployment is None or placed is None:
         console.print(fabric_view(fabric, console.width))
     else:  # a row that is cut cannot be read: rather let a very narrow terminal break lines
         console = Console(highlight=False, width=max(console.width, 100))
-        console.print(placement_view(placement, shapes, lines, bound))
+        console.print(placement_view(placed, shapes, lines, deployment.launch.bind_to == PLACEMENT))
     for note in notes:
         console.print(f"note: {note}", style="yellow")
-    if saved is not None:
-        console.print(
-            f"saved {saved}: {len(fabric.nodes)} host{'s' if len(fabric.nodes) > 1 else ''}, digest {fabric.digest}"
-        )
+    if save is not None:
+        hosts = len(fabric.nodes)
+        console.print(f"saved {save}: {hosts} host{'s' if hosts > 1 else ''}, digest {fabric.digest}")

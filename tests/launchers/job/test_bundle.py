@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from laddertron.engine.config.load import Deployment, load
 from laddertron.launchers.cli.__main__ import group
-from laddertron.launchers.cli.commands.bundle import ask_daemon, collect, daemon_pid, local_ranks
+from laddertron.launchers.cli.commands.bundle import ask_daemon, collect, local_ranks
 from laddertron.launchers.job.bundle import KEPT, FailureBundles, newest, parts_of, redacted, verdict, write_bundle
 from laddertron.launchers.job.detect import JobFailure
 from waiting import HANG_S, until
@@ -175,15 +174,6 @@ def test_what_happened_before_is_read_first(deployment: Deployment) -> None:
     assert "phase restarting, 2 restarts: rank 1: gone" in said
     assert "failed before: silent: rank 0 is silent" in said
     assert "ranks/" not in said
-
-
-def test_a_lock_of_another_host_or_an_ended_process_is_no_daemon(tmp_path: Path) -> None:
-    assert daemon_pid(tmp_path) is None
-    for said in ('{"pid": 1}', "junk", json.dumps({"pid": os.getpid(), "host": "elsewhere"}), '["x"]'):
-        (tmp_path / "lock").write_text(said)
-        assert daemon_pid(tmp_path) is None
-    (tmp_path / "lock").write_text(json.dumps({"pid": 2**22 - 1, "host": socket.gethostname()}))
-    assert daemon_pid(tmp_path) is None
 
 
 def test_a_daemon_is_asked_by_signal(deployment: Deployment, tmp_path: Path) -> None:

@@ -188,6 +188,11 @@ def test_the_holder_of_a_folder_is_known_while_it_lives(tmp_path: Path) -> None:
     assert holder_pid(tmp_path) is None
     lock = FolderLock(tmp_path)
     assert holder_pid(tmp_path) == os.getpid()
+    mine = (tmp_path / "lock").read_text()
+    for said in ('{"pid": 1}', "junk", json.dumps({"pid": os.getpid(), "host": "elsewhere"}), '["x"]'):
+        (tmp_path / "lock").write_text(said)
+        assert holder_pid(tmp_path) is None
+    (tmp_path / "lock").write_text(mine)
     lock.release()
     assert holder_pid(tmp_path) is None
 

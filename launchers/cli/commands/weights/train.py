@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...errors import ended_by
 from ...training import training_bar
 
 if TYPE_CHECKING:
@@ -46,14 +47,10 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
         raise ValueError(f"--hidden {hidden} must be an even multiple of --heads {heads}")
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    wiring = make_wiring(
-        options["wiring"],
-        options["layers"],
-        options["ladder_layers"],
-        tensor_parallel_size=options["tensor_parallel_size"],
-    )
+    layers, size = options["layers"], options["tensor_parallel_size"]
+    wiring = make_wiring(options["wiring"], layers, options["ladder_layers"], tensor_parallel_size=size)
     model = architecture(
-        "llama", options["layers"], hidden, heads, kv_heads, options["ffn"], vocab_size, options["context"],
+        "llama", layers, hidden, heads, kv_heads, options["ffn"], vocab_size, options["context"],
         tied=True, wiring=wiring, dtype="float32",
     )  # fmt: skip
     return replace(model, declares_wiring=True)
@@ -100,6 +97,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     "--save-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", help="Of the weights."
 )
 @click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads.  [default: torch's choice]")
+@ended_by(ValueError, FloatingPointError, end=click.ClickException)
 def command(
     out: Path, text: tuple[Path, ...], tokenizer: Path | None, teacher: Path | None, threads: int | None, **options: Any
 ) -> None:
@@ -117,34 +115,23 @@ def command(
     if threads:
         torch.set_num_threads(threads)
     console = Console(stderr=True)
-    settings = train.Settings(
-        tokens=options["tokens"],
-        batch=options["batch"],
-        context=options["context"],
-        learning_rate=options["learning_rate"],
-        seed=options["seed"],
-        dtype=options["dtype"],
-        save_dtype=options["save_dtype"],
-        distil=Distil(1.0 if teacher else 0.0),
-    )
+    named = ("tokens", "batch", "context", "learning_rate", "seed", "dtype", "save_dtype")
+    settings = train.Settings(**{key: options[key] for key in named}, distil=Distil(1.0 if teacher else 0.0))
     tokenizer = tokenizer or teacher
-    try:
-        documents = corpus.text_files(text) if text else corpus.python_documentation()
-        words = (
-            Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-            if tokenizer
-            else corpus.train_tokenizer(documents, options["vocab"])
-        )
-        config = _model(options, words.get_vocab_size())
-        console.print(
-            f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
-            f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens"
-        )
-        with training_bar(DataParallel(), settings.batch * settings.context) as show:
-            taught_by = reference.load(teacher, torch.float32) if teacher else None
-            trained = train.train(config, settings, words, documents, show, teacher=taught_by)
-    except (ValueError, FloatingPointError) as error:
-        raise click.ClickException(str(error)) from error
+    documents = corpus.text_files(text) if text else corpus.python_documentation()
+    words = (
+        Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+        if tokenizer
+        else corpus.train_tokenizer(documents, options["vocab"])
+    )
+    config = _model(options, words.get_vocab_size())
+    console.print(
+        f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
+        f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens"
+    )
+    with training_bar(DataParallel(), settings.batch * settings.context) as show:
+        taught_by = reference.load(teacher, torch.float32) if teacher else None
+        trained = train.train(config, settings, words, documents, show, teacher=taught_by)
     about = {
         "corpus": [str(path) for path in text] or ["Python's standard library documentation"],
         "corpus_sha256": corpus.digest(documents),
