@@ -69,18 +69,9 @@ def model_suits(deployment: Deployment) -> Suits | None:
 
 def suits(model: ModelConfig) -> Suits:
     """Whether the model splits over so many ranks."""
-    from ...models.config.shapes import ShapeError, check_shapes, splits
+    from ...models.config.shapes import why_not
 
-    def why_not(size: int) -> str | None:
-        if splits(model, size):
-            return None
-        try:
-            check_shapes(model, size)
-        except ShapeError as error:
-            return str(error).partition(": ")[2].rpartition(": use ")[0]
-        return None
-
-    return why_not
+    return lambda size: why_not(model, size) or None
 
 
 def backend_of(deployment: Deployment, shape: Shape) -> Backend:

@@ -20,10 +20,26 @@ class ShapeError(Refusal, ValueError):
     """A model that does not split over so many ranks: the arithmetic, and sizes that would do."""
 
 
-def splits(config: ModelConfig, tp: int) -> bool:
-    """heads % tp = 0, FFN % tp = 0, and kv_heads % tp = 0 or tp % kv_heads = 0 (KV heads replicated)."""
+def why_not(config: ModelConfig, tp: int) -> str:
+    """The arithmetic of what does not split over tp ranks: heads % tp = 0, FFN % tp = 0, and kv_heads % tp = 0 or
+    tp % kv_heads = 0 (KV heads replicated); "" where all does."""
+    if tp < 1:
+        return f"{tp} ranks are none"
+    reasons = []
+    if config.num_heads % tp:
+        reasons.append(f"{config.num_heads} heads % {tp} = {config.num_heads % tp}")
+    if config.ffn_size % tp:
+        reasons.append(f"FFN {config.ffn_size} % {tp} = {config.ffn_size % tp}")
     kv = config.num_kv_heads
-    return tp >= 1 and config.num_heads % tp == 0 and config.ffn_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    if kv % tp and tp % kv:
+        reasons.append(
+            f"{kv} KV heads % {tp} = {kv % tp} and {tp} % {kv} = {tp % kv}, so they neither split nor replicate"
+        )
+    return "; ".join(reasons)
+
+
+def splits(config: ModelConfig, tp: int) -> bool:
+    return not why_not(config, tp)
 
 
 def valid_sizes(config: ModelConfig) -> tuple[int, ...]:
@@ -41,24 +57,9 @@ def replicates_embedding(config: ModelConfig, itemsize: int, spans_nodes: bool) 
 
 def check_shapes(config: ModelConfig, tp: int) -> None:
     """Raises ShapeError unless the model splits over tp ranks with its weights' wiring intact."""
-    reasons = []
-    if tp < 1:
-        reasons.append(f"{tp} ranks are none")
-    else:
-        if config.num_heads % tp:
-            reasons.append(f"{config.num_heads} heads % {tp} = {config.num_heads % tp}")
-        if config.ffn_size % tp:
-            reasons.append(f"FFN {config.ffn_size} % {tp} = {config.ffn_size % tp}")
-        kv = config.num_kv_heads
-        if kv % tp and tp % kv:
-            reasons.append(
-                f"{kv} KV heads % {tp} = {kv % tp} and {tp} % {kv} = {tp % kv}, so they neither split nor replicate"
-            )
-    sizes = valid_sizes(config)
-    if reasons:
-        raise ShapeError(
-            f"tensor_parallel_size={tp} does not split this model: {'; '.join(reasons)}: use {_either(sizes, tp)}"
-        )
+    if reasons := why_not(config, tp):
+        sizes = _either(valid_sizes(config), tp)
+        raise ShapeError(f"tensor_parallel_size={tp} does not split this model: {reasons}: use {sizes}")
     trained = config.wiring.trained_tp
     if trained is not None and trained != tp:
         raise ShapeError(
