@@ -7,6 +7,7 @@ pods' sshd, as on any cluster.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -55,8 +56,7 @@ def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
         found.append("daemon.api_key_file is null: the daemon listens on its pod's loopback, and no Service is made")
     mounted = [PurePosixPath(mount["mountPath"]) for mount in _mounts(deployment, serves)[0]]
     for key in _PATHS:
-        section, name = key.split(".")
-        path = getattr(getattr(deployment, section), name)
+        path = attrgetter(key)(deployment)
         if path is not None and not any(PurePosixPath(path).is_relative_to(place) for place in mounted):
             found.append(f"{key}={path} lies in no volume of the pods: the image itself must hold it")
     return found

@@ -58,11 +58,14 @@ def spare_places(
 
 
 class Fleet:
-    """Made once for a deployment. Raises LaunchError, PlacementError or OSError where it cannot be launched here."""
+    """Made once for a deployment. `site`: this machine, where it was looked at. Raises LaunchError, PlacementError or
+    OSError where it cannot be launched here."""
 
-    def __init__(self, deployment: Deployment, environ: Mapping[str, str], hostname: str | None = None) -> None:
+    def __init__(
+        self, deployment: Deployment, environ: Mapping[str, str], hostname: str | None = None, site: Site | None = None
+    ) -> None:
         self._hostname = hostname or socket.gethostname()
-        self.site: Site = survey(deployment, environ)
+        self.site = site or survey(deployment, environ)
         self.available = read_hosts(deployment, environ, self.site.fabric)
         parallel = deployment.parallel
         self.shares = divide(

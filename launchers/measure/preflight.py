@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
@@ -26,7 +25,6 @@ from ...topology.cost.links import line_of, needs_torch_groups
 from ...topology.cost.preflight import (
     Finding,
     LinkTime,
-    NodeTransport,
     Pair,
     PreflightPlan,
     RankReport,
@@ -38,6 +36,7 @@ from ...topology.cost.preflight import (
 )
 from ...topology.cost.tuning import Tuning, make
 from ...topology.hardware.fabric import Fabric
+from ...topology.json_codec import build, unbuild
 from ...topology.placement.identity import Identity, require_world
 from ...topology.placement.layout import observed_layout
 from ..rank import load_tuning as tuned
@@ -181,7 +180,7 @@ def _measure(
         links = measure_links(wanted, bootstrap, line, nodes, watch)
         mine = report(identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
         status, outcome = 0, None
-        said = {"report": asdict(mine), "links": links}
+        said = {"report": unbuild(mine), "links": links}
         if bootstrap.rank % size == 0:
             said["sweep"] = [(p.strategy, p.nbytes, p.seconds) for p in points]  # the same on all of its group
         everyone = bootstrap.all_gather(json.dumps(said).encode())
@@ -214,7 +213,7 @@ def _judge(
 ) -> PreflightOutcome:
     size = deployment.parallel.tensor_parallel_size
     said = [json.loads(data) for data in everyone]
-    reports = tuple(_read_report(t["report"]) for t in said)
+    reports = tuple(build(RankReport, t["report"]) for t in said)
     links = tuple(LinkTime(Pair(*pair), latency, rate) for t in said for *pair, latency, rate in t["links"])
     sweeps = [
         [Point(s, n, took, shape) for s, n, took in t["sweep"]] for t, shape in zip(said[::size], shapes, strict=True)
@@ -230,8 +229,3 @@ def _judge(
         own = tuned.group_hosts(fabric, nodes, observed_layout(nodes, group * size, size))
         tuning = make(own, shape, fitted, tuned.versions())
     return PreflightOutcome(fabric, shape, backend, reports, links, fitted, findings, tuning, group=group)
-
-
-def _read_report(data: dict[str, Any]) -> RankReport:
-    transport = dict(data.pop("transport"))
-    return RankReport(transport=NodeTransport(**{**transport, "devices": tuple(transport["devices"])}), **data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
 import click
@@ -30,16 +31,10 @@ FILES = (
 )
 
 
-def _value(deployment: Deployment, key: str) -> str | None:
-    section, name = key.split(".")
-    value: str | None = getattr(getattr(deployment, section), name)
-    return value
-
-
 def missing_files(loaded: LoadedDeployment) -> Iterator[str]:
     """One fault for each file that the deployment names and this machine has not."""
     for key in FILES:
-        path = _value(loaded.deployment, key)
+        path = attrgetter(key)(loaded.deployment)
         if path is not None and not Path(path).exists():
             yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
 

@@ -17,11 +17,12 @@ import click
 
 from ....engine.config.load import Deployment, read
 from ...compose.detect_launcher import assume, fabric_of, survey
-from ...compose.host_allocation import Share, divide, together
-from ...compose.hosts import HostAllocation, LaunchError, read_hosts
+from ...compose.host_allocation import together
+from ...compose.hosts import LaunchError, read_hosts
 from ...compose.kubernetes import gaps, leader_worker_set, mpijob
 from ...compose.mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
 from ...compose.slurm import sbatch
+from ...job.fleet import Fleet
 from ..fabric_option import fabric_option
 from ..fabric_source import faults_of
 from ..render import render
@@ -34,12 +35,6 @@ def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
     which ends them where hosts fall silent, as no launcher does."""
     several = arguments[0] == "run" and deployment.parallel.replicas > 1
     return arguments[0] in (*SERVICES, "preflight") or several
-
-
-def divided(deployment: Deployment, available: HostAllocation, site: Site) -> tuple[Share, ...]:
-    """Each replica's share of the hosts."""
-    p = deployment.parallel
-    return divide(available, p.tensor_parallel_size, p.replicas, site.fabric, p.pipeline_parallel_size)
 
 
 def before_its_fabric(deployment: Deployment, arguments: Sequence[str], environ: Mapping[str, str]) -> Deployment:
@@ -73,17 +68,16 @@ def printed(
 ) -> str:
     """The dry run: every command that would be started, with its reasons. `alone`: the program starts its ranks itself,
     a job for each replica, or, `again`, one in which each rank is the same program."""
-    available = read_hosts(deployment, environ, site.fabric)
-    shares = divided(deployment, available, site)
-    title, below = f"hosts: {available.source}", "(started by the command above)"
+    fleet = Fleet(deployment, environ, site=site)
+    title, below = f"hosts: {fleet.available.source}", "(started by the command above)"
     if alone and not again:
-        jobs = [compose(deployment, site, share, worker_program(site), CONTROL) for share in shares]
+        jobs = [compose(deployment, site, share, worker_program(site), CONTROL) for share in fleet.shares]
         texts = [render(job, f"replica {n} of {len(jobs)} {below}") for n, job in enumerate(jobs)]
-    elif site.kind == "torchrun" and len((whole := together(shares)).hosts) > 1:
+    elif site.kind == "torchrun" and len((whole := together(fleet.shares)).hosts) > 1:
         commands = torchrun_hosts(deployment, site, whole, program)
         return "\n\n".join(render(c, f"start this on {h.name}") for c, h in zip(commands, whole.hosts, strict=True))
     else:
-        job = compose(deployment, site, together(shares), program)
+        job = compose(deployment, site, together(fleet.shares), program)
         texts = [render(job, f"the ranks {below}" if again else title)]
     if alone:
         starts = "its ranks and holds them" if again else "a job for each replica"
@@ -147,11 +141,10 @@ def command(
         if dry_run:
             click.echo(printed(deployment, site, program, alone, environ, arguments[0] == "preflight"))
             return
-        available = read_hosts(deployment, environ, site.fabric)
-        shares = divided(deployment, available, site)
+        fleet = Fleet(deployment, environ, site=site)
         argv, extra = program, {}
         if not alone:
-            job = compose(deployment, site, together(shares), program)
+            job = compose(deployment, site, together(fleet.shares), program)
             argv, extra = job.argv, job.env
     click.echo(f"+ {shlex.join(argv)}", err=True)
     sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,16 +25,7 @@ from ..fabric_option import fabric_option
 @click.option("-o", "--output", default="trace.json", show_default=True, type=click.Path(path_type=Path))
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
-def command(
-    config: str,
-    steps: int,
-    batch: int | None,
-    prompt: int,
-    ranks: tuple[int, ...],
-    ops: bool,
-    output: Path,
-    overrides: tuple[str, ...],
-) -> int:
+def command(config: str, overrides: tuple[str, ...], output: Path, **options: Any) -> None:
     """Decode a few steps with CONFIG's ranks and write who computed, travelled and waited when.
 
     \b
@@ -45,20 +37,12 @@ def command(
     """
     deployment = load(config, overrides)
     size = deployment.parallel.ranks
-    if unknown := [rank for rank in ranks if not 0 <= rank < size]:
+    if unknown := [rank for rank in options["ranks"] if not 0 <= rank < size]:
         raise click.UsageError(f"--rank {unknown[0]}: the deployment has ranks 0 to {size - 1}")
-    ranks = ranks or tuple(range(size))
-    options = {
-        "steps": steps,
-        "batch": batch or deployment.engine.max_num_seqs,
-        "prompt": prompt,
-        "ranks": ranks,
-        "ops": ops,
-        "output": str(output.resolve()),
-        "model": deployment.served_model_name,
-    }
+    options["batch"] = options["batch"] or deployment.engine.max_num_seqs
+    options["ranks"] = ranks = options["ranks"] or tuple(range(size))
+    options |= {"output": str(output.resolve()), "model": deployment.served_model_name}
     job = BenchJob(deployment, config, "measure.profile_rank", (json.dumps(options),))
     with ended_by(BenchError, ValueError, OSError, end=click.ClickException), ended_by_term(), job:
         pass  # they answer once the trace is written
-    click.echo(f"{output}: {steps} steps of {len(ranks)} ranks; open it at https://ui.perfetto.dev")
-    return 0
+    click.echo(f"{output}: {options['steps']} steps of {len(ranks)} ranks; open it at https://ui.perfetto.dev")

@@ -29,10 +29,7 @@ from ...training import token_file, training_ranks
 @click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
 @ended_by(ValueError, OSError, end=click.ClickException)
-def command(
-    folders: tuple[Path, ...], text: tuple[Path, ...], original: Path | None, context: int | None, tokens: int,
-    record: bool, as_json: bool, threads: int | None,
-) -> None:  # fmt: skip
+def command(folders: tuple[Path, ...], **o: Any) -> None:
     """Perplexity of each of FOLDERS on the text; with --original, also the mean KL of what it and each folder expect
     next, and how often both would say the same.
 
@@ -41,16 +38,13 @@ def command(
     wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
       laddertron evaluate models/standard models/ladder --text notes/ --original models/standard --record
     """
-    with training_ranks(threads=threads) as ranks:
-        rows = _rows(folders, text, original, context, tokens, record, ranks)
+    with training_ranks(threads=o["threads"]) as ranks:
+        rows = _rows(folders, o, ranks)
         if ranks.rank == 0:
-            click.echo(json.dumps(rows, indent=1) if as_json else "\n".join(_table(rows)))
+            click.echo(json.dumps(rows, indent=1) if o["as_json"] else "\n".join(_table(rows)))
 
 
-def _rows(
-    folders: tuple[Path, ...], text: tuple[Path, ...], original: Path | None, context: int | None, tokens: int,
-    keep: bool, ranks: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
+def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
     import torch
 
     from .....models.config.model_config import from_folder
@@ -58,13 +52,14 @@ def _rows(
     from .....models.training.build import load_all
     from .....models.training.loss import held_out
 
+    original: Path | None = o["original"]
     everyone = [*([original] if original else []), *folders]
     first = everyone[0]
     for other in everyone[1:]:
         if (other / "tokenizer.json").read_bytes() != (first / "tokenizer.json").read_bytes():
             raise ValueError(f"{other} has another tokenizer than {first}: their losses a token are not comparable")
-    length = context or min(4096, *(from_folder(folder).max_position_embeddings for folder in everyone))
-    ids_N, digest = token_file(first, text, tokens, ranks)
+    length = o["context"] or min(4096, *(from_folder(folder).max_position_embeddings for folder in everyone))
+    ids_N, digest = token_file(first, o["text"], o["tokens"], ranks)
     compared = load_all(original, ranks) if original else None
     rows = []
     with torch.no_grad():
@@ -73,7 +68,7 @@ def _rows(
             found = asdict(held_out(model, ids_N, length, ranks, compared))
             row = record(found, original.name if original else None, digest)
             rows.append({"folder": folder.name, "wiring": model.config.wiring.name, **row})
-            if keep and ranks.rank == 0:
+            if o["record"] and ranks.rank == 0:
                 (folder / RECORD).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
     return rows
 
