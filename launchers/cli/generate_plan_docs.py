@@ -4,6 +4,7 @@ with an index, some as pages; scaling and fleets beside them. The same configura
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -108,15 +109,15 @@ def _index(plans: dict[str, CapacityEstimate]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code; faults on stderr."""
-    if len(argv) < 2:
-        print("usage: python -m laddertron.launchers.cli.generate_plan_docs CONFIG… FOLDER", file=sys.stderr)
-        return 2
-    folder = Path(argv[-1])
+    parser = argparse.ArgumentParser(prog="python -m laddertron.launchers.cli.generate_plan_docs")
+    parser.add_argument("configs", nargs="+", type=Path)
+    parser.add_argument("folder", type=Path)
+    asked = parser.parse_args(argv)
     try:
-        texts = written([Path(a) for a in argv[:-1]])
+        texts = written(asked.configs)
     except ConfigError as error:
-        print("\n".join(error.faults), file=sys.stderr)
-        return 2
+        parser.error("\n".join(error.faults))
+    folder = asked.folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -76,38 +76,35 @@ def plan_page(plan: CapacityEstimate) -> str:
 
 
 def _plots(plan: CapacityEstimate) -> list[str]:
-    found = [_figure("Memory of a rank", _memory_plot(plan), "The line is what the device has.")]
     speed = [
         ChartSeries(name, tuple((p.batch, p.tokens_per_s) for p in plan.predictions if p.wiring == name and p.fits),
                COLOURS.get(name, "--c6"), name == "no-communication")
         for name in plan.wirings
     ]  # fmt: skip
-    found.append(
-        _figure("Decoding on this layout", lines(speed, "sequences at once", "tokens/s"), "One replica, by wiring.")
-    )
+    found = [
+        ("Memory of a rank", _memory_plot(plan), "The line is what the device has."),
+        ("Decoding on this layout", lines(speed, "sequences at once", "tokens/s"), "One replica, by wiring."),
+    ]
     if any(t.messages for t in plan.traffic):
-        found.append(
-            _figure("Where a step's time goes", _step_plot(plan), "Slowed and waited are what communication costs.")
-        )
-        found.append(
-            _figure("Ladder beside its law", _law_points(plan), "By batch. Contention and the ends keep it below.")
-        )
+        found += [
+            ("Where a step's time goes", _step_plot(plan), "Slowed and waited are what communication costs."),
+            ("Ladder beside its law", _law_points(plan), "By batch. Contention and the ends keep it below."),
+        ]
     shown = _listed(plan)
     if len(shown) > 1:
         output, dollars = [], []
         for i, layout in enumerate(shown):
-            colour, dashed = PALETTE[i % len(PALETTE)], layout.stages > 1
-            name = _brief(layout)
+            name, colour, dashed = _brief(layout), PALETTE[i % len(PALETTE)], layout.stages > 1
             output.append(ChartSeries(name, tuple((s.batch, s.output_per_s) for s in layout.speeds), colour, dashed))
             dollars.append(ChartSeries(name, tuple((s.batch, s.dollars) for s in layout.speeds), colour, dashed))
-        w = plan.question.work
+        w, x = plan.question.work, "sequences at once"
         note = f"Prompts of {w.prompt} and answers of {w.output} tokens; dashed: pipelines."
-        found.append(_figure("Layouts of the same GPUs", lines(output, "sequences at once", "output tokens/s"), note))
-        text = f"${w.gpu_hour:g} a GPU hour."
-        found.append(
-            _figure("What a million output tokens costs", lines(dollars, "sequences at once", "dollars"), text)
-        )
-    return [f for f in found if f]
+        price = f"${w.gpu_hour:g} a GPU hour."
+        found += [
+            ("Layouts of the same GPUs", lines(output, x, "output tokens/s"), note),
+            ("What a million output tokens costs", lines(dollars, x, "dollars"), price),
+        ]
+    return [_figure(title, plot, note) for title, plot, note in found if plot]
 
 
 def _listed(plan: CapacityEstimate) -> list[Layout]:
@@ -182,8 +179,6 @@ def _law_points(plan: CapacityEstimate) -> str:
 
 
 def _figure(title: str, plot: str, note: str) -> str:
-    if not plot:
-        return ""
     return f"<figure><figcaption>{escape(title)}</figcaption>{plot}<p>{escape(note)}</p></figure>"
 
 

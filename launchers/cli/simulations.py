@@ -12,7 +12,7 @@ from ...engine.estimate.estimate import Question, group_in, memory_in, part_of, 
 from ...engine.estimate.fleet_simulator import Demand, Faults, FleetOutcome, replica_of, simulate_fleet
 from ...engine.estimate.layouts import Work
 from ...engine.estimate.roofline import Load
-from ...engine.estimate.step_simulator import StepTime, law
+from ...engine.estimate.step_simulator import StepCost, StepTime, law
 from ...models.config.known_models import known
 from ...models.config.parts import make_wiring
 from ...models.config.shapes import splits
@@ -25,21 +25,8 @@ COMMITS_PER_S = 1000.0
 _NODES = re.compile(r"(?P<count>[1-9][0-9]{0,4})x(?P<node>[1-9][0-9]*x[A-Za-z0-9-]+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """One step by every wiring; L and c in seconds."""
-
-    times: dict[str, StepTime]
-    all_reduce_s: float
-    sub_block_s: float
-    sheet: Sheet
-
-    def speedup(self, wiring: str) -> float:
-        return self.times["standard"].total_s / self.times[wiring].total_s
-
-
-def steps(q: Question, load: Load) -> Steps:
-    """The step `load` of the question's group."""
+def steps(q: Question, load: Load) -> tuple[dict[str, StepTime], StepCost, Sheet]:
+    """The step `load` of the question's group by every wiring, what its parts cost, and the table."""
     group = group_in(q)
     cost = group.cost(load)
     later = {name: make_wiring(name, part_of(q).num_layers) for name in ("delay-2", "delay-3")}
@@ -58,7 +45,7 @@ def steps(q: Question, load: Load) -> Steps:
     beside = f", {load.prompt} of prompt" if load.prompt else ""
     title = f"{q.name}, tp {group.size}, {_sequences(load.decodes)} at {load.context:g}{beside}"
     columns = ("wiring", "step ms", "computing", "in flight", "hidden", "waited", "slowed", "gain")
-    return Steps(times, ell, c, Sheet(title, columns, tuple(rows), 1, note))
+    return times, cost, Sheet(title, columns, tuple(rows), 1, note)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,27 +176,18 @@ def _group_table(name: str, shape: Shape, rows: Sequence[RankRow], bound: bool) 
         rails = f" over {shape.rails} rail{'s' if shape.rails > 1 else ''}" if shape.inter != "tcp" else ""
         title += f", {shape.inter} between{rails}"
     columns = {
-        "tp": [str(r.tp_rank) for r in rows],
-        "rank": [str(r.rank) for r in rows],
-        "host": [r.hostname for r in rows],
-        "local": [str(r.local_rank) for r in rows],
-        "device": [r.device for r in rows],
-        "HCA": [r.hca for r in rows],
-        "path": [r.path for r in rows],
-        "NUMA": [r.numa for r in rows],
-        "cores" if bound else "near cores": [r.cores for r in rows],
-        "interface": [r.interface for r in rows],
-    }
-    shown = {name: cells for name, cells in columns.items() if any(cells)}
+        "tp": "tp_rank", "rank": "rank", "host": "hostname", "local": "local_rank", "device": "device", "HCA": "hca",
+        "path": "path", "NUMA": "numa", "cores" if bound else "near cores": "cores", "interface": "interface",
+    }  # fmt: skip
+    cells = {name: [str(getattr(row, key)) for row in rows] for name, key in columns.items()}
+    shown = {name: column for name, column in cells.items() if any(column)}
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
     for name in shown:
         table.add_column(name, justify="right" if name in ("tp", "rank", "local", "NUMA") else "left", no_wrap=True)
-    hosts = [r.hostname for r in rows]
-    for i in range(len(rows)):
-        ends = i + 1 < len(rows) and hosts[i + 1] != hosts[i]
-        table.add_row(*(cells[i] for cells in shown.values()), end_section=ends)
+    for row, after, *texts in zip(rows, (*rows[1:], rows[-1]), *shown.values(), strict=True):
+        table.add_row(*texts, end_section=after.hostname != row.hostname)
     return table
 
 

@@ -24,7 +24,7 @@ _LIST_WIDTH = 100
 _FAILS = ended_by(ApiError, end=click.ClickException)
 
 
-@click.group(short_help="Submit, watch and fetch batches on a running daemon.")
+@click.group()
 @click.option("--url", help=f"The API.  [default: OPENAI_BASE_URL, else {_URL}]")
 @click.pass_context
 def command(context: click.Context, url: str | None) -> None:

@@ -88,7 +88,7 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
     return write_bundle(output, parts), why
 
 
-@click.command(short_help="Collect what a night call needs into one archive.")
+@click.command()
 @click.argument("config", type=click.Path())
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: laddertron-bundle-TIME.tar.gz]")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")

@@ -220,7 +220,7 @@ def summary(loaded: LoadedDeployment) -> str:
     )
 
 
-@click.command(short_help="Validate a deployment file without running anything.")
+@click.command()
 @click.argument("config", type=click.Path())
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")

@@ -9,7 +9,7 @@ import click
 FOLDER = Path(__file__).parents[3] / "configs"
 
 
-@click.command(short_help="Print a deployment file to begin with.")
+@click.command()
 @click.argument("name", default="reference")
 @click.option("--list", "as_list", is_flag=True, help="Names of what there is.")
 def command(name: str, as_list: bool) -> None:

@@ -22,7 +22,7 @@ _OldFor = Annotated[float, Unit("seconds"), Range(0, 90 * DAY)]
 _FILE = click.argument("file", type=click.Path(path_type=Path))
 
 
-@click.group(short_help="Add, rotate, revoke and list API keys.")
+@click.group()
 def command() -> None:
     """Manage the API keys in FILE, which daemon.api_key_file names.
 

@@ -93,9 +93,7 @@ def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program
     return (mpijob if kind == "mpijob" else leader_worker_set)(deployment, fabric, arguments)
 
 
-@click.command(
-    short_help="Print, emit or run the launcher's command line.", context_settings={"ignore_unknown_options": True}
-)
+@click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|profile|topo [ARGS]…")
 @fabric_option

@@ -13,7 +13,7 @@ from ....engine.metrics.markdown import as_json, markdown
 from .config import FOLDER
 
 
-@click.command(short_help="Print the catalogue of metrics.")
+@click.command()
 @click.option("--markdown", "as_markdown", is_flag=True, help="As docs/metrics.md.")
 @click.option("--dashboards", type=click.Path(path_type=Path), help="Write Grafana's dashboards into this folder.")
 @click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")

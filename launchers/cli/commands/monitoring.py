@@ -12,7 +12,7 @@ from .config import FOLDER
 _RUNBOOK = "docs/runbook.md"
 
 
-@click.group(short_help="Write out alert rules, dashboards and Prometheus configuration.")
+@click.group()
 def command() -> None:
     """Alert rules, Grafana dashboards and a Prometheus configuration, as they come with this version."""
 

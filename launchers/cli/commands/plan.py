@@ -19,7 +19,7 @@ from ..fabric_source import faults_of
 from ..plan_source import question
 
 
-@click.command(short_help="Say whether and how a model fits, and how fast it will be.")
+@click.command()
 @click.argument("config", required=False, type=click.Path())
 @click.option("--model", metavar="NAME", help="A known architecture, such as llama-3.1-405b, in place of CONFIG.")
 @click.option("--nodes", "--fabric", "fabric", metavar="SPEC|FILE", help="2x8xH100, or a file of `topo --save`.")

@@ -78,7 +78,7 @@ def end(identity: Identity, text: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-@click.command(short_help="Measure the fabric and refuse a broken one.")
+@click.command()
 @click.argument("config", type=click.Path())
 @click.option(
     "--save",

@@ -15,7 +15,7 @@ from ..errors import ended_by
 from ..fabric_option import fabric_option
 
 
-@click.command(short_help="A trace of compute, all-reduces and waits for Perfetto.")
+@click.command()
 @click.argument("config", type=click.Path())
 @click.option("--steps", default=8, show_default=True, type=click.IntRange(1, 1000), help="Decode steps to record.")
 @click.option("--batch", type=click.IntRange(1), help="Sequences.  [default: engine.max_num_seqs]")

@@ -19,7 +19,7 @@ from ..fabric_option import fabric_option
 from .run import read_text
 
 
-@click.command(short_help="Have a running daemon go over to its changed deployment file.")
+@click.command()
 @click.argument("config", type=click.Path())
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="As `serve` was given it.")

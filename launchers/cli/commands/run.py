@@ -247,7 +247,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
         prepared.files.release()
 
 
-@click.command(short_help="Compute a JSONL file of requests over the model's ranks.")
+@click.command()
 @click.argument("config", type=click.Path())
 @click.option("-i", "--input", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
 @click.option(

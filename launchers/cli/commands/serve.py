@@ -12,7 +12,7 @@ from .check import unmeasured_weights
 from .run import read_text
 
 
-@click.command(short_help="The batch daemon: HTTP, store, and ranks that are relaunched when lost.")
+@click.command()
 @click.argument("config", type=click.Path())
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")

@@ -20,7 +20,7 @@ from ..plan_source import question
 from ..simulations import FleetAsked, delayed, fleet, scaling, scaling_sheet, steps
 
 
-@click.group(short_help="Step times of machines that are not there.")
+@click.group()
 def command() -> None:
     """Simulate steps, scaling and fleets: the engine's own wirings on a virtual clock, at published or measured prices.
 
@@ -48,20 +48,20 @@ def step_command(
     """One step by every wiring: computing, in flight, hidden, exposed."""
     if config is not None and tp is not None:
         raise click.UsageError("--tp goes with --model; a CONFIG says it itself")
-
     load = Load(decodes=batch, context=context, prompt=prompt, prompt_context=prompt / 2)
     with faults_of("simulate"):
         q = question(config, model, fabric, Work(), size=tp)
-        found = steps(q if delay is None else delayed(q, delay * 1e-3), load)
+        times, cost, sheet = steps(q if delay is None else delayed(q, delay * 1e-3), load)
     if json_out:
+        whole = times["standard"].total_s
         variants = {
-            name: {**asdict(t), "hidden_s": t.hidden_s, "exposed_s": t.exposed_s, "speedup": found.speedup(name)}
-            for name, t in found.times.items()
+            name: {**asdict(t), "hidden_s": t.hidden_s, "exposed_s": t.exposed_s, "speedup": whole / t.total_s}
+            for name, t in times.items()
         }
-        out = {"all_reduce_s": found.all_reduce_s, "sub_block_s": found.sub_block_s, "wirings": variants}
+        out = {"all_reduce_s": cost.all_reduce.seconds, "sub_block_s": cost.sub_block_s, "wirings": variants}
         click.echo(json.dumps(out, indent=1))
     else:
-        _print(found.sheet)
+        _print(sheet)
 
 
 @command.command("scale")

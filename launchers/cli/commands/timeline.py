@@ -22,7 +22,7 @@ def _layers(text: str | None) -> range | None:
     return range(int(first), int(last or first) + 1)
 
 
-@click.command(short_help="Draw such a trace as a picture.")
+@click.command()
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="A file ending in .svg, .png or .pdf."

@@ -77,7 +77,7 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
     return found
 
 
-@click.command(short_help="Show nodes, devices, links and where ranks go.")
+@click.command()
 @click.argument("config", required=False, type=click.Path())
 @click.option("--plan", "plan", type=click.Path(), metavar="CONFIG", help="Show where this deployment's ranks go.")
 @click.option(

@@ -22,9 +22,7 @@ Started by mpirun, srun or torchrun, weights, gradients and moments are spread o
 filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 
 
-@click.command(
-    short_help="Retrain a checkpoint for another wiring.", epilog=EPILOG, context_settings={"show_default": True}
-)
+@click.command(epilog=EPILOG, context_settings={"show_default": True})
 @click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder to write.")
 @click.option("--wiring", default="ladder", help="ladder, parallel, delay-2 to delay-7, desync-n, standard.")

@@ -11,7 +11,7 @@ from .....models.weights.checkpoint import CheckpointError
 from ...errors import ended_by
 
 
-@click.command(short_help="Write a model folder in another checkpoint format.")
+@click.command()
 @click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--format", "dialect", type=click.Choice(DIALECTS), required=True, help="What TO is to be written as.")

@@ -11,7 +11,7 @@ from .....models.weights.checkpoint import CheckpointError
 from ...errors import ended_by
 
 
-@click.command(short_help="Checksums of a model folder.")
+@click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--check", is_flag=True, help="Verify the whole folder against the manifest that is there.")
 @ended_by(CheckpointError, end=click.ClickException)

@@ -12,7 +12,7 @@ from ...errors import ended_by
 from ...training import token_file, training_ranks
 
 
-@click.command(short_help="What laddering each layer costs, and gains.", context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True})
 @click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--text", multiple=True, required=True, type=click.Path(path_type=Path, exists=True), help="UTF-8 text or JSONL."

@@ -12,7 +12,7 @@ from .....models.refusal import Refusal
 from ...errors import ended_by
 
 
-@click.command(short_help="Write per-rank files for the fastest restart.")
+@click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--tensor-parallel-size", "--tp", "size", type=click.IntRange(1, 1024), required=True, help="Ranks.")
 @click.option(
