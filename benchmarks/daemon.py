@@ -68,9 +68,9 @@ class Daemon:
             time.sleep(0.01)
 
     def batch(self, path: Path) -> str:
-        from laddertron.launchers.cli.batch_client import BatchClient, ServerAddress
+        from laddertron.launchers.cli.batch_client import BatchClient
 
-        client = BatchClient(ServerAddress(f"http://127.0.0.1:{self.port}/v1"))
+        client = BatchClient(f"http://127.0.0.1:{self.port}/v1")
         file = client.upload(path)
         return str(client.create(file["id"], "/v1/chat/completions", "24h", None, str(time.time()))["id"])
 

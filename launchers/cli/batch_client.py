@@ -12,7 +12,6 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,23 +32,15 @@ class ApiError(RuntimeError):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
-    """`url` ends in /v1, or wherever the API begins. Seconds."""
-
-    url: str
-    key: str | None = None
-    timeout: float = 60.0
-
-
 class BatchClient:
-    """Every method raises ApiError. Reads are tried again while the server is away or busy."""
+    """Every method raises ApiError. Reads are tried again while the server is away or busy. `url` ends in /v1, or
+    wherever the API begins; `timeout` in seconds."""
 
-    def __init__(self, server: ServerAddress) -> None:
-        parts = urlsplit(server.url.rstrip("/"))
+    def __init__(self, url: str, key: str | None = None, timeout: float = 60.0) -> None:
+        parts = urlsplit(url.rstrip("/"))
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ApiError(f"{server.url!r} is no URL: such as http://127.0.0.1:8000/v1")
-        self._server, self._parts = server, parts
+            raise ApiError(f"{url!r} is no URL: such as http://127.0.0.1:8000/v1")
+        self._url, self._key, self._timeout, self._parts = url, key, timeout, parts
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
         """The file's object. `sent` is told the bytes of every piece."""
@@ -184,14 +175,14 @@ class BatchClient:
             seconds = min(5.0, seconds * 1.3)
 
     def _again(self, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        for left in range(_TRIES, -1, -1):
+        for tried in range(_TRIES):
             try:
                 return ask()
             except ApiError as error:
-                if not left or error.status not in _AWAY:
+                if error.status not in _AWAY:
                     raise
-                time.sleep(min(5.0, 0.25 * 2 ** (_TRIES - left)))
-        raise AssertionError
+                time.sleep(min(5.0, 0.25 * 2**tried))
+        return ask()
 
     def _json(
         self, method: str, path: str, body: bytes | Iterator[bytes] | None = None, headers: dict[str, str] | None = None
@@ -211,15 +202,15 @@ class BatchClient:
         self, method: str, path: str, body: bytes | Iterator[bytes] | None, headers: dict[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         connection = self._connection()
-        if self._server.key is not None:
-            headers = {**headers, "authorization": f"Bearer {self._server.key}"}
+        if self._key is not None:
+            headers = {**headers, "authorization": f"Bearer {self._key}"}
         try:
             with contextlib.suppress(BrokenPipeError):  # refused before all of it was sent: the answer says why
                 connection.request(method, self._parts.path + path, body, headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise ApiError(f"{self._server.url}: {error or type(error).__name__}") from error
+            raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
         if response.status >= 400:
             message = _message(response)
             connection.close()
@@ -230,8 +221,8 @@ class BatchClient:
         host = self._parts.hostname or ""
         if self._parts.scheme == "https":
             context = ssl.create_default_context()
-            return http.client.HTTPSConnection(host, self._parts.port, timeout=self._server.timeout, context=context)
-        return http.client.HTTPConnection(host, self._parts.port, timeout=self._server.timeout)
+            return http.client.HTTPSConnection(host, self._parts.port, timeout=self._timeout, context=context)
+        return http.client.HTTPConnection(host, self._parts.port, timeout=self._timeout)
 
 
 def _message(response: http.client.HTTPResponse) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..cli.batch_client import ENDED, BatchClient, ServerAddress
+from ..cli.batch_client import ENDED, BatchClient
 from ..control.processes import ProcessId, descendants, is_alive, kill, start_time
 from .serving import ROOT, ask, free_port, serve_command, tally, wait_until, words_of, write_lines
 
@@ -94,7 +94,7 @@ class Show:
         try:
             self._wait_ready()
             self.say("ready: the demo model on two MPI ranks", "green")
-            client, source = BatchClient(ServerAddress(f"{daemon.url}/v1")), self._folder / "prompts.jsonl"
+            client, source = BatchClient(f"{daemon.url}/v1"), self._folder / "prompts.jsonl"
             write_lines(source, self._lines, max_tokens=64, ignore_eos=True)
             file = client.upload(source)["id"]
             batch_id = client.create(file, "/v1/completions", "24h", None, "chaos-demo")["id"]

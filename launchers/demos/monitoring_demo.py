@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from ..cli.batch_client import BatchClient, ServerAddress
+from ..cli.batch_client import BatchClient
 from .serving import ROOT, ask, free_port, serving, started, wait_until, write_lines
 
 MONITORING = ROOT / "configs/monitoring"
@@ -70,7 +70,7 @@ def _prometheus_config(port: int) -> str:
 
 def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str:
     """Uploads a batch of the demo prompts and starts it; its id. `more`: of each completion's body."""
-    client = BatchClient(ServerAddress(f"{daemon}/v1"))
+    client = BatchClient(f"{daemon}/v1")
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
         write_lines(Path(file.name), lines, max_tokens=48, **more)
         uploaded = client.upload(Path(file.name))["id"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..cli.batch_client import ENDED, BatchClient, ServerAddress
+from ..cli.batch_client import ENDED, BatchClient
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ROOT / "configs/demo-prompts.jsonl"
@@ -135,7 +135,7 @@ def words_of(pid: int) -> list[str]:
 def batch_seconds(daemon: ServedDaemon, lines: Path, count: int) -> float:
     """Of a batch of completions, from its creation to its end. Raises RuntimeError unless all `count` lines of the file
     were answered."""
-    client = BatchClient(ServerAddress(f"{daemon.url}/v1"))
+    client = BatchClient(f"{daemon.url}/v1")
     file = client.upload(lines)["id"]
     began = time.monotonic()
     batch = client.create(file, "/v1/completions", "24h", None, str(began))

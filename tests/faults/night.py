@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from laddertron.launchers.cli.batch_client import BatchClient, ServerAddress
+from laddertron.launchers.cli.batch_client import BatchClient
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
 
@@ -81,7 +81,7 @@ class Night:
             self.argv += [word for key in keys for word in ("--set", key)]
         else:
             self.argv = [sys.executable, str(FAKE), str(self.starts), str(step_s), str(config), *keys]
-        self.client = BatchClient(ServerAddress(f"http://127.0.0.1:{self.port}/v1"))
+        self.client = BatchClient(f"http://127.0.0.1:{self.port}/v1")
         self.process: subprocess.Popen[bytes]
 
     def start(self, **environment: str) -> None:

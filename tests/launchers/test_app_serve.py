@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from daemon_tools import deployment, line, served
 from laddertron.launchers.cli import __main__ as cli
-from laddertron.launchers.cli.batch_client import ApiError, BatchClient, ServerAddress
+from laddertron.launchers.cli.batch_client import ApiError, BatchClient
 from laddertron.launchers.cli.commands.batch import BatchPace
 from laddertron.models.cpu.ops import Kernels
 from openai import OpenAI
@@ -190,7 +190,7 @@ def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
     """Nobody listens: the bar says so and asks again until its patience is over; ^C names the command that goes on."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
-    client, pauses, errors = BatchClient(ServerAddress(url)), [], []  # type: ignore[var-annotated]
+    client, pauses, errors = BatchClient(url), [], []  # type: ignore[var-annotated]
     with pytest.raises(ApiError, match="refused"):
         client.wait("batch_1", lambda batch: None, errors.append, pauses.append, patience=60.0)
     assert sum(pauses) >= 60.0

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from ..batch_client import ENDED, ApiError, BatchClient, ServerAddress
+from ..batch_client import ENDED, ApiError, BatchClient
 from ..errors import UsageError, ended_by
 from ..run_view import clock, say
 
@@ -42,7 +42,7 @@ def command(context: click.Context, url: str | None) -> None:
     environ = os.environ
     key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
     with ended_by(ApiError):
-        context.obj = BatchClient(ServerAddress(url or environ.get("OPENAI_BASE_URL") or _URL, key))
+        context.obj = BatchClient(url or environ.get("OPENAI_BASE_URL") or _URL, key)
 
 
 @command.command()

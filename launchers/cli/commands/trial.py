@@ -16,7 +16,7 @@ from ....engine.config.load import Deployment, read
 from ....engine.openai.batch_input import read_lines
 from ....engine.text.tokenizer import TextError, TextModel
 from ...measure.trial import FEWEST, Reply, Request, Round, Spread, Trial, cost, deal, mix, play, verdict
-from ..batch_client import ApiError, BatchClient, ServerAddress
+from ..batch_client import ApiError, BatchClient
 from ..errors import UsageError, ended_by
 
 _UNKNOWN_FIELD = (400, 422)
@@ -28,7 +28,7 @@ class Server:
     """A server under trial: asks it for streams, and times them."""
 
     def __init__(self, name: str, url: str, key: str | None, model: str | None) -> None:
-        self.name, self._client = name, BatchClient(ServerAddress(url, key, timeout=600.0))
+        self.name, self._client = name, BatchClient(url, key, timeout=600.0)
         found = self._client.models() if model is None else (model,)
         if len(found) != 1:
             raise ApiError(f"{url} has {len(found)} models: name one with --model, such as {', '.join(found[:3])}")

@@ -22,7 +22,7 @@ from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.server import ServerOptions, listen, make_server
 from laddertron.engine.daemon.http.tls import TlsFault, check_pair
 from laddertron.launchers.cli import __main__ as cli
-from laddertron.launchers.cli.batch_client import BatchClient, ServerAddress
+from laddertron.launchers.cli.batch_client import BatchClient
 from openai import OpenAI
 from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S
@@ -193,7 +193,7 @@ def test_who_does_not_trust_the_certificate_or_speaks_plainly_gets_nothing(secur
 def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It trusts what the system trusts, and SSL_CERT_FILE."""
     monkeypatch.setenv("SSL_CERT_FILE", pair[0])
-    assert BatchClient(ServerAddress(f"https://127.0.0.1:{secure.port}/v1")).list(1) is not None
+    assert BatchClient(f"https://127.0.0.1:{secure.port}/v1").list(1) is not None
 
 
 @pytest.mark.parametrize(
