@@ -56,10 +56,6 @@ class Demand:
     per_s: float | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.requests < 1 or self.output < 1 or (self.per_s is not None and self.per_s <= 0):
-            raise ValueError(f"{self}: requests and output must be 1 or more, per_s more than 0")
-
 
 @dataclass(frozen=True, slots=True)
 class Faults:

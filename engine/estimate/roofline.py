@@ -212,8 +212,6 @@ class SimulatedGroup:
     def cost(self, load: Load) -> StepCost:
         """Seconds of a step's parts."""
         c, shard, r = self.config, self.shard, self.rates
-        if load.tokens < 1:
-            raise ValueError("a step of no tokens takes no time: give decodes or prompt")
         call = r.call_one_s if load.tokens == 1 else r.call_many_s
         projections = c.hidden_size * c.head_dim * (2 * shard.num_heads + 2 * shard.num_kv_heads)
         windows = c.sliding_window or (None,) * c.num_layers
@@ -260,8 +258,6 @@ class SimulatedGroup:
 
     def prefill(self, prompt: int, chunk: int, wiring: Wiring | None = None) -> StepTime:
         """One prompt of `prompt` tokens, alone, in chunks of at most `chunk`: the sum of its steps."""
-        if prompt < 1 or chunk < 1:
-            raise ValueError(f"prompt={prompt}, chunk={chunk}: both must be 1 or more")
         times, start = [], 0
         while start < prompt:
             count = min(chunk, prompt - start)

@@ -76,8 +76,6 @@ def test_chunks_of_a_prompt_add_up() -> None:
         group.step(Load(prompt=200, prompt_context=900, prompts=1)),
     ]
     assert group.prefill(1000, 400).total_s == pytest.approx(sum(c.total_s for c in chunks))
-    with pytest.raises(ValueError, match="chunk=0"):
-        group.prefill(10, 0)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +146,6 @@ def test_devices_without_figures_are_refused_by_name() -> None:
         gpu_rates(device)
     with pytest.raises(ValueError, match="more than 0"):
         ComputeRates(0.0, 1.0, 1.0, 0.0, 0.0, "")
-    with pytest.raises(ValueError, match="no tokens"):
-        SimulatedGroup(known("llama-3.1-8b"), 1, SLOW_MEMORY, QUIET).step(Load())
 
 
 def test_cores_are_shared_among_a_hosts_ranks() -> None:
