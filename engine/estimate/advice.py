@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ...models.config.model_config import ModelConfig
-from ...topology.placement.placement import Placement
 from .layouts import Layout, by_cost
-from .memory import Memory, StoredTypes
 
 if TYPE_CHECKING:
     from .estimate import CapacityEstimate
-    from .layouts import Prediction
 
 NEAR = 0.05
 """Predictions that differ by less than this are the same to us."""
@@ -26,23 +22,15 @@ def describe(layout: Layout) -> str:
     return f"{many}tp {layout.tp}{pipeline}, {kind}, {layout.wiring.name}"
 
 
-def recommend(
-    config: ModelConfig,
-    stored: StoredTypes,
-    room: Memory,
-    placement: Placement,
-    layouts: Sequence[Layout],
-    predictions: Sequence[Prediction],
-) -> tuple[str, ...]:
+def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
     """Sentences, most important first."""
-    said = [] if room.fits else [f"As configured it {room.verdict}."]
-    asked = (placement.tensor_parallel_size, placement.stages, stored, config.wiring.name)
-    own = next((x for x in layouts if x.key == asked), None)
-    there = [x for x in by_cost(layouts) if x.wiring.name == config.wiring.name]
+    said = [] if plan.memory.fits else [f"As configured it {plan.memory.verdict}."]
+    wiring = plan.question.config.wiring.name
+    there = [x for x in by_cost(plan.layouts) if x.wiring.name == wiring]
     if there:
-        said += _cost_words(config, stored, own, there, room.max_num_seqs)
-        ladder = [x for x in by_cost(layouts) if x.wiring.name == "ladder"]
-        if config.wiring.name != "ladder" and ladder:
+        said += _cost_words(plan, there)
+        ladder = [x for x in by_cost(plan.layouts) if x.wiring.name == "ladder"]
+        if wiring != "ladder" and ladder:
             text = f"Were the model trained as ladder: {describe(ladder[0])}, {_price(ladder[0])}"
             said.append(f"{text}{_needs(ladder[0])}.")
         quick = min(there, key=lambda x: x.fastest.step_s if x.fastest else 0.0)
@@ -51,21 +39,21 @@ def recommend(
                 f"Quickest for a single user: {describe(quick)}, a token every {quick.fastest.step_s * 1e3:.1f} ms "
                 f"({quick.fastest.tokens_per_s:.0f} tokens/s){_needs(quick)}."
             )
-    elif layouts:
+    elif plan.layouts:
         said.append("No layout on these devices has room for this model: add nodes, or take its fp8 weights.")
-    return (*said, *_wiring_words(config, placement, predictions))
+    return (*said, *_wiring_words(plan))
 
 
-def _cost_words(
-    config: ModelConfig, stored: StoredTypes, own: Layout | None, there: Sequence[Layout], max_num_seqs: int
-) -> list[str]:
-    """The cheapest layout for weights of this wiring, and of these very weights; what was asked about beside it."""
-    best = there[0]
+def _cost_words(plan: CapacityEstimate, there: Sequence[Layout]) -> list[str]:
+    """The cheapest layout for weights of this wiring, and of these very weights; what was asked about beside it.
+    there: those of this wiring, the cheapest first."""
+    best, max_num_seqs = there[0], plan.memory.max_num_seqs
+    own = next((x for x in plan.layouts if x.key == plan.question.key), None)
     if best is own:
         text = f"Take it: of all layouts of these GPUs the one asked about is the cheapest, {_price(best)}"
         return [f"{text}{_more(best, max_num_seqs)}."]
     said = [f"Cheapest: {describe(best)}, {_price(best)}{_needs(best)}; {_keys(best)}."]
-    mine = [x for x in there if x.stored == stored]
+    mine = [x for x in there if x.stored == plan.question.stored]
     if mine and mine[0] not in (best, own):
         said.append(f"Cheapest with these very weights: {describe(mine[0])}, {_price(mine[0])}; {_keys(mine[0])}.")
     if own is not None and own.cheapest and best.cheapest:
@@ -126,11 +114,11 @@ def _keys(layout: Layout) -> str:
     return f"parallel: {{{', '.join(f'{key}: {value}' for key, value in keys_of(layout).items())}}}"
 
 
-def _wiring_words(config: ModelConfig, placement: Placement, predictions: Sequence[Prediction]) -> list[str]:
+def _wiring_words(plan: CapacityEstimate) -> list[str]:
     """What ladder would bring to this very layout."""
-    by_key = {(p.wiring, p.batch): p for p in predictions}
-    batches = sorted({p.batch for p in predictions if p.fits})
-    if placement.tensor_parallel_size == 1:
+    by_key = {(p.wiring, p.batch): p for p in plan.predictions}
+    batches = sorted({p.batch for p in plan.predictions if p.fits})
+    if plan.question.placement.tensor_parallel_size == 1:
         return ["One rank a replica: there is no all-reduce, and nothing for a ladder to hide."]
     if not batches:
         return []
@@ -141,7 +129,7 @@ def _wiring_words(config: ModelConfig, placement: Placement, predictions: Sequen
         f"On this layout all-reduces are {cost.exposed_s / cost.total_s:.0%} of a standard step at batch {low}; ladder "
         f"is {gain.speedup:.2f}x as fast there and {most.speedup:.2f}x at batch {high}"
     )
-    if config.wiring.name == "standard":
+    if plan.question.config.wiring.name == "standard":
         text += (
             "; these weights are standard and would have to be retrained for it"
             if max(gain.speedup, most.speedup) > 1 + NEAR

@@ -53,6 +53,12 @@ class Question:
     layers: tuple[int, ...] = ()
     """Of each stage, where they were configured."""
 
+    @property
+    def key(self) -> tuple[int, int, StoredTypes, str]:
+        """The same as the Layout's that is asked about."""
+        p = self.placement
+        return p.tensor_parallel_size, p.stages, self.stored, self.config.wiring.name
+
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
@@ -112,8 +118,11 @@ class CapacityEstimate:
     split_law: SplitLaw | None
     depths: tuple[Depth, ...]
     layouts: tuple[Layout, ...]
-    recommendation: tuple[str, ...]
     assumptions: tuple[str, ...]
+
+    @property
+    def recommendation(self) -> tuple[str, ...]:
+        return recommend(self)
 
     @property
     def wirings(self) -> tuple[str, ...]:
@@ -143,7 +152,6 @@ def make_plan(question: Question) -> CapacityEstimate:
         split_law=_split_law(q, group),
         depths=depths,
         layouts=found,
-        recommendation=recommend(q.config, q.stored, room, q.placement, found, predictions),
         assumptions=_assumptions(q, group),
     )
 

@@ -109,11 +109,9 @@ def _plots(plan: CapacityEstimate) -> list[str]:
 
 def _listed(plan: CapacityEstimate) -> list[Layout]:
     """The layout asked about and the cheapest few that run, in the table's order."""
-    q = plan.question
-    asked = (q.placement.tensor_parallel_size, q.placement.stages, q.stored, q.config.wiring.name)
     running = [x for x in plan.layouts if x.cheapest]
     kept = by_cost(running)[: LISTED - 1]
-    return [x for x in running if x in kept or x.key == asked]
+    return [x for x in running if x in kept or x.key == plan.question.key]
 
 
 def _brief(layout: Layout) -> str:
