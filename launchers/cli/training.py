@@ -20,28 +20,8 @@ if TYPE_CHECKING:
     from ...models.training.fit import TrainProgress
     from ...topology.comm.data_parallel import DataParallel
 
-SETTINGS = (
-    click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all."),
-    click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step, over all ranks."),
-    click.option("--micro-batch", type=click.IntRange(0), default=0, help="Of them at once on a rank; 0: its share."),
-    click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Peak of the schedule."),
-    click.option("--schedule", type=click.Choice(["cosine", "linear"]), default="cosine", help="Down to a tenth."),
-    click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps."),
-    click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm."),
-    click.option("--seed", type=click.IntRange(0), default=0, help="Draws what is drawn, and the order of the text."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of products."),
-    click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none."),
-    click.option("--resume", is_flag=True, help="Go on from the last state, on any number of ranks."),
-    click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]"),
-)
 STATES = "training"
 """Where a folder that is being trained keeps token files and states; gone when the model is whole."""
-
-
-def with_settings(function: Any) -> Any:
-    for option in reversed(SETTINGS):
-        function = option(function)
-    return function
 
 
 def parse_layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ...errors import ended_by
-from ...training import STATES, parse_layers, token_files, training_bar, training_ranks, with_settings
+from ...training import STATES, parse_layers, token_files, training_bar, training_ranks
 
 EPILOG = """\b
 Examples:
@@ -51,7 +51,18 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 @click.option("--recompute", is_flag=True, help="Compute activations again in the backward pass, in place of keeping.")
 @click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
-@with_settings
+@click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
+@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step, over all ranks.")
+@click.option("--micro-batch", type=click.IntRange(0), default=0, help="Of them at once on a rank; 0: its share.")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Peak of the schedule.")
+@click.option("--schedule", type=click.Choice(["cosine", "linear"]), default="cosine", help="Down to a tenth.")
+@click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps.")
+@click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Draws what is drawn, and the order of the text.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of products.")
+@click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
+@click.option("--resume", is_flag=True, help="Go on from the last state, on any number of ranks.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
 @ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
 def command(source: Path, out: Path, **o: Any) -> None:
     """Retrain the checkpoint FROM for another residual wiring and write it as a folder that declares it.
