@@ -101,7 +101,7 @@ def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator,
         for batch in spec["batches"]:
             for driver in drivers:
                 driver.begin(batch, spec["prompt"], spec["answer"], PROMPTS)
-                driver.turn(2 * spec["steps"])  # auto measures what a row costs
+                driver.turn(2 * spec["steps"])  # auto learns first
             found: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for turn in range(spec["turns"]):
                 for driver in drivers[:: -1 if turn % 2 else 1]:

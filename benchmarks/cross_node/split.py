@@ -5,7 +5,7 @@ waits), all in turns.
     python benchmarks/cross_node/split.py prefill         8 x 128 and 1 x 1,024 tokens; as root, three minutes
     python benchmarks/cross_node/split.py decode          1, 8 and 64 sequences, two minutes
     python benchmarks/cross_node/split.py cost            whole beside auto, 20 turns of 1 and 8 sequences, two minutes
-    python benchmarks/cross_node/split.py drafts          speculation, with drafts of a stated hit rate, two minutes
+    python benchmarks/cross_node/split.py drafts          speculation, with drafts of a stated hit rate, five minutes
 
 Prints a JSON line a case and then the table: medians with the least and the most, and of whole and split the share of
 the gap between whole and carried that splitting closes.
@@ -53,11 +53,11 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 DRAFTS = {
     "task": "drafts",
-    "size": {**LLAMA150M, "positions": 512},
+    "size": {**LLAMA150M, "positions": 720},
     "batches": [1, 8],
     "prompt": 16,
-    "answer": 480,
-    "steps": 6,
+    "answer": 700,
+    "steps": 24,
     "turns": 5,
 }
 

@@ -74,7 +74,7 @@ class SplitChoice:
         self.steps = 0
         """Steps that were cut."""
         self._rule = rule
-        self._classes: dict[tuple[bool, int], _Class] = {}
+        self._classes: dict[tuple[bool, bool, int], _Class] = {}
 
     def cut(self, batch: Batch) -> int:
         """Batch.split for this step."""
@@ -110,8 +110,9 @@ class SplitChoice:
         return rows
 
 
-def _class(batch: Batch) -> tuple[bool, int]:
-    """Whether prompts outweigh decodes, and the size in half powers of two."""
+def _class(batch: Batch) -> tuple[bool, bool, int]:
+    """Whether prompts outweigh decodes, whether one outweighs all else (it is cut inside, where its later piece attends
+    to the earlier one), and the size in half powers of two."""
     rows = batch.num_tokens
-    prompts = sum([chunk.count for chunk in batch.chunks if chunk.count > 1])
-    return 2 * prompts > rows, (rows * rows).bit_length()
+    prompts = [chunk.count for chunk in batch.chunks if chunk.count > 1]
+    return 2 * sum(prompts) > rows, 2 * max(prompts, default=0) > rows, (rows * rows).bit_length()

@@ -113,11 +113,12 @@ def test_the_quicker_kind_wins_and_trials_are_rare(ratio: float) -> None:
 
 
 def test_each_class_is_tried_by_itself() -> None:
-    """A split that pays for prompts is no reason to split decodes, nor another size."""
+    """A split that pays for one prompt is no reason to split decodes, several prompts, nor another size."""
     machine = Machine(0.5)
     machine.run(prompt(700), 20)
     assert machine.run(prompt(700), 5) == [True] * 5
     assert machine.run(decodes(64), 1) == [False]
+    assert machine.run(Batch(0, chunks=tuple(Chunk(slot, 0, 350, True) for slot in range(2))), 1) == [False]
     assert machine.run(prompt(70), 1) == [False]
 
 
