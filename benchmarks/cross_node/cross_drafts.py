@@ -28,15 +28,23 @@ from rank_task import Spec, be_rank, say
 
 PROMPTS = 5
 ALL, PAYING = SpeculationRule(priced=False), SpeculationRule()
-KINDS = {"off": (None, 1.0), "ngram, 70%": (ALL, 0.7), "auto, 70%": (PAYING, 0.7), "auto, 0%": (PAYING, 0.0)}
-"""With how many of the drafts right."""
+KINDS = {
+    "off": (None, None),
+    "ngram, 70%": (ALL, 0.7),
+    "auto, 70%": (PAYING, 0.7),
+    "auto, 0%": (PAYING, 0.0),
+    "auto, no drafts": (PAYING, None),
+}
+"""With how many of the drafts right; None: where nothing repeats, so that there are none."""
 
 
 class Answers:
-    """What the model said to each prompt; `rate`: how probably a draft made of it is right, on every rank alike."""
+    """What the model said to each prompt; `rate`: how probably a draft made of it is right, on every rank alike. None:
+    there are no drafts."""
 
     def __init__(self, prompt: int) -> None:
-        self.prompt, self.rate = prompt, 1.0
+        self.prompt = prompt
+        self.rate: float | None = None
         self._known: dict[bytes, NDArray[np.int32]] = {}
 
     def record(self, runner: runners.Runner) -> None:
@@ -52,16 +60,15 @@ class Answers:
         runner._apply = keep  # type: ignore[method-assign]
 
     def look_up(self, known: NDArray[np.int32], most: int) -> list[int]:
-        answer, at = self._known.get(known[: self.prompt].tobytes()), len(known)
-        if answer is None or not np.array_equal(answer[:at], known):
+        answer, at, rate = self._known.get(known[: self.prompt].tobytes()), len(known), self.rate
+        if rate is None or answer is None or not np.array_equal(answer[:at], known):
             return []
         drafts: list[int] = answer[at : at + max(0, most)].tolist()
         return [
-            draft if Random(1000 * at + i).random() < self.rate else (draft + 1) % 1000
-            for i, draft in enumerate(drafts)
+            draft if Random(1000 * at + i).random() < rate else (draft + 1) % 1000 for i, draft in enumerate(drafts)
         ]
 
-    def behind(self, runner: runners.Runner, rate: float) -> None:
+    def behind(self, runner: runners.Runner, rate: float | None) -> None:
         """From now on the runner's drafts are right with this probability."""
         run = runner.run_through
 

@@ -27,6 +27,8 @@ RECOVERY = 0.01
 again."""
 TRIAL, FIRST_PAUSE, LONGEST_PAUSE = 3, 128, 4096
 """Steps of the slower kind, and those before it is tried again: more while the same kind wins."""
+STALL = 4.0
+"""A step that takes so many times the one before it is no measure."""
 _FORGET, _LEAST = 0.98, 1e-9
 _NEWEST = 0.2
 """What the newest step of a kind weighs in its mean."""
@@ -89,6 +91,8 @@ class _Kinds:
     seconds: dict[bool, float] = field(default_factory=dict)
     since: int = 0
     pause: int = FIRST_PAUSE
+    last: float = inf
+    """Seconds of the newest step."""
 
     @property
     def wins(self) -> bool:
@@ -104,6 +108,12 @@ class _Kinds:
         if self.since >= self.pause + TRIAL:
             self.since, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
         return not self.wins
+
+    def stalled(self, seconds: float) -> bool:
+        """Whether a step took far longer than the one before it: something else held it up. Where steps have become
+        slower, the next one does not."""
+        last, self.last = self.last, seconds
+        return seconds > STALL * last
 
     def observe(self, drafted: bool, seconds: float) -> None:
         both = len(self.seconds) == 2
@@ -145,8 +155,10 @@ class Speculation:
 
     def observe_step(self, sequences: int, drafts: int, tokens: int, seconds: float) -> None:
         """A step without prompts: rows of sequences and of drafts, and the tokens that came of them."""
-        self._price.observe(sequences + drafts, seconds)
-        self._kinds.setdefault(sequences, _Kinds()).observe(drafts > 0, seconds / max(1, tokens))
+        kinds = self._kinds.setdefault(sequences, _Kinds())
+        if not kinds.stalled(seconds):
+            self._price.observe(sequences + drafts, seconds)
+            kinds.observe(drafts > 0, seconds / max(1, tokens))
 
     def observe_drafts(self, acceptance: float, drafted: int, right: int) -> float:
         """The sequence's acceptance after a step in which the first `right` of its drafts were; counts them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+from math import inf
 
 import pytest
 from fake_model import VOCAB, FakeRunner, answer
@@ -73,6 +74,19 @@ def test_a_step_that_no_line_fits_is_found_out(panel: int, truth: float, sequenc
     assert tokens / clock > 0.95 * plain
     if panel == 1000 and truth >= 0.7:
         assert tokens / clock > 1.5 * plain
+
+
+@pytest.mark.parametrize("slower", [False, True])
+def test_a_stall_is_no_measure_and_a_slower_link_is(slower: bool) -> None:
+    """Of steps with drafts that lose by a tenth: one without them that took a hundred times as long changes nothing;
+    where all without drafts take so long from then on, drafts win."""
+    speculation = Speculation(SpeculationRule())
+    for drafts, seconds in ((8, 1.1), (0, 1.0)) * 3:
+        speculation.observe_step(8, drafts, 8, seconds)
+    assert speculation.threshold(8) == inf
+    for n in range(20):
+        speculation.observe_step(8, 0, 8, 100.0 if slower or n == 0 else 1.0)
+        assert (speculation.threshold(8) < inf) == (slower and n > 0)
 
 
 def test_without_a_price_every_draft_is_taken() -> None:
