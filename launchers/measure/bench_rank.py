@@ -25,6 +25,7 @@ from ...topology.comm.groups import Communicator
 from ...topology.placement.identity import Identity, IdentityError, identify
 from ..control.processes import die_with_parent
 from ..rank.rank import choose_device, join_group, set_threads
+from .lanes import communication
 
 LEAST_READ, MOST_READ = 256 << 20, 1 << 30
 """Bytes that a reading of the floor goes through."""
@@ -62,7 +63,7 @@ class _Bench:
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         self.seed += 1
-        before = self._communication()
+        before = communication(self.communicator.ledger.entries())
         match order["kind"]:
             case "floor":
                 return {"floor": read_floor(self._weights // order["nodes"])}
@@ -75,7 +76,8 @@ class _Bench:
                 timing |= {name: count - known[name] for name, count in self._drafts().items()}
             case other:
                 raise ValueError(f"unknown order {other!r}")
-        hidden, exposed = (now - then for now, then in zip(self._communication(), before, strict=True))
+        after = communication(self.communicator.ledger.entries())
+        hidden, exposed = (now - then for now, then in zip(after, before, strict=True))
         return timing | {"hidden_s": hidden, "exposed_s": exposed}
 
     def _drafts(self) -> dict[str, float]:
@@ -95,10 +97,6 @@ class _Bench:
     @property
     def _vocab(self) -> int:
         return int(self.built.config.vocab_size)
-
-    def _communication(self) -> tuple[float, float]:
-        entries = [e for e in self.communicator.ledger.entries() if e.op == "all_reduce"]
-        return sum(e.hidden_s for e in entries), sum(e.waited_s for e in entries)
 
 
 def matmul_bytes(config: Any, item: int) -> int:

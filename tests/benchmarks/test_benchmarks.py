@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -220,36 +217,3 @@ def test_published_points_lie_below_the_law(report: Any, monkeypatch: pytest.Mon
     assert len(points) == 12
     assert all(speed < report.law(ratio) for ratio, speed in points)
     assert min(r for r, _ in cross_picture.paper_points()["405B, TP16 over 2 nodes"]) == pytest.approx(0.51, abs=0.01)
-
-
-def decode(delay_ms: float) -> dict[tuple[str, bool, int], dict[str, Any]]:
-    """Its lines by wiring, overlap and batch: two ranks, a toy model over an emulated link."""
-    words = "--tp 2 --wirings standard,ladder,no-communication --overlap true,false --batch 1,2 --prompt 16 --gen 12"
-    toy = "--hidden 64 --layers 2 --heads 4 --kv-heads 2 --ffn 128 --vocab 256 --dtype float32"
-    command = [sys.executable, str(BENCHMARKS / "decode.py"), *words.split(), *toy.split(), "--delay-ms", str(delay_ms)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(text) for text in done.stdout.splitlines()]
-    assert len(lines) == 12
-    return {(one["wiring"], one["overlap"], one["batch"]): one for one in lines}
-
-
-def test_decode_prints_a_line_a_case() -> None:
-    """Each wiring and overlap has its line, with every figure."""
-    lines = decode(0.5)
-    assert len(lines) == 12
-    for (wiring, _, _), found in lines.items():
-        assert found["link"] == "emulated, 0.5 ms"
-        assert min(found[k] for k in ("tp", "prefill_tok_s", "decode_tok_s", "rss_mb")) > 0
-        assert (found["comm_exposed_s"] > 0.0) == (wiring != "no-communication")
-
-
-@pytest.mark.slow
-def test_decode_sees_what_is_hidden() -> None:
-    """Ladder exposes less than standard, and hides nothing where it blocks: on a machine that does nothing else."""
-    lines = decode(5)
-    standard, ladder, blocking = (
-        lines[key] for key in (("standard", True, 1), ("ladder", True, 1), ("ladder", False, 1))
-    )
-    assert standard["comm_exposed_s"] > ladder["comm_exposed_s"]
-    assert blocking["comm_hidden_s"] < 0.2 * blocking["comm_exposed_s"]
