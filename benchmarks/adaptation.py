@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import table
 from laddertron.models.config.dialects import stock_json
 from laddertron.models.config.model_config import Wiring, from_folder, make_wiring
 from laddertron.models.training import corpus, train
@@ -74,10 +75,9 @@ def recovery(folder: Path, wiring: Wiring, way: str, seed: int, tokens: int, ids
     return found
 
 
-def table(results: dict[str, Any], size: str) -> list[str]:
-    """Markdown: means over the seeds there are, the last point's sample deviation behind it."""
-    steps = [f"{100 * i // POINTS} %" for i in range(1, POINTS + 1)]
-    rows = [f"| {size} | seeds | untrained | {' | '.join(steps)} |", "|---" * (POINTS + 3) + "|"]
+def size_table(results: dict[str, Any], size: str) -> list[str]:
+    """Means over the seeds there are, the last point's sample deviation behind it."""
+    steps, rows = [f"{100 * i // POINTS} %" for i in range(1, POINTS + 1)], []
     for target, way in KINDS:
         found = [results["runs"].get(f"{size}/{target}/{way}/{seed}") for seed in SEEDS]
         curves = [curve for curve in found if curve]
@@ -86,8 +86,8 @@ def table(results: dict[str, Any], size: str) -> list[str]:
             last = [curve[-1] for curve in curves]
             spread = f" ± {statistics.stdev(last):.2f}" if len(last) > 1 else ""
             name = "standard, trained on" if target == "standard" else f"{target}, {way}"
-            rows.append(f"| {name} | {len(curves)} | {' | '.join(means)}{spread} |")
-    return rows if len(rows) > 2 else []
+            rows.append((name, len(curves), *means[:-1], means[-1] + spread))
+    return table(" | ".join((size, "seeds", "untrained", *steps)), rows) if rows else []
 
 
 def prepare(tokens: int) -> Callable[[str], list[float]]:
@@ -117,7 +117,7 @@ def main() -> None:
     results = go_on(__doc__ or "", RESULTS, 400_000, keys, prepare)
     print(f"{results['tokens']:,} tokens an original, and as many more a run")
     for size in SIZES:
-        print("\n".join(["", *table(results, size)]))
+        print("\n".join(["", *size_table(results, size)]))
 
 
 if __name__ == "__main__":

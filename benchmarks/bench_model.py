@@ -29,14 +29,7 @@ from laddertron.topology.comm.collectives import Collective
 from laddertron.topology.comm.groups import Communicator
 
 BLOCK = 16
-NAMES = {
-    "standard": "standard",
-    "parallel": "parallel",
-    "ladder": "ladder",
-    "delay-2": "delay-2",
-    "no-communication": "none",
-    "carried": "standard",  # behind Unawaited (lanes.py)
-}
+NAMES = {"no-communication": "none", "carried": "standard"}  # carried: behind Unawaited (lanes.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +87,9 @@ def make_model(
 
 
 def rewired(model: LlamaModel, wiring: str, all_reduce: Collective | None = None) -> LlamaModel:
-    """The same weights, in place, behind another wiring (of NAMES) and another collective."""
+    """The same weights, in place, behind another wiring and another collective."""
     twin = copy.copy(model)
-    twin.config = replace(model.config, wiring=make_wiring(NAMES[wiring], model.config.num_layers))
+    twin.config = replace(model.config, wiring=make_wiring(NAMES.get(wiring, wiring), model.config.num_layers))
     twin.all_reduce = all_reduce or model.all_reduce
     return twin
 

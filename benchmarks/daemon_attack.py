@@ -23,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from common import say
 from laddertron.launchers.demos.serving import ServedDaemon, batch_seconds, free_port, serving
 
 ROOT = Path(__file__).parents[1]
@@ -100,10 +101,6 @@ def peak(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) >> 10
 
 
-def say(what: str, bar: str, **figures: Any) -> None:
-    print(json.dumps({"what": what, "bar": bar, **figures}), flush=True)
-
-
 def measure(daemon: ServedDaemon, probes: int, lines: Path, length: float) -> None:
     port, pid = daemon.port, daemon.pid
 
@@ -133,17 +130,18 @@ def measure(daemon: ServedDaemon, probes: int, lines: Path, length: float) -> No
     for name, each in times.items():
         p99 = sorted(each)[int(0.99 * (len(each) - 1))]
         bar = "p99 < 0.25 s" if name.startswith("probes") else "(shares its loop with the attack)"
-        say(name, bar, p99=round(p99, 4), median=round(statistics.median(each), 4), count=len(each))
+        say(what=name, bar=bar, p99=round(p99, 4), median=round(statistics.median(each), 4), count=len(each))
     restarts = sum(
         float(line.rpartition(b" ")[2])
         for line in ask(probes, "GET", "/metrics")[1].splitlines()
         if line.startswith(b"laddertron_engine_restarts_total{")
     )
-    say("ranks", "none lost", restarts=restarts, unready=unready)
-    say("answers", "4xx", **seen)
+    say(what="ranks", bar="none lost", restarts=restarts, unready=unready)
+    say(what="answers", bar="4xx", **seen)
     limit = alone + 1.2 * (explained - alone)
-    say("batch", f"<= {limit:.1f} s", alone=round(alone, 2), attacked=round(attacked, 2), explained=round(explained, 2))
-    say("memory", "max_held_bytes, 256 MiB, above what it had before", before_mb=usually, peak_mb=peak(pid))
+    times = {"alone": alone, "attacked": attacked, "explained": explained}
+    say(what="batch", bar=f"<= {limit:.1f} s", **{name: round(seconds, 2) for name, seconds in times.items()})
+    say(what="memory", bar="max_held_bytes, 256 MiB, above what it had before", before_mb=usually, peak_mb=peak(pid))
 
 
 def main() -> None:

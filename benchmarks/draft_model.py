@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
+from common import say, to_and_fro
+from laddertron.engine.profiling.bench import spread
 from laddertron.launchers.cli.__main__ import group
 from laddertron.models.training.corpus import BOS, END, EOS, python_documentation
 
@@ -109,11 +110,10 @@ def speed(config: str, draft: str, limit: int, folder: Path) -> Iterator[dict[st
         asked.write_text("".join(json.dumps(line) + "\n" for line in lines[:: max(1, len(lines) // count)][:count]))
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
         for turn in range(3):
-            for kind in kinds[:: -1 if turn % 2 else 1]:
+            for kind in to_and_fro(kinds, turn):
                 _, table = run(config, asked, kind, draft, f"engine.max_num_seqs={batch}")
                 found[kind].append(float(table["speed"].split()[0].replace(",", "")))
-        rates = {kind: [statistics.median(each), min(each), max(each)] for kind, each in found.items()}
-        yield {"config": Path(config).stem, "batch": batch, **rates}
+        yield {"config": Path(config).stem, "batch": batch, **{kind: spread(each) for kind, each in found.items()}}
 
 
 def main() -> int:
@@ -137,7 +137,7 @@ def main() -> int:
             measured = acceptance if args.part == "acceptance" else speed
             found = measured(args.config, args.draft, args.limit, Path(folder))
         for line in found:
-            print(json.dumps(line), flush=True)
+            say(**line)
     return 0
 
 

@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from common import table, versions
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -93,15 +94,9 @@ def _text(stream: Any) -> str:
 
 def environment_report(device: str) -> Found:
     """What is here, for the head of the page."""
-    found: Found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
     import torch
 
-    found["device"] = "CPU"
+    found: Found = {"python": sys.version.split()[0], **versions(*PACKAGES), "device": "CPU"}
     if device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         found["device"] = f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, {gpu.total_memory >> 30} GiB"
@@ -112,8 +107,8 @@ def environment_report(device: str) -> Found:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The page's section."""
-    from gpu_decode import table as decode_table
-    from gpu_shard_report import table as shard_table
+    from gpu_decode import speed_table
+    from gpu_shard_report import shard_table
 
     results: Mapping[str, Found] = found["parts"]
     there = {name: value for name, value in found["environment"].items() if value}
@@ -123,24 +118,24 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"`make gpu` on {there.pop('device')} ({', '.join(f'{name} {value}' for name, value in there.items())}).",
         *[f"Not installed: {name}." for name in PACKAGES if found["environment"].get(name) is None],
         "",
-        "| part | ended | seconds | last words |",
-        "|---|---|---|---|",
     ]
+    ended: list[tuple[object, ...]] = []
     for name, result in results.items():
         last = "" if result["ok"] and name != "tests" else " ".join(result["said"][-1:])
-        out.append(f"| {name} | {'yes' if result['ok'] else result['code']} | {result['seconds']} | {last} |")
+        ended.append((name, "yes" if result["ok"] else result["code"], result["seconds"], last))
+    out += table("part | ended | seconds | last words", ended)
     decodes = [line for name in ("decode", "transformers") for line in _lines(results, name, "engine")]
     prompts = [line for name in results if name.startswith("prompts") for line in _lines(results, name, "engine")]
     shards = [line for name in results if name.startswith("shard") for line in _lines(results, name, "wiring")]
     if decodes:
         floor = max(line["copy_gb_s"] for result in results.values() for line in result["lines"] if "copy_gb_s" in line)
         words = f"{decodes[0]['model']}, bf16; the copy bandwidth is {floor:,.0f} GB/s."
-        out += ["", words, "", decode_table(decodes, floor * 1e9)]
+        out += ["", words, "", speed_table(decodes, floor * 1e9)]
     mixed = [line for line in decodes if "mixed_ms" in line]
     rows = [(f"{line['batch']} decodes and a prompt of {line['prompt']}", line["mixed_ms"]) for line in mixed]
     rows += [(f"a prompt of {line['prompt']}", line["prompt"] / line["prefill_tok_s"] * 1e3) for line in prompts]
     if rows:
-        out += ["", "| step | ms |", "|---|---|", *(f"| {name} | {ms:.2f} |" for name, ms in rows)]
+        out += ["", *table("step | ms", ((name, f"{ms:.2f}") for name, ms in rows))]
     if shards:
         out += ["", shard_table(shards)]
     return "\n".join([*out, "", *bars(decodes, shards), ""])

@@ -8,10 +8,10 @@ The plain reference model in fp32, with the layers' matrices as they are stored 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
+from common import say
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.training import corpus, reference, train
 from laddertron.models.training.reference import Reference
@@ -39,7 +39,7 @@ def main() -> None:
         before = train.perplexity(model, ids, CONTEXT)
         round_layers(model)
         after = train.perplexity(model, ids, CONTEXT)
-        print(json.dumps({"model": name, "tokens": len(ids), "stored": round(before, 3), "int8": round(after, 3)}))
+        say(model=name, tokens=len(ids), stored=round(before, 3), int8=round(after, 3))
     config = from_folder(CONFIGS / "demo-standard")
     model = Reference(config)
     train.initialise(model, 0)
@@ -51,15 +51,8 @@ def main() -> None:
     round_layers(model)
     int8 = reference.logits(model, drawn)
     size = stored.std().item()
-    print(
-        json.dumps(
-            {
-                "model": "random weights",
-                "logits_off_by_int8": round((int8 - stored).std().item() / size, 5),
-                "logits_off_by_bf16": round((bf16 - stored).std().item() / size, 5),
-            }
-        )
-    )
+    off = {"logits_off_by_int8": int8, "logits_off_by_bf16": bf16}
+    say(model="random weights", **{name: round((x - stored).std().item() / size, 5) for name, x in off.items()})
 
 
 if __name__ == "__main__":

@@ -12,17 +12,18 @@ want each byte once, as the plain read does). Medians of --rounds; `of_plain` is
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from common import say
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.rank_shard import RankShard
 from laddertron.models.weights.load import load
@@ -34,8 +35,8 @@ from laddertron.models.weights.slices import expected_shapes, plan_fills
 from peers.model import write
 
 CHUNK = 16 << 20
-Case = tuple[Callable[[], int], Callable[[], None]]
-"""What is timed, and what is done afterwards."""
+Case = AbstractContextManager[Callable[[], int]]
+"""What is timed, between what is done before and afterwards."""
 
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
@@ -127,76 +128,65 @@ def main() -> None:
 
 def measure(folder: Path, size: int, rounds: int, cold: bool, transformers: bool) -> None:
     manifest, config = make_manifest(folder), from_folder(folder)
-    one, many = shards_folder(folder, 1), shards_folder(folder, size)
-    for home, ranks in ((one, 1), (many, size)):
-        shutil.rmtree(home, ignore_errors=True)
-        source = open_checkpoint(folder, config)
-        write_shards(source, [RankShard(config, ranks, r) for r in range(ranks)], folder)
-        home.rename(home.with_name(f"{home.name}-aside"))
+    aside = folder / "aside"
+    shutil.rmtree(aside, ignore_errors=True)
+    for ranks in (1, size):
+        write_shards(open_checkpoint(folder, config), [RankShard(config, ranks, r) for r in range(ranks)], aside)
 
-    def beside(home: Path, call: Callable[[], int]) -> Callable[[], int]:
-        def run() -> int:
-            home.with_name(f"{home.name}-aside").rename(home)
-            try:
-                return call()
-            finally:
-                home.rename(home.with_name(f"{home.name}-aside"))
+    @contextmanager
+    def per_rank_file(ranks: int) -> Iterator[Callable[[], int]]:
+        home = shards_folder(folder, ranks)
+        (aside / home.name).rename(home)
+        try:
+            yield lambda: load_rank(folder, ranks, 0)
+        finally:
+            home.rename(aside / home.name)
 
-        return run
-
-    def verified() -> int:
+    @contextmanager
+    def verified() -> Iterator[Callable[[], int]]:
         write_manifest(folder, manifest)
         try:
-            return load_rank(folder, 1, 0)
+            yield lambda: load_rank(folder, 1, 0)
         finally:
             (folder / NAME).unlink()
 
-    def at_once(call: Callable[[], int]) -> Callable[[], Case]:
-        return lambda: (call, lambda: None)
-
-    def by_ranks() -> Case:
+    @contextmanager
+    def by_ranks() -> Iterator[Callable[[], int]]:
         context = get_context("spawn")
         ready = context.Barrier(size + 1)
-        pool = context.Pool(size, ready.wait)
-        ready.wait()
-        everyone = [(folder, size, rank) for rank in range(size)]
-        return lambda: sum(pool.starmap(load_rank, everyone, 1)), pool.terminate
+        with context.Pool(size, ready.wait) as pool:
+            ready.wait()
+            yield lambda: sum(pool.starmap(load_rank, [(folder, size, rank) for rank in range(size)], 1))
 
     cases: dict[str, Callable[[], Case]] = {
-        "plain": at_once(lambda: plain_read(folder)),
-        "load tp1": at_once(lambda: load_rank(folder, 1, 0)),
-        "load tp1, verified": at_once(verified),
-        "load tp1, per-rank file": at_once(beside(one, lambda: load_rank(folder, 1, 0))),
-        f"load tp{size} rank 0": at_once(lambda: load_rank(folder, size, 0)),
-        f"load tp{size} rank 0, per-rank file": at_once(beside(many, lambda: load_rank(folder, size, 0))),
+        "plain": lambda: nullcontext(lambda: plain_read(folder)),
+        "load tp1": lambda: nullcontext(lambda: load_rank(folder, 1, 0)),
+        "load tp1, verified": verified,
+        "load tp1, per-rank file": lambda: per_rank_file(1),
+        f"load tp{size} rank 0": lambda: nullcontext(lambda: load_rank(folder, size, 0)),
+        f"load tp{size} rank 0, per-rank file": lambda: per_rank_file(size),
         f"load tp{size}, all ranks": by_ranks,
     }
     if transformers:
-        cases["transformers"] = at_once(lambda: with_transformers(folder))
+        cases["transformers"] = lambda: nullcontext(lambda: with_transformers(folder))
     times: dict[str, list[float]] = {name: [] for name in cases}
     read: dict[str, int] = {}
     for _ in range(rounds):
         for name, prepare in cases.items():
-            call, end = prepare()
-            if cold:
-                drop_caches(folder)
-            start = time.perf_counter()
-            read[name] = call()
-            times[name].append(time.perf_counter() - start)
-            end()
-    for home in (one, many):
-        shutil.rmtree(home.with_name(f"{home.name}-aside"), ignore_errors=True)
-    rate = {name: read[name] / 1e9 / statistics.median(took) for name, took in times.items()}
+            with prepare() as call:
+                if cold:
+                    drop_caches(folder)
+                start = time.perf_counter()
+                read[name] = call()
+                times[name].append(time.perf_counter() - start)
+    shutil.rmtree(aside)
+    seconds = {name: statistics.median(took) for name, took in times.items()}
+    rate = {name: read[name] / 1e9 / seconds[name] for name in cases}
     for name, value in rate.items():
-        line = {
-            "case": name,
-            "cache": "cold" if cold else "warm",
-            "gb": round(read[name] / 1e9, 2),
-            "seconds": round(statistics.median(times[name]), 3),
-            "gb_s": round(value, 2),
-            "of_plain": round(value / rate["plain"], 2),
-        }
-        print(json.dumps(line), flush=True)
+        say(
+            case=name, cache="cold" if cold else "warm", gb=round(read[name] / 1e9, 2), seconds=round(seconds[name], 3),
+            gb_s=round(value, 2), of_plain=round(value / rate["plain"], 2),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

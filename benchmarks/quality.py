@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import table
 from laddertron.models.config.known_models import architecture
 from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.training import corpus, train
@@ -44,17 +45,17 @@ def model(
     )
 
 
-def table(results: dict[str, Any]) -> list[str]:
-    """Markdown: mean and sample standard deviation over the seeds that there are."""
-    rows = ["| wiring | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | mean | deviation |", "|---" * 6 + "|"]
+def wiring_table(results: dict[str, Any]) -> list[str]:
+    """Mean and sample standard deviation over the seeds that there are."""
+    rows = []
     for wiring in WIRINGS:
         found = [results["runs"].get(f"{wiring}/{seed}") for seed in SEEDS]
         there = [value for value in found if value is not None]
         if there:
             spread = f"{statistics.stdev(there):.2f}" if len(there) > 1 else ""
             cells = ["" if value is None else f"{value:.2f}" for value in found]
-            rows.append(f"| {wiring} | {' | '.join(cells)} | {statistics.mean(there):.2f} | {spread} |")
-    return rows
+            rows.append((wiring, *cells, f"{statistics.mean(there):.2f}", spread))
+    return table(" | ".join(("wiring", *(f"seed {seed}" for seed in SEEDS), "mean", "deviation")), rows)
 
 
 def go_on(doc: str, path: Path, tokens: int, keys: Sequence[str], prepare: Prepare) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keys = [f"{wiring}/{seed}" for seed, wiring in product(SEEDS, WIRINGS)]
     results = go_on(__doc__ or "", RESULTS, 1_600_000, keys, prepare)
-    print("\n".join([f"{results['tokens']:,} tokens a run", *table(results)]))
+    print("\n".join([f"{results['tokens']:,} tokens a run", *wiring_table(results)]))
 
 
 if __name__ == "__main__":

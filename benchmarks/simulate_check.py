@@ -19,6 +19,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+from common import table
 from laddertron.engine.estimate.step_simulator import StepCost, Wire, simulate_step
 from laddertron.models.config.parts import make_wiring
 
@@ -133,13 +134,11 @@ def report(listed: Sequence[Case]) -> tuple[list[str], int]:
     """Lines of a table, and how many tested steps are missed."""
     known, tested = halves(listed)
     constants = fit(known)
-    lines = [
+    about = (
         f"setting off {constants.start:.0%} of an all-reduce, computing {constants.slows:.0%} slower beside one, ranks "
-        f"{constants.skew:.0%} of a sub-block apart; fitted on {len(known)} steps, tested on {len(tested)}",
-        "| model | delay ms | batch | wiring | L/c | measured ms | simulated ms | error | |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---|",
-    ]
-    errors = []
+        f"{constants.skew:.0%} of a sub-block apart; fitted on {len(known)} steps, tested on {len(tested)}"
+    )
+    rows, errors = [], []
     for case in sorted(listed, key=lambda c: (c.model, c.batch, c.delay_s, c.wiring)):
         seconds = predicted(case, constants)
         error = seconds / case.step_s - 1
@@ -148,10 +147,9 @@ def report(listed: Sequence[Case]) -> tuple[list[str], int]:
             errors.append(abs(error))
         mark = "fitted" if not held else "miss" if abs(error) > LIMIT else ""
         ratio = case.all_reduce_s * case.sub_blocks / case.silent_s
-        lines.append(
-            f"| {case.model} | {case.delay_s * 1e3:.2f} | {case.batch} | {case.wiring} | {ratio:.2f} | "
-            f"{case.step_s * 1e3:.2f} | {seconds * 1e3:.2f} | {error:+.1%} | {mark} |"
-        )
+        times = [f"{s * 1e3:.2f}" for s in (case.delay_s, case.step_s, seconds)]
+        rows.append((case.model, times[0], case.batch, case.wiring, f"{ratio:.2f}", *times[1:], f"{error:+.1%}", mark))
+    lines = [about, *table("model | delay ms | batch | wiring | L/c | measured ms | simulated ms | error | ", rows)]
     missed = sum(error > LIMIT for error in errors)
     if errors:
         mean = exp(sum(log(1 + e) for e in errors) / len(errors)) - 1

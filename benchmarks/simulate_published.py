@@ -15,6 +15,7 @@ from math import exp, log
 from pathlib import Path
 
 import numpy as np
+from common import table
 from laddertron.engine.estimate.roofline import (
     NCCL_CONTENTION,
     WEIGHT_SHARE,
@@ -116,8 +117,7 @@ class Constants:
     def tokens_per_s(self, key: Key, wiring: str) -> float:
         name, interconnect, batch = key
         group = self.group(name, interconnect)
-        kind = "none" if wiring == "none" else wiring
-        step = group.step(Load(decodes=batch, context=POSITIONS), make_wiring(kind, group.config.num_layers))
+        step = group.step(Load(decodes=batch, context=POSITIONS), make_wiring(wiring, group.config.num_layers))
         return batch / step.total_s
 
 
@@ -144,11 +144,12 @@ def _fit_rates(rows: Sequence[Key]) -> tuple[ComputeRates, float]:
         unit = ComputeRates(1e30, 1.0, 1.0, 0.0, 0.0, "")
         group = SimulatedGroup(model(name), size, unit, Links(lambda n: Wire(0.0), lambda n: "none", ""),
                       replicate_embedding=True, replicate_head=True)  # fmt: skip
-        weights = sum(
-            c.total_s for c in [group.step(Load(decodes=batch), make_wiring("none", group.config.num_layers))]
+        layers = group.config.num_layers
+        weights, both = (
+            group.step(Load(decodes=batch, context=context), make_wiring("none", layers)).total_s
+            for context in (0, POSITIONS)
         )
-        both = group.step(Load(decodes=batch, context=POSITIONS), make_wiring("none", group.config.num_layers)).total_s
-        calls = 2 * group.config.num_layers
+        calls = 2 * layers
         lines.append([weights, calls * (batch == 1), calls * (batch > 1), both - weights])
         seconds.append(batch / TOKENS[name, interconnect, batch]["none"])
     matrix, target = np.asarray(lines, dtype=float), np.asarray(seconds)
@@ -264,47 +265,40 @@ def report(constants: Constants) -> str:
     """Everything as Markdown."""
     r = constants.rates
     peak = GPU_MODELS["H100"].memory_bandwidth
-    lines = [
-        "| constant | fitted |",
-        "|---|---|",
-        f"| share of memory bandwidth | {r.weight_bytes_per_s / peak:.1%} |",
-        f"| a sub-block beyond its bytes, one row / more | {r.call_one_s * 1e6:.1f} / {r.call_many_s * 1e6:.1f} us |",
-        f"| reads of a key or value | {constants.kv_reads:.1f} |",
+    constant = [
+        ("share of memory bandwidth", f"{r.weight_bytes_per_s / peak:.1%}"),
+        ("a sub-block beyond its bytes, one row / more", f"{r.call_one_s * 1e6:.1f} / {r.call_many_s * 1e6:.1f} us"),
+        ("reads of a key or value", f"{constants.kv_reads:.1f}"),
     ]
     for name, link in constants.links.items():
-        lines.append(f"| {name} | {link.latency_s * 1e6:.2f} us a hop, {link.bytes_per_s / 1e9:.1f} GB/s |")
+        constant.append((name, f"{link.latency_s * 1e6:.2f} us a hop, {link.bytes_per_s / 1e9:.1f} GB/s"))
     for name, slows in constants.contention.items():
-        lines.append(
-            f"| computing slower behind {name}: while waiting / moving | {slows.waiting:.2f} / {slows.moving:.2f} |"
-        )
+        slower = f"computing slower behind {name}: while waiting / moving"
+        constant.append((slower, f"{slows.waiting:.2f} / {slows.moving:.2f}"))
+    lines = table("constant | fitted", constant)
     for title, rows in (
         ("Speed-ups over standard", list(speedups(constants))),
         ("Tokens/s", list(rates(constants))),
         ("Speed-ups of other sizes, batch 4 (computing extrapolated)", list(other_sizes(constants))),
         ("Speed-ups with the prices that plan uses", list(speedups(shipped(constants)))),
     ):
+        cells = []
+        for row in rows:
+            said = [f"{rate:.{2 if row.published < 10 else 1}f}" for rate in (row.published, row.simulated)]
+            error = f"{row.error:+.1%}" + ("" if abs(row.error) <= LIMIT else " **miss**")
+            cells.append((*row.key, row.what, "yes" if row.fitted else "", *said, error))
+        tested = [abs(row.error) for row in rows if not row.fitted]
+        missed = sum(error > LIMIT for error in tested)
+        mean = exp(sum(log(1 + error) for error in tested) / len(tested)) - 1
         lines += [
             "",
             f"### {title}",
             "",
-            "| model | interconnect | batch | wiring | fitted | published | simulated | error |",
-        ]
-        lines.append("|---|---|---|---|---|---|---|---|")
-        for row in rows:
-            digits = 2 if row.published < 10 else 1
-            mark = "" if abs(row.error) <= LIMIT else " **miss**"
-            lines.append(
-                f"| {row.key[0]} | {row.key[1]} | {row.key[2]} | {row.what} | {'yes' if row.fitted else ''} | "
-                f"{row.published:.{digits}f} | {row.simulated:.{digits}f} | {row.error:+.1%}{mark} |"
-            )
-        tested = [abs(row.error) for row in rows if not row.fitted] or [0.0]
-        missed = sum(error > LIMIT for error in tested)
-        mean = exp(sum(log(1 + error) for error in tested) / len(tested)) - 1
-        lines.append("")
-        lines.append(
+            *table("model | interconnect | batch | wiring | fitted | published | simulated | error", cells),
+            "",
             f"{len(tested)} rows that nothing was fitted on: mean error {mean:.1%}, worst {max(tested):.1%}, "
-            f"{missed} beyond {LIMIT:.0%}."
-        )
+            f"{missed} beyond {LIMIT:.0%}.",
+        ]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import say
 from laddertron.engine.config.load import load
 from laddertron.launchers.demos.serving import batch_seconds, serving
 from laddertron.launchers.measure.bench_job import BenchJob
@@ -88,9 +89,9 @@ def run_beside_pure(config: Path, folder: Path, args: argparse.Namespace) -> Non
             prefill = statistics.mean(p["prompt_tokens"] / p["prefill_s"] for p in pure)
             decode = statistics.mean(p["decode_tokens"] / p["decode_s"] for p in pure)
             shares.append((lines.prompts / prefill + lines.generated / decode) / seconds)
-            figures = {"seconds": seconds, "pure_prefill_tok_s": prefill, "pure_decode_tok_s": decode}
-            say(repeat, **figures, share=shares[-1])
-    print(json.dumps({"median_share": round(statistics.median(shares), 3), "bar": 0.85}))
+            found = rounded(seconds=seconds, pure_prefill_tok_s=prefill, pure_decode_tok_s=decode, share=shares[-1])
+            say(repeat=repeat + 1, **found)
+    say(median_share=round(statistics.median(shares), 3), bar=0.85)
 
 
 def daemon_beside_run(config: Path, folder: Path, args: argparse.Namespace) -> None:
@@ -103,13 +104,12 @@ def daemon_beside_run(config: Path, folder: Path, args: argparse.Namespace) -> N
             plain = lines.generated / run_seconds(config, lines, folder / f"out{repeat}.jsonl")
             served = lines.generated / batch_seconds(daemon, lines.path, lines.requests)
             ratios.append(served / plain)
-            say(repeat, run_tok_s=plain, daemon_tok_s=served, ratio=ratios[-1])
-    print(json.dumps({"median_ratio": round(statistics.median(ratios), 3), "bar": 0.95}))
+            say(repeat=repeat + 1, **rounded(run_tok_s=plain, daemon_tok_s=served, ratio=ratios[-1]))
+    say(median_ratio=round(statistics.median(ratios), 3), bar=0.95)
 
 
-def say(repeat: int, **figures: float) -> None:
-    rounded = {name: float(f"{value:.4g}") for name, value in figures.items()}
-    print(json.dumps({"repeat": repeat + 1, **rounded}), flush=True)
+def rounded(**figures: float) -> dict[str, float]:
+    return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
 def _range(text: str) -> Range:

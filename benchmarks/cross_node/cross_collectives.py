@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from cluster.nodes import CONTROL, Control
+from common import say
 from laddertron.topology.comm.bootstrap import MpiBootstrap
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
 from laddertron.topology.link_cost import WHOLE_BYTES
 from laddertron.topology.placement.layout import GroupLayout
 from numpy.typing import NDArray
-from rank_task import Spec, be_rank, of_all, say
+from rank_task import Spec, be_rank, of_all
 
 
 def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:

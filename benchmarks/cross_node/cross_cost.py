@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common import table
 from laddertron.topology.cost.cost import Shape, Strategy, predict
 from laddertron.topology.cost.fit import Fit, Point, fit
 from laddertron.topology.link_cost import WHOLE_BYTES
@@ -61,7 +62,14 @@ def at_other_delays(found: Mapping[Sweep, Fit]) -> list[tuple[str, float]]:
 
 def cost_table(found: Mapping[Sweep, Fit]) -> list[str]:
     """Markdown."""
-    rows = [
+    rows = []
+    for (nodes, per_node, delay), fitted in found.items():
+        errors, out = sorted(abs(r.relative) for r in fitted.residuals), left_out(fitted)
+        worst, median = f"{errors[-1]:.0%}", f"{errors[len(errors) // 2]:.0%}"
+        beyond = f"{sum(error > BAR for error in out)} of {len(out)}"
+        where, missed = f"{nodes} x {per_node}, {delay * 1e3:g} ms", f"{max(out):.0%}" if out else ""
+        rows.append((where, len(errors), worst, median, missed, beyond))
+    return [
         "",
         "### The cost model",
         "",
@@ -69,15 +77,11 @@ def cost_table(found: Mapping[Sweep, Fit]) -> list[str]:
         "are of the fitted points themselves. Left out: each size but a strategy's smallest and largest, predicted "
         f"from prices fitted to all the others: the worst of them, and how many are missed by more than {BAR:.0%}.",
         "",
-        "| nodes x ranks, one-way delay | points | worst fitted | median fitted | worst left out | "
-        f"left out beyond {BAR:.0%} |",
-        "|---|---|---|---|---|---|",
+        *table(
+            "nodes x ranks, one-way delay | points | worst fitted | median fitted | worst left out | "
+            f"left out beyond {BAR:.0%}",
+            rows,
+        ),
+        "",
+        *(f"- {what}: worst miss {miss:.0%}" for what, miss in at_other_delays(found)),
     ]
-    for (nodes, per_node, delay), fitted in found.items():
-        errors, out = sorted(abs(r.relative) for r in fitted.residuals), left_out(fitted)
-        beyond = sum(error > BAR for error in out)
-        rows.append(
-            f"| {nodes} x {per_node}, {delay * 1e3:g} ms | {len(errors)} | {errors[-1]:.0%} | "
-            f"{errors[len(errors) // 2]:.0%} | {f'{max(out):.0%}' if out else ''} | {beyond} of {len(out)} |"
-        )
-    return [*rows, "", *(f"- {what}: worst miss {miss:.0%}" for what, miss in at_other_delays(found))]

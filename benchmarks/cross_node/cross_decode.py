@@ -3,42 +3,32 @@ the link itself and prints a JSON line a case."""
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from bench_model import Size, make_model, make_runner, rewired
-from cluster.nodes import CONTROL, Control
+from bench_model import Size, make_runner, rewired
+from cluster.nodes import Control
+from common import say, to_and_fro
 from laddertron.launchers.measure.lanes import Lane
-from laddertron.topology.comm.bootstrap import MpiBootstrap
-from laddertron.topology.comm.groups import CommOptions, Communicator
-from laddertron.topology.connect import connect
-from laddertron.topology.placement.layout import GroupLayout
-from lanes import Driver, Steps, Unawaited, play, probe
-from rank_task import Spec, be_rank, say
+from laddertron.models.llama import LlamaModel
+from laddertron.topology.comm.groups import Communicator
+from lanes import Driver, Steps, Unawaited, probe
+from rank_task import Spec, be_rank, in_turns
 
 
-def decoding(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
-    """spec: size (of bench_model.Size), wirings, batches, delays_s, ratios (L/c of batch 1 to aim at), prompt, steps
-    (decode steps a case), turn (steps a lane takes in a row), prefills (a case)."""
-    torch.set_grad_enabled(False)
-    batches = spec["batches"]
-    size = Size(**spec["size"])
-    with connect(bootstrap, layout, CommOptions(address=address)) as communicator:
-        model = make_model(size, communicator)
-        lanes = []
-        for index, wiring in enumerate(spec["wirings"]):
-            tokens = max(batches) * spec["prompt"]
-            carrier = Unawaited(communicator.all_reduce) if wiring == "carried" else None
-            runner, limits = make_runner(rewired(model, wiring, carrier), communicator, max(batches), tokens)
-            lanes.append(Lane(index, wiring, runner, limits, awaited=carrier is None))
-        play(lanes, communicator, lambda: _lead(spec, size, lanes, communicator, Control(os.environ[CONTROL])))
+def wirings(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:
+    """spec: size, wirings, batches, delays_s, ratios (L/c of batch 1 to aim at), prompt, steps (decode steps a case),
+    turn (steps a lane takes in a row), prefills (a case)."""
+    seats = max(spec["batches"])
+    for index, wiring in enumerate(spec["wirings"]):
+        carrier = Unawaited(communicator.all_reduce) if wiring == "carried" else None
+        runner, limits = make_runner(rewired(model, wiring, carrier), communicator, seats, seats * spec["prompt"])
+        yield Lane(index, wiring, runner, limits, awaited=carrier is None)
 
 
-def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator, switch: Control) -> None:
-    drivers = [Driver(lane, communicator) for lane in lanes]
+def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicator, switch: Control) -> None:
     width = torch.tensor([], dtype=getattr(torch, size.dtype)).element_size()
     switch.link(0.0)
     for driver in drivers:
@@ -85,13 +75,13 @@ def _case(spec: Spec, drivers: list[Driver], batch: int, nbytes: int, alone: lis
     other one, and not at all between): the machine that they are compared with is that of the same minute."""
     turns = max(1, spec["steps"] // spec["turn"])
     for again in reversed(range(spec["prefills"])):
-        for driver in _by_turn(drivers, again):
+        for driver in to_and_fro(drivers, again):
             # two more than are timed: the last step of a request has its successor planned, and nothing to do in it
             driver.begin(batch, spec["prompt"], 4 if again else turns * spec["turn"] + 4)
             if again:
                 driver.finish()
     for turn in range(turns):
-        for driver in _by_turn(drivers, turn):
+        for driver in to_and_fro(drivers, turn):
             driver.turn(spec["turn"])
         if nbytes:
             alone.append(statistics.fmean(drivers[0].probe(nbytes, 8)))
@@ -104,10 +94,5 @@ def steady(seconds: Sequence[float]) -> float:
     return statistics.median(map(statistics.fmean, zip(seconds[::2], seconds[1::2], strict=True)))
 
 
-def _by_turn(drivers: list[Driver], turn: int) -> list[Driver]:
-    """To and fro: who comes first is last in the next turn."""
-    return drivers if turn % 2 == 0 else drivers[::-1]
-
-
 if __name__ == "__main__":
-    be_rank(decoding)
+    be_rank(in_turns(wirings, lead))

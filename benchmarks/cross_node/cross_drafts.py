@@ -4,27 +4,25 @@ the engine, whatever texts repeat. Rank 0 sets the link itself and prints a JSON
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
 import numpy as np
-import torch
-from bench_model import Size, make_model, make_runner
-from cluster.nodes import CONTROL, Control
+from bench_model import Size, make_runner
+from cluster.nodes import Control
+from common import say, to_and_fro
 from laddertron.engine.batch import Batch, StepResult
+from laddertron.engine.profiling.bench import spread
 from laddertron.engine.schedule.speculation import SpeculationRule
 from laddertron.engine.step import runner as runners
 from laddertron.launchers.measure.lanes import Lane
-from laddertron.topology.comm.bootstrap import MpiBootstrap
-from laddertron.topology.comm.groups import CommOptions, Communicator
-from laddertron.topology.connect import connect
-from laddertron.topology.placement.layout import GroupLayout
-from lanes import Driver, play
+from laddertron.models.llama import LlamaModel
+from laddertron.topology.comm.groups import Communicator
+from lanes import Driver
 from numpy.typing import NDArray
-from rank_task import Spec, be_rank, say
+from rank_task import Spec, be_rank, in_turns
 
 PROMPTS = 5
 ALL, PAYING = SpeculationRule(priced=False), SpeculationRule()
@@ -79,26 +77,20 @@ class Answers:
         runner.run_through = at_rate  # type: ignore[method-assign]
 
 
-def drafting(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
-    """spec: size (of bench_model.Size), batches, delays_s, prompt, answer (tokens), steps (a turn), turns."""
-    torch.set_grad_enabled(False)
-    size, seats = Size(**spec["size"]), max(spec["batches"])
-    answers = Answers(spec["prompt"])
+def kinds(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:
+    """spec: size, batches, delays_s, prompt, answer (tokens), steps (a turn), turns."""
+    seats, answers = max(spec["batches"]), Answers(spec["prompt"])
     vars(runners)["look_up"] = answers.look_up
-    with connect(bootstrap, layout, CommOptions(address=address)) as communicator:
-        model = make_model(size, communicator)
-        lanes = []
-        for index, (kind, (rule, rate)) in enumerate(KINDS.items()):
-            runner, limits = make_runner(model, communicator, seats, seats * spec["prompt"])
-            answers.behind(runner, rate)
-            lanes.append(Lane(index, kind, runner, replace(limits, speculation=rule)))
-        answers.record(lanes[0].runner)
-        play(lanes, communicator, lambda: _lead(spec, size, lanes, communicator, Control(os.environ[CONTROL])))
+    for index, (kind, (rule, rate)) in enumerate(KINDS.items()):
+        runner, limits = make_runner(model, communicator, seats, seats * spec["prompt"])
+        answers.behind(runner, rate)
+        if index == 0:
+            answers.record(runner)
+        yield Lane(index, kind, runner, replace(limits, speculation=rule))
 
 
-def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator, switch: Control) -> None:
+def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicator, switch: Control) -> None:
     switch.link(0.0)
-    drivers = [Driver(lane, communicator) for lane in lanes]
     drivers[0].begin(max(spec["batches"]), spec["prompt"], spec["answer"], PROMPTS)
     drivers[0].finish()
     drivers[0].begin(1, spec["prompt"], 2)  # empties the slots: the answers are recorded
@@ -111,15 +103,14 @@ def _lead(spec: Spec, size: Size, lanes: list[Lane], communicator: Communicator,
                 driver.turn(2 * spec["steps"])  # auto learns first
             found: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for turn in range(spec["turns"]):
-                for driver in drivers[:: -1 if turn % 2 else 1]:
+                for driver in to_and_fro(drivers, turn):
                     began, before = time.perf_counter(), driver.tokens
                     driver.turn(spec["steps"])
                     found[driver.lane.name].append((driver.tokens - before) / (time.perf_counter() - began))
             for driver in drivers:
                 driver.cancel(batch)
-            said = {kind: [statistics.median(each), min(each), max(each)] for kind, each in found.items()}
-            say(model=size.name, delay_s=delay, batch=batch, **said)
+            say(model=size.name, delay_s=delay, batch=batch, **{kind: spread(each) for kind, each in found.items()})
 
 
 if __name__ == "__main__":
-    be_rank(drafting)
+    be_rank(in_turns(kinds, lead))

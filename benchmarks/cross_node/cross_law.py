@@ -13,11 +13,6 @@ LAG = {"standard": 0, "ladder": 1, "delay-2": 2}
 """All-reduces that still travel when a sub-block begins."""
 
 
-def law(ratio: float) -> float:
-    """The speed-up of ladder over standard that hiding alone can give, at L/c = ratio; never above 2."""
-    return (1 + ratio) / max(1.0, (1 + ratio) / 2)
-
-
 @dataclass(frozen=True, slots=True)
 class Prices:
     """Seconds of an attention's and an MLP's computation; of an all-reduce by itself (L), and of what one takes from

@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,21 @@ def one_core_each(nodes: int) -> list[list[int]]:
     return [[cores[i % len(cores)]] for i in range(nodes)]
 
 
+def lines_of(process: Any, what: str) -> Iterator[dict[str, Any]]:
+    """The JSON lines among what it says, all of which is shown; then it has ended."""
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith("{"):
+                yield json.loads(line)
+        if process.wait(60.0) != 0:
+            raise RuntimeError(f"{what} ended with status {process.returncode}")
+    finally:
+        kill(process)
+
+
 def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> list[dict[str, Any]]:
     """Runs cross_<task>.py over that many nodes; what its rank 0 said."""
-    found = []
     crowded = nodes * per_node > len(os.sched_getaffinity(0))
     with Cluster(nodes, cores=None if crowded else one_core_each(nodes), mtu=MTU, nice=nice) as cluster:
         ranks = [sys.executable, "-W", "ignore", str(HERE / f"cross_{spec['task']}.py"), json.dumps(spec)]
@@ -75,53 +88,31 @@ def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> li
             env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # else its spinning ranks starve one another
         command = cluster.mpirun(ranks, per_node, names=tuple(env))
         process = cluster.start(0, command, env, stdout=subprocess.PIPE)
-        try:
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                if line.startswith("{"):
-                    found.append(json.loads(line))
-            if process.wait(60.0) != 0:
-                raise RuntimeError(f"{spec['task']} on {nodes} x {per_node} ended with status {process.returncode}")
-        finally:
-            kill(process)
-    return found
+        return list(lines_of(process, f"{spec['task']} on {nodes} x {per_node}"))
 
 
-def reduce_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
+def reduce_runs(nice: int) -> list[dict[str, Any]]:
     """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, the sweep for the cost model, and messages of
     a prompt over 4 x 1 against gloo."""
-    others = ["gloo", "openmpi"]
     found = []
-    seconds = 0.3 if quick else 1.5
+
+    def sums(nodes: int, per_node: int, delays_ms: list[float], sizes: list[int], lanes: list[str], s: float) -> None:
+        delays = [delay * MS for delay in delays_ms]
+        spec = {"task": "collectives", "delays_s": delays, "sizes": sizes, "lanes": lanes, "seconds": s}
+        found.extend(on_cluster(nodes, per_node, spec, nice))
+
     for nodes, per_node, native in (
         (2, 1, ["exchange", "pipeline"]),
         (2, 2, ["exchange", "two_level", "pipeline"]),
         (4, 1, ["exchange", "doubling", "pipeline"]),
     ):
-        lanes = ["native", *others]
-        found += on_cluster(
-            nodes,
-            per_node,
-            {"task": "collectives", "delays_s": [1 * MS], "sizes": [16384], "lanes": lanes, "seconds": seconds},
-            nice,
-        )
-        found += on_cluster(
-            nodes,
-            per_node,
-            {
-                "task": "collectives",
-                "delays_s": [0.0, 0.1 * MS, 1 * MS] if nodes == 2 else [1 * MS],
-                "sizes": SIZES[::2] if quick else SIZES,
-                "lanes": [f"native/{s}" for s in native],
-                "seconds": 0.15 if quick else 0.4,
-            },
-            nice,
-        )
-    large = {"task": "collectives", "delays_s": [0.0, 1 * MS], "sizes": LARGE, "lanes": ["native", "gloo"]}
-    return found + on_cluster(4, 1, {**large, "seconds": 0.5 if quick else 2.0}, nice)
+        sums(nodes, per_node, [1], [16384], ["native", "gloo", "openmpi"], 1.5)
+        sums(nodes, per_node, [0, 0.1, 1] if nodes == 2 else [1], SIZES, [f"native/{s}" for s in native], 0.4)
+    sums(4, 1, [0, 1], LARGE, ["native", "gloo"], 2.0)
+    return found
 
 
-def wiring_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
+def wiring_runs(nice: int) -> list[dict[str, Any]]:
     spec = {
         "task": "decode",
         "size": WIDE,
@@ -130,14 +121,14 @@ def wiring_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
         "delays_s": [0.0, 0.1 * MS, 0.5 * MS, 1 * MS, 2 * MS],
         "ratios": [0.5, 0.66, 1.0],
         "prompt": 32,
-        "steps": 8 if quick else 16,
+        "steps": 16,
         "turn": 4,
         "prefills": 1,  # nobody asks: short prompts of a wide model
     }
     return on_cluster(2, 1, spec, nice)
 
 
-def llama_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
+def llama_runs(nice: int) -> list[dict[str, Any]]:
     spec = {
         "task": "decode",
         "size": LLAMA150M,
@@ -146,9 +137,9 @@ def llama_runs(quick: bool, nice: int) -> list[dict[str, Any]]:
         "delays_s": [0.0, 0.1 * MS, 1 * MS],
         "ratios": [],
         "prompt": 128,
-        "steps": 12 if quick else 48,
+        "steps": 48,
         "turn": 4,
-        "prefills": 2 if quick else 5,
+        "prefills": 5,
     }
     return on_cluster(2, 1, spec, nice)
 
@@ -158,25 +149,14 @@ RUNS = {"reduce": reduce_runs, "wirings": wiring_runs, "llama150m": llama_runs}
 
 def measured(name: str, args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
     """One part's measurements; of the wirings beside those of `before`, if more are asked for."""
-    began = time.monotonic()
-    part: dict[str, Any] = {
-        "load_before": round(os.getloadavg()[0], 1),
-        "quick": args.quick,
-        "nice": args.nice,
-        "cores": len(os.sched_getaffinity(0)),
-        "lines": [],
-        "seconds": 0,
-    }
-    repeat = 1
-    if name == "wirings":
-        repeat = args.repeat
-        if args.more and before is not None:
-            part["load_before"] = max(part["load_before"], before["load_before"])
-            part["quick"] |= before["quick"]
-            part["lines"], part["seconds"] = before["lines"], before["seconds"]
+    began, load = time.monotonic(), round(os.getloadavg()[0], 1)
+    part: dict[str, Any] = {"load_before": load, "nice": args.nice, "lines": [], "seconds": 0}
+    if name == "wirings" and args.more and before is not None:
+        part |= {key: before[key] for key in ("lines", "seconds")}
+        part["load_before"] = max(load, before["load_before"])
     first = max((line["run"] for line in part["lines"]), default=0) + 1
-    for run in range(first, first + repeat):
-        part["lines"] += [{**line, "run": run} for line in RUNS[name](args.quick, args.nice)]
+    for run in range(first, first + (args.repeat if name == "wirings" else 1)):
+        part["lines"] += [{**line, "run": run} for line in RUNS[name](args.nice)]
     part["seconds"] += round(time.monotonic() - began)
     return part
 
@@ -186,7 +166,6 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(RUNS), action="append", help="one part; the rest stays as it was")
     parser.add_argument("--repeat", type=int, default=5, help="runs of the wirings")
     parser.add_argument("--more", action="store_true", help="these runs are added to the last results' ones")
-    parser.add_argument("--quick", action="store_true", help="a third of the calls: a first impression")
     parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
     parser.add_argument("--report", action="store_true", help="no measuring: tables from the last results")
     parser.add_argument("--write", action="store_true", help="renew docs/performance.md and its picture")

@@ -23,17 +23,17 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parents[1] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
+sys.path[:0] = [str(TESTS), str(TESTS / "helpers"), str(HERE.parent)]
 
-from cluster.nodes import CONTROL, Cluster, Control, kill, why_not  # noqa: E402
+from cluster.nodes import CONTROL, Cluster, Control, why_not  # noqa: E402
+from common import table  # noqa: E402
+from cross_node import MTU, lines_of  # noqa: E402
 from laddertron.engine.config import schema as keys  # noqa: E402
 from laddertron.launchers.measure.bench_job import BenchJob  # noqa: E402
+from peers.model import LLAMA_150M  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "cross_pipeline.jsonl"
-SHAPE: dict[str, Any] = {
-    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "intermediate_size": 2816, "vocab_size": 8192, "max_position_embeddings": 2304, "head_dim": 64,
-}  # fmt: skip
+SHAPE: dict[str, Any] = {**LLAMA_150M, "max_position_embeddings": 2304, "head_dim": 64}
 SEQUENCES, PROMPT, CHUNK = 32, 2048, 128
 MICROBATCHES, WIRINGS = (2, 3, 4), ("standard", "ladder", "no-communication")
 ROWS = {m: -(-SEQUENCES // m) for m in MICROBATCHES}
@@ -89,18 +89,13 @@ def measure(per_node: int, todo: list[list[Any]], tokens: int) -> Iterator[Row]:
     import checkpoints
 
     cores = sorted(os.sched_getaffinity(0))
-    with Cluster(2, cores=[[cores[0]], [cores[-1]]], mtu=65000) as cluster:
+    with Cluster(2, cores=[[cores[0]], [cores[-1]]], mtu=MTU) as cluster:
         folder = checkpoints.save(cluster.scratch / "model", dtype="bfloat16", tokenizer=False, **SHAPE)
         (folder / "hosts").write_text("".join(f"{name} slots={per_node}\n" for name in cluster.names))
         words = [sys.executable, "-W", "ignore", __file__, "--inside"]
         words.append(json.dumps([str(folder), str(cluster.agent), per_node, todo, tokens]))
         process = cluster.start(0, words, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}, stdout=-1)
-        try:
-            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
-            if process.wait(60.0):
-                raise RuntimeError(f"the ranks ended with status {process.returncode}")
-        finally:
-            kill(process)
+        yield from lines_of(process, "the ranks")
 
 
 def report(rows: list[Row], per_node: int) -> Iterator[str]:
@@ -113,10 +108,8 @@ def report(rows: list[Row], per_node: int) -> Iterator[str]:
         values: list[float] = [row[name][what] for row in mine if row["delay_ms"] == delay_ms]
         return median(values)
 
-    yield f"| tokens/s of {SEQUENCES} sequences | {' | '.join(f'{d:g} ms' for d in delays)} |"
-    yield "|---" * (1 + len(delays)) + "|"
-    for name in names:
-        yield f"| {name} | {' | '.join(f'{of(name, d):.1f}' for d in delays)} |"
+    head = " | ".join((f"tokens/s of {SEQUENCES} sequences", *(f"{d:g} ms" for d in delays)))
+    yield from table(head, ((name, *(f"{of(name, d):.1f}" for d in delays)) for name in names))
     if per_node > 1 or not {0, 1, 10} <= set(delays):
         return
     best = {d: max(of(f"pp, {m}", d) for m in MICROBATCHES) for d in delays}

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from common import spread, table
 from cross_law import Case, of_the_law, predicted_step, prices
 
 Line = Mapping[str, Any]
@@ -52,11 +53,8 @@ def median(figure: Callable[[Case], float], runs: Sequence[Case]) -> float:
     return statistics.median(map(figure, runs))
 
 
-def spread(figure: Callable[[Case], float], runs: Sequence[Case]) -> str:
-    """The median, with the least and the most where there are several."""
-    values = sorted(map(figure, runs))
-    range_ = f" ({values[0]:.2f} to {values[-1]:.2f})" if len(values) > 1 else ""
-    return f"{statistics.median(values):.2f}{range_}"
+def range_of(figure: Callable[[Case], float], runs: Sequence[Case]) -> str:
+    return spread([figure(case) for case in runs], ".2f")
 
 
 def step_of(wiring: str) -> Callable[[Case], float]:
@@ -74,21 +72,27 @@ def ladder_law(case: Case) -> float:
 def wiring_tables(lines: Sequence[Line]) -> list[str]:
     """Markdown: what the steps took, and what the law says of them."""
     number = len({line["run"] for line in lines})
-    found = cells(lines)
-    rows = [
+    speeds, steps = [], []
+    for (delay, batch), runs in cells(lines).items():
+        where = f"{delay}, {batch}"
+        rates = (f"{batch / median(step_of(w), runs):.1f}" for w in WIRINGS)
+        speeds.append((where, *rates, range_of(speed_up, runs)))
+        p = [prices(case) for case in runs]
+        names = ("attention_s", "mlp_s", "all_reduce_s", "carrying_s", "outside_s")
+        found = [f"{statistics.median(getattr(each, name) for each in p) * 1e3:.2f}" for name in names]
+        found.insert(3, f"{statistics.median(each.ratio for each in p):.2f}")
+        taken = (f"{median(figure, runs) * 1e3:.1f}" for figure in (ladder_law, step_of("ladder")))
+        steps.append((where, *found, *taken, *(range_of(of_law(w), runs) for w in ("ladder", "standard"))))
+    shares = [line["switch_share"] for line in lines]
+    others = [line["other_threads_share"] for line in lines]
+    return [
         f"### Wirings ({lines[0]['model']}, tp 2 over 2 nodes, one core a rank)",
         "",
         f"Decode tokens/s, medians of {number} runs; speed-up is ladder over standard, in brackets the slowest and the "
         "fastest run. Carried: every message is sent, delivered and taken, and nobody waits for any. What that is "
         "slower than no communication is what communicating takes from the cores: no wiring hides it.",
         "",
-        "| one way, batch | standard | parallel | ladder | carried | no-comm. | speed-up |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (delay, batch), runs in found.items():
-        speeds = [f"{batch / median(step_of(w), runs):.1f}" for w in WIRINGS]
-        rows.append(f"| {delay}, {batch} | {' | '.join(speeds)} | {spread(speed_up, runs)} |")
-    rows += [
+        *table("one way, batch | standard | parallel | ladder | carried | no-comm. | speed-up", speeds),
         "",
         "What the law says of these steps, in milliseconds. Its prices are each run's own: attention and MLP are a "
         "sub-block's computation, L is one all-reduce of the step's size by itself, carrying is what an all-reduce "
@@ -98,31 +102,16 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
         "the best run. "
         "Standard, of c + L: the same for standard, which hides nothing.",
         "",
-        "| one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "
-        "of the law | standard, of c + L |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (delay, batch), runs in found.items():
-        p = [prices(case) for case in runs]
-        names = ("attention_s", "mlp_s", "all_reduce_s", "carrying_s", "outside_s")
-        attention, mlp, all_reduce, carrying, outside = (
-            f"{statistics.median(getattr(each, name) for each in p) * 1e3:.2f}" for name in names
-        )
-        ratio = statistics.median(each.ratio for each in p)
-        steps = [f"{median(figure, runs) * 1e3:.1f}" for figure in (ladder_law, step_of("ladder"))]
-        rows.append(
-            f"| {delay}, {batch} | {attention} | {mlp} | {all_reduce} | {ratio:.2f} | {carrying} | {outside} | "
-            f"{' | '.join(steps)} | {spread(of_law('ladder'), runs)} | {spread(of_law('standard'), runs)} |"
-        )
-    shares = [line["switch_share"] for line in lines]
-    others = [line["other_threads_share"] for line in lines]
-    rows += [
+        *table(
+            "one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "
+            "of the law | standard, of c + L",
+            steps,
+        ),
         "",
         f"The switch between the nodes, which a real cluster does not have, took {min(shares):.1%} to "
         f"{max(shares):.1%} of one core, and a rank's threads beside its main one {min(others):.1%} to "
         f"{max(others):.1%}: both on the cores that compute.",
     ]
-    return rows
 
 
 def wiring_bars(lines: Sequence[Line]) -> list[tuple[bool, str]]:
@@ -131,13 +120,13 @@ def wiring_bars(lines: Sequence[Line]) -> list[tuple[bool, str]]:
     for (delay, batch), runs in cells(lines).items():
         where = f"{delay}, batch {batch}"
         if median(lambda case: prices(case).ratio, runs) >= FROM_RATIO:
-            share = spread(of_law("ladder"), runs)
+            share = range_of(of_law("ladder"), runs)
             met = median(of_law("ladder"), runs) >= LAW_BAR
             found.append((met, f"ladder {where}: {share} of the law, at least {LAW_BAR}"))
         bar = {1e-3: SPEED_BAR, 0.0: REST_BAR}.get(delay_s(runs[0]))
         if bar is not None:
             met = median(speed_up, runs) >= bar
-            found.append((met, f"ladder {where}: {spread(speed_up, runs)}x, at least {bar}x"))
+            found.append((met, f"ladder {where}: {range_of(speed_up, runs)}x, at least {bar}x"))
     return found
 
 

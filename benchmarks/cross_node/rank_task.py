@@ -1,4 +1,4 @@
-"""What cross_node.py's rank programs share: who they are, how they speak, how they start and fail."""
+"""What cross_node.py's rank programs share: who they are, how they start and fail, models that take turns."""
 
 from __future__ import annotations
 
@@ -6,29 +6,52 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from bench_model import Size, make_model
+from cluster.nodes import CONTROL, Control
+from laddertron.launchers.measure.lanes import Lane
+from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.bootstrap import MpiBootstrap
-from laddertron.topology.comm.groups import Communicator
+from laddertron.topology.comm.groups import CommOptions, Communicator
+from laddertron.topology.connect import connect
 from laddertron.topology.hardware.interfaces import address_of
 from laddertron.topology.placement.identity import identify
 from laddertron.topology.placement.layout import GroupLayout, observed_layout
+from lanes import Driver, play
 from numpy.typing import NDArray
 
 Spec = dict[str, Any]
 Task = Callable[[Spec, MpiBootstrap, GroupLayout, str], None]
 
 
-def say(**line: Any) -> None:
-    print(json.dumps(line), flush=True)
-
-
 def of_all(communicator: Communicator, values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Every rank's values, [ranks, n]."""
     return np.ascontiguousarray(communicator.gather(values.view(np.uint8))).view(np.float64)
+
+
+def in_turns(
+    make: Callable[[Spec, LlamaModel, Communicator], Iterable[Lane]],
+    lead: Callable[[Spec, Size, list[Driver], Communicator, Control], None],
+) -> Task:
+    """Lanes of one random model, of spec["size"] (bench_model.Size), and what rank 0 does with them."""
+
+    def task(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
+        torch.set_grad_enabled(False)
+        size = Size(**spec["size"])
+        with connect(bootstrap, layout, CommOptions(address=address)) as communicator:
+            lanes = list(make(spec, make_model(size, communicator), communicator))
+
+            def lead_lanes() -> None:
+                drivers = [Driver(lane, communicator) for lane in lanes]
+                lead(spec, size, drivers, communicator, Control(os.environ[CONTROL]))
+
+            play(lanes, communicator, lead_lanes)
+
+    return task
 
 
 def be_rank(task: Task) -> None:

@@ -19,93 +19,56 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))
+sys.path[:0] = [str(HERE.parents[1] / "tests"), str(HERE.parent)]
 
 from cluster.nodes import why_not  # noqa: E402
+from common import table  # noqa: E402
 from cross_node import LLAMA150M, MS, on_cluster  # noqa: E402
 
 KINDS = ("whole", "split", "auto", "carried")
 PARTS: dict[str, dict[str, Any]] = {
-    "prefill": {
-        "size": {**LLAMA150M, "positions": 1040},
-        "seats": 8,
-        "prompts": [[8, 128], [1, 1024]],
-        "decodes": [],
-        "repeats": 5,
-        "turns": 0,
-    },
-    "decode": {
-        "size": {**LLAMA150M, "positions": 128},
-        "seats": 64,
-        "prompts": [],
-        "decodes": [1, 8, 64],
-        "repeats": 0,
-        "turns": 3,
-    },
-    "cost": {
-        "size": {**LLAMA150M, "positions": 256},
-        "seats": 8,
-        "prompts": [],
-        "decodes": [1, 8],
-        "repeats": 0,
-        "turns": 20,
-    },
-}
-DRAFTS = {
-    "task": "drafts",
-    "size": {**LLAMA150M, "positions": 720},
-    "batches": [1, 8],
-    "prompt": 16,
-    "answer": 700,
-    "steps": 24,
-    "turns": 5,
+    "prefill": {"positions": 1040, "seats": 8, "prompts": [(8, 128), (1, 1024)], "repeats": 5},
+    "decode": {"positions": 128, "seats": 64, "decodes": [1, 8, 64], "turns": 3},
+    "cost": {"positions": 256, "seats": 8, "decodes": [1, 8], "turns": 20},
+    "drafts": {"positions": 720, "batches": [1, 8], "prompt": 16, "answer": 700, "steps": 24, "turns": 5},
 }
 
 
-def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Markdown; milliseconds."""
-    rows = [
-        "| one way, case | whole | split | auto | carried | whole / split | gap closed |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def split_table(lines: list[dict[str, Any]]) -> list[str]:
+    """Milliseconds."""
+    rows = []
     for line in lines:
         cells = [f"{line[k][0] * 1e3:.1f} ({line[k][1] * 1e3:.1f} to {line[k][2] * 1e3:.1f})" for k in KINDS]
         whole, split, carried = (line[k][0] for k in ("whole", "split", "carried"))
         closed = f"{(whole - split) / (whole - carried):.0%}" if whole > carried else "-"
-        rows.append(
-            f"| {line['delay_s'] / MS:g} ms, {line['case']} | {' | '.join(cells)} | {whole / split:.2f} | {closed} |"
-        )
-    return rows
+        rows.append((f"{line['delay_s'] / MS:g} ms, {line['case']}", *cells, f"{whole / split:.2f}", closed))
+    return table("one way, case | whole | split | auto | carried | whole / split | gap closed", rows)
 
 
 def drafts_table(lines: list[dict[str, Any]]) -> list[str]:
-    """Markdown; tokens/s, and how many times as many as without drafts."""
+    """Tokens/s, and how many times as many as without drafts."""
     kinds = [name for name, value in lines[0].items() if isinstance(value, list)]
-    rows = [f"| one way, sequences | {' | '.join(kinds)} |", "|---" * (1 + len(kinds)) + "|"]
+    rows = []
     for line in lines:
         off = line["off"][0]
         cells = [f"{line[k][0]:.1f} ({line[k][1]:.1f} to {line[k][2]:.1f}), {line[k][0] / off:.2f}x" for k in kinds]
-        rows.append(f"| {line['delay_s'] / MS:g} ms, {line['batch']} | {' | '.join(cells)} |")
-    return rows
+        rows.append((f"{line['delay_s'] / MS:g} ms, {line['batch']}", *cells))
+    return table(f"one way, sequences | {' | '.join(kinds)}", rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=[*PARTS, "drafts"])
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 0.1, 1.0], help="one way, ms")
-    parser.add_argument("--repeats", type=int, default=None, help="prefills of a case")
     args = parser.parse_args()
     if (why := why_not()) is not None:
         print(f"no emulated cluster here: {why}", file=sys.stderr)
         return 2
-    delays = {"delays_s": [delay * MS for delay in args.delays]}
-    if args.part == "drafts":
-        print("\n".join(drafts_table(on_cluster(2, 1, DRAFTS | delays, 0))))
-        return 0
-    spec = {"task": "split", **PARTS[args.part], **delays}
-    if args.repeats is not None:
-        spec["repeats"] = args.repeats
-    print("\n".join(table(on_cluster(2, 1, spec, 0))))
+    task, spec = "drafts" if args.part == "drafts" else "split", dict(PARTS[args.part])
+    spec |= {"task": task, "delays_s": [delay * MS for delay in args.delays]}
+    spec["size"] = {**LLAMA150M, "positions": spec.pop("positions")}
+    lines = on_cluster(2, 1, spec, 0)
+    print("\n".join(drafts_table(lines) if task == "drafts" else split_table(lines)))
     return 0
 
 

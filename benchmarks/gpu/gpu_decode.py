@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from bench_model import Size, make_model, make_runner
+from common import say, table, versions
 from laddertron.engine.profiling.bench import Case, random_prompt, run_case
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
@@ -38,6 +37,7 @@ from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
 from laddertron.topology.placement.layout import GroupLayout
+from peers.worker import run
 
 LLAMA_8B = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
 TOY = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 256}
@@ -76,14 +76,15 @@ def main() -> int:
         positions=args.prompt + args.gen + 1,
     )  # fmt: skip
     floor = copy_bandwidth(device, (16 if args.tiny else 1024) << 20)
-    head = {"machine": machine(device), "versions": versions(), "copy_gb_s": round(floor / 1e9, 1)}
-    print(json.dumps(head), flush=True)
+    there = {"CUDA": torch.version.cuda, **versions("torch", "triton", "flashinfer-python", "transformers")}
+    said = ", ".join(f"{name} {number}" for name, number in there.items() if number)
+    say(machine=machine(device), versions=said, copy_gb_s=round(floor / 1e9, 1))
     lines: list[Line] = []
     engines = {"ours": ours, "transformers": theirs}
     for line in (line for name in args.engines.split(",") for line in engines[name](size, batches, args, device)):
-        print(json.dumps(line | {"share": float(f"{line['gb_s'] * 1e9 / floor:.4g}")}), flush=True)
+        say(**line, share=float(f"{line['gb_s'] * 1e9 / floor:.4g}"))
         lines.append(line)
-    print(table(lines, floor))
+    print(speed_table(lines, floor))
     return 0
 
 
@@ -116,16 +117,6 @@ def machine(device: torch.device) -> str:
         found = torch.cuda.get_device_properties(device)
         return f"{found.name}, {found.multi_processor_count} multiprocessors, {found.total_memory >> 30} GiB"
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def versions() -> str:
-    found = [f"CUDA {torch.version.cuda}"] if torch.version.cuda else []
-    for package in ("torch", "triton", "flashinfer-python", "transformers"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
 
 
 def read_bytes(size: Size, batch: int, context: float) -> float:
@@ -237,24 +228,10 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-class Clock:
-    """A stopping criterion that stops nothing: it notes when each token was there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.at: list[float] = []
-        self._device = device
-
-    def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.at.append(time.perf_counter())
-        return torch.zeros(ids.shape[0], dtype=torch.bool, device=self._device)
-
-
 def theirs(size: Size, batches: list[int], args: argparse.Namespace, device: torch.device) -> Iterator[Line]:
     """transformers as its users call it. Waiting for each token costs it a synchronisation, which it makes anyway to
     look for the end."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteriaList
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=size.hidden, num_hidden_layers=size.layers, num_attention_heads=size.heads,
@@ -273,36 +250,27 @@ def theirs(size: Size, batches: list[int], args: argparse.Namespace, device: tor
         prefill, step = [], []
         for repetition in range(args.repeat + 1):
             ids = torch.randint(3, size.vocab, (batch, args.prompt), device=device)
-            clock = Clock(device)
-            started = time.perf_counter()
-            model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=args.gen, max_new_tokens=args.gen,
-                do_sample=False, pad_token_id=1, stopping_criteria=StoppingCriteriaList([clock]),
-            )  # fmt: skip
+            found = run(model, ids, args.gen)
             if repetition:
-                prefill.append(clock.at[0] - started)
-                step.append(statistics.median(b - a for a, b in zip(clock.at, clock.at[1:], strict=False)))
+                prefill.append(found["prefill_s"])
+                step.append(found["step_s"])
         yield case_line(
             {"engine": "transformers", "attention": "sdpa", "cuda_graphs": False}, size, args, batch, prefill, step
         )
 
 
-def table(lines: list[Line], floor: float) -> str:
-    """Markdown, and each case's speed over transformers' at the same batch."""
+def speed_table(lines: list[Line], floor: float) -> str:
+    """With each case's speed over transformers' at the same batch."""
     peer = {line["batch"]: line["step_ms"] for line in lines if line["engine"] == "transformers"}
-    rows = [
-        "| engine | attention | graphs | batch | prefill tokens/s | step ms | decode tokens/s | of the copy bandwidth "
-        "| as fast as transformers |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for line in lines:
+        graphs = "on" if line["cuda_graphs"] else "off"
         ratio = f"{peer[line['batch']] / line['step_ms']:.2f}x" if line["batch"] in peer else ""
-        rows.append(
-            f"| {line['engine']} | {line['attention']} | {'on' if line['cuda_graphs'] else 'off'} | {line['batch']} "
-            f"| {line['prefill_tok_s']:,.0f} | {line['step_ms']:.2f} | {line['decode_tok_s']:,.0f} "
-            f"| {line['gb_s'] * 1e9 / floor:.0%} | {ratio} |"
-        )
-    return "\n".join(rows)
+        speeds = (f"{line['prefill_tok_s']:,.0f}", f"{line['step_ms']:.2f}", f"{line['decode_tok_s']:,.0f}")
+        share = f"{line['gb_s'] * 1e9 / floor:.0%}"
+        rows.append((line["engine"], line["attention"], graphs, line["batch"], *speeds, share, ratio))
+    head = "engine | attention | graphs | batch | prefill tokens/s | step ms | decode tokens/s"
+    return "\n".join(table(f"{head} | of the copy bandwidth | as fast as transformers", rows))
 
 
 if __name__ == "__main__":

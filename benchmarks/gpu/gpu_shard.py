@@ -13,7 +13,6 @@ decodes one token for each sequence at the same position.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,8 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_model import BLOCK, NAMES, fill, rewired
-from gpu_shard_report import table
+from bench_model import BLOCK, fill, rewired
+from common import say
+from gpu_shard_report import shard_table
 from laddertron.engine.step.build import DTYPES
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from laddertron.models.attention import AttentionBackend, Capturable, StepLayout
@@ -43,6 +43,7 @@ from laddertron.topology.cost.emulated_fabric import emulation_of
 from torch import Tensor
 
 WARM_UP = 3
+WIRINGS = ("standard", "parallel", "ladder")
 ALONE = 50
 """All-reduces in a row that say how long one takes when nothing runs beside it."""
 
@@ -212,7 +213,7 @@ def _batch(
 ) -> Iterator[dict[str, Any]]:
     """All lanes of one batch, in turns."""
     config, case = rank.model.config, rank.case
-    lanes = [Lane(rank, wiring, held, batch, recorder) for wiring in list(NAMES)[:3] for held in args.k]
+    lanes = [Lane(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in args.k]
     lanes.append(Lane(rank, "no-communication", 0, batch, recorder))
     for lane in lanes:
         for _ in range(WARM_UP):
@@ -287,8 +288,8 @@ def main() -> int:
         for name in args.cases.split(","):
             for line in measure(name, args, torch.device(args.device)):
                 lines.append(line)
-                print(json.dumps(line), flush=True)
-    print(table(lines))
+                say(**line)
+    print(shard_table(lines))
     return 0
 
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from common import law, table
 from simulate_published import TOKENS
 
 Line = dict[str, Any]
 HEAD = (
-    "| model | fabric | batch | L alone / predicted, us | c, us | L/c | law | "
-    "ladder | hidden | parallel | tokens/s: standard, ladder, parallel, none | published: ladder | hidden | tokens/s |"
+    "model | fabric | batch | L alone / predicted, us | c, us | L/c | law | "
+    "ladder | hidden | parallel | tokens/s: standard, ladder, parallel, none | published: ladder | hidden | tokens/s"
 )
-
-
-def law(ratio: float) -> float:
-    """Ladder's speed-up over standard when one all-reduce takes `ratio` sub-blocks."""
-    return (1 + ratio) / max(1.0, (1 + ratio) / 2)
 
 
 def hidden(standard_s: float, ladder_s: float, silent_s: float) -> float:
@@ -35,19 +31,17 @@ def _published(key: tuple[str, str, int]) -> list[str]:
     return [f"{found['ladder'] / found['standard']:.2f}", share, rates]
 
 
-def row(lines: Sequence[Line]) -> str:
+def row(lines: Sequence[Line]) -> list[object]:
     """Of one model, fabric, batch and k: standard, parallel and ladder lines, and the one of no communication."""
     by = {line["wiring"]: line for line in lines}
-    standard, ladder, parallel, silent = (
-        by[name] for name in ("standard", "ladder", "parallel", "no-communication")
-    )  # fmt: skip
+    standard, ladder, parallel, silent = (by[w] for w in ("standard", "ladder", "parallel", "no-communication"))
     # Embedding and head are counted in: c is a sub-block's share of the whole silent step.
     c_us = silent["step_ms"] * 1e3 / (2 * silent["layers"])
     ratio = standard["alone_us"] / c_us
     gain, share = standard["step_ms"] / ladder["step_ms"], hidden(*(x["step_ms"] for x in (standard, ladder, silent)))
     whole = standard["layers"] == standard["of_layers"]
     depth = "" if whole else f" ({standard['layers']} of {standard['of_layers']} layers)"
-    cells = [
+    return [
         standard["model"] + depth,
         f"{standard['fabric']}" + ("" if standard["k"] else ", pure delay"),
         standard["batch"],
@@ -61,25 +55,17 @@ def row(lines: Sequence[Line]) -> str:
         " / ".join(f"{x['tokens_s']:.1f}" for x in (standard, ladder, parallel, silent)),
         *_published((standard["model"], standard["interconnect"], standard["batch"])),
     ]
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def table(lines: Sequence[Line]) -> str:
+def shard_table(lines: Sequence[Line]) -> str:
     """Rows by model, interconnect and batch, one for each k; the line without communication belongs to all k."""
-    out = [
-        f"All-reduces are emulated ({lines[0]['timed_by']}) on one {lines[0]['device']}; no two ranks ever spoke."
-        if lines
-        else "nothing was measured",
-        "",
-        HEAD,
-        "|" + "---|" * (HEAD.count("|") - 1),
-    ]
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         groups.setdefault((line["model"], line["interconnect"], line["batch"]), []).append(line)
+    rows = []
     for found in groups.values():
         silent = [line for line in found if line["wiring"] == "no-communication"]
         for k in sorted({line["k"] for line in found}):
-            spoken = [line for line in found if line["k"] == k and line["wiring"] != "no-communication"]
-            out.append(row(spoken + silent))
-    return "\n".join(out)
+            rows.append(row([line for line in found if line["k"] == k and line not in silent] + silent))
+    about = f"All-reduces are emulated ({lines[0]['timed_by']}) on one {lines[0]['device']}; no two ranks ever spoke."
+    return "\n".join([about, "", *table(HEAD, rows)])

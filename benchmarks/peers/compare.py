@@ -16,7 +16,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -30,6 +29,10 @@ from laddertron.topology.hardware import cpu_tier
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from common import spread, table  # noqa: E402
+
 BUILD = HERE.parent.parent / "build" / "peers"
 NEEDS = {
     "transformers": ["torch==2.13.0", "transformers", "safetensors"],
@@ -192,20 +195,16 @@ def compare(racers: list[Ours | Peer], first: Ours, cases: list[Case], repeats: 
     for racer in racers:
         if racer.versions:
             print(f"{racer.name}: {racer.versions}")
-    print("| | batch | prefill/s | decode/s | of floor | ours / this |\n|---|---|---|---|---|---|")
     best: dict[int, float] = {}
+    rows = []
     for (case, racer), runs in zip(pairs, found, strict=True):
         prefill, decode = zip(*runs, strict=True)
         about, middle = first.job.about, statistics.median(decode)
         limit = case.batch * floor / step_bytes(about["weights"], about["kv_per_token"], case)
         ratio = best.setdefault(case.batch, middle) / middle
         share = f"{middle / limit:.0%}" if racer.dtype == first.dtype else "-"
-        print(f"| {racer.name} | {case.batch} | {spread(prefill)} | {spread(decode)} | {share} | {ratio:.2f} |")
-
-
-def spread(rates: Sequence[float]) -> str:
-    """The median, with the least and the most."""
-    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
+        rows.append((racer.name, case.batch, spread(prefill, ",.0f"), spread(decode, ",.0f"), share, f"{ratio:.2f}"))
+    print("\n".join(table(" | batch | prefill/s | decode/s | of floor | ours / this", rows)))
 
 
 if __name__ == "__main__":

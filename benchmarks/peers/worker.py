@@ -9,8 +9,10 @@ laddertron's.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -49,13 +51,13 @@ class Vllm:
             folder, dtype="bfloat16", enable_prefix_caching=False, max_model_len=2048, disable_log_stats=True
         )
 
-    def run(self, batch: int, prompt: int, generate: int, seed: int) -> dict[str, float]:
+    def run(self, ids: Any, generate: int) -> dict[str, float]:
         from vllm import SamplingParams
 
         seconds = []
         for count in (1, generate):
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-            prompts = [{"prompt_token_ids": row} for row in random_ids(batch, prompt, seed).tolist()]
+            prompts = [{"prompt_token_ids": row} for row in ids.tolist()]
             started = time.perf_counter()
             self.llm.generate(prompts, params, use_tqdm=False)
             seconds.append(time.perf_counter() - started)
@@ -80,8 +82,10 @@ class Clock:
     def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
         import torch
 
+        if ids.is_cuda:
+            torch.cuda.synchronize(ids.device)
         self.at.append(time.perf_counter())
-        return torch.zeros(ids.shape[0], dtype=torch.bool)
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
 
 def random_ids(batch: int, prompt: int, seed: int) -> Any:
@@ -90,11 +94,11 @@ def random_ids(batch: int, prompt: int, seed: int) -> Any:
     return torch.randint(3, 8000, (batch, prompt), generator=torch.Generator().manual_seed(seed))
 
 
-def run(model: Any, batch: int, prompt: int, generate: int, seed: int) -> dict[str, float]:
+def run(model: Any, ids: Any, generate: int) -> dict[str, float]:
+    """transformers' own loop over prompts ids [B, T]; step_s: the median."""
     import torch
     from transformers import StoppingCriteriaList
 
-    ids = random_ids(batch, prompt, seed)
     clock = Clock()
     started = time.perf_counter()
     model.generate(
@@ -106,7 +110,8 @@ def run(model: Any, batch: int, prompt: int, generate: int, seed: int) -> dict[s
         pad_token_id=1,
         stopping_criteria=StoppingCriteriaList([clock]),
     )
-    return {"prefill_s": clock.at[0] - started, "decode_s": clock.at[-1] - clock.at[0]}
+    steps = [after - before for before, after in itertools.pairwise(clock.at)]
+    return {"prefill_s": clock.at[0] - started, "decode_s": sum(steps), "step_s": statistics.median(steps)}
 
 
 def main() -> None:
@@ -125,7 +130,7 @@ def main() -> None:
     print(json.dumps({"versions": ", ".join(said)}), flush=True)
     for number, line in enumerate(sys.stdin):
         order = json.loads(line)
-        case = order["batch"], order["prompt"], order["generate"], number
+        case = random_ids(order["batch"], order["prompt"], number), order["generate"]
         print(json.dumps(model.run(*case) if isinstance(model, Vllm) else run(model, *case)), flush=True)
 
 

@@ -54,7 +54,7 @@ def test_table_has_means_and_the_last_points_spread() -> None:
     results = {
         "runs": {"demo/all layers/hard/0": curve, "demo/all layers/hard/1": [value + 2 for value in curve]},
     }
-    assert adaptation.table(results, "demo")[2:] == [
+    assert adaptation.size_table(results, "demo")[2:] == [
         "| all layers, hard | 2 | 51.00 | 41.00 | 31.00 | 26.00 | 23.00 | 21.00 ± 1.41 |"
     ]
-    assert adaptation.table({"runs": {}}, "demo") == []
+    assert adaptation.size_table({"runs": {}}, "demo") == []

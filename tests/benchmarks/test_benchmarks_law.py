@@ -18,8 +18,9 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "cross_node"), str(BENCHMARKS.
 import cross_node  # noqa: E402
 import cross_wirings  # noqa: E402
 import lanes  # noqa: E402
+from common import law  # noqa: E402
 from cross_decode import steady  # noqa: E402
-from cross_law import Prices, law, of_the_law, predicted_step, prices  # noqa: E402
+from cross_law import Prices, of_the_law, predicted_step, prices  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
 
 MS = 1e-3
@@ -137,15 +138,13 @@ def test_steps_that_take_turns_are_one_figure() -> None:
 
 
 def test_runs_are_added_to_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--repeat 2 --more` after one run: three, numbered; without --more they are measured anew; a quick run stays
-    marked as such."""
-    monkeypatch.setitem(cross_node.RUNS, "wirings", lambda quick, nice: [{"wiring": "ladder"}])
-    words = argparse.Namespace(quick=True, nice=0, repeat=1, more=True)
+    """`--repeat 2 --more` after one run: three, numbered; without --more they are measured anew."""
+    monkeypatch.setitem(cross_node.RUNS, "wirings", lambda nice: [{"wiring": "ladder"}])
+    words = argparse.Namespace(nice=0, repeat=1, more=True)
     one = cross_node.measured("wirings", words, None)
-    words.quick, words.repeat = False, 2
+    words.repeat = 2
     three = cross_node.measured("wirings", words, json.loads(json.dumps(one)))
     assert [line["run"] for line in three["lines"]] == [1, 2, 3]
-    assert three["quick"]
     words.more = False
     assert [line["run"] for line in cross_node.measured("wirings", words, three)["lines"]] == [1, 2]
 

@@ -37,7 +37,7 @@ def test_the_table_has_shares_and_ratios(gpu_decode: Any) -> None:
     both = {"batch": 1, "prefill_tok_s": 1000.0, "decode_tok_s": 66.0}
     ours = {"engine": "laddertron", "attention": "flashinfer", "cuda_graphs": True, "step_ms": 15.0, "gb_s": 1200.0}
     theirs = {"engine": "transformers", "attention": "sdpa", "cuda_graphs": False, "step_ms": 30.0, "gb_s": 600.0}
-    rows = gpu_decode.table([both | ours, both | theirs], 2e12).splitlines()
+    rows = gpu_decode.speed_table([both | ours, both | theirs], 2e12).splitlines()
     assert len({row.count("|") for row in rows}) == 1
     assert rows[2].endswith("| flashinfer | on | 1 | 1,000 | 15.00 | 66 | 60% | 2.00x |")
     assert rows[3].endswith("| sdpa | off | 1 | 1,000 | 30.00 | 66 | 30% | 1.00x |")

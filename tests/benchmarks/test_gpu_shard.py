@@ -41,8 +41,8 @@ def lines(k: int, standard: float, ladder: float, silent: float = 80.0) -> list[
 def test_a_row_has_the_law_and_the_published_figures_beside_what_was_measured(report: Any) -> None:
     """L/c = 0.5 lets ladder be 1.5 times as fast; 120 ms against 84 are 1.43 and nine tenths hidden. Published at
     batch 4: 258.6 and 331.5 tokens/s, 80 % of what communication costs."""
-    cells = [cell.strip() for cell in report.row(lines(0, 120.0, 84.0)).strip("|").split("|")]
-    assert cells[:3] == ["70B", "emulated 8xH100, pure delay", "4"]
+    cells = report.row(lines(0, 120.0, 84.0))
+    assert cells[:3] == ["70B", "emulated 8xH100, pure delay", 4]
     assert cells[3:9] == ["250.0 / 250.0", "500.0", "0.50", "1.50", "1.43", "90%"]
     assert cells[11:] == ["1.28", "80%", "258.6 / 331.5 / 307.3 / 355.8"]
 
@@ -51,15 +51,14 @@ def test_each_k_has_its_row_and_shares_the_silent_step(report: Any) -> None:
     """Contention makes ladder slower: 1.2 with multiprocessors held. Fewer layers than the model has are said, and what
     was never published stays empty."""
     both = lines(0, 120.0, 84.0) + lines(16, 120.0, 100.0)[:3]
-    text = report.table(both)
+    text = report.shard_table(both)
     assert text.startswith("All-reduces are emulated (kernel) on one a GPU; no two ranks ever spoke.")
     rows = text.splitlines()[4:]
     assert [row.split("|")[8].strip() for row in rows] == ["1.43", "1.20"]
     assert len({row.count("|") for row in text.splitlines()[2:]}) == 1
     few = [{**line, "layers": 16, "model": "tiny"} for line in lines(0, 120.0, 84.0)]
-    assert "| tiny (16 of 80 layers) |" in report.table(few)
-    assert report.table(few).endswith("|  |  |  |")
-    assert report.table([]).startswith("nothing was measured")
+    assert "| tiny (16 of 80 layers) |" in report.shard_table(few)
+    assert report.shard_table(few).endswith("|  |  |  |")
 
 
 def test_it_runs_on_a_cpu_and_says_what_is_emulated() -> None:

@@ -1,0 +1,51 @@
+"""What benchmarks share: JSON lines, turns, medians with their spread, Markdown tables, the law. The standard library
+alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from statistics import median
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def say(**line: Any) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def to_and_fro(lanes: Iterable[T], turn: int) -> list[T]:
+    """Who comes first is last in the next turn."""
+    return list(lanes)[:: -1 if turn % 2 else 1]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """The median, with the least and the most where there are several."""
+    middle, least, most = (format(value, form) for value in (median(values), min(values), max(values)))
+    return f"{middle} ({least} to {most})" if len(values) > 1 else middle
+
+
+def table(head: str, rows: Iterable[Iterable[object]]) -> list[str]:
+    """Markdown; head: the columns' names with | between them."""
+    lines = [head, *(" | ".join(map(str, row)) for row in rows)]
+    return [f"| {lines[0]} |", "|---" * (head.count("|") + 1) + "|", *(f"| {line} |" for line in lines[1:])]
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of each package; None where it is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def law(ratio: float) -> float:
+    """The speed-up of ladder over standard that hiding alone can give where one all-reduce takes `ratio` (L/c) of a
+    sub-block's computation; never above 2."""
+    return (1 + ratio) / max(1.0, (1 + ratio) / 2)
