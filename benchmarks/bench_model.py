@@ -65,10 +65,8 @@ def fill(model: LlamaModel, seed: int = 0) -> None:
     model.prepare()
 
 
-def make_model(
-    size: Size, communicator: Communicator, device: torch.device | None = None, weights: str = "stored"
-) -> LlamaModel:
-    """One rank's share of a random model; `weights` as model.weights. Raises ShapeError, WeightsError."""
+def make_model(size: Size, communicator: Communicator, device: torch.device | None = None) -> LlamaModel:
+    """One rank's share of a random model. Raises ShapeError."""
     config, dtype = size.config(), DTYPES[size.dtype]
     device = device or torch.device("cpu")
     check_shapes(config, communicator.size)
@@ -76,7 +74,7 @@ def make_model(
         config,
         communicator.tp,
         communicator.all_reduce,
-        make_ops(device, dtype, weights),
+        make_ops(device, dtype),
         dtype=dtype,
         device=device,
         positions=size.positions + 1,

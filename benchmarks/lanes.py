@@ -40,11 +40,6 @@ class Steps:
         """The larger sub-block's share of a layer's computation; 0.5 where there is nothing to see."""
         return max(self.sub_blocks_s) / (sum(self.sub_blocks_s) or 1.0) or 0.5
 
-    @property
-    def prefill_s(self) -> float:
-        """The median."""
-        return statistics.median(self.prefills_s)
-
 
 class Unawaited:
     """A Collective that sends, carries and takes every message, and never makes anyone wait: `start` gives back its own

@@ -1,10 +1,10 @@
 """What metrics cost: decode tokens/s of two ranks with metrics and heartbeats over the rate without, in mixed pairs.
 
-    python benchmarks/metrics_cost.py [--pairs 20] [--cycles 32] [--block 32] [--scrape 5]
+    python benchmarks/metrics_cost.py [--pairs 20]
 
 On: counters and histograms of steps, rank 0's snapshots, the look at memory and ports, a heartbeat a second from each
-rank over loopback to this process, which keeps the series and renders a scrape every `--scrape` heartbeats. Off: none
-of that. Both go on in the same ranks, in turns of `--block` steps: the switch follows the number of the step, so that
+rank over loopback to this process, which keeps the series and renders a scrape every fifth heartbeat. Off: none
+of that. Both go on in the same ranks, in turns of 32 steps: the switch follows the number of the step, so that
 all ranks turn it together, and a block is a fraction of a second. At the end: a scrape of 16 ranks.
 """
 
@@ -42,6 +42,8 @@ from prometheus_client import CollectorRegistry
 CONFIG = Path(__file__).resolve().parent.parent / "configs/demo.yaml"
 REAL_LINK = ("parallel.collective=auto", "parallel.emulated_delay=0s")
 SEQUENCES, PROMPT, TOKENS = 8, 16, 224
+SCRAPE_EVERY, BLOCK, CYCLES = 5, 32, 32
+"""Heartbeats (seconds) between two scrapes; steps of a turn's quarter; turns of on, off, off, on in a pair."""
 BEAT_S, SNAPSHOT_S, LOOK_EVERY = 1.0, 0.25, 5
 """As a rank has them: a heartbeat a second, rank 0's snapshot of the schedule four times, a look at memory and ports
 every fifth second; of the time in which metrics are on."""
@@ -84,14 +86,12 @@ class Daemon:
                     self.scrapes += 1
 
 
-def ranks_rates(daemon: Daemon, wanted: argparse.Namespace) -> list[dict[str, float]]:
+def ranks_rates(daemon: Daemon, pairs: int) -> list[dict[str, float]]:
     """Starts the ranks; what rank 0 printed of each pair."""
     deployment = deploy.load(CONFIG, REAL_LINK)
     fleet = Fleet(deployment, os.environ)
-    words = [f"--{name}={getattr(wanted, name)}" for name in ("pairs", "cycles", "block", "scrape")]
-    command = compose(
-        deployment, fleet.site, fleet.shares[0], (sys.executable, __file__, *words, f"--port={daemon.port}")
-    )
+    program = (sys.executable, __file__, f"--pairs={pairs}", f"--port={daemon.port}")
+    command = compose(deployment, fleet.site, fleet.shares[0], program)
     process = subprocess.Popen(command.argv, env={**os.environ, **command.env}, stdout=subprocess.PIPE, text=True)
     try:
         out, _ = process.communicate(timeout=1800)
@@ -122,7 +122,7 @@ def scrape_times(reports: dict[int, RankHeartbeat], ranks: int = 16, times: int 
 class Switched(StepProgress):
     """Progress that keeps figures in half of the blocks: on, off, off, on, so that a drift falls on both alike."""
 
-    block: int = 32
+    block: int = BLOCK
     due: threading.Event = field(default_factory=threading.Event)
     next_beat: float = 0.0
 
@@ -175,8 +175,8 @@ class Beats:
             self._line.sendall(to_wire(self._status.beat()) + b"\n")
 
 
-def be_rank(port: int, pairs: int, cycles: int, block: int) -> None:
-    """A pair is `cycles` times on, off, off, on, each of `block` steps; rank 0 prints a pair's tokens and seconds."""
+def be_rank(port: int, pairs: int) -> None:
+    """Rank 0 prints a pair's tokens and seconds."""
     me = identify()
     assert me is not None
     deployment = deploy.load(CONFIG, REAL_LINK)
@@ -186,7 +186,7 @@ def be_rank(port: int, pairs: int, cycles: int, block: int) -> None:
     with join_group(deployment, me) as communicator, socket.create_connection(("127.0.0.1", port)) as line:
         line.sendall(json.dumps({"rank": me.rank, "pid": os.getpid()}).encode() + b"\n")
         built = build(deployment, communicator, choose_device(deployment, me))
-        progress = Switched(block=block)
+        progress = Switched()
         status = Status(progress=progress, communicator=communicator)
         with Beats(line, status, progress.due):
             if me.rank != 0:
@@ -195,14 +195,14 @@ def be_rank(port: int, pairs: int, cycles: int, block: int) -> None:
             scheduler = Scheduler(built.scheduler_limits)
             status.scheduler = scheduler.snapshot(time.time())
             engine = Engine(scheduler, built.runner, communicator.plans, progress)
-            measure(engine, status, progress, pairs, cycles)
+            measure(engine, status, progress, pairs)
             engine.close()
 
 
-def measure(engine: Engine, status: Status, progress: Switched, pairs: int, cycles: int) -> None:
+def measure(engine: Engine, status: Status, progress: Switched, pairs: int) -> None:
     """Steps that are all decoding count; those with prompts in them, one in some two hundred, belong to neither
     side. `cpu`: seconds of processor time of this rank's threads. The first pair is for warming up."""
-    number, snapshot_due, length = 0, 0.0, 4 * progress.block * cycles
+    number, snapshot_due, length = 0, 0.0, 4 * BLOCK * CYCLES
     begin = -(-progress.step // length) * length
     for pair in range(pairs + 1):
         seconds, cpu, tokens = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}, {True: 0, False: 0}
@@ -234,17 +234,14 @@ def measure(engine: Engine, status: Status, progress: Switched, pairs: int, cycl
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=20, choices=T)
-    parser.add_argument("--cycles", type=int, default=32, help="turns of on, off, off, on in a pair")
-    parser.add_argument("--block", type=int, default=32, help="steps of a turn's quarter")
-    parser.add_argument("--scrape", type=int, default=5, help="heartbeats (seconds) between two scrapes")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
     if wanted.port is not None:
-        be_rank(wanted.port, wanted.pairs, wanted.cycles, wanted.block)
+        be_rank(wanted.port, wanted.pairs)
         return 0
-    daemon = Daemon(wanted.scrape)
+    daemon = Daemon(SCRAPE_EVERY)
     try:
-        rates = ranks_rates(daemon, wanted)
+        rates = ranks_rates(daemon, wanted.pairs)
     finally:
         daemon.listener.close()
     ratios = [rate["on"] / rate["off"] for rate in rates]

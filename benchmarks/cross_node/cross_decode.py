@@ -56,7 +56,7 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
                     larger_share=steps.larger_share,
                     sub_blocks_s=steps.sub_blocks_s,
                     steps=len(steps.decode_s),
-                    prefill_s=steps.prefill_s,
+                    prefill_s=statistics.median(steps.prefills_s),
                     prefill_range_s=[min(steps.prefills_s), max(steps.prefills_s)],
                     prefills=len(steps.prefills_s),
                     hidden_s=steps.hidden_s / len(steps.decode_s),

@@ -101,29 +101,21 @@ class Peer:
         self._log.close()
 
 
-class Ours:
+class Ours(BenchJob):
     """laddertron's own ranks, one thread each where they share the cores."""
 
+    versions = ""
+
     def __init__(self, tp: int, folder: Path, threads: int, dtype: Dtype) -> None:
-        self.name, self.versions = f"laddertron, tp {tp}, {dtype}", ""
-        self.dtype = dtype
         keys = EngineKeys(device="cpu", max_num_seqs=64, kv_cache_memory=512 << 20, enable_prefix_caching=False,
                           threads=max(1, threads // tp))  # fmt: skip
-        deployment = Deployment(
-            ModelSection(str(folder), dtype=dtype), ParallelConfig(tensor_parallel_size=tp), engine=keys
-        )
-        self.job = BenchJob(deployment, self.name)
-
-    def __enter__(self) -> Self:
-        self.job.__enter__()
-        return self
+        model, parallel = ModelSection(str(folder), dtype=dtype), ParallelConfig(tensor_parallel_size=tp)
+        super().__init__(Deployment(model, parallel, engine=keys), f"laddertron, tp {tp}, {dtype}")
+        self.dtype = dtype
 
     def run(self, case: Case) -> tuple[float, float]:
-        found = self.job.ask("case", batch=case.batch, prompt=case.prompt, generate=case.generate)
+        found = self.ask("case", batch=case.batch, prompt=case.prompt, generate=case.generate)
         return found["prompt_tokens"] / found["prefill_s"], found["decode_tokens"] / found["decode_s"]
-
-    def __exit__(self, *_: object) -> None:
-        self.job.close()
 
 
 def environment(folder: Path, needs: list[str]) -> Path:
@@ -187,7 +179,7 @@ def compare(racers: list[Ours | Peer], first: Ours, cases: list[Case], repeats: 
     floors: list[float] = []
     for repeat, index in interleaved(len(pairs), repeats):
         if len(floors) <= repeat:
-            floors.append(first.job.ask("floor", nodes=1)["floor"] or float("nan"))
+            floors.append(first.ask("floor", nodes=1)["floor"] or float("nan"))
         case, racer = pairs[index]
         found[index].append(racer.run(case))
     floor = max(floors)
@@ -199,7 +191,7 @@ def compare(racers: list[Ours | Peer], first: Ours, cases: list[Case], repeats: 
     rows = []
     for (case, racer), runs in zip(pairs, found, strict=True):
         prefill, decode = zip(*runs, strict=True)
-        about, middle = first.job.about, statistics.median(decode)
+        about, middle = first.about, statistics.median(decode)
         limit = case.batch * floor / step_bytes(about["weights"], about["kv_per_token"], case)
         ratio = best.setdefault(case.batch, middle) / middle
         share = f"{middle / limit:.0%}" if racer.dtype == first.dtype else "-"

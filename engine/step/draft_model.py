@@ -27,7 +27,7 @@ from ...models.llama import LlamaModel
 from ...models.ops_choice import make_ops
 from ...models.rank_shard import RankShard
 from ...models.weights.mapping import open_source
-from ...topology.comm.collectives import Done
+from ...topology.comm.collectives import Alone
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
 from ..batch import Batch, Chunk, NewSequence, in_order
@@ -45,7 +45,7 @@ Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
 """Layout, ids and rows of chunks of the runner's slots."""
 
 
-class _Alone:
+class _Alone(Alone):
     """A group of one rank, and its all-reduce."""
 
     def size(self) -> int:
@@ -53,9 +53,6 @@ class _Alone:
 
     def rank(self) -> int:
         return 0
-
-    def start(self, x: Tensor) -> Done:
-        return Done(x)
 
 
 class DraftWeights:

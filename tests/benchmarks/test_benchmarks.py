@@ -169,7 +169,6 @@ def test_prefills_take_turns_before_any_lane_decodes(monkeypatch: pytest.MonkeyP
     assert log[:16] == to + fro + to + fro
     assert log[16:] == ["a begins 12", "b begins 12", "a decodes 4", "b decodes 4", "b decodes 4", "a decodes 4"]
     measured = lanes.Steps((), (0.5, 0.1, 0.2, 0.9, 0.3), 0.0, 0.0, 0.0, (1e-3, 3e-3))
-    assert measured.prefill_s == 0.3
     assert measured.larger_share == 0.75
     asked: list[dict[str, Any]] = []
 
