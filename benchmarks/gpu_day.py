@@ -95,14 +95,10 @@ def _text(stream: Any) -> str:
 def environment_report(device: str) -> Found:
     """What is here, for the head of the page."""
     import torch
+    from gpu_decode import machine
 
-    found: Found = {"python": sys.version.split()[0], **versions(*PACKAGES), "device": "CPU"}
-    if device == "cuda":
-        gpu = torch.cuda.get_device_properties(0)
-        found["device"] = f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, {gpu.total_memory >> 30} GiB"
-        found["cuda"] = torch.version.cuda
-    found["nvcc"] = shutil.which("nvcc")
-    return found
+    there = {"device": machine(torch.device(device)), "cuda": torch.version.cuda, "nvcc": shutil.which("nvcc")}
+    return {"python": sys.version.split()[0], **versions(*PACKAGES), **there}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
