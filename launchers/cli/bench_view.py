@@ -9,6 +9,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from ..measure.bench_measure import Row
+from .picture import picture
 
 
 def _figure(spread: Sequence[float], digits: int = 1) -> str:
@@ -68,29 +69,21 @@ def _pair(seconds: Sequence[float]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Decode rates by batch, a line a variant and pair of lengths, under the floor. PNG, SVG or PDF by the name's end.
-    Raises RuntimeError where matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError("--plot needs matplotlib: install laddertron[plot]") from error
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    lines = sorted({(row["variant"], row["prompt"], row["generate"]) for row in rows})
-    for colour, line in enumerate(lines):
-        mine = sorted((r for r in rows if (r["variant"], r["prompt"], r["generate"]) == line), key=lambda r: r["batch"])
-        batches, figures = [r["batch"] for r in mine], [r["decode_tok_s"] for r in mine]
-        middle = [f[0] for f in figures]
-        bars = [[f[0] - f[1] for f in figures], [f[2] - f[0] for f in figures]]
-        name = f"{line[0]}, {line[1]} + {line[2]}"
-        axes.errorbar(batches, middle, yerr=bars, marker="o", capsize=3, color=f"C{colour}", label=name)
-        if all(r["floor_tok_s"] for r in mine):
-            axes.plot(batches, [r["floor_tok_s"] for r in mine], ":", color=f"C{colour}", alpha=0.6)
-    axes.set(xlabel="sequences at once", ylabel="decoded tokens a second", xscale="log", yscale="log")
-    axes.set_xticks(sorted({row["batch"] for row in rows}), [str(b) for b in sorted({row["batch"] for row in rows})])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend(title="dotted: the floor of memory bandwidth", fontsize="small")
-    figure.savefig(path, dpi=150)
+    """Decode rates by batch, a line a variant and pair of lengths, under the floor. Raises RuntimeError, ValueError."""
+    with picture(path) as axes:
+        lines = sorted({(row["variant"], row["prompt"], row["generate"]) for row in rows})
+        for colour, line in enumerate(lines):
+            mine = [r for r in rows if (r["variant"], r["prompt"], r["generate"]) == line]
+            mine.sort(key=lambda r: r["batch"])
+            batches, figures = [r["batch"] for r in mine], [r["decode_tok_s"] for r in mine]
+            middle = [f[0] for f in figures]
+            bars = [[f[0] - f[1] for f in figures], [f[2] - f[0] for f in figures]]
+            name = f"{line[0]}, {line[1]} + {line[2]}"
+            axes.errorbar(batches, middle, yerr=bars, marker="o", capsize=3, color=f"C{colour}", label=name)
+            if all(r["floor_tok_s"] for r in mine):
+                axes.plot(batches, [r["floor_tok_s"] for r in mine], ":", color=f"C{colour}", alpha=0.6)
+        axes.set(xlabel="sequences at once", ylabel="decoded tokens a second", xscale="log", yscale="log")
+        batches = sorted({row["batch"] for row in rows})
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.minorticks_off()
+        axes.legend(title="dotted: the floor of memory bandwidth", fontsize="small")

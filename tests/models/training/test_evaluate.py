@@ -76,7 +76,10 @@ def test_a_scan_ladders_each_layer_and_each_suffix(tmp_path: Path) -> None:
         assert row["alone_loss"] == pytest.approx(loss_of(folder, "hybrid", [row["layer"]]), rel=1e-5)
         assert row["suffix_loss"] == pytest.approx(loss_of(folder, "hybrid", list(range(row["layer"], 3))), rel=1e-5)
     assert rows[0]["suffix_loss"] == pytest.approx(loss_of(folder), rel=1e-5)
-    table = CliRunner().invoke(scan, [str(folder), "--text", str(tmp_path / "text.txt"), "--most", "99"]).stdout
+    drawn = tmp_path / "scan.svg"
+    asked = [str(folder), "--text", str(tmp_path / "text.txt"), "--most", "99", "--plot", str(drawn)]
+    table = CliRunner().invoke(scan, asked).stdout
+    assert "<svg" in drawn.read_text()
     assert table.splitlines()[-1].startswith("recommended: ladder_layers: 3")
     wrong = [str(folder), "--text", str(tmp_path / "text.txt"), "--model", "llama-3.1-8b"]
     assert "llama-3.1-8b has 32 layers" in CliRunner().invoke(scan, wrong).stderr

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ...errors import ended_by
+from ...picture import picture
 from ...training import token_file, training_ranks
 
 
@@ -23,9 +24,10 @@ from ...training import token_file, training_ranks
 @click.option("--nodes", metavar="SPEC", default="2x8xH100", help="Fabric to plan for.")
 @click.option("--batch", type=click.IntRange(1), default=1, help="Sequences that decode.")
 @click.option("--most", type=click.FloatRange(0), default=1.0, help="Loss that a recommended suffix may add (nats).")
+@click.option("--plot", "file", metavar="FILE", help="Draw added loss against speed-up (.png, .svg).")
 @click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: torch's choice]")
-@ended_by(ValueError, OSError, end=click.ClickException)
+@ended_by(ValueError, OSError, RuntimeError, end=click.ClickException)
 def command(source: Path, **o: Any) -> None:
     """How the loss on the text moves when each layer of FROM alone is laddered, and each suffix of layers, untrained;
     beside the speed-up that `plan` predicts for the suffix: quality against speed.
@@ -41,6 +43,8 @@ def command(source: Path, **o: Any) -> None:
     fit = [row for row in rows if row["layers"] and row["suffix_loss"] - rows[0]["suffix_loss"] <= o["most"]]
     best = max(fit, key=lambda row: row["layers"], default=None)
     words = "no suffix" if best is None else f"ladder_layers: {best['layers']}"
+    if o["file"]:
+        _plot(rows, Path(o["file"]))
     if o["as_json"]:
         click.echo(json.dumps({"rows": rows, "recommended": best and best["layers"]}, indent=1))
         return
@@ -51,6 +55,19 @@ def command(source: Path, **o: Any) -> None:
         added = row["suffix_loss"] - rows[0]["suffix_loss"]
         click.echo(f"{layer:>16}   {row['layers']:6} {row['suffix_loss']:9.4f} {added:+9.4f} {speed:>9}")
     click.echo(f"recommended: {words} (adds at most {o['most']:g} nats before training; --most)")
+
+
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """A point a suffix: the loss that it adds over the speed-up, or over its layers where no speed-up is known."""
+    planned = rows[0]["speed_up"] is not None
+    across = [row["speed_up"] if planned else row["layers"] for row in rows]
+    added = [row["suffix_loss"] - rows[0]["suffix_loss"] for row in rows]
+    with picture(path) as axes:
+        axes.plot(across, added, marker="o")
+        for row, x, y in zip(rows, across, added, strict=True):
+            axes.annotate(str(row["layers"]), (x, y), textcoords="offset points", xytext=(4, 5), fontsize="small")
+        speed = "predicted speed-up (at a point: laddered layers, from the last)"
+        axes.set(xlabel=speed if planned else "laddered layers, from the last", ylabel="added loss, untrained, nats")
 
 
 def _scan(source: Path, o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
