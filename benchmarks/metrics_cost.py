@@ -25,7 +25,7 @@ from pathlib import Path
 
 from laddertron.engine.config import load as deploy
 from laddertron.engine.job import RankHeartbeat
-from laddertron.engine.metrics.observer import MetricsObserver
+from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, follow
@@ -58,7 +58,7 @@ class Daemon:
     def __init__(self, scrape: int) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self.listener.getsockname()[1])
-        self.metrics = MetricsObserver(CollectorRegistry())
+        self.metrics = Observer(CollectorRegistry())
         self.scrape, self.beats, self.scrapes = scrape, 0, 0
         self.last: dict[int, RankHeartbeat] = {}
         threading.Thread(target=self._accept, daemon=True).start()
@@ -106,7 +106,7 @@ def ranks_rates(daemon: Daemon, pairs: int) -> list[dict[str, float]]:
 
 def scrape_times(reports: dict[int, RankHeartbeat], ranks: int = 16, times: int = 30) -> tuple[int, list[float]]:
     """Lines of a scrape, and the seconds of each rendering, where `ranks` ranks say what these said last."""
-    metrics = MetricsObserver(CollectorRegistry())
+    metrics = Observer(CollectorRegistry())
     for rank in range(ranks):
         heard = reports[min(rank, 1)]
         metrics.report(0, RankHeartbeat(rank, f"n{rank // 8}", rank, heard.step, time.time(), heard.rows))

@@ -26,12 +26,11 @@ from ..engine.daemon.http.keys import KeyFileError, KeyRing
 from ..engine.daemon.http.logs import set_up
 from ..engine.daemon.http.server import ServerOptions, listen
 from ..engine.daemon.http.tls import TlsFault, check_pair
-from ..engine.daemon.observe import AnswerTimes, Observer
 from ..engine.daemon.service import Daemon, Parts, calm_collector
 from ..engine.daemon.store.disk import DiskError
 from ..engine.daemon.store.store import StoreOptions
 from ..engine.estimate.memory import GPU_CONTEXT, NCCL_BUFFERS
-from ..engine.metrics.observer import MetricsObserver
+from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TracingError, exporting
 from ..engine.text.tokenizer import TextError, TextModel
 from ..topology.hardware.discover import select
@@ -212,7 +211,7 @@ def _url(listener: socket.socket, tls: bool = False) -> str:
 def _observer(deployment: Deployment) -> Observer:
     if not deployment.metrics.enabled:
         return Observer()
-    observer = MetricsObserver(CollectorRegistry(), Path(deployment.daemon.data_dir), _spans(deployment))
+    observer = Observer(CollectorRegistry(), Path(deployment.daemon.data_dir), _spans(deployment))
     observer.series.set("build_info", 1.0, __version__, deployment.served_model_name, deployment.model.wiring)
     return observer
 

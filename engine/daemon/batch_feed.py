@@ -16,25 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..config.schema import LimitsConfig
+from ..metrics.observer import AnswerTimes, SteadyTime
 from ..openai.batch_input import BatchLine, LineRules, read_lines, same_lines
-from ..openai.batch_lines import AnswerFault, answer_line, fault_line, refusal_line, to_bytes, unmade
-from ..openai.body_worker import BodyEncoder, prepare_line
-from ..openai.choice import Delta
-from ..openai.prefetch import Prompts, Ready, answer_id, prepared
-from ..openai.responses import Answer
+from ..openai.batch_lines import error_line
+from ..openai.body_worker import prepare_line
+from ..openai.errors import ApiError
+from ..openai.prefetch import Ready, answer_id, prepared
 from ..openai.schema import CHAT, COMPLETIONS, Endpoint
-from ..openai.to_engine import RequestOrigin, to_requests
-from ..openai.validators import BadRequest
-from ..text.tokenizer import TextModel
-from .dispatch import Dispatcher
+from .core import Core
 from .flight import Flight
-from .observe import AnswerTimes, SteadyTime
+from .line_flights import LineFlights
 from .store import records
-from .store.rows import NO_TOKENS, BatchRow, Result, Tokens
+from .store.rows import NO_TOKENS, BatchRow, Result
 from .store.schema import Rows
-from .store.store import Store, StoreUnavailable
-from .suspects import Suspicion
-from .usage import DAY, Usage, tokens_of
+from .store.store import StoreUnavailable
+from .usage import DAY, tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +39,6 @@ _UNSTORED = 4096  # results that may wait for the disk before nothing more is su
 _REST, _BREATH = 512, 32
 _QUOTA_SECONDS = 2.0
 _ANY = 1 << 30  # ids, where the model's limit is not asked or not known yet: the workers have a bound of their own
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """What the daemon's configuration says about batches."""
-
-    served_model_name: str
-    max_line_bytes: int
-    max_lines: int
-    max_choices: int
 
 
 @dataclass(slots=True)
@@ -71,36 +58,25 @@ def endpoint_of(batch: BatchRow) -> Endpoint:
     return CHAT if batch.endpoint == CHAT else COMPLETIONS
 
 
-def rules_of(batch: BatchRow, settings: BatchSettings) -> LineRules:
-    return LineRules(endpoint_of(batch), settings.max_line_bytes, settings.max_lines)
+def rules_of(batch: BatchRow, limits: LimitsConfig) -> LineRules:
+    return LineRules(endpoint_of(batch), limits.max_line_bytes, limits.max_lines)
 
 
-class BatchFeed:
+class BatchFeed(LineFlights):
     """`run` until every line has its result, or it is cancelled; then `stop`."""
 
-    def __init__(
-        self,
-        batch: BatchRow,
-        store: Store,
-        dispatcher: Dispatcher,
-        text: TextModel,
-        encoder: BodyEncoder,
-        settings: BatchSettings,
-        gate: Gate,
-        usage: Usage,
-    ) -> None:
-        self._usage = usage
-        self.batch, self._store, self._dispatcher = batch, store, dispatcher
-        self._text, self._encoder, self._settings, self._gate = text, encoder, settings, gate
-        self._flights: dict[Flight, BatchLine] = {}
-        self._ids: dict[Flight, str] = {}
-        self._began: dict[Flight, float] = {}
+    def __init__(self, batch: BatchRow, core: Core, gate: Gate) -> None:
+        super().__init__(core.dispatcher, core.text, batch.id, core.limits.max_choices, batch.owner)
+        self.batch, self._core, self._gate = batch, core, gate
+        self._store, self._usage = core.store, core.usage
+        self._encoder = core.encoder.of(batch.owner, batch.id)
+        self._rules = rules_of(batch, core.limits)
         self._now = SteadyTime()
         self._results: list[Result] = []
         self._deaths: dict[int, int] = {}
         self._news = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
-        self._fault: BaseException | None = None
+        self._failure: BaseException | None = None
 
     @property
     def lost_some(self) -> bool:
@@ -116,18 +92,18 @@ class BatchFeed:
         finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
         self._deaths = await self._store.read(lambda db: records.read_deaths(db, self.batch.id))
         with self._path.open("rb") as file:
-            lines = read_lines(file, rules_of(self.batch, self._settings), finished, large=lambda line: line)
-            served = self._settings.served_model_name
+            lines = read_lines(file, self._rules, finished, large=lambda line: line)
+            served = self._core.served_model_name
             async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large)) as ready:
                 async for line, prompts in ready:
                     await self._pace()
-                    self._take(line, prompts)
+                    self.take(line, prompts, self._deaths.get(line.number, 0))
         while self._flights or self._results or self._writing:
             await self._move()
 
     async def _large(self, line: BatchLine, ids: bool = True) -> Ready:
         """Away from the loop. Raises OSError where there are no text workers."""
-        served, limits = self._settings.served_model_name, self._dispatcher.limits
+        served, limits = self._core.served_model_name, self._dispatcher.limits
         most = limits.max_model_len if ids and limits is not None else _ANY
         return await prepare_line(line, endpoint_of(self.batch), served, most, self._encoder, ids)
 
@@ -141,7 +117,7 @@ class BatchFeed:
         earlier = await self._store.read(lambda db: records.get_batch(db, batch_id, self.batch.owner))
         if earlier is None:
             return
-        before, most = self._store.path_of(earlier.input_file_id), self._settings.max_line_bytes
+        before, most = self._store.path_of(earlier.input_file_id), self._rules.max_line_bytes
         try:
             numbers = await self._store.in_thread(lambda: same_lines(before, self._path, most))
         except FileNotFoundError:
@@ -168,17 +144,16 @@ class BatchFeed:
     async def finish_rest(self, code: str, message: str) -> BatchRow:
         """An error line for every line that has no result."""
         finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
-        fault = AnswerFault(code, message, None)
+        error = ApiError(message, code, status=None)
         with self._path.open("rb") as file:
             part: list[Result] = []
-            rules = rules_of(self.batch, self._settings)
-            for count, found in enumerate(read_lines(file, rules, finished, large=lambda line: line)):
+            for count, found in enumerate(read_lines(file, self._rules, finished, large=lambda line: line)):
                 if count % _BREATH == 0:
                     await asyncio.sleep(0)  # others' tokens must not wait for a long stretch of lines
                 line = found if found.raw is None else (await self.checked(found))[0]
                 if line.custom_id is not None:
-                    out = fault_line(line.custom_id, answer_id(self.batch.id, line), fault)
-                    part.append(Result(line.custom_id, line.number, False, to_bytes(out).decode()))
+                    out = error_line(line.custom_id, answer_id(self.batch.id, line), error)
+                    part.append(Result(line.custom_id, line.number, False, out.decode()))
                 if len(part) == _REST:
                     await self._write(part)
                     part = []
@@ -195,68 +170,20 @@ class BatchFeed:
             await asyncio.sleep(min(wait, _QUOTA_SECONDS))  # the key file may say otherwise by then
         await self._dispatcher.room(self.batch.owner)
 
-    def _take(self, line: BatchLine, prompts: Prompts | BadRequest) -> None:
-        if isinstance(prompts, BadRequest):
-            self._refuse(line, prompts)
+    # what comes of them
+
+    def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
+        tokens = NO_TOKENS if flight is None or error is not None else tokens_of(flight.answer)
+        self._results.append(Result(line.custom_id or "", line.number, error is None, out.decode(), tokens))
+        self._kick()
+        if flight is None:
             return
-        limits, name = self._dispatcher.limits, answer_id(self.batch.id, line)
-        body, custom_id = line.body, line.custom_id
-        assert limits is not None
-        assert body is not None
-        assert custom_id is not None
-        origin = RequestOrigin(
-            f"{self.batch.id[-12:]}-{name}",
-            self.batch.id,
-            custom_id,
-            queue=self.batch.id,
-            salt=self.batch.owner,
-        )
-        try:
-            requests = to_requests(body, prompts, limits, origin, self._text, self._settings.max_choices)
-        except BadRequest as bad:
-            self._refuse(line, bad)
-            return
-        answer = Answer(body, requests, self._text, name, int(time.time()))
-        flight = Flight(tuple(requests), answer, self, Suspicion(self._deaths.get(line.number, 0)))
-        # from here on the envelope alone is needed
-        self._flights[flight] = line._replace(body=None)
-        self._ids[flight], self._began[flight] = name, self._now()
-        self._dispatcher.submit(flight)
-
-    def _refuse(self, line: BatchLine, bad: BadRequest) -> None:
-        out = refusal_line(line.custom_id, answer_id(self.batch.id, line), bad, line.number)
-        self._answered(line, False, out)
-
-    # what the dispatcher tells
-
-    def progressed(self, flight: Flight, delta: Delta) -> None:
-        """A batch's answers are shown whole."""
-
-    def landed(self, flight: Flight) -> None:
-        line, name, began = self._flights.pop(flight), self._ids.pop(flight), self._began.pop(flight)
-        assert line.custom_id is not None
-        answer = flight.answer
-        if answer.fault is None:
-            try:
-                self._answered(line, True, answer_line(line.custom_id, name, answer.response()), tokens_of(answer))
-            except Exception as error:
-                log.exception("an answer could not be made")
-                answer.fault = unmade(error)
-        if answer.fault is not None:
+        if error is not None:
             self._charge(flight)
-            self._answered(line, False, fault_line(line.custom_id, name, answer.fault))
-        self._dispatcher.observer.request(
-            AnswerTimes(
-                began,
-                began,
-                None,
-                self._now(),
-                answer.prompt_tokens,
-                answer.completion_tokens,
-                answer.finish or "stop",
-                interactive=False,
-            )
-        )
+        answer, began = flight.answer, self._now() - (time.monotonic() - flight.submitted)
+        used = (answer.prompt_tokens, answer.completion_tokens)
+        times = AnswerTimes(began, began, None, self._now(), *used, answer.finish or "stop", interactive=False)
+        self._core.observer.request(times)
 
     def _charge(self, flight: Flight) -> None:
         """The owner, for what was computed of a line that has no answer: the batch's own usage is of its answers."""
@@ -267,10 +194,6 @@ class BatchFeed:
         self._kick()
 
     # results into the store
-
-    def _answered(self, line: BatchLine, ok: bool, out: dict[str, object], tokens: Tokens = NO_TOKENS) -> None:
-        self._results.append(Result(line.custom_id or "", line.number, ok, to_bytes(out).decode(), tokens))
-        self._kick()
 
     @property
     def _writing(self) -> bool:
@@ -289,7 +212,7 @@ class BatchFeed:
                 await self._write(results, deaths)
                 self._news.set()
         except BaseException as error:
-            self._fault = error
+            self._failure = error
             raise
         finally:
             self._news.set()
@@ -314,7 +237,7 @@ class BatchFeed:
                 await self._store.usable()
 
     async def _move(self) -> None:
-        if self._fault is not None:
-            raise self._fault
+        if self._failure is not None:
+            raise self._failure
         self._news.clear()
         await self._news.wait()

@@ -9,30 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sqlite3
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..openai.batch_input import BatchLine, FileCheck, check_file
-from ..openai.to_engine import UnknownModels
-from ..text.pool import TextPool
-from ..text.tokenizer import TextModel
-from .batch_feed import BatchFeed, BatchSettings, Gate, rules_of
-from .dispatch import Dispatcher
+from ..openai.batch_input import MAX_ERRORS, BatchLine, FileCheck, check_file
+from ..openai.errors import ApiError
+from .batch_feed import BatchFeed, Gate, rules_of
+from .core import Core
 from .store import records
 from .store.outputs import make_outputs
 from .store.retention import Cleaner
 from .store.rows import BatchRow, FileRow, Status, new_id
 from .store.schema import Rows
-from .store.store import Store, StoreUnavailable
-from .usage import LimitReached, Usage
+from .store.store import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # batches of a key that feed the engine side by side; the others wait in the order of their creation
-_MAX_ERRORS = 100
 _EXPIRY_SECONDS = 60.0
 _OUTCOMES: dict[str, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request ran"),
@@ -44,20 +39,9 @@ _OUTCOMES: dict[str, tuple[str, str]] = {
 class Batches:
     """`create`, `cancel` and `remove_file` for the doors; `start` and `close` for the daemon."""
 
-    def __init__(
-        self,
-        store: Store,
-        dispatcher: Dispatcher,
-        text: TextModel,
-        encoder: TextPool,
-        settings: BatchSettings,
-        usage: Usage,
-        retention: float | None = None,
-    ) -> None:
-        self._usage = usage
-        self._store, self._dispatcher, self._text, self._encoder = store, dispatcher, text, encoder
-        self._settings, self._clock = settings, store.clock
-        self._cleaner = Cleaner(store, retention)
+    def __init__(self, core: Core, retention: float | None = None) -> None:
+        self._core, self._store, self._clock = core, core.store, core.store.clock
+        self._cleaner = Cleaner(core.store, retention)
         self.gate = Gate()
         self.gate.set("")
         self._stops: dict[str, asyncio.Future[str]] = {}
@@ -126,7 +110,7 @@ class Batches:
             await self._store.in_thread(lambda: export.keep(path, file.id))
         try:
             await self._store.write(work)
-        except LimitReached:
+        except ApiError:
             if export is not None:
                 await self._store.in_thread(lambda: export.forget(file.id))
             raise
@@ -221,33 +205,28 @@ class Batches:
                 """On the reading thread."""
                 return asyncio.run_coroutine_threadsafe(feed.checked(line), loop).result()[0]
 
-            check, unknown = await self._store.in_thread(lambda: self._check_file(batch, path, large))
+            check = await self._store.in_thread(lambda: self._check_file(batch, path, large))
         now = self._clock.stamp()
         # a line for another model gets its own error line, like a prompt that is too long; a file of nothing else
         # was sent to the wrong server
-        if check.errors or unknown.count == check.lines:
-            faults = sorted([*check.errors, *unknown.first], key=lambda fault: fault[0])[:_MAX_ERRORS]
-            errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in faults]
+        if check.errors or check.unserved == check.lines:
+            found = sorted([*check.errors, *check.unserved_errors], key=lambda pair: pair[0])[:MAX_ERRORS]
+            errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in found]
             return await self._change(batch, "validating", status="failed", failed_at=now, errors=errors)
         if batch.reuse_batch_id is not None:
             await feed.reuse(batch.reuse_batch_id)
         return await self._change(batch, "validating", status="in_progress", in_progress_at=now, total=check.lines)
 
-    def _check_file(
-        self, batch: BatchRow, path: Path, large: Callable[[BatchLine], BatchLine]
-    ) -> tuple[FileCheck, UnknownModels]:
-        unknown = UnknownModels(self._settings.served_model_name, _MAX_ERRORS)
+    def _check_file(self, batch: BatchRow, path: Path, large: Callable[[BatchLine], BatchLine]) -> FileCheck:
         with path.open("rb") as file:
-            return check_file(file, rules_of(batch, self._settings), _MAX_ERRORS, unknown.see, large), unknown
+            return check_file(file, rules_of(batch, self._core.limits), self._core.served_model_name, large)
 
     async def _change(self, batch: BatchRow, only_if: Status, **values: Any) -> BatchRow:
         """The batch as it is then, also where it was cancelled meanwhile."""
         return await self._store.write(lambda rows: records.change_batch(rows, batch.id, (only_if,), **values))
 
     def _feed(self, batch: BatchRow) -> BatchFeed:
-        encoder = self._encoder.of(batch.owner, batch.id)
-        parts = (self._store, self._dispatcher, self._text, encoder, self._settings, self.gate, self._usage)
-        return BatchFeed(batch, *parts)
+        return BatchFeed(batch, self._core, self.gate)
 
     async def _compute(self, batch: BatchRow) -> BatchRow:
         stop = self._stops[batch.id]
@@ -329,7 +308,3 @@ class Batches:
             return records.change_batch(rows, batch.id, ("finalizing",), status=status, **stamp)
 
         return await self._store.write(work)
-
-
-def batch_counts(db: sqlite3.Connection) -> dict[str, int]:
-    return records.count_batches(db)

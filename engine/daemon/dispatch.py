@@ -12,17 +12,33 @@ import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from ..job import EngineJob, JobState, RankHeartbeat
-from ..openai.batch_lines import AnswerFault, unmade
+from ..openai.errors import ApiError, unmade
 from ..request import ModelLimits, TokensEvent
 from .flight import Flight
-from .observe import Observer
 from .suspects import Suspicion
 
 log = logging.getLogger(__name__)
 
 _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
+
+
+class DispatchObserver(Protocol):
+    """Who is told what replicas do; returns at once."""
+
+    def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
+        """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""
+
+    def report(self, replica: int, report: RankHeartbeat) -> None:
+        """A rank's heartbeat."""
+
+    def state(self, replica: int, state: JobState) -> None:
+        """A replica's new state."""
+
+    def quarantined(self) -> None:
+        """A request was given up because ranks died of it."""
 
 
 class _Replica:
@@ -40,20 +56,18 @@ class _Replica:
             flight = self.flights.get(event.request_id)
             if flight is None or event.epoch != flight.epoch:
                 continue
-            before = flight.answer.completion_tokens
-            stop = None
+            before, delta = flight.answer.completion_tokens, None
             try:
-                delta, stop = flight.answer.take(event)
-                if delta is not None:
+                if (delta := flight.answer.take(event)) is not None:
                     flight.owner.progressed(flight, delta)
             except Exception as error:  # whoever calls us goes on regardless: the request would wait for ever
                 log.exception("an answer could not be made")
-                flight.answer.fault = unmade(error)
+                flight.answer.error = unmade(error)
             counted += flight.answer.completion_tokens - before
-            if stop is not None:
-                self.job.stop_choice(stop.request_id, stop.choice, stop.n_tokens)
+            if delta is not None and delta.stop_after is not None:
+                self.job.stop_choice(event.request_id, event.choice, delta.stop_after)
             if flight.answer.done:
-                self.leave(flight, cancel=flight.answer.fault is not None)
+                self.leave(flight, cancel=flight.answer.error is not None)
                 flight.owner.landed(flight)
             elif self.alone is flight and not flight.apart:
                 self._dispatcher.passed(self, flight)
@@ -129,10 +143,11 @@ class _Lines:
 
 
 class Dispatcher:
-    """`jobs`: one a replica, not started. Everything on one event loop."""
+    """`jobs`: one a replica, not started. `relaunches`: whether a job that died comes back, and what it lost runs
+    again. Everything on one event loop."""
 
-    def __init__(self, jobs: Sequence[EngineJob], observer: Observer | None = None) -> None:
-        self.observer = observer or Observer()
+    def __init__(self, jobs: Sequence[EngineJob], observer: DispatchObserver, relaunches: bool = True) -> None:
+        self.observer, self._relaunches = observer, relaunches
         self._replicas = [_Replica(self, index, job) for index, job in enumerate(jobs)]
         self._interactive: deque[Flight] = deque()
         self._lines = _Lines()
@@ -177,6 +192,11 @@ class Dispatcher:
         """Bodies in the engines and waiting for them."""
         aboard = {id(flight) for replica in self._replicas for flight in replica.flights.values()}
         return len(aboard) + self.waiting
+
+    @property
+    def load(self) -> int:
+        """Choices in the engines."""
+        return sum(replica.load for replica in self._replicas)
 
     @property
     def waiting(self) -> int:
@@ -293,6 +313,8 @@ class Dispatcher:
 
     def lost(self, replica: _Replica, request_ids: list[str], reason: str, suspects: int) -> None:
         """Queues all of it again; who is found guilty is given up."""
+        if not self._relaunches:
+            return
         flights = replica.flights
         aboard = dict.fromkeys(flights[name] for name in request_ids if name in flights)
         there = {flights.get(name) for name in request_ids[:suspects]}  # None: what nobody wants any more
@@ -343,5 +365,5 @@ class Dispatcher:
 
     @staticmethod
     def _fail(flight: Flight, code: str, message: str, status: int) -> None:
-        flight.answer.fault = AnswerFault(code, message, status)
+        flight.answer.error = ApiError(message, code, status=status)
         flight.owner.landed(flight)

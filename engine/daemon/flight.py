@@ -4,6 +4,7 @@ engine/daemon/http/generate.py."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +21,7 @@ class FlightOwner(Protocol):
         """A piece of a choice. After a relaunch an answer goes on where it stood."""
 
     def landed(self, flight: Flight) -> None:
-        """The answer is whole, or has its fault. Nothing follows."""
+        """The answer is whole, or has its error. Nothing follows."""
 
     def died(self, flight: Flight) -> None:
         """It was in a step that a rank died in, perhaps of it; `suspicion` has it. It will go on."""
@@ -35,6 +36,7 @@ class Flight:
     owner: FlightOwner
     suspicion: Suspicion = field(default_factory=Suspicion)
     replica: int | None = None
+    submitted: float = field(default_factory=time.monotonic)
 
     @property
     def choices(self) -> int:

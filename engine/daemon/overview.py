@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..job import JobState
-from .observe import Figures
+from ..metrics.observer import Figures
 
 SAMPLE_SECONDS, RECENT_SECONDS, HOUR_SECONDS = 5.0, 10.0, 3600.0
 

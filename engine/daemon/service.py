@@ -17,11 +17,12 @@ from pathlib import Path
 
 from ..config.load import Deployment
 from ..job import EngineJob
+from ..metrics.observer import Observer
 from ..openai import body_worker
 from ..text.pool import PoolLimits, TextPool
 from ..text.tokenizer import TextModel
-from .batch_feed import BatchSettings
-from .batches import Batches, batch_counts
+from .batches import Batches
+from .core import Core
 from .dispatch import Dispatcher
 from .http.app import make_app, make_probe_app
 from .http.bodies import HeldBodies
@@ -30,7 +31,7 @@ from .http.probes import ProbeListener
 from .http.server import ServerOptions, connections_within, make_server
 from .http.state import Pulse, Services
 from .key_limits import KeyLimits
-from .observe import Observer, batch_view
+from .store import records
 from .store.disk import free_bytes
 from .store.open import open_store
 from .store.store import Store, StoreOptions, StoreUnavailable
@@ -82,8 +83,8 @@ class Daemon:
             keys = self._parts.keys
             usage = Usage(store, self._parts.observer, (lambda owner: KeyLimits()) if keys is None else keys.limits_of)
             await usage.load()
-            batches = self._batches(store, pool, usage)
-            self.services = self._services(store, pool, batches, usage)
+            self.services = self._services(store, pool, usage)
+            batches = self.services.batches
             stack.push_async_callback(self._flush, usage)
             stack.push_async_callback(self.dispatcher.close)
             store.on_change = lambda: self._look(store, batches)
@@ -147,8 +148,8 @@ class Daemon:
             self._look(store, batches)
             await self._flush(self.services.usage)
             with contextlib.suppress(StoreUnavailable, OSError):
-                counts = await store.read(batch_counts)
-                self._parts.observer.batches(await store.read(batch_view))
+                counts = await store.read(records.count_batches)
+                self._parts.observer.batches(await store.read(records.batch_view))
                 self._parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
             await asyncio.sleep(_WATCH_SECONDS)
 
@@ -188,30 +189,13 @@ class Daemon:
         with contextlib.suppress(StoreUnavailable):
             await usage.flush()
 
-    def _batches(self, store: Store, pool: TextPool, usage: Usage) -> Batches:
-        deployment = self._deployment
-        limits = deployment.daemon.limits
-        settings = BatchSettings(
-            deployment.served_model_name, limits.max_line_bytes, limits.max_lines, limits.max_choices
-        )
-        return Batches(store, self.dispatcher, self._parts.text, pool, settings, usage, deployment.daemon.retention)
-
-    def _services(self, store: Store, pool: TextPool, batches: Batches, usage: Usage) -> Services:
-        deployment = self._deployment
-        return Services(
-            store,
-            self.dispatcher,
-            batches,
-            self._parts.text,
-            pool,
-            self._parts.observer,
-            deployment.daemon.limits,
-            deployment.served_model_name,
-            int(time.time()),
-            HeldBodies(deployment.daemon.limits.max_held_bytes, deployment.daemon.limits.max_request_bytes),
-            Pulse(time.monotonic()),
-            usage,
-        )
+    def _services(self, store: Store, pool: TextPool, usage: Usage) -> Services:
+        daemon, parts = self._deployment.daemon, self._parts
+        limits, served = daemon.limits, self._deployment.served_model_name
+        core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served)
+        batches = Batches(Core(*core), daemon.retention)
+        bodies = HeldBodies(limits.max_held_bytes, limits.max_request_bytes)
+        return Services(*core, batches, int(time.time()), bodies, Pulse(time.monotonic()))
 
 
 async def calm_collector(daemon: Daemon) -> None:

@@ -12,9 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from ..metrics.observer import Observer
+from ..openai.errors import ApiError
 from ..openai.responses import Answer
 from .key_limits import KeyLimits
-from .observe import Observer
 from .store import records
 from .store.rows import Tokens
 from .store.schema import Rows
@@ -23,17 +24,9 @@ from .store.store import Store
 DAY = 86400
 
 
-class LimitReached(Exception):
-    """`retry_after` in seconds."""
-
-    def __init__(self, limit: str, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.limit, self.message, self.retry_after = limit, message, max(1, math.ceil(retry_after))
-
-
 def tokens_of(answer: Answer) -> Tokens:
     """What was computed of an answer, whole or not: nothing where it ended before its first token."""
-    if not answer.place and (answer.fault is not None or not answer.done):
+    if not answer.place and (answer.error is not None or not answer.done):
         return Tokens()
     return Tokens(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
 
@@ -65,7 +58,7 @@ class Usage:
         return self._limits_of(owner)
 
     def enter(self, owner: str, computes: bool) -> None:
-        """One more request of the owner; `computes`: it asks for tokens. Raises LimitReached, and then it is none."""
+        """One more request of the owner; `computes`: it asks for tokens. Raises ApiError, and then it is none."""
         limits = self._limits_of(owner)
         if (most := limits.concurrent_requests) is not None and self._open[owner] >= most:
             self._refuse(owner, "concurrent_requests", f"{most} requests of this key are being answered", 1)
@@ -93,7 +86,7 @@ class Usage:
         return (day + 1) * DAY - self._store.clock.now() if most is not None and self._today[owner] >= most else 0.0
 
     def check_stored(self, owner: str, stored: int, more: int) -> None:
-        """Before `more` bytes are added to what the owner has stored. Raises LimitReached."""
+        """Before `more` bytes are added to what the owner has stored. Raises ApiError."""
         most = self._limits_of(owner).stored_bytes
         if most is not None and stored + more > most:
             message = f"this key has stored {stored} bytes and may store {most}: delete files, or send less than {more}"
@@ -134,4 +127,6 @@ class Usage:
 
     def _refuse(self, owner: str, limit: str, message: str, retry_after: float) -> None:
         self._observer.limited(owner, limit)
-        raise LimitReached(limit, message, retry_after)
+        seconds = max(1, math.ceil(retry_after))
+        message += f": try again in {seconds} s"
+        raise ApiError(message, "rate_limit_exceeded", limit, status=429, retry_after=seconds, close=True)

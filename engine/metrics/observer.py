@@ -1,4 +1,4 @@
-"""The daemon's Observer that keeps metrics: which series each of its calls changes.
+"""What the daemon tells whoever keeps metrics, and which series each of its calls changes.
 
 launchers/serve.py hands one to the daemon; a test may do the same with a registry of its own.
 """
@@ -9,20 +9,61 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from ..daemon.observe import AnswerTimes, BatchView, Figures, Observer
 from ..job import CULPRIT, JobState, RankHeartbeat
 from ..request import TokensEvent
 from .catalogue import BATCH_STATUSES, FAILURE_KINDS, PHASES
 from .collector import Collector
 
+Figures = Mapping[str, Mapping[tuple[str, ...], float]]
 ETA_WINDOW_S = 300.0
 MAX_ROUTES, MAX_KEYS = 128, 256
 _MAX_CHOICES = 1 << 16
 _DOWN = ("starting", "restarting", "stopped", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """Lines of the batches under way, as of now. `oldest` is when the oldest batch with lines left was created,
+    `first_expiry` when the first expires, in unix seconds, None where there is none. `windows`: each batch's lines left
+    and when it expires."""
+
+    left: int = 0
+    completed: int = 0
+    failed: int = 0
+    oldest: float | None = None
+    first_expiry: float | None = None
+    windows: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTimes:
+    """One answered body, in unix seconds; `first` is None where no token came. `finish`: the first choice's."""
+
+    arrived: float
+    submitted: float
+    first: float | None
+    ended: float
+    prompt_tokens: int
+    completion_tokens: int
+    finish: str
+    interactive: bool
+    traceparent: str | None = None
+    """The sender's W3C header, as it came."""
+
+
+class SteadyTime:
+    """Unix seconds that go on evenly from when this was made: differences are durations, though the clock be set."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._offset + time.monotonic()
 
 
 def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:
@@ -39,19 +80,22 @@ def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> 
     return worst
 
 
-class MetricsObserver(Observer):
-    """`data_dir`: whose disk is looked at for every scrape. `on_request` gets every answered body too (traces).
+class Observer:
+    """Every method is called on the event loop but `commit` and `store_error` (the store's thread) and `render` (the
+    probe listener's), and returns at once. `registry=None`: everything is counted, and `render` shows nothing.
+    `data_dir`: whose disk is looked at for every scrape. `on_request` gets every answered body too (traces).
     `clock`: unix seconds."""
 
     def __init__(
         self,
-        registry: CollectorRegistry,
+        registry: CollectorRegistry | None = None,
         data_dir: Path | None = None,
         on_request: Callable[[AnswerTimes], None] = lambda times: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.series = Collector(registry, clock)
+        self._exposed = registry is not None
+        self.series = Collector(registry or CollectorRegistry(), clock)
         self._data_dir, self._on_request, self._clock, self._monotonic = data_dir, on_request, clock, monotonic
         self._last: dict[tuple[str, int], float] = {}
         self._answered: deque[tuple[float, int]] = deque()
@@ -61,6 +105,7 @@ class MetricsObserver(Observer):
         self._phases: dict[int, tuple[str, float]] = {}
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
+        """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""
         now, last = self._monotonic(), self._last
         self.series.add("generation_tokens_total", counted, str(replica))
         for event in events:
@@ -78,9 +123,11 @@ class MetricsObserver(Observer):
                     self.series.add("nonfinite_logits_total", 1.0)
 
     def report(self, replica: int, report: RankHeartbeat) -> None:
+        """A rank's heartbeat."""
         self.series.add_heartbeat(replica, report)
 
     def state(self, replica: int, state: JobState) -> None:
+        """A replica's new state."""
         of = str(replica)
         self.series.set("engine_ready", float(state.phase == "ready"), of)
         now, (before, since) = self._clock(), self._phases.get(replica, ("", 0.0))
@@ -102,6 +149,7 @@ class MetricsObserver(Observer):
             self._last.clear()  # whose choices are lost is not known here: the next gap of the others is not counted
 
     def failure(self, replica: int, kind: str, reason: str, culprit: Mapping[str, object]) -> None:
+        """A launch ended badly: its kind (a closed set), why, and who is to blame (engine/job.py: CULPRIT)."""
         kind = kind if kind in FAILURE_KINDS else "other"
         self.series.add("engine_restarts_total", 1.0, str(replica), kind)
         words = (culprit.get(name) for name in CULPRIT)
@@ -114,9 +162,11 @@ class MetricsObserver(Observer):
             self.series.add("rank_desync_total", 1.0, str(replica))
 
     def reloaded(self, outcome: str) -> None:
+        """A reload of the configuration is over: done, refused or failed."""
         self.series.add("config_reloads_total", 1.0, outcome)
 
     def request(self, times: AnswerTimes) -> None:
+        """A body was answered."""
         if times.first is not None:
             self.series.observe("time_to_first_token_seconds", times.first - times.arrived)
         self.series.observe("e2e_request_latency_seconds", times.ended - times.arrived)
@@ -125,12 +175,14 @@ class MetricsObserver(Observer):
         self._on_request(times)
 
     def used(self, owner: str, requests: int, prompt: int, completion: int) -> None:
+        """Requests of a key, or lines, were computed; `owner`: the key's id, "" where there are none."""
         key = self._key(owner)
         self.series.add("key_requests_total", requests, key)
         self.series.add("key_tokens_total", prompt, key, "prompt")
         self.series.add("key_tokens_total", completion, key, "completion")
 
     def limited(self, owner: str, limit: str) -> None:
+        """A request was refused by one of its key's limits."""
         self.series.add("key_limited_total", 1.0, self._key(owner), limit)
 
     def _key(self, owner: str) -> str:
@@ -141,33 +193,41 @@ class MetricsObserver(Observer):
         return owner or "none"
 
     def quarantined(self) -> None:
+        """A request was given up because ranks died of it."""
         self.series.add("quarantined_requests_total", 1.0)
 
     def clock(self, jump: float) -> None:
+        """Seconds that the wall clock has jumped by, 0 while it is trusted; about once a second."""
         self.series.set("clock_jump_seconds", jump)
 
     def commit(self, seconds: float) -> None:
+        """The store committed a group."""
         self.series.observe("store_commit_seconds", seconds)
 
     def store_error(self) -> None:
+        """A commit, or the writing of a file, failed."""
         self.series.add("store_errors_total", 1.0)
 
     def http(self, route: str, code: int, seconds: float) -> None:
+        """A response: `route` is the template, never what was asked for."""
         if self.series.is_full("http_request_duration_seconds", MAX_ROUTES, route):
             route = "other"
         self.series.add("http_requests_total", 1.0, route, str(code))
         self.series.observe("http_request_duration_seconds", seconds, route)
 
     def store(self, fault: str | None) -> None:
+        """Whether the store takes writes; about once a second, and whenever that changes."""
         self.series.set("store_writable", float(fault is None))
 
     def queues(self, batches: Mapping[str, int], waiting: int, in_flight: int) -> None:
+        """Batches by status, and bodies in the dispatcher; about once a second."""
         for status in BATCH_STATUSES:
             self.series.set("batch_jobs", batches.get(status, 0), status)
         self.series.set("dispatch_requests", waiting, "waiting")
         self.series.set("dispatch_requests", max(0, in_flight - waiting), "in_flight")
 
     def batches(self, view: BatchView) -> None:
+        """How far the batches under way are; about once a second."""
         now, series = self._clock(), self.series
         for status in ("left", "completed", "failed"):
             series.set("batch_requests", getattr(view, status), status)
@@ -189,9 +249,13 @@ class MetricsObserver(Observer):
         return (self._answered[-1][1] - before) / (now - since) if now > since else 0.0
 
     def figures(self) -> Figures:
+        """Counters and gauges as they stand, by name of engine/metrics/catalogue.py and values of labels."""
         return self.series.figures()[0]
 
     def render(self, accept: str) -> tuple[bytes, str]:
+        """The exposition, and its content type."""
+        if not self._exposed:
+            return b"", "text/plain; version=0.0.4; charset=utf-8"
         if self._data_dir is not None:
             disk = os.statvfs(self._data_dir)
             self.series.set("disk_free_bytes", disk.f_bavail * disk.f_frsize)

@@ -1,42 +1,17 @@
 """Request spans for OpenTelemetry (extra `otel`): made when a body has been answered, from the times that were kept
-anyway, so that nothing is paid before. W3C `traceparent` says whose child a request is; parsing needs no library.
+anyway, so that nothing is paid before. W3C `traceparent` says whose child a request is.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from ..daemon.observe import AnswerTimes
-
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+from .observer import AnswerTimes
 
 
 class TracingError(RuntimeError):
     """OpenTelemetry is not there; the message says how to get it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parent:
-    """Who sent a request: 128-bit trace, 64-bit span, and whether the sender records its trace."""
-
-    trace_id: int
-    span_id: int
-    sampled: bool
-
-
-def parse_traceparent(header: str | None) -> Parent | None:
-    """The header of https://www.w3.org/TR/trace-context/; None where it is absent or wrong: a bad header never costs
-    the request. A later version is read as this one, as the standard wants."""
-    found = _TRACEPARENT.fullmatch((header or "").strip())
-    if found is None:
-        return None
-    version, trace, span, flags, rest = found.groups()
-    if version == "ff" or (version == "00" and rest) or not int(trace, 16) or not int(span, 16):
-        return None
-    return Parent(int(trace, 16), int(span, 16), bool(int(flags, 16) & 1))
 
 
 class RequestSpans:
@@ -47,19 +22,18 @@ class RequestSpans:
         """provider: an opentelemetry TracerProvider. Raises TraceError without OpenTelemetry."""
         try:
             from opentelemetry import trace
+            from opentelemetry.trace.propagation import tracecontext
         except ImportError as error:
             raise TracingError("traces need OpenTelemetry: pip install 'laddertron[otel]'") from error
         self._trace: Any = trace
+        self._headers: Any = tracecontext.TraceContextTextMapPropagator()
         self._provider, self._model = provider, model
         self._tracer: Any = provider.get_tracer("laddertron")
 
     def finished(self, times: AnswerTimes) -> None:
         """Returns at once: a batching exporter sends from a thread of its own."""
-        trace, parent, context = self._trace, parse_traceparent(times.traceparent), None
-        if parent is not None:
-            flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if parent.sampled else 0)
-            remote = trace.SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)
-            context = trace.set_span_in_context(trace.NonRecordingSpan(remote))
+        trace, sent = self._trace, times.traceparent
+        context = None if sent is None else self._headers.extract({"traceparent": sent})  # a bad header is as none
         attributes = {
             "gen_ai.request.model": self._model,
             "gen_ai.usage.input_tokens": times.prompt_tokens,

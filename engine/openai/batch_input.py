@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...topology.strict_json import JsonError, parse
 from .body import Body, check_body
+from .errors import ApiError
 from .schema import CHAT, COMPLETIONS, Endpoint
-from .validators import BadRequest, did_you_mean, show
+from .to_engine import wrong_model
+from .validators import did_you_mean, show
 
 MAX_LINE_BYTES = 10_000_000 - 1
 MAX_CUSTOM_ID = 512
+MAX_ERRORS = 100
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ENDPOINTS: dict[str, Endpoint] = {CHAT: CHAT, COMPLETIONS: COMPLETIONS}
 _CHUNK = 1 << 20
@@ -35,7 +38,7 @@ class BatchLine(NamedTuple):
     custom_id: str | None = None
     url: str | None = None
     body: Body | None = None
-    error: BadRequest | None = None
+    error: ApiError | None = None
     raw: bytes | None = None
 
 
@@ -63,13 +66,13 @@ def read_lines(
     for number, offset, length, raw in _raw_lines(file, rules.max_line_bytes):
         if rules.max_lines is not None and number > rules.max_lines:
             message = f"line {number}: at most {rules.max_lines} lines a file"
-            yield BatchLine(number, offset, length, error=BadRequest(message, code="too_many_lines"))
+            yield BatchLine(number, offset, length, error=ApiError(message, code="too_many_lines"))
             return
         if number in skip:
             continue
         if raw is None:
             message = f"line {number} has {length} bytes: at most {rules.max_line_bytes} are allowed"
-            yield BatchLine(number, offset, length, error=BadRequest(message, code="line_too_long"))
+            yield BatchLine(number, offset, length, error=ApiError(message, code="line_too_long"))
         elif raw and not raw.isspace():
             if large is not None and length > rules.large_bytes:
                 line = large(BatchLine(number, offset, length, raw=raw))
@@ -79,8 +82,8 @@ def read_lines(
                 key = key_of(line.custom_id)
                 if key in seen:
                     message = f"line {number}: custom_id {show(line.custom_id)} stands on an earlier line too"
-                    fault = BadRequest(message, param="custom_id", code="duplicate_custom_id")
-                    line = BatchLine(number, offset, length, line.custom_id, line.url, error=fault)
+                    error = ApiError(message, "duplicate_custom_id", "custom_id")
+                    line = BatchLine(number, offset, length, line.custom_id, line.url, error=error)
                 seen.add(key)
             yield line
 
@@ -98,28 +101,25 @@ def check_line(
     bound: Callable[[Any], None] = lambda body: None,
 ) -> BatchLine:
     """One line by itself; its error's message begins with its number. `bound` may refuse a body before it is checked
-    (BadRequest), or cut it."""
+    (ApiError), or cut it."""
     custom_id = url = None
     try:
         try:
             value = parse(raw)
-        except JsonError as fault:
-            raise BadRequest(str(fault), code="invalid_json_line") from None
+        except JsonError as error:
+            raise ApiError(str(error), code="invalid_json_line") from None
         if type(value) is not dict:
-            raise BadRequest("a line must be a JSON object", code="invalid_json_line")
+            raise ApiError("a line must be a JSON object", code="invalid_json_line")
         custom_id = _custom_id(value)
         url = value.get("url") if type(value.get("url")) is str else None
         endpoint = _envelope(value, rules)
         bound(value["body"])
         body = check_body(value["body"], endpoint)
         if body.stream:
-            raise BadRequest("stream: true has no meaning in a file", param="stream", code="unsupported_value")
+            raise ApiError("stream: true has no meaning in a file", param="stream", code="unsupported_value")
         return BatchLine(number, offset, len(raw), custom_id, url, body)
-    except BadRequest as bad:
-        said = BadRequest(
-            f"line {number}: {bad.message}", param=bad.param, code=bad.code, kind=bad.kind, status=bad.status
-        )
-        return BatchLine(number, offset, len(raw), custom_id, url, error=said)
+    except ApiError as bad:
+        return BatchLine(number, offset, len(raw), custom_id, url, error=bad.within(f"line {number}: "))
 
 
 def _custom_id(value: dict[str, Any]) -> str | None:
@@ -131,22 +131,22 @@ def _custom_id(value: dict[str, Any]) -> str | None:
 def _envelope(value: dict[str, Any], rules: LineRules) -> Endpoint:
     for name in _ENVELOPE:
         if name not in value:
-            raise BadRequest(f"{name} is missing", param=name, code="missing_required_parameter")
+            raise ApiError(f"{name} is missing", param=name, code="missing_required_parameter")
     if len(value) > len(_ENVELOPE):
         other = next(k for k in value if k not in _ENVELOPE)[:64]
         hint = did_you_mean(other, _ENVELOPE)
-        raise BadRequest(f"unknown field {other!r}{hint}", param=other, code="unknown_parameter")
+        raise ApiError(f"unknown field {other!r}{hint}", param=other, code="unknown_parameter")
     if _custom_id(value) is None:
         message = f"custom_id={show(value['custom_id'])}: must be a string of 1 to {MAX_CUSTOM_ID} characters"
-        raise BadRequest(message, param="custom_id", code="invalid_custom_id")
+        raise ApiError(message, param="custom_id", code="invalid_custom_id")
     if value["method"] != "POST":
-        raise BadRequest(f"method={show(value['method'])}: must be 'POST'", param="method", code="invalid_method")
+        raise ApiError(f"method={show(value['method'])}: must be 'POST'", param="method", code="invalid_method")
     url = value["url"]
     endpoint = _ENDPOINTS.get(url) if type(url) is str else None
     if endpoint is None:
-        raise BadRequest(f"url={show(url)}: {CHAT} or {COMPLETIONS} is expected", param="url", code="invalid_url")
+        raise ApiError(f"url={show(url)}: {CHAT} or {COMPLETIONS} is expected", param="url", code="invalid_url")
     if rules.endpoint is not None and endpoint != rules.endpoint:
-        raise BadRequest(f"url={url}: this batch's endpoint is {rules.endpoint}", param="url", code="mismatched_url")
+        raise ApiError(f"url={url}: this batch's endpoint is {rules.endpoint}", param="url", code="mismatched_url")
     return endpoint
 
 
@@ -178,34 +178,30 @@ def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int
     return {numbers[digest]: number for digest, number in digests(later) if digest in numbers}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FileCheck:
-    """What the whole of a batch file is: how many lines, how many of them bad, and the first of the faults."""
+    """What the whole of a batch file is: how many lines, and by their numbers the first MAX_ERRORS that are bad, and of
+    the `unserved`, which are good but for their model."""
 
-    lines: int
-    bad: int
-    errors: tuple[tuple[int, BadRequest], ...]
+    lines: int = 0
+    unserved: int = 0
+    errors: list[tuple[int, ApiError]] = field(default_factory=list)
+    unserved_errors: list[tuple[int, ApiError]] = field(default_factory=list)
 
 
 def check_file(
-    file: BinaryIO,
-    rules: LineRules,
-    max_errors: int = 100,
-    each: Callable[[BatchLine], None] | None = None,
-    large: Callable[[BatchLine], BatchLine] | None = None,
+    file: BinaryIO, rules: LineRules, served: str, large: Callable[[BatchLine], BatchLine] | None = None
 ) -> FileCheck:
-    """Reads a batch file to its end. `each` is called with every good line; `large`: see `read_lines`. An empty file
-    has one error, at line 0."""
-    lines = bad = 0
-    errors: list[tuple[int, BadRequest]] = []
+    """Reads a batch file to its end. `large`: see `read_lines`. An empty file has one error, at line 0."""
+    check = FileCheck()
     for line in read_lines(file, rules, large=large):
-        lines += 1
-        if line.error is not None:
-            bad += 1
-            if len(errors) < max_errors:
-                errors.append((line.number, line.error))
-        elif each is not None:
-            each(line)
-    if lines == 0:
-        return FileCheck(0, 1, ((0, BadRequest("the file has no lines", code="empty_file")),))
-    return FileCheck(lines, bad, tuple(errors))
+        check.lines += 1
+        error, known = line.error, check.errors
+        if line.body is not None and (wrong := wrong_model(line.body, served)) is not None:
+            check.unserved += 1
+            error, known = wrong.within(f"line {line.number}: "), check.unserved_errors
+        if error is not None and len(known) < MAX_ERRORS:
+            known.append((line.number, error))
+    if not check.lines:
+        check.errors.append((0, ApiError("the file has no lines", "empty_file")))
+    return check

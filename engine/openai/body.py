@@ -1,6 +1,6 @@
 """The checked `Body` of a request: its fields as schema.py takes them, and the rules between them.
 
-Unknown fields are refused by name. Pure: bytes or parsed JSON in, `Body` or BadRequest out; what depends on the model
+Unknown fields are refused by name. Pure: bytes or parsed JSON in, `Body` or ApiError out; what depends on the model
 is checked in to_engine.py.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...topology.strict_json import JsonError, parse
 from ..request import PARAMS, SamplingParams
 from .chat_messages import Message, as_template_takes_it
+from .errors import ApiError
 from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt
 from .structured_output import GrammarFields, grammar_of
 from .tools import Choice, tools_of
-from .validators import BadRequest, checked
+from .validators import checked
 
 TOKENIZE = "/tokenize"
 
@@ -67,36 +67,23 @@ _FOR_TEMPLATE = ("tools", "documents", "reasoning_effort", "verbosity")
 _UNSUPPORTED = "unsupported_parameter"
 
 
-def parsed(data: bytes) -> Any:
-    """The JSON of an HTTP request's body. Raises BadRequest."""
-    try:
-        return parse(data)
-    except JsonError as fault:
-        raise BadRequest(f"the body is unusable: {fault}", code="invalid_json") from None
-
-
-def parse_body(data: bytes, endpoint: Endpoint) -> Body:
-    """The body of an HTTP request. Raises BadRequest."""
-    return check_body(parsed(data), endpoint)
-
-
 def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
     """A body of /tokenize, which is a chat's or a completion's of one prompt, and whether tokens are wanted by name.
-    Raises BadRequest."""
+    Raises ApiError."""
     if type(value) is not dict:
-        raise BadRequest("the body must be a JSON object", code="invalid_type")
+        raise ApiError("the body must be a JSON object", code="invalid_type")
     named = value.get("return_token_strs")
     if type(named) not in (bool, type(None)):
-        raise BadRequest("return_token_strs must be a boolean", param="return_token_strs", code="invalid_type")
+        raise ApiError("return_token_strs must be a boolean", param="return_token_strs", code="invalid_type")
     rest = {"model": served, **{key: given for key, given in value.items() if key != "return_token_strs"}}
     body = check_body(rest, CHAT if "messages" in value else COMPLETIONS)
     if len(body.prompts) > 1:
-        raise BadRequest(f"prompt has {len(body.prompts)} texts: one at a time", param="prompt")
+        raise ApiError(f"prompt has {len(body.prompts)} texts: one at a time", param="prompt")
     return body, bool(named)
 
 
 def check_body(value: Any, endpoint: Endpoint) -> Body:
-    """A body already parsed (by strict_json). Raises BadRequest naming the field."""
+    """A body already parsed (by strict_json). Raises ApiError naming the field."""
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
     found = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}
@@ -108,23 +95,21 @@ def check_body(value: Any, endpoint: Endpoint) -> Body:
         _completions_only(found)
     if "stream_options" in found:
         if not found.get("stream"):
-            raise BadRequest("stream_options has a meaning only with stream: true", param="stream_options")
+            raise ApiError("stream_options has a meaning only with stream: true", param="stream_options")
         wanted = found["stream_options"]
         found["include_usage"] = bool(wanted.include_usage)
         found["continuous_usage_stats"] = bool(wanted.include_usage and wanted.continuous_usage_stats)
     if not found.keys().isdisjoint(_GRAMMAR_NAMES) and (grammar := grammar_of(fields)) is not None:
         if "grammar" in found:
-            raise BadRequest("a tool that must be called leaves no room for another grammar", param="tool_choice")
+            raise ApiError("a tool that must be called leaves no room for another grammar", param="tool_choice")
         found["grammar"] = grammar
     if found.get("stream") and "prompt_logprobs" in found:
-        raise BadRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        raise ApiError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if found.get("best_of", found.get("n", 1)) != found.get("n", 1):
-        raise BadRequest(
-            "best_of is not supported: every choice is returned, set n", param="best_of", code=_UNSUPPORTED
-        )
+        raise ApiError("best_of is not supported: every choice is returned, set n", param="best_of", code=_UNSUPPORTED)
     most = found.get("max_tokens")
     if most is not None and found.get("min_tokens", 0) > most:
-        raise BadRequest(f"min_tokens={found['min_tokens']} is more than max_tokens={most}", param="min_tokens")
+        raise ApiError(f"min_tokens={found['min_tokens']} is more than max_tokens={most}", param="min_tokens")
     params = {"max_tokens": 0, "seed": 0, **{name: found[name] for name in found.keys() & PARAMS.keys()}}
     rest = {name: found[name] for name in found.keys() & _BODY_NAMES}
     return Body(endpoint, params=SamplingParams(**params), **rest)
@@ -135,25 +120,25 @@ def _as_templates(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
     try:
         for message in messages:
             found.append(as_template_takes_it(message))
-    except BadRequest as bad:
-        where = f"messages[{len(found)}]"
-        raise BadRequest(f"{where}.{bad.message}", param=f"{where}.content", code=bad.code) from None
+    except ApiError as bad:
+        where = f"messages[{len(found)}]."
+        raise bad.within(where, f"{where}content") from None
     return tuple(found)
 
 
 def _chat_only(found: dict[str, Any]) -> None:
     if "max_completion_tokens" in found:
         if found.get("max_tokens", found["max_completion_tokens"]) != found["max_completion_tokens"]:
-            raise BadRequest("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
+            raise ApiError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
         found["max_tokens"] = found["max_completion_tokens"]
     wanted = found.pop("logprobs", False)
     if wanted:
         found["logprobs"] = found.get("top_logprobs", 0)
     elif found.get("top_logprobs", 0) > 0:
-        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
     if found.get("continue_final_message"):
         if found.get("add_generation_prompt", False):
-            raise BadRequest(
+            raise ApiError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         found["add_generation_prompt"] = False
@@ -164,13 +149,13 @@ def _chat_only(found: dict[str, Any]) -> None:
     given = found.get("chat_template_kwargs", {})
     for name in given:
         if name in _TEMPLATE_OWN:
-            raise BadRequest(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
+            raise ApiError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
     found["template_variables"] = {**{name: found[name] for name in _FOR_TEMPLATE if name in found}, **given} or None
 
 
 def _completions_only(found: dict[str, Any]) -> None:
     if found.get("max_tokens") == 0 and not found.get("echo") and "prompt_logprobs" not in found:
-        raise BadRequest("max_tokens=0 asks for nothing: set echo or prompt_logprobs with it", param="max_tokens")
+        raise ApiError("max_tokens=0 asks for nothing: set echo or prompt_logprobs with it", param="max_tokens")
     choices = found.get("n", 1) * len(found["prompts"])
     if choices > MAX_CHOICES:
-        raise BadRequest(f"{choices} choices (n x prompts): at most {MAX_CHOICES} a request", param="n")
+        raise ApiError(f"{choices} choices (n x prompts): at most {MAX_CHOICES} a request", param="n")

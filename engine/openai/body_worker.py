@@ -17,10 +17,11 @@ from ..text import worker
 from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError, ids_of
 from ..text.tokenizer import ChatOptions, TextModel
 from .batch_input import BatchLine, LineRules, check_line
-from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body, parsed
+from .body import TOKENIZE, Body, check_body, check_tokenize
+from .errors import ApiError
 from .schema import CHAT, Endpoint
 from .to_engine import TRUNCATED, check_model, encode_prompts
-from .validators import BadRequest
+from .validators import parsed
 
 MODULE = __name__
 Prepared = tuple[Body, list[tuple[int, ...]]]
@@ -34,9 +35,9 @@ class BodyEncoder(Encoder, Protocol):
 
 
 async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder) -> Prepared:
-    """The checked body and the ids of its prompts, `max_ids` each at most where it is large. Raises BadRequest."""
+    """The checked body and the ids of its prompts, `max_ids` each at most where it is large. Raises ApiError."""
     if len(raw) <= LARGE_BYTES:
-        body = parse_body(bytes(raw), endpoint)
+        body = check_body(parsed(bytes(raw)), endpoint)
         check_model(body, served)
         return body, await encode_prompts(body, encoder)
     reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
@@ -48,15 +49,15 @@ async def _asked(raw: Blob, payload: dict[str, Any], encoder: BodyEncoder) -> di
         reply = await encoder.ask(payload, raw)
     except PromptError as error:
         status = 500 if error.code == "server_error" else 400
-        raise BadRequest(str(error), code=error.code, status=status) from None
+        raise ApiError(str(error), code=error.code, status=status) from None
     if "refused" in reply:
-        raise BadRequest(**reply["refused"])
+        raise ApiError(**reply["refused"])
     return reply
 
 
 async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: BodyEncoder) -> bytes:
     """The answer to a body of /tokenize, as JSON: of a million ids that takes a second, so a worker makes it. The text
-    may be too long for the model. Raises BadRequest."""
+    may be too long for the model. Raises ApiError."""
     most = max(max_model_len or 1 << 20, LARGE_BYTES)
     payload = {"endpoint": TOKENIZE, "served": served, "max_ids": most, "max_model_len": max_model_len}
     answer: bytes = (await _asked(raw, payload, encoder))["answer"]
@@ -65,7 +66,7 @@ async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: B
 
 async def prepare_line(
     line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder, ids: bool = True
-) -> tuple[BatchLine, list[tuple[int, ...]] | BadRequest]:
+) -> tuple[BatchLine, list[tuple[int, ...]] | ApiError]:
     """A large line of a batch, looked at in a worker: checked, its body without its prompts; and the ids of these, or
     why it has none. `ids=False`: it is only checked. Raises OSError where there are no workers."""
     assert line.raw is not None
@@ -75,14 +76,14 @@ async def prepare_line(
     except PromptError as error:
         if error.code == "server_error":
             raise OSError(str(error)) from error
-        bad = BadRequest(f"line {line.number}: {error}", code=error.code)
+        bad = ApiError(f"line {line.number}: {error}", code=error.code)
         named = line._replace(raw=None)
         if ids:  # whose line it was: its form alone costs less, and was checked before
             named, _ = await prepare_line(line, endpoint, served, max_ids, encoder, ids=False)
         return named._replace(body=None, error=bad), bad
     found = line._replace(raw=None, custom_id=reply.get("custom_id"), url=reply.get("url"))
     if "refused" in reply:
-        bad = BadRequest(**reply["refused"])
+        bad = ApiError(**reply["refused"])
         return found._replace(error=bad), bad
     return found._replace(body=check_body(reply["rest"], endpoint)), [tuple(one) for one in reply["ids"]]
 
@@ -115,16 +116,15 @@ def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, An
         return worker.answer(model, item, max_ids)
     try:
         return (_line if "line" in item else _body)(model, item, min(max_ids, item["max_ids"]))
-    except BadRequest as bad:
+    except ApiError as bad:
         return _refused(bad)
     except MemoryError:
         message = "the body needs more memory than a text worker may have"
-        return _refused(BadRequest(message, code="prompt_too_costly"))
+        return _refused(ApiError(message, code="prompt_too_costly"))
 
 
-def _refused(bad: BadRequest) -> dict[str, Any]:
-    said = {"message": bad.message, "param": bad.param, "code": bad.code, "kind": bad.kind, "status": bad.status}
-    return {"refused": said}
+def _refused(bad: ApiError) -> dict[str, Any]:
+    return {"refused": {"message": bad.message, "code": bad.code, "param": bad.param, "status": bad.status}}
 
 
 def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
         bodies.append(body)
         try:
             _bound(body, max_ids)
-        except BadRequest:
+        except ApiError:
             if item["ids"]:
                 raise
             body["prompt"] = [0]  # too long: that line's error alone, once it is its turn
@@ -143,14 +143,14 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
     line = check_line(item["blob"], number, offset, LineRules(endpoint), bound)
     out = {"custom_id": line.custom_id, "url": line.url}
     if line.error is not None or line.body is None:
-        return {**out, **_refused(line.error or BadRequest("the line has no body"))}
+        return {**out, **_refused(line.error or ApiError("the line has no body"))}
     if not item["ids"]:
         prompt = {"messages": [{"role": "user", "content": ""}]} if endpoint == CHAT else {"prompt": " "}
         return {**out, "rest": {"model": line.body.model, **prompt}, "ids": []}
     try:
         check_model(line.body, item["served"])
         return {**out, **_made(bodies[0], line.body, _Here(model, max_ids))}
-    except BadRequest as bad:
+    except ApiError as bad:
         return {**out, **_refused(bad)}
 
 
@@ -182,7 +182,7 @@ def _made(value: dict[str, Any], body: Body, here: _Here) -> dict[str, Any]:
 
 
 def _bound(value: Any, max_ids: int) -> None:
-    """Prompts of ids are refused by their length, before any of them is looked at. Raises BadRequest."""
+    """Prompts of ids are refused by their length, before any of them is looked at. Raises ApiError."""
     prompt = value.get("prompt") if type(value) is dict else None
     if type(prompt) is not list:
         return
@@ -191,7 +191,7 @@ def _bound(value: Any, max_ids: int) -> None:
     for ids in [prompt, *(one for one in prompt[:1024] if type(one) is list)]:
         if len(ids) > max_ids and type(ids[0]) is int:
             message = f"prompt has {len(ids)} tokens, more than the {max_ids} that are taken here"
-            raise BadRequest(message, param="prompt", code="context_length_exceeded")
+            raise ApiError(message, param="prompt", code="context_length_exceeded")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator, TypeAdapter
 
 from ...topology.strict_json import JsonError, parse
-from .validators import BadRequest, Refused, StrictModel, array, ignored, invalid, kind_of, show, text
+from .errors import ApiError
+from .validators import Refused, StrictModel, array, ignored, invalid, kind_of, show, text
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 4096
@@ -56,8 +57,8 @@ def _arguments(value: Any) -> dict[str, Any]:
         raise invalid(f" is {kind_of(value)}; a string is expected", "invalid_type")
     try:
         found = parse(value.encode())
-    except JsonError as fault:
-        raise invalid(f" is unusable: {fault}") from None
+    except JsonError as error:
+        raise invalid(f" is unusable: {error}") from None
     if type(found) is not dict:
         raise invalid(f" holds {kind_of(found)}; an object is expected")
     return found
@@ -90,7 +91,7 @@ class Message(StrictModel):
 
 
 def as_template_takes_it(message: Message) -> dict[str, Any]:
-    """Role, content (one string), and what else is there. `developer` is `system` in another word. Raises BadRequest
+    """Role, content (one string), and what else is there. `developer` is `system` in another word. Raises ApiError
     for a message that says nothing."""
     found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -99,7 +100,7 @@ def as_template_takes_it(message: Message) -> dict[str, Any]:
     if message.tool_calls:
         found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     elif "content" not in message.model_fields_set:
-        raise BadRequest("content is missing", code="missing_required_parameter")
+        raise ApiError("content is missing", code="missing_required_parameter")
     elif message.content is None:
-        raise BadRequest("content is null; a string or an array of text parts is expected", code="invalid_type")
+        raise ApiError("content is null; a string or an array of text parts is expected", code="invalid_type")
     return found

@@ -12,13 +12,13 @@ from typing import Any
 from ..request import FinishReason, TokenLogprob, TokensEvent
 from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
-from .batch_lines import AnswerFault
 from .body import Body
 from .chat_parts import ChatParts
+from .errors import ApiError
 from .logprobs import Offsets
 from .schema import CHAT
 
-_FAULTS: dict[FinishReason, tuple[str, str, int | None]] = {
+_FAILURES: dict[FinishReason, tuple[str, str, int | None]] = {
     "cancelled": ("batch_cancelled", "the request was cancelled", None),
     "timeout": ("request_timeout", "the request's time was over", None),
     "numerical_error": ("numerical_error", "the model computed values that are not finite", 500),
@@ -37,15 +37,8 @@ class Delta:
     finish: str | None = None
     stop_reason: int | str | None = None
     tokens: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A stop string matched: for `EngineJob.stop_choice`."""
-
-    request_id: str
-    choice: int
-    n_tokens: int
+    stop_after: int | None = None
+    """A stop string matched after so many tokens, and the engine goes on: for `EngineJob.stop_choice`."""
 
 
 @dataclass(slots=True)
@@ -67,27 +60,27 @@ class Choice:
     begun: bool = False  # streaming: its first chunk is out
     chat: ChatParts | None = None  # streaming: what it has said, taken apart
 
-    def take(self, event: TokensEvent, index: int) -> AnswerFault | tuple[Delta, Stop | None]:
-        """One event of a choice that has not ended, the answer's `index`-th: what to stream, and whether to tell the
-        engine to stop. Tokens reported before count for nothing."""
+    def take(self, event: TokensEvent, index: int) -> ApiError | Delta:
+        """One event of a choice that has not ended, the answer's `index`-th: what it adds. Tokens reported before count
+        for nothing."""
         if event.start > self.seen:
-            return AnswerFault("engine_error", f"tokens {self.seen} to {event.start} were never reported")
+            return ApiError(f"tokens {self.seen} to {event.start} were never reported", "engine_error", status=500)
         new = event.tokens[self.seen - event.start :]
         logprobs = () if event.logprobs is None else event.logprobs[self.seen - event.start :]
         self.seen += len(new)
         text = self.out.push(new)
         taken = self.out.n_tokens - self.tokens
         self.tokens = self.out.n_tokens
-        stop = None
+        stop_after = None
         if self.out.matched is None and event.finish is not None:
-            if event.finish in _FAULTS:
-                code, message, status = _FAULTS[event.finish]
-                return AnswerFault(code, event.message or message, status)
+            if event.finish in _FAILURES:
+                code, message, status = _FAILURES[event.finish]
+                return ApiError(event.message or message, code, status=status)
             text += self._end(event.finish, event.stop_token)
         if self.out.matched is not None:
             self.finish, self.stop_reason = "stop", self.out.matched
             if event.finish is None:
-                stop = Stop(event.request_id, event.choice, self.tokens)
+                stop_after = self.tokens
         self.parts.append(text)
         ids = new[:taken]
         if self.finish == "stop" and self.out.matched is None and event.stop_token is not None:
@@ -98,7 +91,7 @@ class Choice:
         kept = logprobs[:taken] if self.body.params.logprobs is not None else ()
         self.logprobs += kept
         self.ids += ids
-        return Delta(index, text, kept, self.finish, self.stop_reason, ids), stop
+        return Delta(index, text, kept, self.finish, self.stop_reason, ids, stop_after)
 
     def _end(self, finish: FinishReason, stop_token: int | None) -> str:
         """The engine's own end: the text that was still held back."""

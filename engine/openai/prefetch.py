@@ -14,21 +14,21 @@ from typing import Any
 from ..text.pool import Encoder
 from .batch_input import BatchLine
 from .body import Body
+from .errors import ApiError
 from .to_engine import check_model, encode_prompts
-from .validators import BadRequest
 
 READ_AHEAD_LINES, READ_AHEAD_BYTES = 256, 16 << 20
 
 Prompts = list[tuple[int, ...]]
-Ready = tuple[BatchLine, Prompts | BadRequest]
+Ready = tuple[BatchLine, Prompts | ApiError]
 
 
-async def encoded(body: Body, served: str, encoder: Encoder) -> Prompts | BadRequest:
+async def encoded(body: Body, served: str, encoder: Encoder) -> Prompts | ApiError:
     """The ids of a body's prompts. A refusal is a result here: one bad prompt must not end the others' tasks."""
     try:
         check_model(body, served)
         return await encode_prompts(body, encoder)
-    except BadRequest as bad:
+    except ApiError as bad:
         return bad
 
 
@@ -40,7 +40,7 @@ async def prepared(
 ) -> AsyncGenerator[Ready, None]:
     """Each line with its prompts' ids, or with why it has none; None stands for a line that is passed over. `large`:
     who looks at lines that came as they are. Close it (contextlib.aclosing) if left early."""
-    ahead: deque[tuple[BatchLine, asyncio.Task[Prompts | BadRequest] | asyncio.Task[Ready] | BadRequest]] = deque()
+    ahead: deque[tuple[BatchLine, asyncio.Task[Prompts | ApiError] | asyncio.Task[Ready] | ApiError]] = deque()
     size = count = 0
     try:
         for line in lines:
@@ -52,7 +52,7 @@ async def prepared(
             if line.raw is not None and large is not None:
                 ahead.append((line, asyncio.create_task(large(line))))
             elif line.error is not None or line.body is None:
-                ahead.append((line, line.error or BadRequest("the line has no body")))
+                ahead.append((line, line.error or ApiError("the line has no body")))
             else:
                 ahead.append((line, asyncio.create_task(encoded(line.body, served, encoder))))
             size += line.length
@@ -68,7 +68,7 @@ async def prepared(
 
 
 async def _first(
-    ahead: deque[tuple[BatchLine, asyncio.Task[Prompts | BadRequest] | asyncio.Task[Ready] | BadRequest]],
+    ahead: deque[tuple[BatchLine, asyncio.Task[Prompts | ApiError] | asyncio.Task[Ready] | ApiError]],
 ) -> Ready:
     line, task = ahead[0]
     found = await task if isinstance(task, asyncio.Task) else task

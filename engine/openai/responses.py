@@ -12,10 +12,10 @@ from typing import Any
 
 from ..request import Request, TokenLogprob, TokensEvent
 from ..text.tokenizer import TextModel
-from .batch_lines import AnswerFault
 from .body import Body
 from .chat_parts import ChatParts, Part, message_of
-from .choice import Choice, Delta, Stop
+from .choice import Choice, Delta
+from .errors import ApiError
 from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
 from .schema import CHAT
 
@@ -35,7 +35,7 @@ class Answer:
     ) -> None:
         self.body, self.requests, self.created = body, tuple(requests), created
         self.answer_id = f"{'chatcmpl' if body.endpoint == CHAT else 'cmpl'}-{answer_id}"
-        self.fault: AnswerFault | None = None
+        self.error: ApiError | None = None
         self._text = text
         self._names: Names = TokenIds(text.pieces) if body.return_tokens_as_token_ids else text.pieces
         last = body.messages[-1] if body.messages else {"role": "", "content": ""}
@@ -62,12 +62,12 @@ class Answer:
     @property
     def done(self) -> bool:
         """Every choice has ended, or the request has failed."""
-        return self._open == 0 or self.fault is not None
+        return self._open == 0 or self.error is not None
 
     @property
     def finish(self) -> str | None:
         """How the first choice ended, or which fault ended all."""
-        return self.fault.code if self.fault is not None else self._choices[0].finish
+        return self.error.code if self.error is not None else self._choices[0].finish
 
     @property
     def completion_tokens(self) -> int:
@@ -93,22 +93,22 @@ class Answer:
     def prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request in self.requests)
 
-    def take(self, event: TokensEvent) -> tuple[Delta | None, Stop | None]:
-        """One event of one of this answer's requests: what to stream, and whether to tell the engine to stop. Events
-        of choices that have ended, and tokens reported before, count for nothing."""
+    def take(self, event: TokensEvent) -> Delta | None:
+        """One event of one of this answer's requests: what it adds to a choice. Events of choices that have ended, and
+        tokens reported before, count for nothing."""
         prompt = self._prompt_of[event.request_id]
         index = prompt * self.body.params.n + event.choice
         choice = self._choices[index]
         if event.prompt_logprobs is not None:
             self._prompt_logprobs[prompt] = event.prompt_logprobs
         self._cached[prompt] = max(self._cached[prompt], event.cached_tokens)
-        if choice.finish is not None or self.fault is not None:
-            return None, None
+        if choice.finish is not None or self.error is not None:
+            return None
         found = choice.take(event, index)
-        if isinstance(found, AnswerFault):
-            self.fault = found
-            return None, None
-        if found[0].finish is not None:
+        if isinstance(found, ApiError):
+            self.error = found
+            return None
+        if found.finish is not None:
             self._open -= 1
         return found
 

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ...topology.strict_json import JsonError, parse
-from .validators import BadRequest, Refused, StrictModel, array, ignored, invalid, show, text
+from .errors import ApiError
+from .validators import Refused, StrictModel, array, ignored, invalid, show, text
 
 MAX_GRAMMAR_CHARS = 1 << 18
 
@@ -26,8 +27,8 @@ def _parsed(value: Any) -> Any:
         raise invalid(f" has {len(value)} characters: 1 to {MAX_GRAMMAR_CHARS} are allowed")
     try:
         return parse(value.encode())
-    except JsonError as fault:
-        raise invalid(f" is unusable: {fault}") from None
+    except JsonError as error:
+        raise invalid(f" is unusable: {error}") from None
 
 
 _Object = Annotated[dict[str, Any], Field(max_length=1024)]
@@ -87,14 +88,14 @@ def _asked(fields: GrammarFields) -> Iterator[tuple[str, str, Any]]:
     if wanted is not None and wanted.type == "json_schema":
         where = "response_format.json_schema"
         if wanted.json_schema is None:
-            raise BadRequest(f"{where} is missing", param=where, code="missing_required_parameter")
+            raise ApiError(f"{where} is missing", param=where, code="missing_required_parameter")
         yield "response_format", "json", wanted.json_schema.schema_
     if fields.structured_outputs is not None:
         name = "structured_outputs"
         found = fields.structured_outputs
         members = [(kind, given) for kind, given in found if kind in _KINDS and given is not None]
         if len(members) != 1:
-            raise BadRequest(f"{name} has {len(members)} members of {_LISTED}: exactly one is expected", param=name)
+            raise ApiError(f"{name} has {len(members)} members of {_LISTED}: exactly one is expected", param=name)
         ((kind, given),) = members
         if kind == "json_":
             given = _closed(given) if found.disable_additional_properties else given
@@ -130,11 +131,11 @@ def grammar_of(fields: GrammarFields) -> str | None:
         return None
     if len(asked) > 1:
         names = " and ".join(name for name, _, _ in asked)
-        raise BadRequest(f"{names} exclude each other: send one", param=asked[1][0])
+        raise ApiError(f"{names} exclude each other: send one", param=asked[1][0])
     name, kind, given = asked[0]
     text = json.dumps({"grammars": [_one(kind, given)]}, ensure_ascii=False, separators=(",", ":"))
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise BadRequest(f"{name} has {len(text)} characters: at most {MAX_GRAMMAR_CHARS}", param=name)
+        raise ApiError(f"{name} has {len(text)} characters: at most {MAX_GRAMMAR_CHARS}", param=name)
     return text
 
 
@@ -158,5 +159,5 @@ def _slashes(pattern: str) -> str:
             out.append("\\/" if char == "/" and not escaped else char)
         escaped = char == "\\" and not escaped
     if escaped:
-        raise BadRequest(f"the pattern {show(pattern)} ends in the middle of an escape")
+        raise ApiError(f"the pattern {show(pattern)} ends in the middle of an escape")
     return "".join(out)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from ..request import BATCH, ModelLimits, Request
 from ..text.pool import Encoder, PromptError
 from ..text.tokenizer import ChatOptions, TextModel
-from .batch_input import BatchLine
 from .body import COMPLETIONS_MAX_TOKENS, Body
+from .errors import ApiError
 from .schema import CHAT
-from .validators import BadRequest, show
+from .validators import show
 
 TRUNCATED = 8
 """A prompt that is cut to its end may have so many times the tokens that the model takes."""
@@ -26,39 +26,23 @@ def default_seed(run_id: str, custom_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{run_id}\0{custom_id}".encode()).digest()[:8], "little")
 
 
+def wrong_model(body: Body, served: str) -> ApiError | None:
+    """The error (404) of a body that asks for another model."""
+    if body.model == served:
+        return None
+    message = f"the model {show(body.model)} is not served here: {served!r} is"
+    return ApiError(message, "model_not_found", "model", status=404)
+
+
 def check_model(body: Body, served: str) -> None:
-    """Raises BadRequest (404) if the body asks for another model."""
-    if body.model != served:
-        raise BadRequest(
-            f"the model {show(body.model)} is not served here: {served!r} is",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
-
-
-class UnknownModels:
-    """Lines that are good but for their model: how many, and the first `most` of them with what is wrong."""
-
-    def __init__(self, served: str, most: int) -> None:
-        self._served, self._most, self.count = served, most, 0
-        self.first: list[tuple[int, BadRequest]] = []
-
-    def see(self, line: BatchLine) -> None:
-        if line.body is None or line.body.model == self._served:
-            return
-        self.count += 1
-        if len(self.first) < self._most:
-            try:
-                check_model(line.body, self._served)
-            except BadRequest as bad:
-                said = f"line {line.number}: {bad.message}"
-                self.first.append((line.number, BadRequest(said, param=bad.param, code=bad.code)))
+    """Raises ApiError (404) if the body asks for another model."""
+    if (error := wrong_model(body, served)) is not None:
+        raise error
 
 
 async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tuple[int, ...]]:
     """The ids of each of the body's prompts, in order, `longer` times the tokens otherwise taken at most; its grammar
-    is checked as well. Raises BadRequest."""
+    is checked as well. Raises ApiError."""
     out: list[tuple[int, ...]] = []
     param = "messages" if body.endpoint == CHAT else "prompt"
     longer = longer if body.truncate_prompt_tokens is None else TRUNCATED
@@ -80,14 +64,9 @@ async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tup
             else:
                 out.append(prompt)
     except PromptError as error:
-        server = error.code == "server_error"
-        raise BadRequest(
-            str(error),
-            param="response_format" if error.code == "invalid_grammar" else param,
-            code=error.code,
-            kind="server_error" if server else "invalid_request_error",
-            status=500 if server else 400,
-        ) from None
+        param = "response_format" if error.code == "invalid_grammar" else param
+        status = 500 if error.code == "server_error" else 400
+        raise ApiError(str(error), error.code, param, status=status) from None
     return out
 
 
@@ -115,28 +94,28 @@ def to_requests(
     max_choices: int | None = None,
 ) -> list[Request]:
     """One engine request a prompt, `request_id` suffixed `.1`, `.2` … after the first. `text`: for its end tokens, in
-    addition to the model's, and the ids of bad words. Raises BadRequest for what this model cannot do (prompt too long,
+    addition to the model's, and the ids of bad words. Raises ApiError for what this model cannot do (prompt too long,
     n beyond its slots, ids beyond its vocabulary)."""
     most = min(limits.max_num_seqs, max_choices or limits.max_num_seqs)
     given = body.params
     if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):
         message = "the model's chat template takes no tools, or writes calls in a form that is not known here"
-        raise BadRequest(message, param="tools", code="unsupported_parameter")
+        raise ApiError(message, param="tools", code="unsupported_parameter")
     if body.bad_words and text is not None:
         given = replace(given, bad_word_ids=text.bad_word_ids(body.bad_words))
     if given.n > most:
-        raise BadRequest(f"n={given.n}: at most {most} choices a prompt run here", param="n")
+        raise ApiError(f"n={given.n}: at most {most} choices a prompt run here", param="n")
     chat = body.endpoint == CHAT
     for name, ids in given.token_ids():
         if ids and max(ids) >= limits.vocab_size:
-            raise BadRequest(f"{name}: token {max(ids)} is beyond the vocabulary of {limits.vocab_size}", param=name)
+            raise ApiError(f"{name}: token {max(ids)} is beyond the vocabulary of {limits.vocab_size}", param=name)
     ends = () if body.ignore_eos else (*limits.eos_token_ids, *(text.eos_ids if text is not None else ()))
     forbidden = {word[0] for word in given.bad_word_ids if len(word) == 1}
     if given.min_tokens > 0:
         forbidden.update(ends, given.stop_token_ids)
     if given.allowed_token_ids and forbidden.issuperset(given.allowed_token_ids):
         message = "min_tokens and bad_words forbid all of allowed_token_ids: allow another"
-        raise BadRequest(message, param="allowed_token_ids")
+        raise ApiError(message, param="allowed_token_ids")
     scored = given.prompt_logprobs
     if body.echo and not chat and given.logprobs is not None:
         scored = max(given.logprobs, scored or 0)
@@ -180,12 +159,12 @@ def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int,
 
 
 def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param: str) -> int:
-    """What is asked for, or what is left of the model's length. Raises BadRequest if it does not fit."""
+    """What is asked for, or what is left of the model's length. Raises ApiError if it does not fit."""
     if not prompt:
-        raise BadRequest("the prompt is empty: the model needs at least one token", param=param)
+        raise ApiError("the prompt is empty: the model needs at least one token", param=param)
     if max(prompt) >= limits.vocab_size:
         message = f"prompt: token {max(prompt)} is beyond the vocabulary of {limits.vocab_size}"
-        raise BadRequest(message, param=param)
+        raise ApiError(message, param=param)
     room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
     wanted = body.max_tokens
     if wanted is None:
@@ -198,5 +177,5 @@ def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param:
         )
         message = f"{bound}, the prompt has {len(prompt)} and {wanted} more are asked for"
         fix = "shorten the prompt or lower max_tokens" if room > 0 else "shorten the prompt"
-        raise BadRequest(f"{message}: {fix}", param=param, code="context_length_exceeded")
+        raise ApiError(f"{message}: {fix}", param=param, code="context_length_exceeded")
     return wanted

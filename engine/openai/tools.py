@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, TypeAdapter
 
-from .validators import BadRequest, StrictModel, array, invalid, kind_of, show, text
+from .errors import ApiError
+from .validators import StrictModel, array, invalid, kind_of, show, text
 
 MAX_TOOLS = 128
 Choice = Literal["none", "auto", "required", "named"]
@@ -63,16 +64,16 @@ Chosen = Annotated[
 
 def tools_of(found: dict[str, Any]) -> dict[str, Any]:
     """The Body's fields of what a body says about tools: the tools (as templates take them) where they may be called,
-    the choice, and its grammar. Raises BadRequest."""
+    the choice, and its grammar. Raises ApiError."""
     tools: tuple[Tool, ...] = found.get("tools", ())
     choice, name = found.get("tool_choice", ("auto" if tools else "none", ""))
     if choice != "none" and not tools:
-        raise BadRequest(f"tool_choice={choice!r} without tools: send some", param="tool_choice")
+        raise ApiError(f"tool_choice={choice!r} without tools: send some", param="tool_choice")
     names = [tool.function.name for tool in tools]
     if len(set(names)) != len(names):
-        raise BadRequest("tools: two have the same name", param="tools")
+        raise ApiError("tools: two have the same name", param="tools")
     if choice == "named" and name not in names:
-        raise BadRequest(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+        raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
     if choice == "none":
         return {}
     given = {"tools": tuple(tool.model_dump(exclude_none=True) for tool in tools), "tool_choice": choice}
@@ -96,11 +97,11 @@ def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
         for where, known in shared.items():
             own = parameters.pop(where, None) or {}
             if not isinstance(own, dict):
-                raise BadRequest(f"tools: {where} of {tool.function.name} is to be an object", param="tools")
+                raise ApiError(f"tools: {where} of {tool.function.name} is to be an object", param="tools")
             for name, schema in own.items():
                 if known.setdefault(name, schema) != schema:
                     message = f"tools: {where}/{name} means two things: rename one"
-                    raise BadRequest(message, param="tools")
+                    raise ApiError(message, param="tools")
         members = {"name": {"const": tool.function.name}, "parameters": parameters}
         calls.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
     most = {} if parallel else {"maxItems": 1}

@@ -1,4 +1,4 @@
-"""Bodies as pydantic models: what the models of this folder share, and what pydantic finds as a BadRequest.
+"""Bodies as pydantic models: what the models of this folder share, and what pydantic finds as a ApiError.
 
 Every error names the field, its value and the rule. Knows no field by name. What is checked was parsed by strict_json,
 which bounds how much there is to look at.
@@ -16,28 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic import ValidationError as PydanticError
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
+from ...topology.strict_json import JsonError, parse
+from .errors import ApiError
+
 Model = TypeVar("Model", bound=BaseModel)
-
-
-class BadRequest(ValueError):
-    """A request that cannot be taken. `param` names the field, `code` is for programs, `status` is HTTP's."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str = "invalid_value",
-        kind: str = "invalid_request_error",
-        status: int = 400,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.code, self.kind, self.status = message, param, code, kind, status
-
-    def to_json(self, line: int | None = None) -> dict[str, Any]:
-        """{"error": {message, type, param, code}}, with the line's number for files."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error if line is None else {**error, "line": line}}
 
 
 class StrictModel(BaseModel):
@@ -106,10 +88,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
+def parsed(data: bytes) -> Any:
+    """The JSON of an HTTP request's body. Raises ApiError."""
+    try:
+        return parse(data)
+    except JsonError as error:
+        raise ApiError(f"the body is unusable: {error}", "invalid_json") from None
+
+
 def checked(model: type[Model], value: Any) -> Model:
-    """A body as its model; null counts as absent. Raises BadRequest about one thing that is wrong."""
+    """A body as its model; null counts as absent. Raises ApiError about one thing that is wrong."""
     if type(value) is not dict:
-        raise BadRequest("the body must be a JSON object", code="invalid_type")
+        raise ApiError("the body must be a JSON object", code="invalid_type")
     names = model.__pydantic_fields__
     if len(value) > len(names):  # before anything looks at each of them
         _refuse_unknown(next(key for key in value if key not in names), (), model)
@@ -119,6 +109,11 @@ def checked(model: type[Model], value: Any) -> Model:
         return model.model_validate(value)
     except PydanticError as error:
         raise _bad_request(error.errors(include_url=False)[0], model) from None
+
+
+def takes(schema: dict[str, Any], media: str = "application/json") -> dict[str, Any]:
+    """A route's `openapi_extra` for a body of this schema."""
+    return {"requestBody": {"required": True, "content": {media: {"schema": schema}}}}
 
 
 def json_schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -152,7 +147,7 @@ _WANTED = {
 }
 
 
-def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> BadRequest:
+def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     kind, loc, value = error["type"], error["loc"], error["input"]
     name = _name(loc)
     if kind == "float_type" and type(value) is int:  # one that no double holds
@@ -160,26 +155,26 @@ def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> BadRequest:
     if kind == "extra_forbidden":
         _refuse_unknown(str(loc[-1]), loc[:-1], model)
     if kind == "missing":
-        return BadRequest(f"{name} is missing", param=name, code="missing_required_parameter")
+        return ApiError(f"{name} is missing", param=name, code="missing_required_parameter")
     if kind in _WANTED:
         message = f"{name} is {kind_of(value)}; {_WANTED[kind]} is expected"
-        return BadRequest(message, param=name, code="invalid_type")
+        return ApiError(message, param=name, code="invalid_type")
     if kind == "literal_error":
         listed = error["ctx"]["expected"].replace(" or ", ", ")
-        return BadRequest(f"{name}={show(value)}: {listed} is what is supported", param=name, code="unsupported_value")
+        return ApiError(f"{name}={show(value)}: {listed} is what is supported", param=name, code="unsupported_value")
     if rule := error.get("ctx", {}).get("rule"):
-        return BadRequest(f"{name}{rule}", param=name, code=kind)
+        return ApiError(f"{name}{rule}", param=name, code=kind)
     part = _schema_of(model)["properties"].get(loc[0], {})
     if kind.startswith("string_too_"):
         bounds = _bounds(part, "minLength", "maxLength")
-        return BadRequest(f"{name} has {len(value)} characters: {bounds} are allowed", param=name)
+        return ApiError(f"{name} has {len(value)} characters: {bounds} are allowed", param=name)
     if kind.startswith("too_"):
         entries = _bounds(part, "minItems", "maxItems", "minProperties", "maxProperties")
-        return BadRequest(f"{name} has {len(value)} entries: {entries} are allowed", param=name)
+        return ApiError(f"{name} has {len(value)} entries: {entries} are allowed", param=name)
     if kind.startswith(("greater_than", "less_than", "finite_number")):
         bounds = _bounds(part, "minimum", "exclusiveMinimum", "maximum", between="from {0} to {1}")
-        return BadRequest(f"{name}={show(value)}: must be {bounds}", param=name)
-    return BadRequest(f"{name}: {error['msg'][:200]}", param=name)
+        return ApiError(f"{name}={show(value)}: must be {bounds}", param=name)
+    return ApiError(f"{name}: {error['msg'][:200]}", param=name)
 
 
 def _bounds(node: Any, *keywords: str, between: str = "{0} to {1}") -> str:
@@ -214,7 +209,7 @@ def _refuse_unknown(key: str, parents: tuple[int | str, ...], model: type[BaseMo
     full = _name((*parents, key))
     hint = did_you_mean(key, _members(_schema_of(model), parents))
     message = f"unknown field {full!r} in {_name(parents) or 'the body'}{hint}"
-    raise BadRequest(message, param=full, code="unknown_parameter")
+    raise ApiError(message, param=full, code="unknown_parameter")
 
 
 def _members(node: dict[str, Any], loc: tuple[int | str, ...]) -> Collection[str]:

@@ -101,18 +101,18 @@ class Communication:
     """What ranks reported of their collectives and of themselves, before the first request and last."""
 
     def __init__(self) -> None:
-        self._first: dict[int, RankHeartbeat] = {}
-        self._last: dict[int, RankHeartbeat] = {}
+        self._first: dict[tuple[int, int], RankHeartbeat] = {}  # by replica and rank
+        self._last: dict[tuple[int, int], RankHeartbeat] = {}
 
     @property
     def reported(self) -> bool:
         return bool(self._last)
 
-    def add(self, report: RankHeartbeat, before: bool) -> None:
+    def add(self, replica: int, report: RankHeartbeat, before: bool) -> None:
         """`before`: no request has been submitted yet."""
-        self._last[report.rank] = report
+        self._last[replica, report.rank] = report
         if before:
-            self._first[report.rank] = report
+            self._first[replica, report.rank] = report
 
     def newer_than(self, moment: float) -> bool:
         """Whether every rank has reported since (unix seconds)."""
@@ -144,7 +144,7 @@ class Communication:
 
     def _means(self, series: str, key: Callable[[str, str, str], K]) -> dict[K, float]:
         """Growth since before the first request, by what `key` makes of a row's labels."""
-        grown: defaultdict[K, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+        grown: defaultdict[K, defaultdict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
         for sign, reports in ((1, self._last), (-1, self._first)):
             for rank, report in reports.items():
                 for row in report.rows:

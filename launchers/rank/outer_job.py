@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,7 +23,6 @@ from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
 from ...engine.request import Request, TokensEvent
-from ...engine.run.job_group import JobGroup
 from ...models.refusal import Refusal
 from ...topology.comm.bootstrap import Bootstrap
 from ...topology.placement.identity import Identity
@@ -49,7 +48,7 @@ from .rank_status import Status
 
 LEAVING_S = 10.0
 LOOPBACK = "127.0.0.1"
-Drive = Callable[[EngineJob], Awaitable[int]]
+Drive = Callable[[Sequence[EngineJob]], Awaitable[int]]
 
 
 class ReplicaJob:
@@ -151,15 +150,13 @@ class ReplicaJob:
 
 
 class Replicas:
-    """All replicas as one EngineJob (`job`), on rank 0's event loop."""
+    """All replicas (`jobs`), on rank 0's event loop."""
 
     def __init__(self, deployment: Deployment, host: str, dump: Callable[[], dict[str, Any]] = dict) -> None:
         count = deployment.parallel.replicas
         self.secret = new_secret()
         self._server = ControlServer(self, self.secret, Welcome(deploy.digest(deployment), 0, count, __version__), host)
-        self._jobs = [self._job_of(index, dump if index == 0 else dict) for index in range(count)]
-        group = JobGroup(self._jobs, deployment.parallel.ranks)
-        self.job: EngineJob = group if count > 1 else self._jobs[0]
+        self.jobs = [self._job_of(index, dump if index == 0 else dict) for index in range(count)]
 
     def _job_of(self, index: int, dump: Callable[[], dict[str, Any]]) -> ReplicaJob:
         return ReplicaJob(lambda message: self._server.send(message, index), dump)
@@ -170,16 +167,16 @@ class Replicas:
 
     async def end(self) -> None:
         """Asks every engine to end and waits for the ranks to leave."""
-        for job in self._jobs:
+        for job in self.jobs:
             await job.close()
         await self._server.all_gone(LEAVING_S)
         await self._server.close()
 
     def on_message(self, rank: int, message: RankMessage) -> None:
-        self._jobs[rank].take(message)
+        self.jobs[rank].take(message)
 
     def on_gone(self, rank: int, reason: str) -> None:
-        self._jobs[rank].gone(reason)
+        self.jobs[rank].gone(reason)
 
 
 class _Driver:
@@ -209,7 +206,7 @@ class _Driver:
         replicas = Replicas(self._deployment, self._host, self._status.dump)
         self.meeting.set_result(f"{await replicas.start()} {replicas.secret.hex()}")
         try:
-            return await self._drive(replicas.job)
+            return await self._drive(replicas.jobs)
         finally:
             await replicas.end()
 

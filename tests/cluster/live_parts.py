@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from laddertron.engine.job import MetricRow, RankHeartbeat
-from laddertron.engine.metrics.observer import MetricsObserver
+from laddertron.engine.metrics.observer import Observer
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
@@ -63,7 +63,7 @@ class Gpus(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _GpuPage)
         self.throttled, self.ecc = 0.0, 0.0
-        self._metrics = MetricsObserver(CollectorRegistry())
+        self._metrics = Observer(CollectorRegistry())
         self._thread = threading.Thread(target=self.serve_forever)
         self._thread.start()
 

@@ -17,10 +17,10 @@ from laddertron.engine.config.schema import DaemonConfig as DaemonConfig
 from laddertron.engine.config.schema import Deployment, LimitsConfig, ModelSection
 from laddertron.engine.daemon.http.keys import KeyRing
 from laddertron.engine.daemon.http.server import ServerOptions, listen
-from laddertron.engine.daemon.observe import Observer
 from laddertron.engine.daemon.service import Daemon, Parts
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.job import JobState
+from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.request import ModelLimits
 from laddertron.engine.text.tokenizer import TextModel
 from openai import OpenAI

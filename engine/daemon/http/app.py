@@ -15,8 +15,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from ...config.schema import LimitsConfig
+from ...openai.errors import ApiError
 from .batches import batches_router
-from .errors import HttpFault, not_found
+from .errors import failed, not_found, response_of
 from .files import files_router
 from .generate import Direct, Generator, generate_router
 from .guard import OPEN, Guard, GuardLimits
@@ -104,30 +105,27 @@ def make_api(services: Services, generator: Generator, version: str, with_metric
 
 
 def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(HttpFault)
-    async def fault(request: Request, error: HttpFault) -> JSONResponse:
-        return error.response()
+    @app.exception_handler(ApiError)
+    async def known(request: Request, error: ApiError) -> JSONResponse:
+        return response_of(error)
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
         message = {404: f"no route {request.url.path[:200]!r}", 405: f"{request.method} is not taken here"}
-        said = HttpFault(
-            error.status_code, message.get(error.status_code, str(error.detail)), _CODES.get(error.status_code)
-        )
-        response = said.response()
-        for name, value in (error.headers or {}).items():
-            response.headers[name] = value
+        status = error.status_code
+        response = response_of(ApiError(message.get(status, str(error.detail)), _CODES.get(status), status=status))
+        response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"][1:])[:80]
-        return HttpFault(400, f"{name}: {first['msg']}", "invalid_value", name).response()
+        return response_of(ApiError(f"{name}: {first['msg']}", param=name))
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        return HttpFault(500, "the server failed on this request", "internal_error", close=True).response()
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        return response_of(failed())
 
 
 def make_app(services: Services, version: str, keys: KeyRing | None, with_metrics: bool = True) -> Guard:

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request
 from pydantic import AfterValidator, Field
 
-from ....topology.strict_json import JsonError, parse
+from ...openai.errors import ApiError
 from ...openai.schema import Endpoint
-from ...openai.validators import BadRequest, StrictModel, checked, invalid, json_schema, show, text
+from ...openai.validators import StrictModel, checked, invalid, json_schema, parsed, show, takes, text
 from ..store import records
 from ..store.rows import BatchRow, new_id
-from .errors import HttpFault, not_found, of_bad_request
+from .errors import not_found
 from .files import ExpiresAfter, page
 from .state import Services, audit, owner_of
 
@@ -48,31 +48,25 @@ class NewBatch(StrictModel):
     )
 
 
-_CREATE = {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(NewBatch)}}}}
-
-
 def batches_router(services: Services) -> APIRouter:
     router = APIRouter(tags=["batches"])
 
-    @router.post("/v1/batches", openapi_extra=_CREATE)
+    @router.post("/v1/batches", openapi_extra=takes(json_schema(NewBatch)))
     async def create(
         request: Request, idempotency_key: Annotated[str | None, Header(max_length=256)] = None
     ) -> dict[str, Any]:
         """Start a batch over an uploaded file."""
-        try:
-            wanted = _wanted(await request.body())
-        except BadRequest as bad:
-            raise of_bad_request(bad) from None
+        wanted = checked(NewBatch, parsed(await request.body())).model_dump(exclude_none=True)
         owner, now = owner_of(request), services.store.clock.stamp()
         file = await services.read(lambda db: records.get_file(db, wanted["input_file_id"], owner))
         if file is None or file.purpose != "batch":
             message = f"input_file_id={wanted['input_file_id'][:80]!r}: no such file of purpose batch"
-            raise HttpFault(400, message, "invalid_input_file", "input_file_id")
+            raise ApiError(message, "invalid_input_file", "input_file_id")
         if (reuse := wanted.get("reuse_batch_id")) is not None and not await services.read(
             lambda db: records.can_reuse(db, reuse, owner)
         ):
             message = f"reuse_batch_id={reuse[:80]!r}: no batch of yours whose input file is still here"
-            raise HttpFault(400, message, "invalid_reuse_batch", "reuse_batch_id")
+            raise ApiError(message, "invalid_reuse_batch", "reuse_batch_id")
         number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
         batch = BatchRow(
             new_id("batch_"),
@@ -90,7 +84,7 @@ def batches_router(services: Services) -> APIRouter:
         digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
         made = await services.write(services.batches.create(batch, idempotency_key, digest))
         if made is None:
-            raise HttpFault(409, "this Idempotency-Key came with another body before", "idempotency_conflict")
+            raise ApiError("this Idempotency-Key came with another body before", "idempotency_conflict", status=409)
         if made.id == batch.id:
             audit(request, "batch.created", batch.id)
         return shown(made)
@@ -118,7 +112,7 @@ def batches_router(services: Services) -> APIRouter:
         """Cancel a batch; what is finished stays. One that has ended already is 409."""
         batch = await find(request, batch_id)
         if batch.ended:
-            raise HttpFault(409, f"the batch is {batch.status} already", "batch_ended")
+            raise ApiError(f"the batch is {batch.status} already", "batch_ended", status=409)
         made = await services.write(services.batches.cancel(batch_id))
         audit(request, "batch.cancelled", batch_id)
         return shown(made)
@@ -134,12 +128,3 @@ def batches_router(services: Services) -> APIRouter:
         return batch
 
     return router
-
-
-def _wanted(data: bytes) -> dict[str, Any]:
-    """The checked body. Raises BadRequest."""
-    try:
-        value = parse(data)
-    except JsonError as fault:
-        raise BadRequest(f"the body is unusable: {fault}", code="invalid_json") from None
-    return checked(NewBatch, value).model_dump(exclude_none=True)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import Request
 
-from .errors import HttpFault
+from ...openai.errors import ApiError
 
 SMALL_BYTES = 64 << 10
 """A body up to this size is always taken: the number of connections bounds how many there are."""
@@ -25,7 +25,7 @@ class HeldBodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes | memoryview]:
-        """The whole body; it counts until the block ends. Raises HttpFault."""
+        """The whole body; it counts until the block ends. Raises ApiError."""
         small, large = bytearray(), None
         size = counted = 0
         try:
@@ -36,7 +36,7 @@ class HeldBodies:
                     continue
                 if self.held + size - counted > self._most:
                     message = f"bodies of {self.held} bytes are held; at most {self._most} are: try again"
-                    raise HttpFault(429, message, "too_many_bytes", retry_after=1, close=True)
+                    raise ApiError(message, "too_many_bytes", status=429, retry_after=1, close=True)
                 self.held, counted = self.held + size - counted, size
                 if large is None:
                     large = mmap.mmap(-1, self._largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,15 +11,15 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from ...openai.validators import BadRequest, StrictModel, checked, json_schema
+from ...openai.errors import ApiError
+from ...openai.validators import StrictModel, checked, json_schema, takes
 from ..store import records
 from ..store.disk import NewFile, free_bytes
 from ..store.rows import FileRow, new_id
 from ..store.store import StoreUnavailable
-from ..usage import LimitReached
-from .errors import HttpFault, not_found, unstored
-from .state import Services, audit, limit_fault, owner_of
-from .upload import FormFault, FormParser, boundary_of
+from .errors import not_found, unstored
+from .state import Services, audit, owner_of
+from .upload import FormParser, boundary_of
 
 _CHUNK = 1 << 20
 
@@ -31,23 +32,14 @@ class ExpiresAfter(StrictModel):
 
 
 _UPLOAD = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": ["batch"]},
-                        "expires_after": json_schema(ExpiresAfter),
-                    },
-                }
-            }
-        },
-    }
+    "type": "object",
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "expires_after": json_schema(ExpiresAfter),
+    },
 }
 
 
@@ -76,9 +68,9 @@ class _Lines:
         self._open = not data.endswith(b"\n")
         if longest > self._max_bytes:
             message = f"line {self._count + 1} or one before it is longer than {self._max_bytes} bytes"
-            raise HttpFault(400, message, "line_too_long", "file", close=True)
+            raise ApiError(message, "line_too_long", "file", close=True)
         if self._count + self._open > self._max_lines:
-            raise HttpFault(400, f"more than {self._max_lines} lines", "too_many_lines", "file", close=True)
+            raise ApiError(f"more than {self._max_lines} lines", "too_many_lines", "file", close=True)
 
 
 class _Upload:
@@ -96,7 +88,7 @@ class _Upload:
         self._size += len(data)
         if self._file.size + self._size > self._services.limits.max_body_bytes:
             most = self._services.limits.max_body_bytes
-            raise HttpFault(413, f"the file is larger than {most} bytes", "file_too_large", "file", close=True)
+            raise ApiError(f"the file is larger than {most} bytes", "file_too_large", "file", status=413, close=True)
 
     async def write(self, least: int) -> None:
         if self._size >= least:
@@ -107,13 +99,10 @@ class _Upload:
 def files_router(services: Services) -> APIRouter:
     router = APIRouter(tags=["files"])
 
-    @router.post("/v1/files", openapi_extra=_UPLOAD)
+    @router.post("/v1/files", openapi_extra=takes(_UPLOAD, "multipart/form-data"))
     async def upload(request: Request) -> dict[str, Any]:
         """Upload a file of batch lines (multipart: `file`, `purpose=batch`)."""
-        try:
-            boundary = boundary_of(request.headers.get("content-type", ""))
-        except FormFault as fault:
-            raise HttpFault(400, str(fault), "invalid_form", close=True) from None
+        boundary = boundary_of(request.headers.get("content-type", ""))
         store = services.store
         length = int(request.headers.get("content-length", "0")[:20] or 0)
         if not store.check_there() or store.fault is not None:
@@ -121,10 +110,7 @@ def files_router(services: Services) -> APIRouter:
         if free_bytes(store.folder) - length < services.limits.min_free_disk:
             raise unstored("the disk is nearly full")
         owner = owner_of(request)
-        try:
-            services.usage.check_stored(owner, await services.read(lambda db: records.stored_bytes(db, owner)), length)
-        except LimitReached as limit:
-            raise limit_fault(limit) from None
+        services.usage.check_stored(owner, await services.read(lambda db: records.stored_bytes(db, owner)), length)
         file_id = new_id("file-")
         try:
             with NewFile(store.path_of(file_id), store.disk_files) as file:
@@ -137,13 +123,11 @@ def files_router(services: Services) -> APIRouter:
                 row = _row(form, file_id, owner, store.clock.stamp())
                 await into.write(0)
                 await store.in_thread(file.commit)
-                row = FileRow(**{**_values(row), "bytes": file.size})
+                row = replace(row, bytes=file.size)
             await services.batches.add_file(row, lambda stored: services.usage.check_stored(owner, stored, row.bytes))
-        except LimitReached as limit:
+        except ApiError:
             store.path_of(file_id).unlink(missing_ok=True)
-            raise limit_fault(limit) from None
-        except FormFault as fault:
-            raise HttpFault(400, str(fault), "invalid_form", close=True) from None
+            raise
         except (OSError, StoreUnavailable) as error:
             if isinstance(error, OSError):
                 services.observer.store_error()
@@ -178,7 +162,7 @@ def files_router(services: Services) -> APIRouter:
         file = await find(request, file_id)
         user = await services.read(lambda db: records.users_of(db, file_id))
         if user is not None:
-            raise HttpFault(409, f"{user} still needs this file: cancel it first", "file_in_use")
+            raise ApiError(f"{user} still needs this file: cancel it first", "file_in_use", status=409)
         await services.write(services.batches.remove_file(file))
         audit(request, "file.deleted", file_id)
         return {"id": file_id, "object": "file", "deleted": True}
@@ -211,32 +195,28 @@ def files_router(services: Services) -> APIRouter:
 def _row(form: FormParser, file_id: str, owner: str, now: int) -> FileRow:
     purpose = form.fields.pop("purpose", None)
     if purpose is None:
-        raise HttpFault(400, "purpose is missing", "missing_required_parameter", "purpose")
+        raise ApiError("purpose is missing", "missing_required_parameter", "purpose")
     if purpose != "batch":
-        raise HttpFault(400, f"purpose={purpose[:64]!r}: 'batch' is what is supported", "unsupported_value", "purpose")
+        raise ApiError(f"purpose={purpose[:64]!r}: 'batch' is what is supported", "unsupported_value", "purpose")
     expires_at = _expiry(form.fields, now)
     if form.fields:
         name = next(iter(form.fields))[:64]
-        raise HttpFault(400, f"unknown field {name!r}", "unknown_parameter", name)
+        raise ApiError(f"unknown field {name!r}", "unknown_parameter", name)
     if form.filename is None:
-        raise HttpFault(400, "file is missing", "missing_required_parameter", "file")
+        raise ApiError("file is missing", "missing_required_parameter", "file")
     return FileRow(file_id, owner, purpose, form.filename, 0, now, expires_at=expires_at)
 
 
 def _expiry(fields: dict[str, str], now: int) -> int | None:
-    """Takes `expires_after[anchor]` and `expires_after[seconds]` out of a form. Raises HttpFault."""
+    """Takes `expires_after[anchor]` and `expires_after[seconds]` out of a form. Raises ApiError."""
     given: dict[str, Any] = {}
     for name in ("anchor", "seconds"):
         if (value := fields.pop(f"expires_after[{name}]", None)) is not None:
             given[name] = int(value) if value.isdecimal() and len(value) < 12 else value
     try:
         return now + checked(ExpiresAfter, given).seconds if given else None
-    except BadRequest as bad:
-        raise HttpFault(400, f"expires_after: {bad.message}", bad.code, "expires_after") from None
-
-
-def _values(row: FileRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__slots__}
+    except ApiError as bad:
+        raise bad.within("expires_after: ", "expires_after") from None
 
 
 async def _read(services: Services, path: Path) -> AsyncIterator[bytes]:

@@ -17,18 +17,19 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import request as engine
+from ...metrics.observer import AnswerTimes, SteadyTime
 from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
+from ...openai.errors import ApiError
 from ...openai.responses import Answer
 from ...openai.schema import CHAT, COMPLETIONS, Endpoint, json_schema
 from ...openai.sse import DONE, EventWriter, event
 from ...openai.to_engine import RequestOrigin, to_requests
-from ...openai.validators import BadRequest
+from ...openai.validators import takes
 from ..flight import Flight
-from ..observe import AnswerTimes, SteadyTime
 from ..usage import tokens_of
-from .errors import HttpFault, not_ready, of_bad_request
+from .errors import not_ready
 from .state import Services, owner_of
 
 _SLACK_SECONDS = 5.0  # the engine ends a request whose time is over; this is for an engine that is away
@@ -62,15 +63,15 @@ class _Reply:
         answer = flight.answer
         self.over = True
         if self.body.stream:
-            if answer.fault is not None:
-                self._events.append(event(answer.fault.to_json()))
+            if answer.error is not None:
+                self._events.append(event(answer.error.to_json()))
             elif self.body.include_usage:
                 self._events.append(event(answer.usage_chunk()))
             self._events.append(DONE)
         self._wake()
         times = (self.arrived, self.submitted, self.first, self.now())
         tokens = (answer.prompt_tokens, answer.completion_tokens)
-        finish = "error" if answer.fault is not None else answer.finish or "stop"
+        finish = "error" if answer.error is not None else answer.finish or "stop"
         self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent))
 
     def died(self, flight: Flight) -> None:
@@ -131,38 +132,36 @@ class Generator:
         self._count = 0
 
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
-        """Raises HttpFault."""
+        """Raises ApiError."""
         self._admit()
+        body, prompts = await self._prepare(request, endpoint)
+        self._admit()  # it may have come slowly
+        self._count += 1
+        held = True
+        begun: Flight | None = None
         try:
-            body, prompts = await self._prepare(request, endpoint)
-            self._admit()  # it may have come slowly
-            self._count += 1
-            held = True
-            begun: Flight | None = None
-            try:
-                flight, reply = self._flight(request, body, prompts)
-                begun = flight
-                await self._begun(request, flight, reply)
-                if flight.answer.fault is not None and not reply.sent:
-                    reply.close()
-                    raise _fault(flight)
-                if not body.stream:
-                    return JSONResponse(flight.answer.response())
-                held = False
-                return _Events(reply, lambda: self._left(flight, reply))
-            finally:
-                self._count -= held
-                if held and begun is not None:
-                    self._used(begun)
-        except BadRequest as bad:
-            raise of_bad_request(bad) from None
+            flight, reply = self._flight(request, body, prompts)
+            begun = flight
+            await self._begun(request, flight, reply)
+            if flight.answer.error is not None and not reply.sent:
+                reply.close()
+                raise _shown(flight.answer.error)
+            if not body.stream:
+                return JSONResponse(flight.answer.response())
+            held = False
+            return _Events(reply, lambda: self._left(flight, reply))
+        finally:
+            self._count -= held
+            if held and begun is not None:
+                self._used(begun)
 
     def _admit(self) -> None:
-        """Whether there is room for one more. Raises HttpFault."""
+        """Whether there is room for one more. Raises ApiError."""
         if not self._services.dispatcher.ready:
             raise not_ready("the engine is not ready: see /ready")
         if self._count >= self._services.limits.max_interactive_requests:
-            raise HttpFault(429, f"{self._count} requests are being answered", "too_many_requests", retry_after=1)
+            message = f"{self._count} requests are being answered"
+            raise ApiError(message, "too_many_requests", status=429, retry_after=1)
 
     async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
         """Nothing of the body's bytes is left when this returns: the answer may take minutes."""
@@ -245,33 +244,27 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _late() -> HttpFault:
-    return HttpFault(504, "the request's time was over", "request_timeout")
+def _late() -> ApiError:
+    return ApiError("the request's time was over", "request_timeout", status=504)
 
 
-def _fault(flight: Flight) -> HttpFault:
-    fault = flight.answer.fault
-    assert fault is not None
-    status = 504 if fault.code == "request_timeout" else fault.status or 500
-    return HttpFault(status, fault.message, fault.code, retry_after=5 if status == 503 else None)
-
-
-def _description(endpoint: Endpoint) -> dict[str, Any]:
-    content = {"application/json": {"schema": json_schema(endpoint)}}
-    return {"requestBody": {"required": True, "content": content}}
+def _shown(error: ApiError) -> ApiError:
+    """An answer's error as a response of its own."""
+    status = 504 if error.code == "request_timeout" else error.status or 500
+    return ApiError(error.message, error.code, status=status, retry_after=5 if status == 503 else None)
 
 
 def generate_router(generator: Generator) -> APIRouter:
     """The two routes as they are described; `Direct` is how they are reached."""
     router = APIRouter(tags=["generate"])
-    responses: dict[int | str, dict[str, Any]] = {200: {"content": _STREAMED}}
+    answers: Any = {"response_class": Response, "responses": {200: {"content": _STREAMED}}}
 
-    @router.post(CHAT, openapi_extra=_description(CHAT), response_class=Response, responses=responses)
+    @router.post(CHAT, openapi_extra=takes(json_schema(CHAT)), **answers)
     async def chat(request: Request) -> Response:
         """Answer a chat; `stream: true` for server-sent events."""
         return await generator.answer(request, CHAT)
 
-    @router.post(COMPLETIONS, openapi_extra=_description(COMPLETIONS), response_class=Response, responses=responses)
+    @router.post(COMPLETIONS, openapi_extra=takes(json_schema(COMPLETIONS)), **answers)
     async def complete(request: Request) -> Response:
         """Continue one or more prompts; `stream: true` for server-sent events."""
         return await generator.answer(request, COMPLETIONS)

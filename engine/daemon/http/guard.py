@@ -17,14 +17,14 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 
+from ...metrics.observer import Observer
 from ...openai.body import TOKENIZE
+from ...openai.errors import ApiError
 from ...openai.schema import CHAT, COMPLETIONS
-from ..observe import Observer
-from ..usage import LimitReached, Usage
+from ..usage import Usage
 from .bodies import SMALL_BYTES
-from .errors import HttpFault
+from .errors import failed, response_of
 from .keys import Key, KeyRing
-from .state import limit_fault
 
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("laddertron.audit")
@@ -91,25 +91,23 @@ class Guard:
                 owner = asker
             exchange.read(most, self._limits.body_timeout)
             await self._app(scope, exchange.receive, exchange.send)
-        except HttpFault as fault:
-            await exchange.refuse(fault)
-        except LimitReached as limit:
-            await exchange.refuse(limit_fault(limit))
+        except ApiError as error:
+            await exchange.refuse(error)
         except (ConnectionError, ClientDisconnect):
             pass  # the client is gone
         except Exception:
             log.exception("request failed", extra={"event": "error", "request": exchange.name})
-            await exchange.refuse(HttpFault(500, "the server failed on this request", "internal_error", close=True))
+            await exchange.refuse(failed())
         finally:
             if owner is not None and self._usage is not None:
                 self._usage.leave(owner)
             self._tell(scope, exchange, time.perf_counter() - began)
 
     def _admit(self, scope: MutableMapping[str, Any]) -> int:
-        """How many bytes the body may have. Raises HttpFault."""
+        """How many bytes the body may have. Raises ApiError."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if sum(len(name) + len(value) + 4 for name, value in headers) > self._limits.max_header_bytes:
-            raise HttpFault(431, f"headers of more than {self._limits.max_header_bytes} bytes", close=True)
+            raise ApiError(f"headers of more than {self._limits.max_header_bytes} bytes", None, status=431, close=True)
         path: str = scope["path"]
         state = scope.setdefault("state", {})
         state["key"], state["known"] = None, self._keys is None
@@ -117,10 +115,10 @@ class Guard:
             self._identify(self._keys, path, headers, state)
         encoding = _one(headers, b"content-encoding")
         if encoding not in (None, b"identity"):
-            raise HttpFault(415, "send the body as it is: no content-encoding is read", close=True)
+            raise ApiError("send the body as it is: no content-encoding is read", None, status=415, close=True)
         length = _one(headers, b"content-length")
         if length is not None and _one(headers, b"transfer-encoding") is not None:  # RFC 9112, 6.1
-            raise HttpFault(400, "content-length beside transfer-encoding: send one", "invalid_http", close=True)
+            raise ApiError("content-length beside transfer-encoding: send one", "invalid_http", close=True)
         most = SMALL_BYTES
         if path == _FILES:
             most = self._limits.max_body_bytes + _MULTIPART
@@ -131,17 +129,17 @@ class Guard:
         return most
 
     def _identify(self, keys: KeyRing, path: str, headers: list[tuple[bytes, bytes]], state: dict[str, Any]) -> None:
-        """Whose request it is, and whether their kind of key may ask this. Raises HttpFault."""
+        """Whose request it is, and whether their kind of key may ask this. Raises ApiError."""
         given = [value for name, value in headers if name == b"authorization"]
         scheme, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
         holder = keys.holder(key.strip()) if scheme.lower() == "bearer" else None
         if holder is None and path not in OPEN:
-            raise HttpFault(401, "a working API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+            raise ApiError("a working API key is needed: Authorization: Bearer KEY", "invalid_api_key", status=401)
         state["key"], state["known"] = holder, holder is not None
         if holder is not None and path not in OPEN and not _opens(holder, path):
             takes = "a key of the kind metrics" if path in _METRICS else "a client's key"
             message = f"{path[:80]} takes {takes}, this one is of the kind {holder.kind}: laddertron keys add --kind"
-            raise HttpFault(403, message, "wrong_kind_of_key")
+            raise ApiError(message, "wrong_kind_of_key", status=403)
 
     def _tell(self, scope: MutableMapping[str, Any], exchange: _Exchange, seconds: float) -> None:
         key: Key | None = scope.get("state", {}).get("key")
@@ -171,8 +169,9 @@ def _opens(key: Key, path: str) -> bool:
     return path == _USAGE or (key.kind == "metrics") == (path in _METRICS)
 
 
-def too_large(most: int) -> HttpFault:
-    return HttpFault(413, f"the body is larger than the {most} bytes that are taken here", "body_too_large", close=True)
+def too_large(most: int) -> ApiError:
+    message = f"the body is larger than the {most} bytes that are taken here"
+    return ApiError(message, "body_too_large", status=413, close=True)
 
 
 def _one(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
@@ -213,7 +212,7 @@ class _Exchange:
             async with asyncio.timeout(max(0.0, self._window - time.monotonic())):
                 message = await self._receive()
         except TimeoutError:
-            raise HttpFault(408, "the body came too slowly", "request_timeout", close=True) from None
+            raise ApiError("the body came too slowly", "request_timeout", status=408, close=True) from None
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
             self._seen += size
@@ -241,13 +240,13 @@ class _Exchange:
                 message = {**message, "body": b""}
         await self._send(message)
 
-    async def refuse(self, fault: HttpFault) -> None:
-        """The fault as the response, if none has begun."""
+    async def refuse(self, error: ApiError) -> None:
+        """The error as the response, if none has begun."""
         if self.status:
             if not self._ended:
                 raise ConnectionError("the response was under way")
             return
-        await fault.response()(self._scope, self._receive, self.send)
+        await response_of(error)(self._scope, self._receive, self.send)
 
     async def _linger(self) -> None:
         seen = 0

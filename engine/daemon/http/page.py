@@ -19,10 +19,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from ...openai.errors import ApiError
 from ..overview import engine_view, take_sample
 from ..store import records
 from ..store.rows import BatchRow
-from .errors import HttpFault
 from .probes import readiness
 from .state import Services, owner_of
 
@@ -42,7 +42,7 @@ class Overview:
         self.viewers = 0
 
     async def view(self, owner: str) -> dict[str, Any]:
-        """Everything, with the owner's newest batches. Raises HttpFault (503) where the store cannot be read."""
+        """Everything, with the owner's newest batches. Raises ApiError (503) where the store cannot be read."""
         now = time.monotonic()
         if now - self._made >= 1.0:
             self._view, self._made = self._shared(now), now
@@ -132,7 +132,8 @@ def page_router(services: Services, version: str) -> APIRouter:
         if not stream:
             return JSONResponse(first)
         if overview.viewers >= MAX_VIEWERS:
-            raise HttpFault(503, f"{MAX_VIEWERS} others are watching: close one of their pages", "too_many_viewers")
+            message = f"{MAX_VIEWERS} others are watching: close one of their pages"
+            raise ApiError(message, "too_many_viewers", status=503)
         return StreamingResponse(events(owner), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def events(owner: str) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...job import CULPRIT
-from ..observe import Observer
+from ...metrics.observer import Observer
 from ..store.disk import free_bytes
 from .guard import App
 from .server import ServerOptions, make_server

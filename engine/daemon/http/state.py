@@ -10,17 +10,12 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from ...config.schema import LimitsConfig
-from ...text.pool import TextPool
-from ...text.tokenizer import TextModel
 from ..batches import Batches
-from ..dispatch import Dispatcher
-from ..observe import Observer
+from ..core import Core
 from ..overview import Samples
-from ..store.store import Store, StoreUnavailable
-from ..usage import LimitReached, Usage
+from ..store.store import StoreUnavailable
 from .bodies import HeldBodies
-from .errors import HttpFault, unstored
+from .errors import unstored
 from .keys import Key
 
 audit_log = logging.getLogger("laddertron.audit")
@@ -35,21 +30,13 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
+class Services(Core):
     """Made once by the daemon (or a test), handed to every router."""
 
-    store: Store
-    dispatcher: Dispatcher
     batches: Batches
-    text: TextModel
-    encoder: TextPool
-    observer: Observer
-    limits: LimitsConfig
-    served_model_name: str
     started_at: int
     bodies: HeldBodies
     pulse: Pulse
-    usage: Usage
     samples: Samples = field(default_factory=Samples)
 
     async def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
@@ -63,11 +50,6 @@ class Services:
             return await work
         except StoreUnavailable as error:
             raise unstored(str(error)) from error
-
-
-def limit_fault(limit: LimitReached) -> HttpFault:
-    message = f"{limit.message}: try again in {limit.retry_after} s"
-    return HttpFault(429, message, "rate_limit_exceeded", limit.limit, limit.retry_after, close=True)
 
 
 def owner_of(request: Request) -> str:

@@ -1,6 +1,6 @@
 """multipart/form-data, streamed: fields are small, the file goes straight to the disk, everything is bounded.
 
-A parser that is fed bytes and knows neither HTTP nor the store; `FormFault` says what is wrong with what came.
+A parser that is fed bytes and knows neither HTTP nor the store; `FormError` says what is wrong with what came.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Literal
+
+from ...openai.errors import ApiError
 
 _MAX_HEADERS = 8192
 _MAX_FIELD = 1024
@@ -17,22 +19,25 @@ _NAME = re.compile(r'[;\s]name="((?:[^"\\\r\n]|\\.)*)"', re.IGNORECASE)
 _FILENAME = re.compile(r'[;\s]filename="((?:[^"\\\r\n]|\\.)*)"', re.IGNORECASE)
 
 
-class FormFault(ValueError):
+class FormError(ApiError):
     """The form is not what it should be."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "invalid_form", close=True)
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Raises FormFault."""
+    """Raises FormError."""
     kind = content_type.partition(";")[0].strip().lower()
     match = _BOUNDARY.search(content_type)
     if kind != "multipart/form-data" or match is None:
-        raise FormFault(f"content-type {content_type[:80]!r}: multipart/form-data with a boundary is expected")
+        raise FormError(f"content-type {content_type[:80]!r}: multipart/form-data with a boundary is expected")
     return (match[1] or match[2]).encode("latin-1", "replace")
 
 
 class FormParser:
     """`feed` the body as it comes, then `close`. The bytes of the part `file` go to `to_file`; `fields` are the
-    others. Raises FormFault."""
+    others. Raises FormError."""
 
     def __init__(self, boundary: bytes, to_file: Callable[[bytes], None]) -> None:
         self._mark = b"\r\n--" + boundary
@@ -52,7 +57,7 @@ class FormParser:
 
     def close(self) -> None:
         if self._state != "end":
-            raise FormFault("the form ends in the middle")
+            raise FormError("the form ends in the middle")
 
     def _step(self) -> bool:
         match self._state:
@@ -77,7 +82,7 @@ class FormParser:
         self._take(self._buffer[:at])
         if self._state == "body" and self._part != "file":
             if self._part in self.fields:
-                raise FormFault(f"the field {self._part[:64]!r} stands twice")
+                raise FormError(f"the field {self._part[:64]!r} stands twice")
             self.fields[self._part] = self._value.decode("utf-8", "replace")
         self._buffer, self._state = self._buffer[at + len(self._mark) :], "after"
         return True
@@ -85,14 +90,14 @@ class FormParser:
     def _take(self, data: bytes) -> None:
         if self._state == "preamble":
             if data.strip():
-                raise FormFault("the form does not begin with its boundary")
+                raise FormError("the form does not begin with its boundary")
         elif self._part == "file":
             if data:
                 self._to_file(data)
         else:
             self._value += data
             if len(self._value) > _MAX_FIELD:
-                raise FormFault(f"the field {self._part[:64]!r} has more than {_MAX_FIELD} bytes")
+                raise FormError(f"the field {self._part[:64]!r} has more than {_MAX_FIELD} bytes")
 
     def _after(self) -> bool:
         if len(self._buffer) < 2:
@@ -102,39 +107,39 @@ class FormParser:
         elif self._buffer.startswith(b"\r\n"):
             self._buffer, self._state = self._buffer[2:], "headers"
         else:
-            raise FormFault("a boundary is followed by neither a line break nor an end")
+            raise FormError("a boundary is followed by neither a line break nor an end")
         return True
 
     def _headers(self) -> bool:
         at = self._buffer.find(b"\r\n\r\n")
         if at < 0 or at > _MAX_HEADERS:
             if len(self._buffer) > _MAX_HEADERS:
-                raise FormFault("a part's headers are too long")
+                raise FormError("a part's headers are too long")
             return False
         head = self._buffer[:at].decode("utf-8", "replace")
         self._buffer, self._state, self._value = self._buffer[at + 4 :], "body", b""
         self._parts += 1
         if self._parts > _MAX_PARTS:
-            raise FormFault(f"more than {_MAX_PARTS} parts")
+            raise FormError(f"more than {_MAX_PARTS} parts")
         for line in head.split("\r\n"):
             name, _, value = line.partition(":")
             if "\r" in value or "\n" in value:
-                raise FormFault("a part's header holds a line break")
+                raise FormError("a part's header holds a line break")
             if name.strip().lower() == "content-disposition":
                 self._disposition(value)
                 return True
-        raise FormFault("a part has no content-disposition")
+        raise FormError("a part has no content-disposition")
 
     def _disposition(self, value: str) -> None:
         name, filename = _NAME.search(value), _FILENAME.search(value)
         if name is None:
-            raise FormFault("a part has no name")
+            raise FormError("a part has no name")
         self._part = name[1]
         if self._part == "file":
             if filename is None:
-                raise FormFault('the part "file" has no filename: send it as a file')
+                raise FormError('the part "file" has no filename: send it as a file')
             if self.filename is not None:
-                raise FormFault("one file a request")
+                raise FormError("one file a request")
             self.filename = clean_name(filename[1])
 
 

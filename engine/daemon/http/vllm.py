@@ -7,11 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from ...openai.body import TOKENIZE, parsed
+from ...openai.body import TOKENIZE
 from ...openai.body_worker import tokenize
 from ...openai.schema import PromptIds
-from ...openai.validators import BadRequest, StrictModel, checked, json_schema
-from .errors import of_bad_request
+from ...openai.validators import StrictModel, checked, json_schema, parsed, takes
 from .state import Services, owner_of
 
 DETOKENIZE = "/detokenize"
@@ -31,35 +30,25 @@ class TokenizeBody(StrictModel):
     return_token_strs: Annotated[bool | None, Field(description="Also the tokens as the vocabulary has them.")] = None
 
 
-def _takes(model: type[StrictModel]) -> dict[str, Any]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": json_schema(model)}}}}
-
-
 def vllm_router(services: Services, version: str) -> APIRouter:
     """The routes."""
     router = APIRouter(tags=["vllm"])
 
-    @router.post(TOKENIZE, openapi_extra=_takes(TokenizeBody), response_model=dict[str, Any])
+    @router.post(TOKENIZE, openapi_extra=takes(json_schema(TokenizeBody)), response_model=dict[str, Any])
     async def ids(request: Request) -> Response:
         """The ids of a text, or of a chat as the template renders it."""
         limits = services.dispatcher.limits
         most = None if limits is None else limits.max_model_len
         encoder = services.encoder.of(owner_of(request))
-        try:
-            async with services.bodies.read(request) as raw:
-                answer = await tokenize(raw, services.served_model_name, most, encoder)
-        except BadRequest as bad:
-            raise of_bad_request(bad) from None
+        async with services.bodies.read(request) as raw:
+            answer = await tokenize(raw, services.served_model_name, most, encoder)
         return Response(answer, media_type="application/json")
 
-    @router.post(DETOKENIZE, openapi_extra=_takes(DetokenizeBody))
+    @router.post(DETOKENIZE, openapi_extra=takes(json_schema(DetokenizeBody)))
     async def text(request: Request) -> dict[str, Any]:
         """The text of ids."""
-        try:
-            async with services.bodies.read(request) as raw:
-                tokens = checked(DetokenizeBody, parsed(bytes(raw))).tokens
-        except BadRequest as bad:
-            raise of_bad_request(bad) from None
+        async with services.bodies.read(request) as raw:
+            tokens = checked(DetokenizeBody, parsed(bytes(raw))).tokens
         return {"prompt": services.text.decode(tokens, skip_special=False)}
 
     @router.get("/version")

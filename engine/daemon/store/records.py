@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ...metrics.observer import BatchView
 from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens
 from .schema import Rows
 
 _FILE = "id, owner, purpose, filename, bytes, created_at, batch_id, expires_at"
 _JSON = ("errors", "metadata")
+_HAS_ENDED = f"status IN ({', '.join(repr(status) for status in sorted(ENDED))})"
 
 
 def _file(row: sqlite3.Row) -> FileRow:
@@ -63,10 +65,7 @@ def list_files(
 
 def users_of(db: sqlite3.Connection, file_id: str) -> str | None:
     """A batch that still needs this input file."""
-    marks = ", ".join("?" * len(ENDED))
-    row = db.execute(
-        f"SELECT id FROM batches WHERE input_file_id = ? AND status NOT IN ({marks})", (file_id, *sorted(ENDED))
-    ).fetchone()
+    row = db.execute(f"SELECT id FROM batches WHERE input_file_id = ? AND NOT {_HAS_ENDED}", (file_id,)).fetchone()
     return None if row is None else str(row["id"])
 
 
@@ -114,13 +113,27 @@ def list_batches(db: sqlite3.Connection, owner: str, limit: int, after: str | No
 
 def open_batches(db: sqlite3.Connection) -> list[BatchRow]:
     """Those that have not ended, oldest first."""
-    marks = ", ".join("?" * len(ENDED))
-    found = db.execute(f"SELECT * FROM batches WHERE status NOT IN ({marks}) ORDER BY no", sorted(ENDED))
-    return [_batch(row) for row in found]
+    return [_batch(row) for row in db.execute(f"SELECT * FROM batches WHERE NOT {_HAS_ENDED} ORDER BY no")]
 
 
 def count_batches(db: sqlite3.Connection) -> dict[str, int]:
     return {row[0]: row[1] for row in db.execute("SELECT status, count(*) FROM batches GROUP BY status")}
+
+
+def batch_view(db: sqlite3.Connection) -> BatchView:
+    """How far the batches under way are."""
+    query = f"SELECT total, completed, failed, created_at, expires_at FROM batches WHERE NOT {_HAS_ENDED}"
+    rows = [tuple(row) for row in db.execute(query)]
+    windows = tuple((max(0, total - completed - failed), expiry) for total, completed, failed, _, expiry in rows)
+    left = sum(lines for lines, _ in windows)
+    return BatchView(
+        left,
+        sum(row[1] for row in rows),
+        sum(row[2] for row in rows),
+        min((row[3] for row in rows), default=None) if left else None,
+        min((row[4] for row in rows), default=None),
+        windows,
+    )
 
 
 def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **values: Any) -> BatchRow:
@@ -228,19 +241,17 @@ def failed_lines(db: sqlite3.Connection, batch_id: str, limit: int) -> list[str]
 
 def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:
     """Ended ones that were created before a time."""
-    marks = ", ".join("?" * len(ENDED))
-    query = f"SELECT * FROM batches WHERE created_at < ? AND status IN ({marks}) ORDER BY no LIMIT 100"
-    return [_batch(row) for row in db.execute(query, (before, *sorted(ENDED)))]
+    query = f"SELECT * FROM batches WHERE created_at < ? AND {_HAS_ENDED} ORDER BY no LIMIT 100"
+    return [_batch(row) for row in db.execute(query, (before,))]
 
 
 def old_files(db: sqlite3.Connection, before: int, now: int) -> list[FileRow]:
     """Uploads from before a time, and files that have expired; none that an open batch needs."""
-    marks = ", ".join("?" * len(ENDED))
     query = (
         f"SELECT {_FILE} FROM files WHERE (created_at < ? AND batch_id IS NULL OR expires_at <= ?) AND id NOT IN "
-        f"(SELECT input_file_id FROM batches WHERE status NOT IN ({marks})) ORDER BY no LIMIT 100"
+        f"(SELECT input_file_id FROM batches WHERE NOT {_HAS_ENDED}) ORDER BY no LIMIT 100"
     )
-    return [_file(row) for row in db.execute(query, (before, now, *sorted(ENDED)))]
+    return [_file(row) for row in db.execute(query, (before, now))]
 
 
 def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:

@@ -13,6 +13,7 @@ import os
 import shlex
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from rich.text import Text
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
 from ....engine.job import EngineJob
 from ....engine.run.files import RunFileError, RunFiles, open_run
-from ....engine.run.job_group import JobGroup
 from ....engine.run.progress import Summary
 from ....engine.run.run import RunOptions, run_batch
 from ....engine.text.pool import PoolLimits, TextPool
@@ -85,7 +85,6 @@ class Prepared:
         return RunOptions(
             served_model_name=deployment.served_model_name,
             run_id=f"run-{deployment.engine.seed}",
-            window=4 * deployment.engine.max_num_seqs * deployment.parallel.replicas,
             max_line_bytes=deployment.daemon.limits.max_line_bytes,
             max_choices=deployment.daemon.limits.max_choices,
             drain_s=deployment.daemon.drain_timeout,
@@ -115,9 +114,9 @@ def bundles_of(deployment: Deployment) -> FailureBundles:
     return FailureBundles(deployment, Path(deployment.daemon.data_dir) / "bundles")
 
 
-def launched_job(deployment: Deployment) -> EngineJob:
-    """The ranks that the deployment's `launch:` asks for; not started. A launch that fails leaves a bundle. Raises
-    ValueError where they cannot be."""
+def launched_jobs(deployment: Deployment) -> Sequence[EngineJob]:
+    """The ranks that the deployment's `launch:` asks for, by replica; not started. A launch that fails leaves a bundle.
+    Raises ValueError where they cannot be."""
     from ...job.fleet import Fleet
     from ...job.supervisor import JobHooks, MpiJob
 
@@ -131,19 +130,18 @@ def launched_job(deployment: Deployment) -> EngineJob:
         options = fleet.options(index, restart=False)
         return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, JobHooks(failed=failed))
 
-    jobs = [replica(index) for index in range(deployment.parallel.replicas)]
-    return jobs[0] if len(jobs) == 1 else JobGroup(jobs, deployment.parallel.ranks)
+    return [replica(index) for index in range(deployment.parallel.replicas)]
 
 
 async def drive(
-    job: EngineJob,
+    jobs: Sequence[EngineJob],
     prepared: Prepared,
     arguments: Arguments,
     console: Console,
     bundles: FailureBundles | None = None,
 ) -> int:
     """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are).
-    `bundles`: for a job that writes none itself when it fails."""
+    `bundles`: for jobs that write none themselves when one fails."""
     deployment = prepared.deployment
     limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
     caught: list[signal.Signals] = []
@@ -167,7 +165,7 @@ async def drive(
         with RunView(console) as view:
             async with TextPool(prepared.text_folder, limits) as pool:
                 summary = await run_batch(
-                    job, prepared.text, pool.of(""), prepared.files, prepared.options, view, stopping
+                    jobs, prepared.text, pool.of(""), prepared.files, prepared.options, view, stopping
                 )
     except TextError as error:
         say(console, f"failed: {error}")
@@ -179,9 +177,11 @@ async def drive(
     if summary.stopped and caught and summary.reason is None:
         console.print(summary_table(summary))
         return _interrupted(arguments, caught[0], console)
-    if bundles is not None and (state := job.state).phase == "failed":
-        failure = JobFailure("rank_error", state.reason, state.rank, state.node, exit_code=state.exit_code)
-        await asyncio.to_thread(bundles.write, await job.bundle(), failure)
+    failed = next((job.state for job in jobs if job.state.phase == "failed"), None)
+    if bundles is not None and failed is not None:
+        failure = JobFailure("rank_error", summary.reason or "", failed.rank, failed.node, exit_code=failed.exit_code)
+        found = [await job.bundle() for job in jobs]
+        await asyncio.to_thread(bundles.write, {"replicas": found} if len(found) > 1 else found[0], failure)
     return report(summary, arguments, console)
 
 
@@ -212,10 +212,10 @@ def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Consol
     """In this process and ranks of its own."""
     text, folder = read_text(loaded)
     with ended_by(ValueError, OSError):
-        job = launched_job(loaded.deployment)
+        jobs = launched_jobs(loaded.deployment)
     prepared = Prepared(loaded.deployment, text, folder, open_files(arguments))
     try:
-        return asyncio.run(drive(job, prepared, arguments, console))
+        return asyncio.run(drive(jobs, prepared, arguments, console))
     finally:
         prepared.files.release()
 
@@ -238,11 +238,11 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
             raise UsageError(str(error)) from error
         return 2
     if identity.rank != 0:
-        return run_inside(deployment, identity, lambda job: asyncio.sleep(0, 0))
+        return run_inside(deployment, identity, lambda jobs: asyncio.sleep(0, 0))
     prepared = Prepared(deployment, *read_text(loaded), open_files(arguments))
     try:
         bundles = bundles_of(deployment)
-        return run_inside(deployment, identity, lambda job: drive(job, prepared, arguments, console, bundles))
+        return run_inside(deployment, identity, lambda jobs: drive(jobs, prepared, arguments, console, bundles))
     finally:
         prepared.files.release()
 

@@ -13,6 +13,7 @@ from laddertron.engine.daemon.dispatch import Dispatcher
 from laddertron.engine.daemon.flight import Flight
 from laddertron.engine.daemon.suspects import APART_DEATHS, NEAR, Suspicion
 from laddertron.engine.job import JobState
+from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, TokensEvent
 
@@ -50,25 +51,25 @@ class Job:
 
 class Owner:
     def __init__(self) -> None:
-        self.fault: str | None = None
+        self.error: str | None = None
         self.deaths = 0
 
     def died(self, flight: Flight) -> None:
         self.deaths = flight.suspicion.deaths
 
     def landed(self, flight: Flight) -> None:
-        fault: Any = flight.answer.fault
-        self.fault = fault.code
+        error: Any = flight.answer.error
+        self.error = error.code
 
 
 def flight(name: str, deaths: int = 0, priority: int = INTERACTIVE) -> Flight:
     answer: Any = SimpleNamespace(
         place=0,
         completion_tokens=0,
-        fault=None,
+        error=None,
         done=False,
         emitted=lambda prompt: (),
-        take=lambda event: (None, None),
+        take=lambda event: None,
     )
     owner: Any = Owner()
     origin = dataclasses.replace(ORIGIN, request_id=name, priority=priority)
@@ -80,7 +81,7 @@ async def two_replicas(*flights: Flight) -> tuple[Dispatcher, Job, Job]:
     """The first one boards `flights`, the second is not ready yet."""
     first, second = Job(), Job()
     jobs: Any = [first, second]
-    dispatcher = Dispatcher(jobs)
+    dispatcher = Dispatcher(jobs, Observer())
     await dispatcher.start()
     second.to("restarting")
     for one in flights:
@@ -144,7 +145,7 @@ def test_a_loner_that_waits_when_the_daemon_stops_is_told() -> None:
         dispatcher, _, _ = await two_replicas(flight("other"), loner)
         await dispatcher.drain(1.0)
         owner: Any = loner.owner
-        assert owner.fault == "engine_failed"
+        assert owner.error == "engine_failed"
 
     asyncio.run(scene())
 
@@ -152,7 +153,7 @@ def test_a_loner_that_waits_when_the_daemon_stops_is_told() -> None:
 async def one_replica(*names: str) -> tuple[Job, dict[str, Flight]]:
     job, flights = Job(), {name: flight(name, priority=BATCH) for name in names}
     jobs: Any = [job]
-    dispatcher = Dispatcher(jobs)
+    dispatcher = Dispatcher(jobs, Observer())
     await dispatcher.start()
     for one in flights.values():
         dispatcher.submit(one)
@@ -203,7 +204,7 @@ def test_who_kills_alone_twice_is_given_up_and_the_others_are_cleared() -> None:
         advance(job, flights["b"], NEAR + 1)
         assert job.aboard == ["a"]
         job.lose(suspects=1)
-        assert [one.owner.fault for one in flights.values()] == ["quarantined", None, None]  # type: ignore[attr-defined]
+        assert [one.owner.error for one in flights.values()] == ["quarantined", None, None]  # type: ignore[attr-defined]
         assert sorted(job.aboard) == ["b", "c"]
 
     asyncio.run(scene())
@@ -219,7 +220,7 @@ def test_a_conviction_clears_those_who_wait_to_run_alone() -> None:
         advance(job, flights["b"], NEAR + 1)
         assert job.aboard == ["c"]
         job.lose(suspects=1)
-        assert flights["c"].owner.fault == "quarantined"  # type: ignore[attr-defined]
+        assert flights["c"].owner.error == "quarantined"  # type: ignore[attr-defined]
         assert sorted(job.aboard) == ["a", "b"], "a never ran alone"
 
     asyncio.run(scene())
@@ -252,14 +253,14 @@ def test_a_death_of_another_cause_makes_no_suspects() -> None:
 class Shown:
     """An answer of one piece an event."""
 
-    completion_tokens, place, fault = 0, 0, None
+    completion_tokens, place, error = 0, 0, None
 
     def take(self, event: TokensEvent) -> Any:
-        return "a piece", None
+        return SimpleNamespace(stop_after=None)
 
     @property
     def done(self) -> bool:
-        return self.fault is not None
+        return self.error is not None
 
 
 class Shower(Owner):
@@ -286,7 +287,7 @@ def test_an_answer_that_cannot_be_shown_ends_alone() -> None:
             made.answer, made.owner = Shown(), owner
             dispatcher.submit(made)
         first.listener.on_tokens([TokensEvent(name, 0, 0, (5,)) for name in ("bad", "good")])
-        assert (owners[0].fault, owners[1].fault, owners[1].shown) == ("engine_error", None, 1)
+        assert (owners[0].error, owners[1].error, owners[1].shown) == ("engine_error", None, 1)
         assert first.aboard == ["other", "good"]
 
     asyncio.run(scene())

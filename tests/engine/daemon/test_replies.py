@@ -14,10 +14,9 @@ import pytest
 from door import completion
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.bodies import HeldBodies
-from laddertron.engine.daemon.http.errors import HttpFault
 from laddertron.engine.daemon.http.generate import Generator, _Events, _Reply
-from laddertron.engine.daemon.observe import Observer
-from laddertron.engine.openai.batch_lines import AnswerFault
+from laddertron.engine.metrics.observer import Observer
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import COMPLETIONS
 from waiting import HANG_S
 
@@ -76,7 +75,7 @@ def test_a_stream_that_failed_before_its_first_event_leaves_nothing_waiting(monk
         def flight_of(*_: object) -> tuple[Any, _Reply]:
             reply = _Reply(BODY, SERVICES, None)
             answer = SimpleNamespace(
-                fault=AnswerFault("engine_error", "as the test says"),
+                error=ApiError("as the test says", "engine_error", status=500),
                 place=0,
                 prompt_tokens=0,
                 cached_tokens=0,
@@ -94,8 +93,8 @@ def test_a_stream_that_failed_before_its_first_event_leaves_nothing_waiting(monk
         said, before = "", len(asyncio.all_tasks())
         try:
             await generator.answer(request, COMPLETIONS)
-        except HttpFault as fault:  # not pytest.raises, which keeps the frames and all that is in them
-            said = str(fault)
+        except ApiError as error:  # not pytest.raises, which keeps the frames and all that is in them
+            said = str(error)
         assert "as the test says" in said
         while len(asyncio.all_tasks()) > before:
             await asyncio.sleep(0)

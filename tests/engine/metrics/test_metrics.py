@@ -15,13 +15,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from laddertron.engine.daemon.observe import AnswerTimes, BatchView, batch_view
+from laddertron.engine.daemon.store.records import batch_view
 from laddertron.engine.daemon.store.schema import migrate
 from laddertron.engine.job import JobPhase, JobState, MetricRow, RankHeartbeat
 from laddertron.engine.metrics.catalogue import CATALOGUE, FAILURE_KINDS, LABELS, REPORTED
 from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
 from laddertron.engine.metrics.markdown import markdown
-from laddertron.engine.metrics.observer import MAX_KEYS, MAX_ROUTES, MetricsObserver, overdue_s
+from laddertron.engine.metrics.observer import (
+    MAX_KEYS,
+    MAX_ROUTES,
+    AnswerTimes,
+    BatchView,
+    Observer,
+    overdue_s,
+)
 from laddertron.engine.request import TokensEvent
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.job.detect import FailureKind
@@ -49,11 +56,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def metrics(clock: Clock) -> MetricsObserver:
-    return MetricsObserver(CollectorRegistry(), clock=clock)
+def metrics(clock: Clock) -> Observer:
+    return Observer(CollectorRegistry(), clock=clock)
 
 
-def value(metrics: MetricsObserver, name: str, **labels: str) -> float | None:
+def value(metrics: Observer, name: str, **labels: str) -> float | None:
     return metrics.series._registry.get_sample_value(f"laddertron_{name}", labels)
 
 
@@ -85,7 +92,7 @@ def report(
     return RankHeartbeat(rank, f"n{rank // 8}", pid + rank, steps, at, tuple(rows))
 
 
-def test_a_report_becomes_series(metrics: MetricsObserver, clock: Clock) -> None:
+def test_a_report_becomes_series(metrics: Observer, clock: Clock) -> None:
     """Rank 0's schedule goes by replica, what every rank has by rank; the exposures are apart; a name that is no
     series of a rank is left out."""
     metrics.report(1, report(0, clock.now))
@@ -109,7 +116,7 @@ def test_a_report_becomes_series(metrics: MetricsObserver, clock: Clock) -> None
     assert value(metrics, "store_writable") is None
 
 
-def test_a_silent_rank_is_down_and_a_relaunch_counts_on(metrics: MetricsObserver, clock: Clock) -> None:
+def test_a_silent_rank_is_down_and_a_relaunch_counts_on(metrics: Observer, clock: Clock) -> None:
     """Heartbeats end: down after 3 s. A new process starts at zero and moves to another node: its counters go on where
     the old one's stood, under the new node alone."""
     first = {"replica": "0", "rank": "0", "node": "n0"}
@@ -124,7 +131,7 @@ def test_a_silent_rank_is_down_and_a_relaunch_counts_on(metrics: MetricsObserver
     assert value(metrics, "collective_bytes_total", **moved, op="all_reduce", link="net") == 105_000.0
 
 
-def test_a_replica_that_ends_takes_its_ranks_down_at_once(metrics: MetricsObserver, clock: Clock) -> None:
+def test_a_replica_that_ends_takes_its_ranks_down_at_once(metrics: Observer, clock: Clock) -> None:
     for replica in (0, 1):
         metrics.state(replica, JobState("ready"))
         metrics.report(replica, report(0, clock.now))
@@ -136,7 +143,7 @@ def test_a_replica_that_ends_takes_its_ranks_down_at_once(metrics: MetricsObserv
     assert value(metrics, "num_requests_running", replica="1") is None
 
 
-def test_how_long_a_load_took_and_when_a_phase_began(metrics: MetricsObserver, clock: Clock) -> None:
+def test_how_long_a_load_took_and_when_a_phase_began(metrics: Observer, clock: Clock) -> None:
     """What a phase says of itself meanwhile begins no new one; a load that failed is none."""
 
     def seen(at: float, phase: JobPhase, reason: str = "") -> tuple[float | None, float | None]:
@@ -157,7 +164,7 @@ def test_how_long_a_load_took_and_when_a_phase_began(metrics: MetricsObserver, c
     assert seen(240.0, "ready") == (240.0, 60.0)
 
 
-def test_port_and_gpu_counters_are_the_hosts(metrics: MetricsObserver, clock: Clock) -> None:
+def test_port_and_gpu_counters_are_the_hosts(metrics: Observer, clock: Clock) -> None:
     """They do not begin again with a process, so nothing is added up."""
     more = (
         MetricRow("infiniband_errors_total", ("symbol", "mlx5_0", "1"), 5.0),
@@ -170,7 +177,7 @@ def test_port_and_gpu_counters_are_the_hosts(metrics: MetricsObserver, clock: Cl
     assert value(metrics, "gpu_ecc_errors_total", **me, error="uncorrected") == 2.0
 
 
-def test_the_straggler_is_who_computes_while_others_wait(metrics: MetricsObserver, clock: Clock) -> None:
+def test_the_straggler_is_who_computes_while_others_wait(metrics: Observer, clock: Clock) -> None:
     """All four ranks' steps take as long, for all wait for rank 2; what is left without the waits names it. An idle job
     has no score."""
     for second in range(3):
@@ -186,9 +193,7 @@ def test_the_straggler_is_who_computes_while_others_wait(metrics: MetricsObserve
     assert value(metrics, "straggler_score", replica="0", rank="2", node="n0") is None
 
 
-def test_a_rank_without_a_processor_is_the_straggler_though_it_seems_to_wait(
-    metrics: MetricsObserver, clock: Clock
-) -> None:
+def test_a_rank_without_a_processor_is_the_straggler_though_it_seems_to_wait(metrics: Observer, clock: Clock) -> None:
     """Both ranks seem to wait 0.6 s of each second for the other; but rank 1 could have gone on in 0.5 s of its waits,
     had it had a processor. No more than what was waited counts; a kernel without such an account changes nothing."""
 
@@ -206,8 +211,8 @@ def test_a_rank_without_a_processor_is_the_straggler_though_it_seems_to_wait(
     assert beats(3, (None, None)) == [pytest.approx(1.0)] * 2
 
 
-def watched(clock: Clock, data_dir: Path | None = None) -> MetricsObserver:
-    return MetricsObserver(CollectorRegistry(), data_dir, clock=clock, monotonic=clock)
+def watched(clock: Clock, data_dir: Path | None = None) -> Observer:
+    return Observer(CollectorRegistry(), data_dir, clock=clock, monotonic=clock)
 
 
 def test_gaps_between_tokens_and_ends_of_choices(clock: Clock) -> None:
@@ -229,7 +234,7 @@ def test_gaps_between_tokens_and_ends_of_choices(clock: Clock) -> None:
 
 def test_latencies_as_the_client_sees_them(clock: Clock) -> None:
     told: list[AnswerTimes] = []
-    observer = MetricsObserver(CollectorRegistry(), on_request=told.append, clock=clock, monotonic=clock)
+    observer = Observer(CollectorRegistry(), on_request=told.append, clock=clock, monotonic=clock)
     observer.request(AnswerTimes(1000.0, 1000.1, 1002.0, 1003.5, 10, 20, "stop", interactive=True))
     observer.request(AnswerTimes(1000.0, 1000.1, None, 1001.0, 10, 0, "cancelled", interactive=True))
     assert value(observer, "time_to_first_token_seconds_sum") == 2.0
@@ -285,7 +290,7 @@ def test_the_stores_batches_in_one_query() -> None:
     db.close()
 
 
-def test_failures_by_kind_and_desync(metrics: MetricsObserver) -> None:
+def test_failures_by_kind_and_desync(metrics: Observer) -> None:
     """Kinds are there with 0 from the first state on, so that `increase` sees the first failure; an unknown kind is
     `other`."""
     metrics.state(0, JobState("ready"))
@@ -306,7 +311,7 @@ def test_the_failure_kinds_are_the_supervisors() -> None:
     assert {*FAILURE_KINDS} == {*FailureKind.__args__, "other"}  # type: ignore[attr-defined]
 
 
-def test_eta_from_the_rate_of_answers(metrics: MetricsObserver, clock: Clock) -> None:
+def test_eta_from_the_rate_of_answers(metrics: Observer, clock: Clock) -> None:
     """50 lines in 10 s, 100 left: 20 s. Without any progress there is no estimate; with nothing left it is 0. A batch
     that ends takes its lines out of the count: the rate goes on with what it knows."""
     metrics.batches(BatchView(left=150))
@@ -330,7 +335,7 @@ def test_eta_from_the_rate_of_answers(metrics: MetricsObserver, clock: Clock) ->
     assert value(metrics, "dispatch_requests", status="in_flight") == 7.0
 
 
-def test_the_batch_that_will_be_late(metrics: MetricsObserver, clock: Clock) -> None:
+def test_the_batch_that_will_be_late(metrics: Observer, clock: Clock) -> None:
     """Ten lines a second, shared evenly. 100 and 1000 lines: the small batch is done after 20 s though 110 s of work
     are queued, the large one after 110 s. What the most is late by counts; nothing under way, or no rate: no figure."""
     assert overdue_s(((100, 30.0), (1000, 500.0)), 10.0, 0.0) == pytest.approx(-10.0)
@@ -347,7 +352,7 @@ def test_the_batch_that_will_be_late(metrics: MetricsObserver, clock: Clock) -> 
     assert value(metrics, "batch_overdue_seconds") is None
 
 
-def test_routes_are_bounded(metrics: MetricsObserver) -> None:
+def test_routes_are_bounded(metrics: Observer) -> None:
     """Whoever mounts routes by mistake with a path in them fills `other`, not the memory."""
     for i in range(3 * MAX_ROUTES):
         metrics.http(f"/v1/files/{i}", 200, 0.01)
@@ -356,17 +361,17 @@ def test_routes_are_bounded(metrics: MetricsObserver) -> None:
     assert value(metrics, "http_requests_total", route="other", code="200") == 2 * MAX_ROUTES
 
 
-def test_wrong_labels_are_refused(metrics: MetricsObserver) -> None:
+def test_wrong_labels_are_refused(metrics: Observer) -> None:
     with pytest.raises(ValueError, match="has labels"):
         metrics.series.set("rank_up", 1.0, "0")
     with pytest.raises(KeyError):
         metrics.series.add("no_such_series", 1.0)
 
 
-def filled(ranks: int = 16, clock: Clock | None = None) -> MetricsObserver:
+def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     """Every series with a value."""
     clock = clock or Clock()
-    metrics = MetricsObserver(CollectorRegistry(), Path("."), clock=clock, monotonic=clock)
+    metrics = Observer(CollectorRegistry(), Path("."), clock=clock, monotonic=clock)
     metrics.series.set("build_info", 1.0, "0.1", "demo", "ladder")
     metrics.state(0, JobState("ready"))
     rows = []
@@ -430,7 +435,7 @@ def test_a_scrape_of_16_ranks_is_quick() -> None:
     assert took < 0.25
 
 
-def test_reports_that_make_no_sense_break_nothing(metrics: MetricsObserver, clock: Clock) -> None:
+def test_reports_that_make_no_sense_break_nothing(metrics: Observer, clock: Clock) -> None:
     """What a rank of another version might send, a hundred times over: the scrape still parses."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")

@@ -15,41 +15,11 @@ from typing import Any
 
 import pytest
 from faults.night import Night
-from laddertron.engine.daemon.observe import AnswerTimes
-from laddertron.engine.metrics.otel import Parent, RequestSpans, exporting, parse_traceparent
+from laddertron.engine.metrics.observer import AnswerTimes
+from laddertron.engine.metrics.otel import RequestSpans, exporting
 from waiting import HANG_S
 
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.mark.parametrize(
-    ("header", "parent"),
-    [
-        (GOOD, Parent(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)),
-        (GOOD[:-2] + "00", Parent(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, False)),
-        ("cc" + GOOD[2:] + "-what-comes-later", Parent(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)),
-        (GOOD + "-more", None),
-        ("ff" + GOOD[2:], None),
-        (GOOD.upper(), None),
-        ("00-" + "0" * 32 + "-b7ad6b7169203331-01", None),
-        ("00-0af7651916cd43dd8448eb211c80319c-" + "0" * 16 + "-01", None),
-        ("", None),
-        (None, None),
-    ],
-)
-def test_the_header_as_the_standard_has_it(header: str | None, parent: Parent | None) -> None:
-    assert parse_traceparent(header) == parent
-
-
-def test_no_header_costs_a_request() -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    dice = random.Random(seed)
-    for _ in range(2000):
-        text = list(GOOD)
-        for _ in range(dice.randint(1, 6)):
-            text[dice.randrange(len(text))] = chr(dice.randrange(1, 300))
-        parse_traceparent("".join(text))
 
 
 @pytest.fixture
@@ -62,6 +32,55 @@ def collected() -> tuple[RequestSpans, Any]:
     provider, kept = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     return RequestSpans(provider, "demo"), kept
+
+
+def parent_of(collected: tuple[RequestSpans, Any], header: str | None) -> tuple[int, int, bool] | None:
+    """Trace and span of whose child a request with this header is, and whether its trace is recorded."""
+    spans, kept = collected
+    kept.clear()
+    spans.finished(AnswerTimes(1.0, 2.0, None, 3.0, 1, 0, "stop", True, header))
+    (parent,) = [span.parent for span in kept.get_finished_spans() if span.name == "request"] or [None]
+    return None if parent is None else (parent.trace_id, parent.span_id, bool(parent.trace_flags))
+
+
+SENDER = (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+
+
+@pytest.mark.parametrize(
+    ("header", "parent"),
+    [
+        (GOOD, SENDER),
+        ("cc" + GOOD[2:] + "-what-comes-later", SENDER),
+        (GOOD + "-more", None),
+        ("ff" + GOOD[2:], None),
+        (GOOD.upper(), None),
+        ("00-" + "0" * 32 + "-b7ad6b7169203331-01", None),
+        ("00-0af7651916cd43dd8448eb211c80319c-" + "0" * 16 + "-01", None),
+        ("", None),
+        (None, None),
+    ],
+)
+def test_the_header_as_the_standard_has_it(
+    collected: tuple[RequestSpans, Any], header: str | None, parent: tuple[int, int, bool] | None
+) -> None:
+    assert parent_of(collected, header) == parent
+
+
+def test_what_the_sender_does_not_record_is_not_recorded(collected: tuple[RequestSpans, Any]) -> None:
+    spans, kept = collected
+    spans.finished(AnswerTimes(1.0, 2.0, None, 3.0, 1, 0, "stop", True, GOOD[:-2] + "00"))
+    assert not kept.get_finished_spans()
+
+
+def test_no_header_costs_a_request(collected: tuple[RequestSpans, Any]) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    for _ in range(2000):
+        text = list(GOOD)
+        for _ in range(dice.randint(1, 6)):
+            text[dice.randrange(len(text))] = chr(dice.randrange(1, 300))
+        parent_of(collected, "".join(text))
 
 
 def test_an_answer_becomes_a_span_with_its_stages(collected: tuple[RequestSpans, Any]) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from door import LIMITS, ORIGIN, chat, completion
-from laddertron.engine.openai.batch_lines import answer_line, fault_line, refusal_line, to_bytes
+from laddertron.engine.openai.batch_lines import answer_line, error_line
 from laddertron.engine.openai.body import Body
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.responses import Answer
 from laddertron.engine.openai.schema import CHAT
 from laddertron.engine.openai.sse import EventWriter
 from laddertron.engine.openai.to_engine import to_requests
-from laddertron.engine.openai.validators import BadRequest
 from laddertron.engine.request import Request, TokenLogprob, TokensEvent
 from laddertron.engine.text.tokenizer import TextModel
 from tiny_text import write_folder
@@ -97,7 +97,7 @@ def test_the_stop_token_has_a_logprob_in_completions_alone(text: TextModel, toke
     scores = tuple(TokenLogprob(t, -0.5) for t in (*ids, 1))
     for body in (completion(prompt="x", logprobs=0), chat(logprobs=True)):
         made, (request,) = answer(body, text)
-        delta, _ = made.take(event(request, ids, 0, 0, "stop", stop_token=1, logprobs=scores))
+        delta = made.take(event(request, ids, 0, 0, "stop", stop_token=1, logprobs=scores))
         assert delta is not None
         choice = made.response()["choices"][0]
         if "text" in choice:
@@ -169,13 +169,13 @@ def test_a_stream_says_what_the_whole_says(text: TextModel) -> None:
             if key[1] == 0 or key[0] in scored or not body.echo:
                 scored.add(key[0])
                 score = tuple(TokenLogprob(t, -float(i)) for i, t in enumerate(new))
-                delta, stop = made.take(
+                delta = made.take(
                     event(request, new, key[1], start, "length" if last else None, logprobs=score, **extra)
                 )
                 at[key] = start + n
                 if delta is not None:
                     chunks += made.chunks(delta)
-                if last or stop is not None:
+                if last or (delta is not None and delta.stop_after is not None):
                     del at[key]
         assert made.done
         whole = made.response()
@@ -211,7 +211,7 @@ def test_events_are_the_chunks_rendered(text: TextModel, make: Any, usage: bool)
         for choice in rng.sample(range(2), 2):
             finish = "length" if start == len(ids) - 1 else None
             one = event(request, ids[start : start + 1], choice, start, finish)
-            expected, delta = long.take(one)[0], short.take(one)[0]
+            expected, delta = long.take(one), short.take(one)
             assert expected is not None
             assert delta is not None
             chunks = long.chunks(expected)
@@ -234,7 +234,7 @@ def test_token_ids_beside_the_text(text: TextModel, make: Any, stream: bool) -> 
     chunks: list[dict[str, Any]] = []
     for at in range(3):
         new, end = ids[at : at + 1], {"finish": "stop", "stop_token": 1} if at == 2 else {}
-        delta, _ = made.take(
+        delta = made.take(
             event(request, new, 0, at, logprobs=tuple(TokenLogprob(t, -1.0) for t in (new or [1])), **end)
         )
         assert delta is not None
@@ -269,7 +269,7 @@ def test_an_echoed_chat_begins_with_what_it_continues(text: TextModel) -> None:
         ({"echo": True}, "ok"),
     ):
         made, (request,) = answer(chat(**fields), text)
-        delta, _ = made.take(event(request, text.encode("ok", False), 0, 0, "length"))
+        delta = made.take(event(request, text.encode("ok", False), 0, 0, "length"))
         assert delta is not None
         streamed = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in made.chunks(delta))
         assert (made.response()["choices"][0]["message"]["content"], streamed) == (want, want)
@@ -280,7 +280,7 @@ def test_usage_so_far_in_every_chunk(text: TextModel) -> None:
     made, (request,) = answer(completion(stream=True, stream_options=options), text, [(5, 6)])
     writer, found = EventWriter(), []
     for at, token in enumerate(text.encode("abcd", False)):
-        delta, _ = made.take(event(request, [token], 0, at, "length" if at == 3 else None))
+        delta = made.take(event(request, [token], 0, at, "length" if at == 3 else None))
         assert delta is not None
         found.append(json.loads(writer.of(made, delta).removeprefix(b"data: "))["usage"])
     assert [usage["completion_tokens"] for usage in found] == [1, 2, 3, 4]
@@ -296,7 +296,7 @@ def test_repeated_events_count_once_and_gaps_are_faults(text: TextModel) -> None
     assert made.completion_tokens == 2
     made, (request,) = answer(chat(), text)
     made.take(event(request, [a], 0, 5))
-    assert made.fault is not None
+    assert made.error is not None
     assert made.done
 
 
@@ -314,8 +314,8 @@ def test_a_failed_choice_fails_its_line(text: TextModel, finish: Any, code: str,
     made.take(event(request, [3], 0, 0, "length"))
     made.take(event(request, [], 1, 0, finish, message="why"))
     assert made.done
-    assert made.fault is not None
-    out = fault_line("a", "id1", made.fault)
+    assert made.error is not None
+    out = json.loads(error_line("a", "id1", made.error))
     if status is None:
         assert (out["response"], out["error"]) == (None, {"code": code, "message": "why"})
     else:
@@ -324,14 +324,14 @@ def test_a_failed_choice_fails_its_line(text: TextModel, finish: Any, code: str,
 
 
 def test_output_lines_in_the_batch_apis_form() -> None:
-    assert json.loads(to_bytes(answer_line("r-1", "x", {"a": "é\u2028\n"}))) == {
+    assert json.loads(answer_line("r-1", "x", {"a": "é\u2028\n"})) == {
         "id": "batch_req_x",
         "custom_id": "r-1",
         "response": {"status_code": 200, "request_id": "req_x", "body": {"a": "é\u2028\n"}},
         "error": None,
     }
-    assert to_bytes(answer_line("r-1", "x", {"a": "\n"})).count(b"\n") == 1
-    refused = refusal_line(None, "x", BadRequest("m", param="p", code="c"), 7)
+    assert answer_line("r-1", "x", {"a": "\n"}).count(b"\n") == 1
+    refused = json.loads(error_line(None, "x", ApiError("m", param="p", code="c"), 7))
     assert refused["response"]["body"]["error"] == {
         "message": "m", "type": "invalid_request_error", "param": "p", "code": "c", "line": 7,
     }  # fmt: skip
@@ -358,7 +358,7 @@ def test_a_digest_of_the_logits_comes_with_each_choice(text: TextModel, make: An
         for at, (new, number) in enumerate([([token], 2**64 - 1), ([], last)]):
             end = {"finish": "stop", "stop_token": 1} if at else {}
             scored = (TokenLogprob((new or [1])[0], -1.0, (), number),)
-            delta, _ = made.take(event(request, new, 0, at, logprobs=scored, **end))
+            delta = made.take(event(request, new, 0, at, logprobs=scored, **end))
             assert delta is not None
             data = EventWriter().of(made, delta).decode().split("\n\n")[:-1]
             chunks += [json.loads(one.removeprefix("data: "))["choices"][0] for one in data]

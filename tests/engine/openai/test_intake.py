@@ -17,12 +17,12 @@ import pytest
 from door import LIMITS, ORIGIN, USER, chat, completion
 from fake_job import FakeJob
 from laddertron.engine.job import EngineJob
-from laddertron.engine.openai.batch_input import BatchLine, LineRules, check_file, check_line, read_lines
-from laddertron.engine.openai.batch_lines import refusal_line, to_bytes
+from laddertron.engine.openai.batch_input import LineRules, check_file, check_line, read_lines
+from laddertron.engine.openai.batch_lines import error_line
 from laddertron.engine.openai.body import Body, parse_body
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import CHAT, COMPLETIONS, MODELS, json_schema
 from laddertron.engine.openai.to_engine import check_model, default_seed, to_requests
-from laddertron.engine.openai.validators import BadRequest
 from laddertron.engine.request import ModelLimits, SamplingParams
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.topology.strict_json import JsonError, parse
@@ -30,9 +30,9 @@ from tiny_text import write_folder
 from waiting import cheapest
 
 
-def refusal(**fields: Any) -> BadRequest:
+def refusal(**fields: Any) -> ApiError:
     """Of a chat body, unless `prompt` is among the fields."""
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(ApiError) as caught:
         (completion if "prompt" in fields else chat)(**fields)
     return caught.value
 
@@ -157,7 +157,7 @@ def test_bad_words_are_spelt_in_both_places(tmp_path: Path) -> None:
     assert len(spelt(" th")) == 1 < len(spelt("th")), "as many ids, or the rule is another word's"
     (request,) = to_requests(completion(bad_words=["x"]), [(2,)], LIMITS, ORIGIN, text)
     assert request.params.bad_word_ids == (spelt("x"),)
-    with pytest.raises(BadRequest, match="bad_words forbid all of allowed_token_ids"):
+    with pytest.raises(ApiError, match="bad_words forbid all of allowed_token_ids"):
         to_requests(completion(bad_words=["and"], allowed_token_ids=list(spelt("and"))), [(2,)], LIMITS, ORIGIN, text)
 
 
@@ -166,7 +166,7 @@ def test_a_prompt_is_cut_to_its_end() -> None:
     for keep, asked, kept in ((3, 4, 3), (-1, 4, 60), (-1, None, 63), (70, 4, None)):
         body = completion(truncate_prompt_tokens=keep, max_tokens=asked)
         if kept is None:
-            with pytest.raises(BadRequest, match="shorten the prompt"):
+            with pytest.raises(ApiError, match="shorten the prompt"):
                 to_requests(body, [tuple(range(2, 202))], LIMITS, ORIGIN)
         else:
             (request,) = to_requests(body, [tuple(range(2, 202))], LIMITS, ORIGIN)
@@ -282,7 +282,7 @@ def test_what_is_too_large_is_refused_before_its_items_are_looked_at(monkeypatch
     many = b",".join([b"1"] * 1_200_000)
     keys = b",".join(b'"%d":1' % i for i in range(1_100_000))
     for part in (b'"prompt":[' + many + b"]", b'"logit_bias":{' + keys + b"}", keys):
-        with pytest.raises(BadRequest, match="more than 1048576 items and members"):
+        with pytest.raises(ApiError, match="more than 1048576 items and members"):
             parse_body(b'{"model":"m",' + part + b"}", COMPLETIONS)
     assert parse_body(json.dumps({"model": "m", "prompt": "," * 1_200_000}).encode(), COMPLETIONS).prompts
     with monkeypatch.context() as patched:
@@ -396,16 +396,17 @@ def test_lines_are_read_as_a_stream_and_long_ones_skipped() -> None:
 
 
 def test_a_whole_file_is_checked_before_anything_runs() -> None:
-    """Every bad line is counted, the first hundred named; too many lines and none at all are faults of their own."""
+    """The first hundred bad lines are named, and those for another model; too many lines, or none, are errors too."""
     good = [json.dumps(line(custom_id=f"c{i}")).encode() for i in range(50)]
     bad = [b"{" for _ in range(150)]
-    taken: list[BatchLine] = []
-    check = check_file(io.BytesIO(b"\n".join(good + bad)), LineRules(endpoint=CHAT), each=taken.append)
-    assert (check.lines, check.bad, len(check.errors), len(taken)) == (200, 150, 100, 50)
+    check = check_file(io.BytesIO(b"\n".join(good + bad)), LineRules(endpoint=CHAT), "m")
+    assert (check.lines, check.unserved, len(check.errors)) == (200, 0, 100)
     assert check.errors[0][0] == 51
-    check = check_file(io.BytesIO(b"\n".join(good)), LineRules(max_lines=40))
-    assert (check.bad, check.errors[0][1].code) == (1, "too_many_lines")
-    assert check_file(io.BytesIO(b"\n\n"), LineRules()).errors[0][1].code == "empty_file"
+    check = check_file(io.BytesIO(b"\n".join(good)), LineRules(max_lines=40), "other")
+    assert (check.unserved, [error.code for _, error in check.errors]) == (40, ["too_many_lines"])
+    assert check.unserved_errors[0][0] == 1
+    assert str(check.unserved_errors[0][1]).startswith("line 1: the model")
+    assert check_file(io.BytesIO(b"\n\n"), LineRules(), "m").errors[0][1].code == "empty_file"
 
 
 def test_no_bytes_make_a_line_raise() -> None:
@@ -441,7 +442,7 @@ def test_no_bytes_make_a_line_raise() -> None:
         assert (found.body is None) != (found.error is None)
         if found.error is not None:
             bad += 1
-            to_bytes(refusal_line(found.custom_id, "x", found.error, found.number))
+            error_line(found.custom_id, "x", found.error, found.number)
     assert bad > 2000
 
 
@@ -473,8 +474,8 @@ def test_the_default_seed_is_the_runs_and_the_lines() -> None:
 
 
 def test_what_the_model_cannot_do_is_refused_with_the_numbers() -> None:
-    def said(body: Body, prompt: tuple[int, ...] = (2,), limits: ModelLimits = LIMITS) -> BadRequest:
-        with pytest.raises(BadRequest) as caught:
+    def said(body: Body, prompt: tuple[int, ...] = (2,), limits: ModelLimits = LIMITS) -> ApiError:
+        with pytest.raises(ApiError) as caught:
             to_requests(body, [prompt], limits, ORIGIN)
         return caught.value
 
@@ -490,7 +491,7 @@ def test_what_the_model_cannot_do_is_refused_with_the_numbers() -> None:
     assert said(chat(allowed_token_ids=[2, 300])).param == "allowed_token_ids"
     assert said(chat(allowed_token_ids=[2, 1], stop_token_ids=[2], min_tokens=1)).param == "allowed_token_ids"
     assert "empty" in said(completion(), ()).message
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(ApiError) as caught:
         check_model(chat(), "tiny")
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
@@ -511,7 +512,7 @@ def test_max_tokens_and_ends_have_their_defaults() -> None:
 def test_http_bodies_are_parsed_strictly() -> None:
     assert parse_body(json.dumps({"model": "m", "messages": USER}).encode(), CHAT) == chat()
     for data in (b"\x1f\x8b\x08", b"", b'{"model": "m", "model": "n"}'):
-        with pytest.raises(BadRequest) as caught:
+        with pytest.raises(ApiError) as caught:
             parse_body(data, CHAT)
         assert (caught.value.code, caught.value.status) == ("invalid_json", 400)
 

@@ -16,8 +16,8 @@ from daemon_tools import LIMITS, NAME, Served, deployment, served
 from door import chat
 from fake_job import FakeJob
 from laddertron.engine.openai.chat_parts import ChatParts, Part, message_of
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import CHAT
-from laddertron.engine.openai.validators import BadRequest
 from laddertron.engine.sampling import grammar
 from laddertron.engine.text.tokenizer import ChatOptions, TextModel
 from tiny_text import byte_level, write_folder
@@ -172,7 +172,7 @@ def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_called_is_refused(fields: dict[str, Any], param: str | None, said: str) -> None:
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(ApiError) as caught:
         chat(**fields)
     assert said in caught.value.message
     assert param is None or caught.value.param == param

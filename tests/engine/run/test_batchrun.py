@@ -24,7 +24,6 @@ from laddertron.engine.job import JobListener, JobState
 from laddertron.engine.openai.responses import Answer
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.run.files import LineFile, RunFileError, RunFiles, open_run
-from laddertron.engine.run.job_group import JobGroup
 from laddertron.engine.run.progress import RankKind, Snapshot, Summary
 from laddertron.engine.run.run import RunOptions, run_batch
 from laddertron.engine.sampling import grammar
@@ -78,7 +77,7 @@ class Bench:
     def run(self, make: Callable[[], FakeJob], options: RunOptions = OPTIONS, **kind: bool) -> Summary:
         async def go() -> Summary:
             self.job = make()
-            return await run_batch(self.job, self.text, Direct(self.text), self.open(**kind), options, self)
+            return await run_batch([self.job], self.text, Direct(self.text), self.open(**kind), options, self)
 
         return asyncio.run(go())
 
@@ -286,7 +285,7 @@ def test_cancelling_the_run_leaves_whole_lines_and_a_closed_job(bench: Bench) ->
 
     async def go() -> None:
         bench.job = FakeJob(LIMITS)
-        task = asyncio.create_task(run_batch(bench.job, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench))
+        task = asyncio.create_task(run_batch([bench.job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench))
         while len(bench.snapshots) < 60:
             await asyncio.sleep(0)
         task.cancel()
@@ -309,7 +308,7 @@ def stopped(bench: Bench, job: FakeJob, when: Callable[[], bool], drain_s: float
         bench.job, stop = job, asyncio.Event()
         options = replace(OPTIONS, drain_s=drain_s)
         task = asyncio.create_task(
-            run_batch(bench.job, bench.text, Direct(bench.text), bench.open(**kind), options, bench, stop)
+            run_batch([bench.job], bench.text, Direct(bench.text), bench.open(**kind), options, bench, stop)
         )
         async with asyncio.timeout(HANG_S):
             while not (when() or task.done()):
@@ -400,14 +399,13 @@ def test_killed_at_any_moment_nothing_is_lost_torn_or_doubled(bench: Bench) -> N
 
 
 def test_replicas_share_the_lines_and_one_failure_ends_all(bench: Bench) -> None:
-    """Two replicas take about half each; ranks are numbered in one row; when one dies the run stops and can resume."""
+    """Two replicas take about half each; when one dies the run stops and can resume."""
     bench.write(*[completion(f"t{i}", n=1 + i % 2) for i in range(60)])
     jobs: list[FakeJob] = []
 
     async def go(die_after: int | None, **kind: bool) -> Summary:
         jobs[:] = [FakeJob(LIMITS), FakeJob(LIMITS, die_after=die_after)]
-        group = JobGroup(jobs, ranks_each=2)
-        return await run_batch(group, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench)
+        return await run_batch(jobs, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench)
 
     summary = asyncio.run(go(12))
     assert summary.reason == "replica 1: rank 1 on node-b was killed"
@@ -439,8 +437,7 @@ def test_replicas_start_one_after_another(bench: Bench) -> None:
     bench.write(*[completion(f"t{i}") for i in range(8)])
 
     async def go() -> Summary:
-        group = JobGroup([Unstarted(LIMITS), Unstarted(LIMITS)], ranks_each=2)
-        assert group.state.phase == "starting"
+        group = [Unstarted(LIMITS), Unstarted(LIMITS)]
         return await run_batch(group, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
 
     summary = asyncio.run(go())
@@ -524,7 +521,7 @@ def test_an_answer_that_cannot_be_made_is_an_error_line(
     async def go() -> Summary:
         job = Deaf(LIMITS)
         async with asyncio.timeout(HANG_S):
-            return await run_batch(job, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
+            return await run_batch([job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
 
     summary = asyncio.run(go())
     assert (summary.ok, summary.failed, summary.reason) == (5, 1, None)

@@ -307,7 +307,7 @@ def test_a_job_among_the_ranks_leaves_a_bundle_when_it_fails(tmp_path: Path, die
 
     async def story() -> int:
         job = FakeJob(ModelLimits(512, 100_000, 1, 4096), die_after=die_after)
-        return await drive(job, prepared, arguments, console, bundles)
+        return await drive([job], prepared, arguments, console, bundles)
 
     try:
         assert asyncio.run(story()) == (0 if die_after is None else 1)
@@ -325,7 +325,7 @@ from fake_job import FakeJob
 from laddertron.engine.request import ModelLimits
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.commands import run
-run.launched_job = lambda deployment: FakeJob(ModelLimits(512, 100_000, 1, 4096))
+run.launched_jobs = lambda deployment: [FakeJob(ModelLimits(512, 100_000, 1, 4096))]
 sys.exit(cli.main(sys.argv[2:]))
 """
 

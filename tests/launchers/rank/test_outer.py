@@ -12,7 +12,7 @@ from laddertron.engine.config import load as deploy
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.launchers.control.control_client import ControlClient
 from laddertron.launchers.control.messages import Beat, Command, Ready, Shutdown, StopChoice, Submit
-from laddertron.launchers.rank.outer_job import LOOPBACK, Replicas
+from laddertron.launchers.rank.outer_job import LOOPBACK, ReplicaJob, Replicas
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LIMITS = ModelLimits(max_model_len=64, vocab_size=32, max_num_seqs=4, kv_tokens=256)
@@ -21,13 +21,17 @@ LIMITS = ModelLimits(max_model_len=64, vocab_size=32, max_num_seqs=4, kv_tokens=
 DEPLOYMENT = ["parallel.tensor_parallel_size=1", "parallel.replicas=2"]
 
 
+def is_ready(job: ReplicaJob) -> bool:
+    return job.state.phase == "ready"
+
+
 class Pair:
     """Two replicas of one rank each, both clients."""
 
     def __init__(self) -> None:
         deployment = deploy.load(CONFIGS / "demo.yaml", DEPLOYMENT)
         self.replicas = Replicas(deployment, LOOPBACK, lambda: {"step": 7})
-        self.job, self.listener = self.replicas.job, Listener()
+        self.jobs, self.listeners = self.replicas.jobs, (Listener(), Listener())
         self.lost_channel: list[str] = []
 
     async def start(self) -> None:
@@ -40,66 +44,67 @@ class Pair:
 
         self.clients = [await asyncio.to_thread(connect, rank) for rank in range(2)]
         self.clients[0].send_state(Ready(LIMITS))
-        await self.job.start(self.listener)
+        for job, listener in zip(self.jobs, self.listeners, strict=True):
+            await job.start(listener)
         self.clients[1].send_state(Ready(LIMITS))
-        await self.listener.until(lambda: self.job.state.phase == "ready")
+        for job, listener in zip(self.jobs, self.listeners, strict=True):
+            await listener.until(partial(is_ready, job))
 
-    def has_ended(self, name: str) -> bool:
-        return (name, 0) in self.listener.finished
+    def has_ended(self, replica: int) -> bool:
+        return bool(self.listeners[replica].finished)
 
     async def asked(self, replica: int) -> list[Command]:
         return await asyncio.to_thread(self.clients[replica].poll, 120.0)
 
 
 def test_requests_reach_both_replicas_and_tokens_come_back() -> None:
-    """Ready once both are; two requests go one to each; tokens, stop and reports pass; the end tells both to shut down
-    and waits for them to leave."""
+    """Tokens, stop and reports pass; the end tells both to shut down and waits for them to leave."""
 
     async def story() -> None:
         pair = Pair()
         await pair.start()
         assert pair.clients[1].config == deploy.digest(deploy.load(CONFIGS / "demo.yaml", DEPLOYMENT))
-        pair.job.submit(request("one"))
-        pair.job.submit(request("two"))
         for replica, client in enumerate(pair.clients):
+            pair.jobs[replica].submit(request("one"))
             (there,) = await pair.asked(replica)
             assert isinstance(there, Submit)
             name = there.request.request_id
             client.send_tokens([TokensEvent(name, 0, 0, (5, 6))])
-            pair.job.stop_choice(name, 0, 1)
+            pair.jobs[replica].stop_choice(name, 0, 1)
             assert await pair.asked(replica) == [StopChoice(name, 0, 1)]
             client.send_tokens([TokensEvent(name, 0, 2, (7,), "stop")])
-            await pair.listener.until(partial(pair.has_ended, name))
-            assert pair.listener.tokens[name, 0] == [5, 6, 7]
-        await pair.listener.until(lambda: {0, 1} <= set(pair.listener.reports))
-        assert await pair.job.bundle() == {"replicas": [{"dumps": {"0": {"step": 7}}}, {"dumps": {"0": {}}}]}
+            await pair.listeners[replica].until(partial(pair.has_ended, replica))
+            assert pair.listeners[replica].tokens[name, 0] == [5, 6, 7]
+            await pair.listeners[replica].until(lambda: pair.listeners[replica].reports)  # noqa: B023
+            assert await pair.jobs[replica].bundle() == {"dumps": {"0": {} if replica else {"step": 7}}}
         ending = asyncio.create_task(pair.replicas.end())
         for replica, client in enumerate(pair.clients):
             assert await pair.asked(replica) == [Shutdown()]
             await asyncio.to_thread(client.close)
         await ending
-        assert pair.job.state.phase == "ready", "leaving in order is no failure"
+        assert all(is_ready(job) for job in pair.jobs), "leaving in order is no failure"
         assert pair.lost_channel == []
 
     asyncio.run(story())
 
 
-def test_a_replica_that_leaves_or_fails_fails_the_group() -> None:
+def test_a_replica_that_leaves_has_failed() -> None:
     """What it was asked is lost, with its own words as the reason if it had any."""
 
     async def story(words: str) -> None:
         pair = Pair()
         await pair.start()
-        pair.job.submit(request("one"))
-        pair.job.submit(request("two"))
+        for job in pair.jobs:
+            job.submit(request("one"))
         await pair.asked(1)
         if words:
             await asyncio.to_thread(pair.clients[1].fail, words)
         await asyncio.to_thread(pair.clients[1].close)
-        await pair.listener.until(lambda: bool(pair.listener.lost))
-        reason = f"replica 1: {words or 'its first rank left'}"
-        assert (pair.job.state.phase, pair.job.state.reason) == ("failed", reason)
-        assert pair.listener.lost == [(["two"], reason, 1)]
+        listener, reason = pair.listeners[1], words or "its first rank left"
+        await listener.until(lambda: bool(listener.lost))
+        assert (pair.jobs[1].state.phase, pair.jobs[1].state.reason) == ("failed", reason)
+        assert listener.lost == [(["one"], reason, 1)]
+        assert (is_ready(pair.jobs[0]), pair.listeners[0].lost) == (True, [])
         await asyncio.to_thread(pair.clients[0].close)
         await pair.replicas.end()
 

@@ -18,7 +18,7 @@ from daemon_tools import LIMITS, NAME, Served, deployment, served
 from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.bodies import HeldBodies
-from laddertron.engine.daemon.http.errors import HttpFault
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai import body_worker
 from laddertron.engine.text.pool import PoolLimits, TextPool, _Item, _Queues
 from tiny_text import write_folder
@@ -147,7 +147,7 @@ def test_what_is_refused_is_not_held() -> None:
     async def go() -> None:
         bodies = HeldBodies(150_000, 200_000)
         request: Any = Sending()
-        with pytest.raises(HttpFault) as refused:
+        with pytest.raises(ApiError) as refused:
             async with bodies.read(request):
                 raise AssertionError("taken")
         assert refused.value.code == "too_many_bytes"

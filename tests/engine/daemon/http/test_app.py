@@ -29,9 +29,9 @@ from laddertron.engine.daemon.http.keys import (
     revoke_key,
     rotate_key,
 )
-from laddertron.engine.daemon.http.upload import FormFault, FormParser, boundary_of, clean_name
+from laddertron.engine.daemon.http.upload import FormError, FormParser, boundary_of, clean_name
 from laddertron.engine.job import JobState
-from laddertron.engine.metrics.observer import MetricsObserver
+from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.text.tokenizer import TextModel
 from prometheus_client import CollectorRegistry
 from tiny_text import write_folder
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Served]:
-    observer = MetricsObserver(CollectorRegistry())
+    observer = Observer(CollectorRegistry())
     with served(deployment(tmp_path_factory.mktemp("small"), SMALL), folder, observer=observer) as running:
         yield running
 
@@ -251,10 +251,10 @@ def test_broken_forms_say_so() -> None:
         good.replace(b"\r\n\r\n", b"\r\n"),
     ):
         parser = FormParser(boundary_of(kind), lambda data: None)
-        with pytest.raises(FormFault):
+        with pytest.raises(FormError):
             _all(parser, bad)
     for kind in ("text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 100):
-        with pytest.raises(FormFault):
+        with pytest.raises(FormError):
             boundary_of(kind)
     assert clean_name("x" * 1000) == "x" * 255
 
@@ -263,7 +263,7 @@ def _all(parser: FormParser, data: bytes) -> None:
     parser.feed(data)
     parser.close()
     if parser.filename is None:
-        raise FormFault("no file")
+        raise FormError("no file")
 
 
 # keys

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from daemon_tools import LIMITS, NAME, MortalJob, Served, deployment, line, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
-from laddertron.engine.daemon.observe import Observer
+from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.request import TokensEvent
 from tiny_text import write_folder
 from waiting import HANG_S, until
@@ -59,6 +59,7 @@ class Dying(MortalJob):
 
 class Counting(Observer):
     def __init__(self) -> None:
+        super().__init__()
         self.counted = 0
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:

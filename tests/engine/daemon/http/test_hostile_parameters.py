@@ -11,7 +11,7 @@ import openai
 import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, line, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
-from laddertron.engine.metrics.observer import MetricsObserver
+from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.request import TokensEvent
 from laddertron.engine.sampling import grammar
 from prometheus_client import CollectorRegistry
@@ -97,7 +97,7 @@ class Unkept(FakeJob):
 
 def test_constraints_that_fail_at_work_are_the_clients(folder: Path, tmp_path: Path) -> None:
     """400 with the reason, whole, streamed and in a batch; the count of non-finite logits stands still."""
-    observer = MetricsObserver(CollectorRegistry())
+    observer = Observer(CollectorRegistry())
     with served(deployment(tmp_path), folder, lambda: [Unkept(LIMITS)], observer=observer) as daemon:
         client = daemon.client()
         for stream in (False, True):

@@ -13,7 +13,7 @@ from fake_job import FakeJob
 from laddertron.engine.openai import batch_input
 from laddertron.engine.openai.batch_input import BatchLine
 from laddertron.engine.openai.body_worker import answer, prepare_line
-from laddertron.engine.openai.validators import BadRequest
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.text.pool import LARGE_BYTES, PromptError
 from laddertron.topology.strict_json import parse
 from tiny_text import write_folder
@@ -149,5 +149,5 @@ def test_lines_that_cost_too_much_keep_their_names() -> None:
     costly: Any = Costly()
     found, bad = asyncio.run(prepare_line(BatchLine(7, 0, len(raw), raw=raw), "/v1/completions", "tiny", 64, costly))
     assert (found.custom_id, found.body, asked) == ("mine", None, [True, False])
-    assert isinstance(bad, BadRequest)
+    assert isinstance(bad, ApiError)
     assert (bad.code, "line 7: it took 10 s" in bad.message) == ("prompt_too_costly", True)

@@ -15,10 +15,9 @@ import pytest
 from daemon_tools import NAME, deployment, line, served, submit, wait_batch
 from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.http.page import MAX_VIEWERS, error_codes, page_of_daemon
-from laddertron.engine.daemon.observe import Figures
 from laddertron.engine.daemon.overview import RECENT_SECONDS, SAMPLE_SECONDS, Sample, Samples, engine_view, take_sample
 from laddertron.engine.job import JobState
-from laddertron.engine.metrics.observer import MetricsObserver
+from laddertron.engine.metrics.observer import Figures, Observer
 from prometheus_client import CollectorRegistry
 from test_probes import get
 from tiny_text import write_folder
@@ -89,7 +88,7 @@ def test_what_it_shows_and_to_whom(folder: Path, tmp_path: Path) -> None:
     """The page itself is open, small and bound by a policy; figures need a client's key and show its own batches."""
     keys = tmp_path / "keys.json"
     alice, bob = add_key(keys, "alice")[1], add_key(keys, "bob")[1]
-    observer = MetricsObserver(CollectorRegistry())
+    observer = Observer(CollectorRegistry())
     with served(deployment(tmp_path), folder, keys=keys, observer=observer) as daemon:
         client = daemon.client(alice)
         done = wait_batch(client, submit(client, line("a") + line("b", model="<script>")).id)
@@ -141,7 +140,7 @@ def test_a_browser_draws_it(folder: Path, tmp_path: Path) -> None:
     config = replace(config, model=replace(config.model, served_model_name="<img src=x onerror=alert(1)>"))
     words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     words += ["--virtual-time-budget=3000", "--dump-dom"]  # virtual time does not wait for the answer: asked again
-    with served(config, folder, observer=MetricsObserver(CollectorRegistry())) as daemon:
+    with served(config, folder, observer=Observer(CollectorRegistry())) as daemon:
 
         def drawn() -> bool:
             done = subprocess.run(

@@ -21,7 +21,7 @@ from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.http.probes import STALLED_S
 from laddertron.engine.daemon.http.server import connections_within
 from laddertron.engine.daemon.store.store import StoreOptions
-from laddertron.engine.metrics.observer import MetricsObserver
+from laddertron.engine.metrics.observer import Observer
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from test_store import BadFiles, Failing, failing
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def watched() -> MetricsObserver:
-    return MetricsObserver(CollectorRegistry())
+def watched() -> Observer:
+    return Observer(CollectorRegistry())
 
 
 def get(daemon: Served, path: str, key: str = "", port: int = 0) -> tuple[int, str]:

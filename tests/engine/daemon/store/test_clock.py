@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from daemon_tools import deployment, line, served, submit, wait_batch
-from laddertron.engine.daemon.observe import Observer
 from laddertron.engine.daemon.store.clock import JUMP_SECONDS, TRUST_SECONDS, TrustedClock
 from laddertron.engine.daemon.store.store import StoreOptions
+from laddertron.engine.metrics.observer import Observer
 from tiny_text import write_folder
 from waiting import until
 

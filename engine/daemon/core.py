@@ -1,0 +1,25 @@
+"""What batches and routes work with: made once by the daemon (service.py), or a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config.schema import LimitsConfig
+from ..metrics.observer import Observer
+from ..text.pool import TextPool
+from ..text.tokenizer import TextModel
+from .dispatch import Dispatcher
+from .store.store import Store
+from .usage import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    store: Store
+    dispatcher: Dispatcher
+    text: TextModel
+    encoder: TextPool
+    observer: Observer
+    usage: Usage
+    limits: LimitsConfig
+    served_model_name: str

@@ -1,0 +1,86 @@
+"""Lines of a file on their way through the dispatcher, and what comes of them: shared by the daemon's batches
+(batch_feed.py) and `laddertron run` (engine/run/run.py). Knows no files and no store.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ..openai.batch_input import BatchLine
+from ..openai.batch_lines import answer_line, error_line
+from ..openai.choice import Delta
+from ..openai.errors import ApiError, unmade
+from ..openai.prefetch import Prompts, answer_id
+from ..openai.responses import Answer
+from ..openai.to_engine import RequestOrigin, to_requests
+from ..text.tokenizer import TextModel
+from .dispatch import Dispatcher
+from .flight import Flight
+from .suspects import Suspicion
+
+log = logging.getLogger(__name__)
+
+
+class LineFlights:
+    """`take` a line once the dispatcher has room for it; `answered` is told what came of it. `run_id`: the batch's or
+    the run's id, of which answer ids and default seeds are made. `max_choices`: see `to_requests`."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, text: TextModel, run_id: str, max_choices: int | None, owner: str = ""
+    ) -> None:
+        self._dispatcher, self._text, self._run_id = dispatcher, text, run_id
+        self._max_choices, self._owner = max_choices, owner
+        self._flights: dict[Flight, BatchLine] = {}
+
+    def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
+        """A line's output line, for the error file where there is an error; `flight=None`: it never ran."""
+        raise NotImplementedError
+
+    def take(self, line: BatchLine, prompts: Prompts | ApiError, deaths: int = 0) -> None:
+        """Submits a line with its prompts' ids, or answers it with why it has none."""
+        if isinstance(prompts, ApiError):
+            self._refuse(line, prompts)
+            return
+        limits, name = self._dispatcher.limits, answer_id(self._run_id, line)
+        body, custom_id = line.body, line.custom_id
+        assert limits is not None
+        assert body is not None
+        assert custom_id is not None
+        request_id = f"{self._run_id[-12:]}-{name}"
+        origin = RequestOrigin(request_id, self._run_id, custom_id, queue=self._run_id, salt=self._owner)
+        try:
+            requests = to_requests(body, prompts, limits, origin, self._text, self._max_choices)
+        except ApiError as error:
+            self._refuse(line, error)
+            return
+        answer = Answer(body, requests, self._text, name, int(time.time()))
+        flight = Flight(tuple(requests), answer, self, Suspicion(deaths))
+        self._flights[flight] = line._replace(body=None)  # from here on the envelope alone is needed
+        self._dispatcher.submit(flight)
+
+    def _refuse(self, line: BatchLine, error: ApiError) -> None:
+        out = error_line(line.custom_id, answer_id(self._run_id, line), error, line.number)
+        self.answered(line, out, None, error)
+
+    # what the dispatcher tells
+
+    def progressed(self, flight: Flight, delta: Delta) -> None:
+        """Answers are written whole."""
+
+    def died(self, flight: Flight) -> None:
+        """It goes on by itself."""
+
+    def landed(self, flight: Flight) -> None:
+        line, answer, out = self._flights.pop(flight), flight.answer, b""
+        assert line.custom_id is not None
+        name = answer_id(self._run_id, line)
+        if answer.error is None:
+            try:
+                out = answer_line(line.custom_id, name, answer.response())
+            except Exception as error:
+                log.exception("an answer could not be made")
+                answer.error = unmade(error)
+        if answer.error is not None:
+            out = error_line(line.custom_id, name, answer.error)
+        self.answered(line, out, flight, answer.error)
