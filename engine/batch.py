@@ -147,7 +147,6 @@ def decode_result(data: bytes) -> StepResult:
 
 MAGIC = 0x4C544233  # "LTB3"
 _HEAD = struct.Struct("<IQ6I")
-_SEQ = struct.Struct("<5I")
 
 
 def _ints(values: tuple[int, ...]) -> bytes:
@@ -172,8 +171,8 @@ def encode(batch: Batch) -> bytes:
     for sequence in batch.admitted:
         params = json.dumps(params_to_json(sequence.params), separators=(",", ":")).encode()
         count = len(sequence.tokens)
-        out.append(_SEQ.pack(sequence.slot, sequence.choice, sequence.prompt_len, count, len(params)))
-        out.append(struct.pack(f"<{count}I", *sequence.tokens))
+        head = (sequence.slot, sequence.choice, sequence.prompt_len, count, len(params))
+        out.append(struct.pack(f"<{5 + count}I", *head, *sequence.tokens))
         out.append(params)
     for slot, blocks in batch.blocks:
         out.append(struct.pack("<I", slot))
@@ -185,13 +184,8 @@ def encode(batch: Batch) -> bytes:
 
 
 class _Reader:
-    def __init__(self, data: bytes | memoryview) -> None:
-        self.data, self.at = memoryview(data), 0
-
-    def take(self, layout: struct.Struct) -> tuple[int | float, ...]:
-        values = layout.unpack_from(self.data, self.at)
-        self.at += layout.size
-        return values
+    def __init__(self, data: bytes | memoryview, at: int) -> None:
+        self.data, self.at = memoryview(data), at
 
     def ints(self, count: int) -> tuple[int, ...]:
         if count * 4 > len(self.data) - self.at:
@@ -207,27 +201,23 @@ class _Reader:
         return bytes(self.data[self.at - count : self.at])
 
 
-_ONE = struct.Struct("<I")
-
-
 def _sequence(reader: _Reader) -> NewSequence:
-    slot, choice, prompt_len, count, length = (int(v) for v in reader.take(_SEQ))
+    slot, choice, prompt_len, count, length = reader.ints(5)
     tokens = reader.ints(count)
     return NewSequence(slot, choice, prompt_len, tokens, from_json(SamplingParams, reader.raw(length)))
 
 
 def decode(frame: bytes | memoryview) -> Batch:
     """Raises ValueError (wrong magic, counts beyond the frame, bytes left over) or struct.error (too short)."""
-    reader = _Reader(frame)
-    magic, step, *counts = (int(v) for v in reader.take(_HEAD))
+    magic, step, n_released, n_admitted, n_blocks, n_copies, n_chunks, split = _HEAD.unpack_from(frame)
     if magic != MAGIC:
         raise ValueError(f"step plan: magic {magic:#x} is not {MAGIC:#x}: ranks of different versions?")
-    n_released, n_admitted, n_blocks, n_copies, n_chunks, split = counts
+    reader = _Reader(frame, _HEAD.size)
     released = reader.ints(n_released)
     admitted = tuple(_sequence(reader) for _ in range(n_admitted))
     blocks = []
     for _ in range(n_blocks):
-        slot, count = (int(reader.take(_ONE)[0]) for _ in range(2))
+        slot, count = reader.ints(2)
         blocks.append((slot, reader.ints(count)))
     flat = reader.ints(2 * n_copies)
     copies = tuple(zip(flat[::2], flat[1::2], strict=True))

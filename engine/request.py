@@ -191,7 +191,7 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the door must know of the running engine to refuse a request with the right words."""
+    """What the door must know of the running engine to refuse a request with the right message."""
 
     max_model_len: Size
     vocab_size: Size

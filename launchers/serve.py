@@ -24,7 +24,7 @@ from .. import __version__
 from ..engine.config.load import ConfigError, Deployment, LoadedDeployment, to_json
 from ..engine.daemon.http.keys import KeyFileError, KeyRing
 from ..engine.daemon.http.logs import set_up
-from ..engine.daemon.http.server import ServerOptions, listen
+from ..engine.daemon.http.server import listen
 from ..engine.daemon.http.tls import TlsFault, check_pair
 from ..engine.daemon.service import Daemon, Parts, calm_collector
 from ..engine.daemon.store.disk import DiskError
@@ -133,7 +133,7 @@ def serve(
 
 def _listen(host: str, port: int, key: str) -> socket.socket:
     try:
-        listener = listen(ServerOptions(host, port))
+        listener = listen(host, port)
     except OSError as error:
         raise ServeError(f"{host}:{port} cannot be listened on ({error.strerror}): set {key}") from error
     at = listener.getsockname()[1]

@@ -141,7 +141,7 @@ async def answered(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-SERVER = make_server(answered, ServerOptions("127.0.0.1", 0))
+SERVER = make_server(answered, ServerOptions())
 
 
 def http_head(data: bytes, _: Path) -> None:

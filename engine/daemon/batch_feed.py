@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import LimitsConfig
-from ..metrics.observer import AnswerTimes, SteadyTime
+from ..metrics.observer import AnswerTimes
 from ..openai.batch_input import BatchLine, LineRules, read_lines, same_lines
 from ..openai.batch_lines import error_line
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
 from ..openai.prefetch import Ready, answer_id, prepared
-from ..openai.schema import CHAT, COMPLETIONS, Endpoint
 from .core import Core
 from .flight import Flight
 from .line_flights import LineFlights
@@ -54,12 +53,8 @@ class Gate:
         (self.event.clear if why else self.event.set)()
 
 
-def endpoint_of(batch: BatchRow) -> Endpoint:
-    return CHAT if batch.endpoint == CHAT else COMPLETIONS
-
-
 def rules_of(batch: BatchRow, limits: LimitsConfig) -> LineRules:
-    return LineRules(endpoint_of(batch), limits.max_line_bytes, limits.max_lines)
+    return LineRules(batch.endpoint, limits.max_line_bytes, limits.max_lines)
 
 
 class BatchFeed(LineFlights):
@@ -71,7 +66,6 @@ class BatchFeed(LineFlights):
         self._store, self._usage = core.store, core.usage
         self._encoder = core.encoder.of(batch.owner, batch.id)
         self._rules = rules_of(batch, core.limits)
-        self._now = SteadyTime()
         self._results: list[Result] = []
         self._deaths: dict[int, int] = {}
         self._news = asyncio.Event()
@@ -105,7 +99,7 @@ class BatchFeed(LineFlights):
         """Away from the loop. Raises OSError where there are no text workers."""
         served, limits = self._core.served_model_name, self._dispatcher.limits
         most = limits.max_model_len if ids and limits is not None else _ANY
-        return await prepare_line(line, endpoint_of(self.batch), served, most, self._encoder, ids)
+        return await prepare_line(line, self.batch.endpoint, served, most, self._encoder, ids)
 
     def checked(self, line: BatchLine) -> Coroutine[Any, Any, Ready]:
         """A large line, without its ids."""
@@ -180,9 +174,9 @@ class BatchFeed(LineFlights):
             return
         if error is not None:
             self._charge(flight)
-        answer, began = flight.answer, self._now() - (time.monotonic() - flight.submitted)
-        used = (answer.prompt_tokens, answer.completion_tokens)
-        times = AnswerTimes(began, began, None, self._now(), *used, answer.finish or "stop", interactive=False)
+        answer, now = flight.answer, time.time()
+        began, used = now - (time.monotonic() - flight.submitted), (answer.prompt_tokens, answer.completion_tokens)
+        times = AnswerTimes(began, began, None, now, *used, answer.finish or "stop", interactive=False)
         self._core.observer.request(times)
 
     def _charge(self, flight: Flight) -> None:

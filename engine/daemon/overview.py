@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,9 +113,12 @@ class Samples:
 
     def __init__(self) -> None:
         self._kept: deque[Sample] = deque(maxlen=int(HOUR_SECONDS / SAMPLE_SECONDS))
+        self.looked = time.monotonic()
+        """When the daemon's loop last came round to it."""
 
     def take(self, figures: Callable[[], Figures], at: float) -> None:
         """May be called more often: then nothing is looked at."""
+        self.looked = at
         if not self._kept or at - self._kept[-1].at >= SAMPLE_SECONDS:
             self._kept.append(take_sample(figures(), at))
 

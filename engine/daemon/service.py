@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..config.load import Deployment
+from ..config.schema import Deployment
 from ..job import EngineJob
 from ..metrics.observer import Observer
 from ..openai import body_worker
@@ -29,7 +29,7 @@ from .http.bodies import HeldBodies
 from .http.keys import KeyRing
 from .http.probes import ProbeListener
 from .http.server import ServerOptions, connections_within, make_server
-from .http.state import Pulse, Services
+from .http.state import Services
 from .key_limits import KeyLimits
 from .store import records
 from .store.disk import free_bytes
@@ -95,8 +95,6 @@ class Daemon:
             daemon = self._deployment.daemon
             limits = daemon.limits
             options = ServerOptions(
-                daemon.host,
-                daemon.port,
                 connections_within(limits.max_connections),
                 limits.max_connections_per_address,
                 limits.max_header_bytes,
@@ -155,17 +153,16 @@ class Daemon:
 
     def _look(self, store: Store, batches: Batches) -> None:
         """Whether batches may go on."""
-        self.services.pulse.at = time.monotonic()
         store.check_there()
         store.clock.now()
         self._parts.observer.clock(store.clock.jump)
         self.services.samples.take(self._parts.observer.figures, time.monotonic())
         if store.fenced and not self._ended:
-            self._ended = store.fault or "another daemon holds the store"
+            self._ended = store.failure or "another daemon holds the store"
             self._stop.set()
-        self._parts.observer.store(store.fault)
+        self._parts.observer.store(store.failure)
         least = self._deployment.daemon.limits.min_free_disk
-        why = store.fault or ""
+        why = store.failure or ""
         if not why and (free := free_bytes(store.folder)) < least:
             why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"
         if why != batches.gate.why:
@@ -195,7 +192,7 @@ class Daemon:
         core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served)
         batches = Batches(Core(*core), daemon.retention)
         bodies = HeldBodies(limits.max_held_bytes, limits.max_request_bytes)
-        return Services(*core, batches, int(time.time()), bodies, Pulse(time.monotonic()))
+        return Services(*core, batches, int(time.time()), bodies)
 
 
 async def calm_collector(daemon: Daemon) -> None:

@@ -98,9 +98,6 @@ class Collector:
             self._ranks.fill(values, histograms, self._clock(), RANK_UP_S)
         return values, histograms
 
-    def describe(self) -> Sequence[Metric]:
-        return [_family(series) for series in CATALOGUE.values()]
-
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         values, histograms = self.figures()

@@ -56,16 +56,6 @@ class AnswerTimes:
     """The sender's W3C header, as it came."""
 
 
-class SteadyTime:
-    """Unix seconds that go on evenly from when this was made: differences are durations, though the clock be set."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        return self._offset + time.monotonic()
-
-
 def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:
     """The most by which a batch would miss its window, seconds; negative: all are kept. Batches share `rate`, lines a
     second, evenly: while one of n lines runs, each other one gets up to n lines too. None without lines or rate."""
@@ -152,8 +142,8 @@ class Observer:
         """A launch ended badly: its kind (a closed set), why, and who is to blame (engine/job.py: CULPRIT)."""
         kind = kind if kind in FAILURE_KINDS else "other"
         self.series.add("engine_restarts_total", 1.0, str(replica), kind)
-        words = (culprit.get(name) for name in CULPRIT)
-        labels = (str(replica), kind, *("" if word is None else str(word) for word in words))
+        found = (culprit.get(name) for name in CULPRIT)
+        labels = (str(replica), kind, *("" if value is None else str(value) for value in found))
         if (before := self._failed.get(replica)) is not None:
             self.series.put("engine_last_failure_timestamp_seconds", None, *before)
         self._failed[replica] = labels
@@ -215,9 +205,9 @@ class Observer:
         self.series.add("http_requests_total", 1.0, route, str(code))
         self.series.observe("http_request_duration_seconds", seconds, route)
 
-    def store(self, fault: str | None) -> None:
-        """Whether the store takes writes; about once a second, and whenever that changes."""
-        self.series.set("store_writable", float(fault is None))
+    def store(self, failure: str | None) -> None:
+        """Why the store takes no writes, or None; about once a second, and whenever that changes."""
+        self.series.set("store_writable", float(failure is None))
 
     def queues(self, batches: Mapping[str, int], waiting: int, in_flight: int) -> None:
         """Batches by status, and bodies in the dispatcher; about once a second."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...topology.strict_json import JsonError, parse
+from ..text.pool import LARGE_BYTES
 from .body import Body, check_body
 from .errors import ApiError
 from .schema import CHAT, COMPLETIONS, Endpoint
@@ -28,12 +29,11 @@ _CHUNK = 1 << 20
 
 
 class BatchLine(NamedTuple):
-    """One line of a batch file. `number` counts from 1, `offset` and `length` (with its line break) are bytes.
-    Exactly one of `body`, `error` and `raw` is set; `raw`: a large line that nobody has looked at yet. `custom_id` and
-    `url` are there if they could be read."""
+    """One line of a batch file. `number` counts from 1, `length` (with its line break) is bytes. Exactly one of `body`,
+    `error` and `raw` is set; `raw`: a large line that nobody has looked at yet. `custom_id` and `url` are there if they
+    could be read."""
 
     number: int
-    offset: int
     length: int
     custom_id: str | None = None
     url: str | None = None
@@ -45,12 +45,11 @@ class BatchLine(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class LineRules:
     """What a file's lines must keep to. `endpoint` set: every line's url must be it (a batch); `stream` is always
-    refused. `max_lines=None`: any number. `large_bytes`: what is longer is for whom `read_lines` is given."""
+    refused. `max_lines=None`: any number."""
 
     endpoint: Endpoint | None = None
     max_line_bytes: int = MAX_LINE_BYTES
     max_lines: int | None = None
-    large_bytes: int = 64 << 10
 
 
 def read_lines(
@@ -61,29 +60,30 @@ def read_lines(
 ) -> Iterator[BatchLine]:
     """Every line that is not blank, in order; a repeated custom_id is the later line's error. Memory: one line, and
     16 bytes a custom_id. A line beyond `max_lines` comes out as an error, and is the last. Lines whose numbers are in
-    `skip` are passed over unread. `large` gets large lines as they are (`raw`) and returns what becomes of them."""
+    `skip` are passed over unread. `large` gets lines beyond LARGE_BYTES as they are (`raw`) and returns what becomes of
+    them."""
     seen: set[bytes] = set()
-    for number, offset, length, raw in _raw_lines(file, rules.max_line_bytes):
+    for number, length, raw in _raw_lines(file, rules.max_line_bytes):
         if rules.max_lines is not None and number > rules.max_lines:
             message = f"line {number}: at most {rules.max_lines} lines a file"
-            yield BatchLine(number, offset, length, error=ApiError(message, code="too_many_lines"))
+            yield BatchLine(number, length, error=ApiError(message, code="too_many_lines"))
             return
         if number in skip:
             continue
         if raw is None:
             message = f"line {number} has {length} bytes: at most {rules.max_line_bytes} are allowed"
-            yield BatchLine(number, offset, length, error=ApiError(message, code="line_too_long"))
+            yield BatchLine(number, length, error=ApiError(message, code="line_too_long"))
         elif raw and not raw.isspace():
-            if large is not None and length > rules.large_bytes:
-                line = large(BatchLine(number, offset, length, raw=raw))
+            if large is not None and length > LARGE_BYTES:
+                line = large(BatchLine(number, length, raw=raw))
             else:
-                line = check_line(raw, number, offset, rules)
+                line = check_line(raw, number, rules)
             if line.custom_id is not None:
                 key = key_of(line.custom_id)
                 if key in seen:
                     message = f"line {number}: custom_id {show(line.custom_id)} stands on an earlier line too"
                     error = ApiError(message, "duplicate_custom_id", "custom_id")
-                    line = BatchLine(number, offset, length, line.custom_id, line.url, error=error)
+                    line = BatchLine(number, length, line.custom_id, line.url, error=error)
                 seen.add(key)
             yield line
 
@@ -96,7 +96,6 @@ def key_of(custom_id: str) -> bytes:
 def check_line(
     raw: bytes,
     number: int = 1,
-    offset: int = 0,
     rules: LineRules = LineRules(),
     bound: Callable[[Any], None] = lambda body: None,
 ) -> BatchLine:
@@ -117,9 +116,9 @@ def check_line(
         body = check_body(value["body"], endpoint)
         if body.stream:
             raise ApiError("stream: true has no meaning in a file", param="stream", code="unsupported_value")
-        return BatchLine(number, offset, len(raw), custom_id, url, body)
+        return BatchLine(number, len(raw), custom_id, url, body)
     except ApiError as bad:
-        return BatchLine(number, offset, len(raw), custom_id, url, error=bad.within(f"line {number}: "))
+        return BatchLine(number, len(raw), custom_id, url, error=bad.within(f"line {number}: "))
 
 
 def _custom_id(value: dict[str, Any]) -> str | None:
@@ -150,18 +149,17 @@ def _envelope(value: dict[str, Any], rules: LineRules) -> Endpoint:
     return endpoint
 
 
-def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, int, bytes | None]]:
-    """(number, offset, length, bytes), None for the bytes of a line longer than `limit` (line break included)."""
-    number = offset = 0
+def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
+    """(number, length, bytes), None for the bytes of a line longer than `limit` (line break included)."""
+    number = 0
     while raw := file.readline(limit + 1):
         number, length = number + 1, len(raw)
         if length <= limit:
-            yield number, offset, length, raw
+            yield number, length, raw
         else:
             while not raw.endswith(b"\n") and (raw := file.readline(_CHUNK)):
                 length += len(raw)
-            yield number, offset, length, None
-        offset += length
+            yield number, length, None
 
 
 def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int]:
@@ -170,7 +168,7 @@ def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int
 
     def digests(path: Path) -> Iterator[tuple[bytes, int]]:
         with path.open("rb") as file:
-            for number, _, _, raw in _raw_lines(file, max_line_bytes):
+            for number, _, raw in _raw_lines(file, max_line_bytes):
                 if raw is not None and (line := raw.strip()):
                     yield hashlib.blake2b(line, digest_size=16).digest(), number
 

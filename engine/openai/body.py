@@ -15,7 +15,7 @@ from .errors import ApiError
 from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt
 from .structured_output import GrammarFields, grammar_of
 from .tools import Choice, tools_of
-from .validators import checked
+from .validators import checked, parsed
 
 TOKENIZE = "/tokenize"
 
@@ -65,6 +65,11 @@ _BODY_NAMES, _GRAMMAR_NAMES = frozenset(Body._fields), frozenset(GrammarFields.m
 _TEMPLATE_OWN = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
 _FOR_TEMPLATE = ("tools", "documents", "reasoning_effort", "verbosity")
 _UNSUPPORTED = "unsupported_parameter"
+
+
+def parse_body(data: bytes, endpoint: Endpoint) -> Body:
+    """The body of an HTTP request. Raises ApiError."""
+    return check_body(parsed(data), endpoint)
 
 
 def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:

@@ -1,8 +1,8 @@
 """Whole bodies made into ids: small ones where they are, large ones in a text worker, so that no loop waits for them.
 
-`prepare` is the daemon's side; the module itself is the worker (`python -m`, see engine/text/worker.py), which takes
-bodies, and lines of batch files, besides texts. What comes back of a large one are its prompts' ids, and the body
-without its prompts.
+`prepare` is the daemon's side, with a text pool whose workers are this module (`python -m`, see engine/text/worker.py):
+it takes bodies, and lines of batch files, besides texts. What comes back of a large one are its prompts' ids, and the
+body without its prompts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import asyncio
 import json
 import sys
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from ..text import worker
-from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError, ids_of
+from ..text.pool import LARGE_BYTES, Blob, Encoder, OwnedPool, PromptError, ids_of
 from ..text.tokenizer import ChatOptions, TextModel
 from .batch_input import BatchLine, LineRules, check_line
-from .body import TOKENIZE, Body, check_body, check_tokenize
+from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body
 from .errors import ApiError
 from .schema import CHAT, Endpoint
 from .to_engine import TRUNCATED, check_model, encode_prompts
@@ -27,24 +27,17 @@ MODULE = __name__
 Prepared = tuple[Body, list[tuple[int, ...]]]
 
 
-class BodyEncoder(Encoder, Protocol):
-    """A text pool whose workers are this module."""
-
-    async def ask(self, payload: dict[str, Any], blob: Blob) -> dict[str, Any]:
-        """The worker's answer. Raises PromptError where there is none."""
-
-
-async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder) -> Prepared:
+async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: OwnedPool) -> Prepared:
     """The checked body and the ids of its prompts, `max_ids` each at most where it is large. Raises ApiError."""
     if len(raw) <= LARGE_BYTES:
-        body = check_body(parsed(bytes(raw)), endpoint)
+        body = parse_body(bytes(raw), endpoint)
         check_model(body, served)
         return body, await encode_prompts(body, encoder)
     reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
     return check_body(reply["rest"], endpoint), [tuple(ids) for ids in reply["ids"]]
 
 
-async def _asked(raw: Blob, payload: dict[str, Any], encoder: BodyEncoder) -> dict[str, Any]:
+async def _asked(raw: Blob, payload: dict[str, Any], encoder: OwnedPool) -> dict[str, Any]:
     try:
         reply = await encoder.ask(payload, raw)
     except PromptError as error:
@@ -55,7 +48,7 @@ async def _asked(raw: Blob, payload: dict[str, Any], encoder: BodyEncoder) -> di
     return reply
 
 
-async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: BodyEncoder) -> bytes:
+async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: OwnedPool) -> bytes:
     """The answer to a body of /tokenize, as JSON: of a million ids that takes a second, so a worker makes it. The text
     may be too long for the model. Raises ApiError."""
     most = max(max_model_len or 1 << 20, LARGE_BYTES)
@@ -65,12 +58,12 @@ async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: B
 
 
 async def prepare_line(
-    line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: BodyEncoder, ids: bool = True
+    line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: OwnedPool, ids: bool = True
 ) -> tuple[BatchLine, list[tuple[int, ...]] | ApiError]:
     """A large line of a batch, looked at in a worker: checked, its body without its prompts; and the ids of these, or
     why it has none. `ids=False`: it is only checked. Raises OSError where there are no workers."""
     assert line.raw is not None
-    place = [line.number, line.offset, endpoint]
+    place = [line.number, endpoint]
     try:
         reply = await encoder.ask({"line": place, "served": served, "max_ids": max_ids, "ids": ids}, line.raw)
     except PromptError as error:
@@ -129,7 +122,7 @@ def _refused(bad: ApiError) -> dict[str, Any]:
 
 def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
     """As `_body`, with the line's custom_id and url."""
-    (number, offset, endpoint), bodies = item["line"], []
+    (number, endpoint), bodies = item["line"], []
 
     def bound(body: Any) -> None:
         bodies.append(body)
@@ -140,7 +133,7 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
                 raise
             body["prompt"] = [0]  # too long: that line's error alone, once it is its turn
 
-    line = check_line(item["blob"], number, offset, LineRules(endpoint), bound)
+    line = check_line(item["blob"], number, LineRules(endpoint), bound)
     out = {"custom_id": line.custom_id, "url": line.url}
     if line.error is not None or line.body is None:
         return {**out, **_refused(line.error or ApiError("the line has no body"))}

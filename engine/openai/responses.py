@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..request import Request, TokenLogprob, TokensEvent
+from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
 from .body import Body
 from .chat_parts import ChatParts, Part, message_of
@@ -51,13 +52,12 @@ class Answer:
 
     def _new_choice(self, request: Request) -> Choice:
         body = self.body
-        out = self._text.output(
-            body.stop, body.include_stop_str_in_output, request.params.min_tokens, body.skip_special_tokens
-        )
+        stream = self._text.pieces.stream(body.skip_special_tokens, continues=True)
+        out = OutputText(stream, body.stop, body.include_stop_str_in_output, request.params.min_tokens)
         return Choice(body, self._text, out, self._offsets())
 
     def _offsets(self) -> Offsets:
-        return Offsets(self._text.stream(self.body.skip_special_tokens, continues=not self.body.echo))
+        return Offsets(self._text.pieces.stream(self.body.skip_special_tokens, continues=not self.body.echo))
 
     @property
     def done(self) -> bool:
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def finish(self) -> str | None:
-        """How the first choice ended, or which fault ended all."""
+        """How the first choice ended, or which error ended all."""
         return self.error.code if self.error is not None else self._choices[0].finish
 
     @property
@@ -122,7 +122,7 @@ class Answer:
         }
 
     def response(self) -> dict[str, Any]:
-        """The whole body, once `done` and without a fault."""
+        """The whole body, once `done` and without an error."""
         chat = self.body.endpoint == CHAT
         body = self._head("chat.completion" if chat else "text_completion")
         body["choices"] = [self._whole(i, choice) for i, choice in enumerate(self._choices)]

@@ -106,8 +106,8 @@ _Beams = Annotated[Any, ignored("it has a meaning with beam search alone")]
 _Media = Annotated[Any, ignored("prompts are text alone")]
 
 
-def _said(words: str) -> Any:
-    return Field(description=words)
+def _said(about: str) -> Any:
+    return Field(description=about)
 
 
 _Echo = Annotated[bool | None, _said("First what is continued: the prompt, or a last message of the answer's role.")]

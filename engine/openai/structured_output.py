@@ -108,7 +108,7 @@ def _asked(fields: GrammarFields) -> Iterator[tuple[str, str, Any]]:
 
 
 def _spaced(schema: dict[str, Any], pattern: str | None, never: bool = False) -> dict[str, Any]:
-    """The schema with llguidance's own words for where white space may stand."""
+    """The schema with llguidance's own keyword for where white space may stand."""
     if never:
         return {**schema, "x-guidance": {"whitespace_flexible": False}}
     return schema if pattern is None else {**schema, "x-guidance": {"whitespace_pattern": pattern}}

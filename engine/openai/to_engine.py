@@ -82,7 +82,6 @@ class RequestOrigin:
     queue: str = ""
     salt: str = ""
     deadline: float | None = None
-    epoch: int = 0
 
 
 def to_requests(
@@ -144,7 +143,6 @@ def to_requests(
                 order=body.priority,
                 salt=f"{origin.salt}\0{body.cache_salt}" if body.cache_salt else origin.salt,
                 deadline=origin.deadline,
-                epoch=origin.epoch,
             )
         )
     return requests

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,6 @@ from ..daemon.dispatch import Dispatcher
 from ..daemon.flight import Flight
 from ..daemon.line_flights import LineFlights
 from ..job import EngineJob, JobState, RankHeartbeat
-from ..metrics.observer import SteadyTime
 from ..openai.batch_input import MAX_LINE_BYTES, BatchLine, LineRules, key_of, read_lines
 from ..openai.errors import ApiError
 from ..openai.prefetch import prepared
@@ -92,9 +92,8 @@ class _Run(LineFlights):
         self._moved = asyncio.Event()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._now = SteadyTime()
         self._began: float | None = None
-        self._last = 0.0  # when the last answer came
+        self._last = self._landed = 0.0  # the last answer: unix seconds, and monotonic
         self._communication = Communication()
         self._reported = asyncio.Event()
 
@@ -170,7 +169,7 @@ class _Run(LineFlights):
             skipped=self._skipped,
             prompt_tokens=self._prompt_tokens,
             tokens=self._tokens,
-            seconds=0.0 if self._began is None else max(0.0, self._last - self._began),
+            seconds=0.0 if self._began is None else max(0.0, self._landed - self._began),
             hidden_seconds=hidden,
             exposed_seconds=exposed,
             layers=self._communication.layers(),
@@ -191,7 +190,7 @@ class _Run(LineFlights):
                 await self.dispatcher.room()
                 self.take(line, prompts)
                 if self._began is None and self._flights:
-                    self._began = self._now()
+                    self._began = time.monotonic()
         self._fed = True
         await self._settled()
 
@@ -217,7 +216,7 @@ class _Run(LineFlights):
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
         if flight is not None:
-            self._last = self._now()
+            self._last, self._landed = time.time(), time.monotonic()
             self._prompt_tokens += flight.answer.prompt_tokens
             self._tokens += flight.answer.completion_tokens
             self._moved.set()
@@ -270,7 +269,7 @@ class _Run(LineFlights):
                 failed=self._failed,
                 in_flight=self.dispatcher.load,
                 tokens=self._streamed,
-                seconds=0.0 if self._began is None else self._now() - self._began,
+                seconds=0.0 if self._began is None else time.monotonic() - self._began,
             )
         )
 

@@ -19,7 +19,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
 MAX_TEMPLATE_BYTES = 1 << 20
-_MARK = "\ue0c0\ue0c1 "  # private-use characters: no message's own words
+_MARK = "\ue0c0\ue0c1 "  # private-use characters: no message's own text
 
 
 class TemplateError(ValueError):
@@ -27,7 +27,7 @@ class TemplateError(ValueError):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training: here its body alone counts."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training: here its body alone counts."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
@@ -46,10 +46,6 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **allowed)
 
 
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
 class ChatTemplate:
     """One compiled template and the special tokens it may name (bos_token, eos_token, …)."""
 
@@ -59,7 +55,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -74,7 +70,7 @@ class ChatTemplate:
         variables: dict[str, Any] | None = None,
     ) -> str:
         """The prompt's text. `continue_final_message` leaves the last message open, for the model to go on with.
-        Raises TemplateError with the template's own words."""
+        Raises TemplateError with the template's own message."""
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
         names = {"tools": None, "documents": None, **self._special, **(variables or {})}
@@ -91,8 +87,8 @@ class ChatTemplate:
 
 
 def _cut_at_mark(text: str) -> str:
-    """`text` up to the end of the last message's words. The mark ends in a space: where that is gone, the template
-    strips its messages, and would have stripped the words too."""
+    """`text` up to the end of the last message's text. The mark ends in a space: where that is gone, the template
+    strips its messages, and would have stripped that text too."""
     at = text.rfind(_MARK.strip())
     if at < 0:
         raise TemplateError("continue_final_message: the chat template does not render the last message's words")

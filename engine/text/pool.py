@@ -26,11 +26,11 @@ _MAX_FAILED_STARTS = 3
 
 class PromptError(ValueError):
     """This text cannot become a prompt; `code` is for the error object: chat_template_error, prompt_too_costly,
-    context_length_exceeded (`n_tokens` then says how long it is), invalid_grammar, server_error."""
+    context_length_exceeded, invalid_grammar, server_error."""
 
-    def __init__(self, message: str, code: str, n_tokens: int | None = None) -> None:
+    def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
-        self.code, self.n_tokens = code, n_tokens
+        self.code = code
 
 
 class Encoder(Protocol):
@@ -51,7 +51,7 @@ def ids_of(reply: dict[str, Any]) -> list[int]:
     if "ids" in reply:
         (ids,) = reply["ids"]
         return list(ids)
-    raise PromptError(reply["error"], reply["code"], reply.get("long"))
+    raise PromptError(reply["error"], reply["code"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class _Queues:
 
 
 class TextPool:
-    """Workers over one checkpoint folder. `async with TextPool(folder) as pool:`, or `start` and `close`. `module`: the
-    worker, for those that answer more than this package's (`ask`). `of` gives an owner's Encoder."""
+    """Workers over one checkpoint folder. `async with TextPool(folder) as pool:`. `module`: the worker, for those that
+    answer more than this package's (`ask`). `of` gives an owner's Encoder."""
 
     def __init__(self, folder: Path, limits: PoolLimits = PoolLimits(), module: str = f"{__package__}.worker") -> None:
         self._folder, self._limits, self._module = folder, limits, module
@@ -123,19 +123,13 @@ class TextPool:
         self._closed = False
 
     async def __aenter__(self) -> TextPool:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    async def start(self) -> None:
         """Starts the workers. Raises TextError if the first one cannot read the checkpoint."""
         first = await self._spawn()
         self._tasks = [asyncio.create_task(self._serve(first))]
         self._tasks += [asyncio.create_task(self._serve(None)) for _ in range(self._limits.workers - 1)]
+        return self
 
-    async def close(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         """Ends the workers; what still waits gets an error."""
         self._closed = True
         for task in self._tasks:

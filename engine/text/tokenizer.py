@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 
 from .chat_template import ChatTemplate, TemplateError, template_source
-from .detokenizer import Detokeniser, OutputText, Pieces
+from .detokenizer import Pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_CONFIG_BYTES = 1 << 24
@@ -140,20 +140,6 @@ class TextModel:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
-
-    def stream(self, skip_special: bool = True, continues: bool = True) -> Detokeniser:
-        """A detokeniser for the ids of one answer (which continues its prompt)."""
-        return self.pieces.stream(skip_special, continues)
-
-    def output(
-        self,
-        stops: tuple[str, ...] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        skip_special: bool = True,
-    ) -> OutputText:
-        """The text of one choice, ended by its stop strings."""
-        return OutputText(self.stream(skip_special), stops, include_stop, min_tokens)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

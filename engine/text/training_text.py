@@ -46,12 +46,12 @@ def digest(files: Iterable[Path]) -> str:
 
 
 def pieces(text: TextModel, files: Iterable[Path], held_out: bool | None = None) -> Iterator[Piece]:
-    """Every document's ids. `held_out`: of one text in twenty, by a hash of its words, or of the others alone; None: of
-    all. Raises TrainingTextError."""
+    """Every document's ids. `held_out`: of one text in twenty, by its hash, or of the others alone; None: of all.
+    Raises TrainingTextError."""
     for file in files:
         for where, document in _documents(file):
-            words = document if isinstance(document, str) else json.dumps(document, sort_keys=True)
-            number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "little")
+            written = document if isinstance(document, str) else json.dumps(document, sort_keys=True)
+            number = int.from_bytes(hashlib.blake2b(written.encode(), digest_size=8).digest(), "little")
             if held_out is None or (number % 100 < HELD_OUT_PERCENT) is held_out:
                 try:
                     yield _plain(text, document) if isinstance(document, str) else _chat(text, document)

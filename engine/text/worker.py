@@ -50,8 +50,7 @@ def frame(value: Any) -> bytes:
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """{"ids": [them]} (none for a grammar that can be used) or {"error", "code"} for one item; too long: also "long",
-    how many there are."""
+    """{"ids": [them]} (none for a grammar that can be used) or {"error", "code"} for one item."""
     try:
         if "grammar" in item:
             _grammars(model).check(item["grammar"])
@@ -75,7 +74,7 @@ def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, An
     message = f"the prompt has {count} tokens, more than the {max_ids} that are taken here"
     if not ids:
         message = f"the prompt has {len(text)} characters, more than {max_ids} tokens, which is what is taken here"
-    return {"error": message, "code": "context_length_exceeded", "long": count}
+    return {"error": message, "code": "context_length_exceeded"}
 
 
 @functools.cache

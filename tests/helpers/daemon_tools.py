@@ -16,7 +16,7 @@ from fake_job import FakeJob
 from laddertron.engine.config.schema import DaemonConfig as DaemonConfig
 from laddertron.engine.config.schema import Deployment, LimitsConfig, ModelSection
 from laddertron.engine.daemon.http.keys import KeyRing
-from laddertron.engine.daemon.http.server import ServerOptions, listen
+from laddertron.engine.daemon.http.server import listen
 from laddertron.engine.daemon.service import Daemon, Parts
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.job import JobState
@@ -57,9 +57,9 @@ class Served:
         self.error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._up = threading.Event()
-        self._listener = listen(ServerOptions("127.0.0.1", 0))
+        self._listener = listen("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
-        self._probes = listen(ServerOptions("127.0.0.1", 0)) if probes else None
+        self._probes = listen("127.0.0.1", 0) if probes else None
         self.probe_port: int = 0 if self._probes is None else self._probes.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._thread = threading.Thread(target=self._run)

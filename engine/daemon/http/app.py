@@ -14,13 +14,12 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
-from ...config.schema import LimitsConfig
 from ...openai.errors import ApiError
 from .batches import batches_router
 from .errors import failed, not_found, response_of
 from .files import files_router
 from .generate import Direct, Generator, generate_router
-from .guard import OPEN, Guard, GuardLimits
+from .guard import OPEN, Guard
 from .keys import KeyRing
 from .page import page_router
 from .probes import metrics_router, probes_router
@@ -132,7 +131,7 @@ def make_app(services: Services, version: str, keys: KeyRing | None, with_metric
     """The ASGI application, gate included."""
     generator = Generator(services)
     app = Direct(make_api(services, generator, version, with_metrics), generator)
-    return Guard(app, _gate(services.limits), keys, services.observer, services.usage)
+    return Guard(app, services.limits, keys, services.observer, services.usage)
 
 
 def make_probe_app(services: Services, version: str, keys: KeyRing | None) -> Guard:
@@ -141,11 +140,7 @@ def make_probe_app(services: Services, version: str, keys: KeyRing | None) -> Gu
     app.include_router(probes_router(services))
     app.include_router(metrics_router(services.observer))
     _handle_errors(app)
-    return Guard(app, _gate(services.limits), keys)
-
-
-def _gate(limits: LimitsConfig) -> GuardLimits:
-    return GuardLimits(limits.max_body_bytes, limits.max_request_bytes, limits.max_header_bytes, limits.body_timeout)
+    return Guard(app, services.limits, keys)
 
 
 def _described(schema: dict[str, Any]) -> dict[str, Any]:
@@ -175,8 +170,8 @@ def page_of(schema: dict[str, Any]) -> str:
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():
             parameters = ", ".join(p["name"] for p in operation.get("parameters", []))
-            words = (method.upper(), path, operation.get("description") or operation.get("summary", ""), parameters)
-            rows.append("<tr>" + "".join(f"<td>{html.escape(word)}</td>" for word in words) + "</tr>")
+            cells = (method.upper(), path, operation.get("description") or operation.get("summary", ""), parameters)
+            rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     title = html.escape(f"{schema['info']['title']} {schema['info']['version']}")
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"

@@ -1,4 +1,4 @@
-"""What goes wrong at the HTTP door, in words that several routes share, and any ApiError as a response."""
+"""Errors that several routes share, and any ApiError as a response."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def files_router(services: Services) -> APIRouter:
         boundary = boundary_of(request.headers.get("content-type", ""))
         store = services.store
         length = int(request.headers.get("content-length", "0")[:20] or 0)
-        if not store.check_there() or store.fault is not None:
-            raise unstored(store.fault or "")
+        if not store.check_there() or store.failure is not None:
+            raise unstored(store.failure or "")
         if free_bytes(store.folder) - length < services.limits.min_free_disk:
             raise unstored("the disk is nearly full")
         owner = owner_of(request)

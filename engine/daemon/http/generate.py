@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import request as engine
-from ...metrics.observer import AnswerTimes, SteadyTime
+from ...metrics.observer import AnswerTimes
 from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
@@ -41,7 +41,7 @@ class _Reply:
 
     def __init__(self, body: Body, services: Services, traceparent: str | None) -> None:
         self.body, self._services, self._traceparent = body, services, traceparent
-        self.now = SteadyTime()
+        self._offset = time.time() - time.monotonic()  # differences are durations, though the clock be set
         self.arrived, self.submitted = self.now(), 0.0
         self.first: float | None = None
         self.over = self.gone = self.late = self.sent = self._said_late = False
@@ -50,6 +50,10 @@ class _Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
+
+    def now(self) -> float:
+        """Unix seconds."""
+        return self._offset + time.monotonic()
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
         if self.first is None:

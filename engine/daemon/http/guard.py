@@ -11,12 +11,13 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...config.schema import LimitsConfig
 from ...metrics.observer import Observer
 from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
@@ -28,11 +29,6 @@ from .keys import Key, KeyRing
 
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("laddertron.audit")
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 OPEN = ("/health", "/ready", "/", "/ping")
 """What needs no key, and says no more than a status without one; the page at / holds no data."""
@@ -49,23 +45,13 @@ _POLLED = ("/v1/batches/{batch_id}", "/v1/overview", "/load", "/version")
 _REASON_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class GuardLimits:
-    """Bytes and seconds; see daemon.limits in configs/reference.yaml."""
-
-    max_body_bytes: int = 200_000_000
-    max_request_bytes: int = 10_000_000
-    max_header_bytes: int = 16384
-    body_timeout: float = 10.0
-
-
 class Guard:
     """Wraps the application. `keys=None`: everyone is the same anonymous owner."""
 
     def __init__(
         self,
-        app: App,
-        limits: GuardLimits,
+        app: ASGIApp,
+        limits: LimitsConfig,
         keys: KeyRing | None,
         observer: Observer | None = None,
         usage: Usage | None = None,
@@ -74,7 +60,7 @@ class Guard:
         self._app, self._limits, self._keys = app, limits, keys
         self._observer = observer or Observer()
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
@@ -103,35 +89,34 @@ class Guard:
                 self._usage.leave(owner)
             self._tell(scope, exchange, time.perf_counter() - began)
 
-    def _admit(self, scope: MutableMapping[str, Any]) -> int:
+    def _admit(self, scope: Scope) -> int:
         """How many bytes the body may have. Raises ApiError."""
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if sum(len(name) + len(value) + 4 for name, value in headers) > self._limits.max_header_bytes:
+        headers = Headers(scope=scope)
+        if sum(len(name) + len(value) + 4 for name, value in headers.raw) > self._limits.max_header_bytes:
             raise ApiError(f"headers of more than {self._limits.max_header_bytes} bytes", None, status=431, close=True)
         path: str = scope["path"]
         state = scope.setdefault("state", {})
         state["key"], state["known"] = None, self._keys is None
         if self._keys is not None:
             self._identify(self._keys, path, headers, state)
-        encoding = _one(headers, b"content-encoding")
-        if encoding not in (None, b"identity"):
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise ApiError("send the body as it is: no content-encoding is read", None, status=415, close=True)
-        length = _one(headers, b"content-length")
-        if length is not None and _one(headers, b"transfer-encoding") is not None:  # RFC 9112, 6.1
+        length = headers.get("content-length", "").strip()
+        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
             raise ApiError("content-length beside transfer-encoding: send one", "invalid_http", close=True)
         most = SMALL_BYTES
         if path == _FILES:
             most = self._limits.max_body_bytes + _MULTIPART
         elif path in (CHAT, COMPLETIONS, TOKENIZE):
             most = self._limits.max_request_bytes
-        if length is not None and length.isdigit() and int(length[:20]) > most:
+        if length.isdecimal() and int(length[:20]) > most:
             raise too_large(most)
         return most
 
-    def _identify(self, keys: KeyRing, path: str, headers: list[tuple[bytes, bytes]], state: dict[str, Any]) -> None:
+    def _identify(self, keys: KeyRing, path: str, headers: Headers, state: dict[str, Any]) -> None:
         """Whose request it is, and whether their kind of key may ask this. Raises ApiError."""
-        given = [value for name, value in headers if name == b"authorization"]
-        scheme, _, key = given[0].decode("latin-1").partition(" ") if len(given) == 1 else ("", "", "")
+        given = headers.getlist("authorization")
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         holder = keys.holder(key.strip()) if scheme.lower() == "bearer" else None
         if holder is None and path not in OPEN:
             raise ApiError("a working API key is needed: Authorization: Bearer KEY", "invalid_api_key", status=401)
@@ -141,7 +126,7 @@ class Guard:
             message = f"{path[:80]} takes {takes}, this one is of the kind {holder.kind}: laddertron keys add --kind"
             raise ApiError(message, "wrong_kind_of_key", status=403)
 
-    def _tell(self, scope: MutableMapping[str, Any], exchange: _Exchange, seconds: float) -> None:
+    def _tell(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
         key: Key | None = scope.get("state", {}).get("key")
         said = {
             "event": "http",
@@ -158,11 +143,11 @@ class Guard:
         polled = scope["path"] in (*OPEN, *_METRICS) or (route in _POLLED and scope["method"] == "GET")
         level = logging.DEBUG if polled and exchange.status < 400 else logging.INFO
         reason = exchange.reason()
-        text = "%s %s %s%s"
-        words = (said["method"], said["path"], said["status"])
-        log.log(level, text, *words, reason and f": {reason}", extra=said | ({"reason": reason} if reason else {}))
+        text = f"{said['method']} {said['path']} {said['status']}"
+        shown = f"{text}: {reason}" if reason else text
+        log.log(level, "%s", shown, extra=said | ({"reason": reason} if reason else {}))
         if scope["method"] in _AUDITED or exchange.status == 401:
-            audit_log.info(text, *words, "", extra=said)
+            audit_log.info("%s", text, extra=said)
 
 
 def _opens(key: Key, path: str) -> bool:
@@ -174,14 +159,10 @@ def too_large(most: int) -> ApiError:
     return ApiError(message, "body_too_large", status=413, close=True)
 
 
-def _one(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    return next((value.strip().lower() for name, value in headers if name == wanted), None)
-
-
 class _Exchange:
     """One request and its response, watched."""
 
-    def __init__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send
         self.name = f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {})["request_name"] = self.name

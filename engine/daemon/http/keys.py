@@ -5,6 +5,7 @@ A key is `sk-lt-` and 256 random bits, so a plain digest says nothing about it. 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import hmac
@@ -12,12 +13,13 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ..key_limits import KeyLimits
+from ..store.disk import NewFile
 
 _PREFIX = "sk-lt-"
 _LOOK_SECONDS = 1.0
@@ -77,33 +79,23 @@ def _key(entry: dict[str, Any]) -> Key:
 
 
 def _write(path: Path, keys: list[Key]) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump({"keys": [key.to_json() for key in keys]}, file, indent=1)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    with NewFile(path, os) as file:
+        file.write(json.dumps({"keys": [key.to_json() for key in keys]}, indent=1).encode() + b"\n")
+        file.commit()
 
 
-class _Locked:
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
     """So that two commands at once lose neither's change."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-
-    def __enter__(self) -> None:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._descriptor)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def add_key(path: Path, name: str, kind: Literal["client", "metrics"] = "client") -> tuple[Key, str]:
     """The entry, and the key itself: it is nowhere else. Raises KeyFileError."""
-    with _Locked(path):
+    with _locked(path):
         keys = read_keys(path) if path.exists() else []
         secret = _new_secret()
         key = Key(f"key_{secrets.token_hex(6)}", name, digest_of(secret), int(time.time()), kind=kind)
@@ -138,7 +130,7 @@ def limit_key(path: Path, which: str, limits: dict[str, int | None]) -> Key:
 
 
 def _change(path: Path, which: str, change: Callable[[Key], Key]) -> Key:
-    with _Locked(path):
+    with _locked(path):
         keys = read_keys(path)
         found = [k for k in keys if k.revoked_at is None and which in (k.id, k.name)]
         if len(found) != 1:

@@ -46,10 +46,9 @@ class TextFormatter(logging.Formatter):
         message = "".join(c if c.isprintable() else " " for c in record.getMessage())
         hidden = ("rank", "node") if message.startswith("rank ") else ()  # the message says them
         shown = {k: v for k, v in fields_of(record).items() if k in (*CULPRIT, "replica", "key") and k not in hidden}
-        words = "".join(f" {k}={v}" for k, v in shown.items() if v != "")
-        line = (
-            f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname.lower()}{words}: {message}"
-        )
+        named = "".join(f" {k}={v}" for k, v in shown.items() if v != "")
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{stamp} {record.levelname.lower()}{named}: {message}"
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -75,22 +75,11 @@ class Overview:
             return {}
         failed, at, causes = self._causes.get(batch.id, (0, float("-inf"), {}))
         if batch.failed != failed and now - at >= _CAUSES_SECONDS:
-            query = partial(records.failed_lines, batch_id=batch.id, limit=_FAILED_LINES)
-            causes = error_codes(await self._services.read(query))
+            causes = await self._services.read(partial(records.error_codes, batch_id=batch.id, limit=_FAILED_LINES))
             while len(self._causes) >= 64 * _BATCHES:
                 self._causes.pop(next(iter(self._causes)))
             self._causes[batch.id] = batch.failed, now, causes
         return causes
-
-
-def error_codes(lines: Iterable[str]) -> dict[str, int]:
-    """How often each error code stands in lines of an error file, the most frequent first."""
-    counts: dict[str, int] = {}
-    for line in lines:
-        value = json.loads(line)
-        error = value["error"] or value["response"]["body"]["error"]
-        counts[error["code"]] = counts.get(error["code"], 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 @cache

@@ -15,11 +15,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 from ...job import CULPRIT
 from ...metrics.observer import Observer
 from ..store.disk import free_bytes
-from .guard import App
 from .server import ServerOptions, make_server
 from .state import Services
 
@@ -35,10 +35,10 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
     dispatcher, store = services.dispatcher, services.store
     states = dispatcher.states
     reasons = [state.reason for state in states if state.phase != "ready" and state.reason]
-    fault = store.fault or _full(services)
-    if fault:
-        reasons.insert(0, fault)
-    fine = dispatcher.ready and not fault
+    failure = store.failure or _full(services)
+    if failure:
+        reasons.insert(0, failure)
+    fine = dispatcher.ready and not failure
     replicas = [
         {
             "phase": state.phase,
@@ -76,7 +76,7 @@ def probes_router(services: Services) -> APIRouter:
     @router.post("/ping", responses={503: {}})
     async def health() -> Response:
         """Whether this process lives, and its loop turns. Needs no key."""
-        still = time.monotonic() - services.pulse.at
+        still = time.monotonic() - services.samples.looked
         return JSONResponse(
             {"status": "alive"} if still < STALLED_S else {"status": "stalled"}, 200 if still < STALLED_S else 503
         )
@@ -109,7 +109,7 @@ def metrics_router(observer: Observer) -> APIRouter:
 class ProbeListener:
     """`app` on `listener`, on a thread of its own; `close` ends it."""
 
-    def __init__(self, app: App, listener: socket.socket, options: ServerOptions) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, options: ServerOptions) -> None:
         few = replace(options, max_connections=_CONNECTIONS, max_per_address=_CONNECTIONS, gives_way=_GIVES_WAY_S)
         self._server = make_server(app, few)
         self._thread = threading.Thread(target=self._run, args=(listener,), name="probes", daemon=True)

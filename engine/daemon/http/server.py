@@ -22,6 +22,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ...openai.errors import ApiError
+
 log = logging.getLogger(__name__)
 
 _FRAMING_BYTES, _FRAMING = 256 << 10, 16
@@ -32,10 +34,8 @@ _GRACEFUL_SECONDS = 3  # requests have been drained by then: what is left are cl
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Where to listen and what a connection may do. Seconds, bytes."""
+    """What a connection may do. Seconds, bytes."""
 
-    host: str
-    port: int
     max_connections: int = 1024
     max_per_address: int = 512
     max_header_bytes: int = 16384
@@ -118,7 +118,7 @@ def protocol_of(options: ServerOptions) -> type[H11Protocol]:
             self._h11_next, self.conn.next_event = self.conn.next_event, self._next_event  # type: ignore[method-assign]
             self._came = self._body = 0
             if why := room.refuse(self):
-                body = json.dumps({"error": {"message": why, "type": "server_error", "param": None, "code": "busy"}})
+                body = json.dumps(ApiError(why, "busy", status=503).to_json())
                 head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-length: {len(body)}\r\n"
                 rest = "content-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
                 transport.write((head + rest + body).encode())
@@ -179,8 +179,7 @@ def protocol_of(options: ServerOptions) -> type[H11Protocol]:
             too_long = self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > options.max_header_bytes
             status = 431 if too_long else 400
             message = f"headers of more than {options.max_header_bytes} bytes" if too_long else "not an HTTP request"
-            error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_http"}
-            body = json.dumps({"error": error}).encode()
+            body = json.dumps(ApiError(message, "invalid_http", status=status).to_json()).encode()
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
@@ -228,12 +227,11 @@ def connections_within(wanted: int) -> int:
     return fit
 
 
-def listen(options: ServerOptions) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """The listening socket: bound before anything is launched, so that a port in use is known at once. Raises
     OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -250,8 +248,6 @@ def make_server(app: Any, options: ServerOptions) -> HttpServer:
     """Raises OSError or ssl.SSLError if the certificate cannot be used."""
     config = uvicorn.Config(
         app,
-        host=options.host,
-        port=options.port,
         http=protocol_of(options),
         ws="none",
         loop="asyncio",

@@ -1,4 +1,4 @@
-"""What every route is given, and the few words they share: the services, who asks, the audit line."""
+"""What every route is given, and the little they share: the services, who asks, the audit line."""
 
 from __future__ import annotations
 
@@ -22,13 +22,6 @@ audit_log = logging.getLogger("laddertron.audit")
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Pulse:
-    """When the daemon's loop last came round, in monotonic seconds."""
-
-    at: float
-
-
 @dataclass(frozen=True, slots=True)
 class Services(Core):
     """Made once by the daemon (or a test), handed to every router."""
@@ -36,7 +29,6 @@ class Services(Core):
     batches: Batches
     started_at: int
     bodies: HeldBodies
-    pulse: Pulse
     samples: Samples = field(default_factory=Samples)
 
     async def read(self, query: Callable[[sqlite3.Connection], T]) -> T:

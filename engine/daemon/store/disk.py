@@ -28,20 +28,10 @@ class DiskError(RuntimeError):
 
 
 class Files(Protocol):
-    """The calls that a disk can fail in; tests hand in one that does."""
+    """The calls that a disk can fail in: `os`, or what fails in a test."""
 
-    def write(self, descriptor: int, data: memoryview) -> int: ...
-    def fsync(self, descriptor: int) -> None: ...
-
-
-class RealFiles:
-    """The operating system's."""
-
-    def write(self, descriptor: int, data: memoryview) -> int:
-        return os.write(descriptor, data)
-
-    def fsync(self, descriptor: int) -> None:
-        os.fsync(descriptor)
+    def write(self, descriptor: int, data: memoryview, /) -> int: ...
+    def fsync(self, descriptor: int, /) -> None: ...
 
 
 def sync_folder(folder: Path, files: Files) -> None:
@@ -133,7 +123,7 @@ def probe(folder: Path) -> None:
                 one.execute("INSERT INTO t VALUES (?)", (n,))
                 if two.execute("SELECT max(n) FROM t").fetchone()[0] != n:
                     raise DiskError(f"{folder}: a write of one connection is not seen by another")
-        sync_folder(folder, RealFiles())
+        sync_folder(folder, os)
     except (sqlite3.Error, OSError) as error:
         raise DiskError(
             f"{folder}: a trial of the store failed ({error}): set daemon.data_dir to a local disk"

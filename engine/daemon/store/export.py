@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -178,13 +177,3 @@ class Export:
 
     def _claim(self, generation: int) -> Path:
         return self.folder / f"claim-{generation:06}"
-
-
-def fetch_files(folder: Path, to: Path) -> int:
-    """Copies the kept uploads of an export into a data folder; how many."""
-    count = 0
-    for path in sorted((folder / "files").glob("*")) if (folder / "files").is_dir() else []:
-        if not path.name.startswith("."):
-            shutil.copyfile(path, to / path.name)
-            count += 1
-    return count

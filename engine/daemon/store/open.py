@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .connection import connect_store
 from .disk import DiskError, NewFile, prepare_folder
-from .export import Export, Fenced, fetch_files, generations, read_changes
+from .export import Export, Fenced, generations, read_changes
 from .schema import SUM_TOKENS, Rows, SchemaVersionError, migrate
 from .store import Store, StoreOptions
 
@@ -117,7 +117,9 @@ def _rebuild(folder: Path, options: StoreOptions) -> None:
     count = db.execute("SELECT count(*) FROM results").fetchone()[0]
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.close()
-    fetch_files(options.export_dir, folder / "files")
+    if (kept := options.export_dir / "files").is_dir():
+        half_made = shutil.ignore_patterns(".*")
+        shutil.copytree(kept, folder / "files", ignore=half_made, copy_function=shutil.copyfile, dirs_exist_ok=True)
     (scratch / "store.db").rename(folder / "store.db")
     shutil.rmtree(scratch)
     log.warning("the store was rebuilt from %s: %d results", options.export_dir, count, extra={"event": "store"})

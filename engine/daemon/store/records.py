@@ -166,24 +166,18 @@ def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int
     counts: dict[str, Any] = {"completed": batch.completed + done[1], "failed": batch.failed + done[0]}
     if day is not None:
         add_usage(rows, batch.owner, day, sum(done), tokens)
-    tokens = tokens.plus(batch.tokens)
-    used: dict[str, Any] = {
-        "input_tokens": tokens.prompt,
-        "cached_tokens": tokens.cached,
-        "output_tokens": tokens.completion,
-    }
-    return change_batch(rows, batch_id, **counts, **used)
+    used: Any = zip(("input_tokens", "cached_tokens", "output_tokens"), tokens.plus(batch.tokens), strict=True)
+    return change_batch(rows, batch_id, **counts, **dict(used))
 
 
 def add_usage(rows: Rows, owner: str, day: int, requests: int, tokens: Tokens) -> None:
     """`day`: since 1970, UTC."""
-    key = {"owner": owner, "day": day}
-    query = "SELECT requests, prompt_tokens, cached_tokens, completion_tokens FROM usage WHERE owner = ? AND day = ?"
+    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+    query = f"SELECT {', '.join(names)} FROM usage WHERE owner = ? AND day = ?"
     found = rows.db.execute(query, (owner, day)).fetchone()
-    had, before = (0, Tokens()) if found is None else (found[0], Tokens(*found[1:]))
-    now = before.plus(tokens)
-    used = {"prompt_tokens": now.prompt, "cached_tokens": now.cached, "completion_tokens": now.completion}
-    (rows.insert if found is None else rows.update)("usage", {**key, "requests": had + requests, **used})
+    now = map(sum, zip(found or (0, 0, 0, 0), (requests, *tokens), strict=True))
+    row = {"owner": owner, "day": day, **dict(zip(names, now, strict=True))}
+    (rows.insert if found is None else rows.update)("usage", row)
 
 
 def read_usage(db: sqlite3.Connection, owner: str | None, since: int) -> list[dict[str, Any]]:
@@ -233,10 +227,11 @@ def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
     return {row["number"]: row["deaths"] for row in found}
 
 
-def failed_lines(db: sqlite3.Connection, batch_id: str, limit: int) -> list[str]:
-    """The first error lines of a batch."""
-    query = "SELECT line FROM results WHERE batch_id = ? AND ok = 0 ORDER BY number LIMIT ?"
-    return [line for (line,) in db.execute(query, (batch_id, limit))]
+def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, int]:
+    """How often each error code stands in a batch's first error lines, the most frequent first."""
+    code = "coalesce(json_extract(line, '$.error.code'), json_extract(line, '$.response.body.error.code'))"
+    query = f"SELECT {code} AS code FROM results WHERE batch_id = ? AND ok = 0 ORDER BY number LIMIT ?"
+    return dict(db.execute(f"SELECT code, count(*) FROM ({query}) GROUP BY code ORDER BY 2 DESC, 1", (batch_id, limit)))
 
 
 def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:

@@ -7,8 +7,6 @@ import logging
 from functools import partial
 
 from . import records
-from .rows import BatchRow, FileRow
-from .schema import Rows
 from .store import Store, StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -40,27 +38,15 @@ class Cleaner:
         count = 0
         while batches := await self._store.read(lambda db: records.old_batches(db, before)):
             for batch in batches:
-                for name in await self._store.write(partial(_drop, batch)):
+                for name in await self._store.write(partial(records.drop_batch, batch=batch)):
                     self._store.remove_bytes(name)
             count += len(batches)
         while files := await self._store.read(lambda db: records.old_files(db, before, now)):
             for file in files:
-                await self._store.write(partial(_drop_file, file))
+                await self._store.write(partial(records.drop_file, file=file))
                 self._store.remove_bytes(file.id)
             count += len(files)
         if count:
             log.info("deleted %d old files and batches", count, extra={"event": "retention"})
-            await self._store.write(_shrink)
+            await self._store.write(lambda rows: rows.db.execute("PRAGMA incremental_vacuum(1024)").fetchall())
         return count
-
-
-def _drop(batch: BatchRow, rows: Rows) -> list[str]:
-    return records.drop_batch(rows, batch)
-
-
-def _drop_file(file: FileRow, rows: Rows) -> None:
-    records.drop_file(rows, file)
-
-
-def _shrink(rows: Rows) -> None:
-    rows.db.execute("PRAGMA incremental_vacuum(1024)").fetchall()

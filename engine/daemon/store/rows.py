@@ -9,6 +9,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from ...openai.schema import Endpoint
+
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
 _STAMPS = (
@@ -79,7 +81,7 @@ class BatchRow:
 
     id: str
     owner: str
-    endpoint: str
+    endpoint: Endpoint
     input_file_id: str
     completion_window: str
     status: Status

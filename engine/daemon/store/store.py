@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import sqlite3
 import threading
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from .clock import TrustedClock
 from .connection import connect_store, newest_time, snapshot
 from .disk import Files as DiskFiles
-from .disk import FolderLock, RealFiles
+from .disk import FolderLock
 from .export import Export, Fenced
 from .schema import Rows
 
@@ -50,7 +51,7 @@ class StoreOptions:
     missing, empty or another's; `wall`: unix seconds."""
 
     export_dir: Path | None = None
-    files: DiskFiles = field(default_factory=RealFiles)
+    files: DiskFiles = os
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
     observe_commit: Callable[[float], None] = field(default=lambda seconds: None)
     observe_error: Callable[[], None] = field(default=lambda: None)
@@ -77,13 +78,13 @@ class Store:
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
         self.generation = 0
-        self.fault: str | None = None
+        self.failure: str | None = None
         """Why writes are refused, or None."""
         self.fenced = False
         self._writable = asyncio.Event()
         self._writable.set()
         self.on_change: Callable[[], None] = lambda: None
-        """Called on the loop when `fault` came or went."""
+        """Called on the loop when `failure` came or went."""
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
 
     @property
@@ -107,8 +108,8 @@ class Store:
     async def write(self, work: Callable[[Rows], T]) -> T:
         """Runs `work` within a group's transaction; returns once the group is committed. What `work` raises undoes it
         alone. Raises StoreUnavailable if the disk failed."""
-        if self.fault is not None:
-            raise StoreUnavailable(self.fault)
+        if self.failure is not None:
+            raise StoreUnavailable(self.failure)
         item = _Work(work, self._loop.create_future())
         self._queue.put(item)
         value: T = await item.future
@@ -190,9 +191,9 @@ class Store:
             if time.monotonic() - self._noted > _NOTE_SECONDS:
                 self._note_time(db)
             try:
-                item = self._queue.get(timeout=_NOTE_SECONDS if self.fault is None else _TRIAL_SECONDS)
+                item = self._queue.get(timeout=_NOTE_SECONDS if self.failure is None else _TRIAL_SECONDS)
             except queue.Empty:
-                db = db if self.fault is None else self._trial(db)
+                db = db if self.failure is None else self._trial(db)
                 continue
             if item is None:
                 break
@@ -211,7 +212,7 @@ class Store:
     def _note_time(self, db: sqlite3.Connection) -> None:
         """For the next daemon's TrustedClock; a disk that refuses is found out by the next commit."""
         self._noted = time.monotonic()
-        if self.fault is None:
+        if self.failure is None:
             with contextlib.suppress(sqlite3.Error):
                 query = "INSERT INTO meta VALUES ('seen', ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
                 db.execute(query, (int(self.clock.now()),))
@@ -241,7 +242,7 @@ class Store:
             self._answer([(work, None, kind(str(error))) for work in works])
             return db
         if not self.check_there():  # it went into a file that nobody will find again
-            self._answer([(work, None, StoreFenced(self.fault or "")) for work in works])
+            self._answer([(work, None, StoreFenced(self.failure or "")) for work in works])
             return db
         self._options.observe_commit(time.perf_counter() - began)
         self._say(None)
@@ -285,16 +286,16 @@ class Store:
         except sqlite3.Error:
             return db  # the next trial finds out
 
-    def _say(self, fault: str | None) -> None:
-        if fault != self.fault:
-            (log.info if fault is None else log.error)(
-                "the store takes writes again" if fault is None else fault, extra={"event": "store"}
+    def _say(self, failure: str | None) -> None:
+        if failure != self.failure:
+            (log.info if failure is None else log.error)(
+                "the store takes writes again" if failure is None else failure, extra={"event": "store"}
             )
-            self.fault = fault
+            self.failure = failure
             self._call(self._changed)
 
     def _changed(self) -> None:
-        (self._writable.set if self.fault is None else self._writable.clear)()
+        (self._writable.set if self.failure is None else self._writable.clear)()
         self.on_change()
 
     def _answer(self, answers: list[tuple[_Work, Any, BaseException | None]]) -> None:

@@ -143,10 +143,11 @@ def _servers(deployment: Deployment, against: str, model: str | None, first: Req
 
 def _lines(file: Path) -> list[Request]:
     data, found = file.read_bytes(), list[Request]()
+    rows = data.split(b"\n")
     for line in read_lines(io.BytesIO(data)):
         if line.error is not None:
             raise ValueError(line.error.message)
-        body = json.loads(data[line.offset : line.offset + line.length])["body"]
+        body = json.loads(rows[line.number - 1])["body"]
         found.append((str(line.url).removeprefix("/v1"), body))
     return found
 

@@ -370,12 +370,12 @@ def line(**over: Any) -> dict[str, Any]:
     ],
 )
 def test_a_bad_line_says_its_number(value: Any, code: str, said: str) -> None:
-    found = check_line(json.dumps(value).encode(), 17, 1000, LineRules(endpoint=CHAT))
+    found = check_line(json.dumps(value).encode(), 17, LineRules(endpoint=CHAT))
     assert found.body is None
     assert found.error is not None
     assert found.error.message.startswith("line 17: ")
     assert (found.error.code, said in found.error.message) == (code, True), found.error.message
-    assert (found.number, found.offset) == (17, 1000)
+    assert found.number == 17
 
 
 def test_lines_are_read_as_a_stream_and_long_ones_skipped() -> None:
@@ -390,8 +390,7 @@ def test_lines_are_read_as_a_stream_and_long_ones_skipped() -> None:
     assert [(x.number, x.error.code if x.error else x.custom_id) for x in found] == [
         (1, "c0"), (4, "line_too_long"), (5, "c1"), (6, "duplicate_custom_id"), (7, "c2"),
     ]  # fmt: skip
-    for x in found[2:3]:
-        assert data[x.offset : x.offset + x.length] == raw[1] + b"\n"
+    assert found[2].length == len(raw[1]) + 1
     assert peak < 4_000_000
 
 

@@ -309,7 +309,7 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
             assert await asyncio.gather(*more) == [model.encode(f"m {i}") for i in range(20)]
             with pytest.raises(PromptError, match="201 tokens") as caught:
                 await pool.of("").encode("xy" * 100)
-            assert (caught.value.code, caught.value.n_tokens) == ("context_length_exceeded", 201)
+            assert caught.value.code == "context_length_exceeded"
             # one whose asker went away overruns: those behind it are not to blame
             gone = [asyncio.ensure_future(pool.of("").encode_chat(user("loop"))) for _ in range(2)]
             behind = [asyncio.ensure_future(pool.of("").encode(f"m {i}")) for i in range(20)]

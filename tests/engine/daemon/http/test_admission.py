@@ -18,8 +18,8 @@ from daemon_tools import LIMITS, NAME, Served, deployment, served
 from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.bodies import HeldBodies
-from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai import body_worker
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.text.pool import PoolLimits, TextPool, _Item, _Queues
 from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S, until

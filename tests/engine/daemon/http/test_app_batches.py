@@ -259,7 +259,7 @@ def test_a_disk_that_fails_pauses_everything_and_loses_nothing(folder: Path, tmp
         Failing.broken = why
         try:
             daemon.on_loop(job.release)
-            until(lambda: daemon.on_loop(lambda: daemon.daemon.services.store.fault))
+            until(lambda: daemon.on_loop(lambda: daemon.daemon.services.store.failure))
             for call in (
                 lambda: submit(client, line("a")),
                 lambda: client.batches.cancel(batch.id),

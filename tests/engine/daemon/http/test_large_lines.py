@@ -147,7 +147,7 @@ def test_lines_that_cost_too_much_keep_their_names() -> None:
     text: Any = None  # the form needs no model
     raw = line("mine", [1] * 40_000)
     costly: Any = Costly()
-    found, bad = asyncio.run(prepare_line(BatchLine(7, 0, len(raw), raw=raw), "/v1/completions", "tiny", 64, costly))
+    found, bad = asyncio.run(prepare_line(BatchLine(7, len(raw), raw=raw), "/v1/completions", "tiny", 64, costly))
     assert (found.custom_id, found.body, asked) == ("mine", None, [True, False])
     assert isinstance(bad, ApiError)
     assert (bad.code, "line 7: it took 10 s" in bad.message) == ("prompt_too_costly", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sqlite3
 import subprocess
 import urllib.request
 from dataclasses import replace
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 from daemon_tools import NAME, deployment, line, served, submit, wait_batch
 from laddertron.engine.daemon.http.keys import add_key
-from laddertron.engine.daemon.http.page import MAX_VIEWERS, error_codes, page_of_daemon
+from laddertron.engine.daemon.http.page import MAX_VIEWERS, page_of_daemon
 from laddertron.engine.daemon.overview import RECENT_SECONDS, SAMPLE_SECONDS, Sample, Samples, engine_view, take_sample
+from laddertron.engine.daemon.store.records import error_codes
+from laddertron.engine.daemon.store.schema import Rows, migrate
 from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Figures, Observer
 from prometheus_client import CollectorRegistry
@@ -80,8 +83,13 @@ def test_causes_are_counted() -> None:
         return json.dumps({"error": None, "response": {"body": {"error": {"code": code}}}})
 
     lost = json.dumps({"error": {"code": "batch_expired"}, "response": None})
-    counted = error_codes([refused("a"), lost, refused("b"), refused("b")])
-    assert list(counted.items()) == [("b", 2), ("a", 1), ("batch_expired", 1)]
+    db = sqlite3.connect(":memory:")
+    migrate(db)
+    rows = Rows(db)
+    for number, out in enumerate((refused("a"), lost, refused("b"), refused("b"), refused("late"))):
+        row = {"batch_id": "1", "custom_id": str(number), "number": number, "epoch": 0, "ok": 0, "line": out}
+        rows.insert("results", row)
+    assert list(error_codes(db, "1", 4).items()) == [("b", 2), ("a", 1), ("batch_expired", 1)]
 
 
 def test_what_it_shows_and_to_whom(folder: Path, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_the_probe_listener_answers_while_the_daemons_loop_is_held(folder: Path,
         assert held.wait(HANG_S)
         try:
             assert [get(daemon, path)[0] for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
-            daemon.daemon.services.pulse.at -= STALLED_S
+            daemon.daemon.services.samples.looked -= STALLED_S
             assert get(daemon, "/health") == (503, '{"status":"stalled"}')
         finally:
             asked.set()

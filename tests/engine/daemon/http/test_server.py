@@ -125,8 +125,8 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         heard.append((await gone)["type"])
 
     async def run() -> None:
-        options = ServerOptions("127.0.0.1", 0, write_timeout=0.3)
-        listener = listen(options)
+        options = ServerOptions(write_timeout=0.3)
+        listener = listen("127.0.0.1", 0)
         server = make_server(endless, options)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         with socket.create_connection(listener.getsockname()) as client:

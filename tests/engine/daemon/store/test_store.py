@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from laddertron.engine.daemon.store import records
-from laddertron.engine.daemon.store.disk import DiskError, NewFile, RealFiles, check_type, mount_of
+from laddertron.engine.daemon.store.disk import DiskError, Files, NewFile, check_type, mount_of
 from laddertron.engine.daemon.store.export import ExportError, generations, read_changes
 from laddertron.engine.daemon.store.open import open_store
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow, Result
@@ -243,21 +243,21 @@ def failing(*arguments: Any, **options: Any) -> sqlite3.Connection:
     return sqlite3.connect(*arguments, factory=Failing, **options)
 
 
-class BadFiles(RealFiles):
+class BadFiles(Files):
     """Whose fsync and write fail while an error number is set."""
 
     fsync_error = write_error = 0
 
-    def fsync(self, descriptor: int) -> None:
+    def fsync(self, descriptor: int, /) -> None:
         if self.fsync_error:
             raise OSError(self.fsync_error, os.strerror(self.fsync_error))
-        super().fsync(descriptor)
+        os.fsync(descriptor)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
+    def write(self, descriptor: int, data: memoryview, /) -> int:
         if self.write_error:
             os.write(descriptor, data[: len(data) // 2])
             raise OSError(self.write_error, os.strerror(self.write_error))
-        return super().write(descriptor, data)
+        return os.write(descriptor, data)
 
 
 @pytest.mark.parametrize("why", ["database or disk is full", "disk I/O error"])
@@ -265,7 +265,7 @@ def test_a_failing_disk_acknowledges_nothing_and_writes_come_back(tmp_path: Path
     async def work(store: Store) -> None:
         await store.write(lambda rows: records.add_batch(rows, batch()))
         seen: list[str | None] = []
-        store.on_change = lambda: seen.append(store.fault)
+        store.on_change = lambda: seen.append(store.failure)
         Failing.broken = why
         try:
             with pytest.raises(StoreUnavailable, match=why):
@@ -457,7 +457,7 @@ def test_a_torn_end_is_left_out_and_damage_in_the_middle_is_an_error(tmp_path: P
         list(read_changes(tmp_path / "export"))
 
 
-def _make(path: Path, files: RealFiles) -> None:
+def _make(path: Path, files: Files) -> None:
     with NewFile(path, files) as file:
         file.write(b"half of it")
         file.commit()
