@@ -12,33 +12,16 @@ import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from ..job import EngineJob, JobState, RankHeartbeat
 from ..openai.errors import ApiError, unmade
 from ..request import ModelLimits, TokensEvent
-from .flight import Flight
+from .flight import DispatchObserver, Flight
 from .suspects import Suspicion
 
 log = logging.getLogger(__name__)
 
 _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
-
-
-class DispatchObserver(Protocol):
-    """Who is told what replicas do; returns at once."""
-
-    def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
-        """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""
-
-    def report(self, replica: int, report: RankHeartbeat) -> None:
-        """A rank's heartbeat."""
-
-    def state(self, replica: int, state: JobState) -> None:
-        """A replica's new state."""
-
-    def quarantined(self) -> None:
-        """A request was given up because ranks died of it."""
 
 
 class _Replica:

@@ -1,4 +1,4 @@
-"""One body on its way through the engine, and who wants its answer. Made by batch_feed.py and
+"""One body on its way through the engine, and who is told of it. Made by line_flights.py and
 engine/daemon/http/generate.py."""
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..job import JobState, RankHeartbeat
 from ..openai.choice import Delta
 from ..openai.responses import Answer
-from ..request import BATCH, Request
+from ..request import BATCH, Request, TokensEvent
 from .suspects import NEAR, Suspicion
 
 
@@ -25,6 +26,22 @@ class FlightOwner(Protocol):
 
     def died(self, flight: Flight) -> None:
         """It was in a step that a rank died in, perhaps of it; `suspicion` has it. It will go on."""
+
+
+class DispatchObserver(Protocol):
+    """Who is told what replicas do; returns at once."""
+
+    def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
+        """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""
+
+    def report(self, replica: int, report: RankHeartbeat) -> None:
+        """A rank's heartbeat."""
+
+    def state(self, replica: int, state: JobState) -> None:
+        """A replica's new state."""
+
+    def quarantined(self) -> None:
+        """A request was given up because ranks died of it."""
 
 
 @dataclass(eq=False, slots=True)

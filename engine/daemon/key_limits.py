@@ -18,3 +18,6 @@ class KeyLimits:
         for name in self.__slots__:
             if (value := getattr(self, name)) is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"limits.{name}={value!r}: an integer above 0, or leave it out")
+
+
+NO_LIMITS = KeyLimits()

@@ -30,7 +30,7 @@ from .http.keys import KeyRing
 from .http.probes import ProbeListener
 from .http.server import ServerOptions, connections_within, make_server
 from .http.state import Services
-from .key_limits import KeyLimits
+from .key_limits import NO_LIMITS
 from .store import records
 from .store.disk import free_bytes
 from .store.open import open_store
@@ -81,7 +81,7 @@ class Daemon:
             pool = TextPool(self._parts.text_folder, self._pool_limits(), body_worker.MODULE)
             await stack.enter_async_context(pool)
             keys = self._parts.keys
-            usage = Usage(store, self._parts.observer, (lambda owner: KeyLimits()) if keys is None else keys.limits_of)
+            usage = Usage(store, self._parts.observer, (lambda owner: NO_LIMITS) if keys is None else keys.limits_of)
             await usage.load()
             self.services = self._services(store, pool, usage)
             batches = self.services.batches

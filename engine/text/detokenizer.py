@@ -264,12 +264,9 @@ class OutputText:
 
 def _first_stop(text: str, seen: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
     """The stop string complete first (of those, the longest) with its start; a match ends after `seen` characters."""
-    best: tuple[int, int, str] | None = None
-    for stop in stops:
-        at = text.find(stop, max(0, seen - len(stop) + 1))
-        if at >= 0 and (best is None or (at + len(stop), at) < best[:2]):
-            best = (at + len(stop), at, stop)
-    return None if best is None else (best[1], best[2])
+    starts = ((stop, text.find(stop, max(0, seen - len(stop) + 1))) for stop in stops)
+    best = min(((at + len(stop), at, stop) for stop, at in starts if at >= 0), default=None)
+    return None if best is None else best[1:]
 
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:

@@ -237,13 +237,7 @@ class TextPool:
 
     async def _spawn(self) -> WorkerProcess:
         """A worker that has read the checkpoint. Raises TextError after a few failed starts."""
-        settings = {
-            "folder": str(self._folder),
-            "cpu_seconds": self._limits.cpu_seconds,
-            "memory_bytes": self._limits.memory_bytes,
-            "max_ids": self._limits.max_ids,
-        }
-        said = ""
+        settings, said = {"folder": str(self._folder), **asdict(self._limits)}, ""
         for _ in range(_MAX_FAILED_STARTS):
             worker = await WorkerProcess.start(self._module, settings)
             try:

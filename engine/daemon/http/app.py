@@ -79,13 +79,10 @@ def _model(services: Services) -> dict[str, Any]:
 def make_api(services: Services, generator: Generator, version: str, with_metrics: bool = True) -> FastAPI:
     """The routes, without the gate before them."""
     app = FastAPI(title="laddertron", version=version, docs_url=None, redoc_url=None)
-    for router in (files_router(services), batches_router(services), generate_router(generator)):
+    own = (files_router(services), batches_router(services), generate_router(generator), models_router(services))
+    more = (page_router(services, version), probes_router(services), usage_router(services))
+    for router in (*own, *more, vllm_router(services, version)):
         app.include_router(router)
-    app.include_router(models_router(services))
-    app.include_router(page_router(services, version))
-    app.include_router(probes_router(services))
-    app.include_router(usage_router(services))
-    app.include_router(vllm_router(services, version))
     if with_metrics:
         app.include_router(metrics_router(services.observer))
     _handle_errors(app)

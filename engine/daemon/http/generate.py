@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -276,18 +276,15 @@ def generate_router(generator: Generator) -> APIRouter:
     return router
 
 
-@dataclass(frozen=True, slots=True)
-class _Route:
-    path: str
-
-
 class Direct:
     """The application, with a short way to the two routes that are asked most: the framework's layers cost as much as
     all the rest of a short request, on the event loop that every stream shares. Errors are the gate's to answer."""
 
     def __init__(self, app: ASGIApp, generator: Generator) -> None:
         self._app, self._generator = app, generator
-        self._routes: dict[str, tuple[Endpoint, _Route]] = {path: (path, _Route(path)) for path in (CHAT, COMPLETIONS)}
+        self._routes: dict[str, tuple[Endpoint, Any]] = {
+            path: (path, SimpleNamespace(path=path)) for path in (CHAT, COMPLETIONS)
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None

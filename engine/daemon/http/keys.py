@@ -14,11 +14,12 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ..key_limits import KeyLimits
+from ....topology.json_codec import build, unbuild
+from ..key_limits import NO_LIMITS, KeyLimits
 from ..store.disk import NewFile
 
 _PREFIX = "sk-lt-"
@@ -42,18 +43,9 @@ class Key:
     created_at: int
     revoked_at: int | None = None
     kind: Literal["client", "metrics"] = "client"
-    limits: KeyLimits = field(default_factory=KeyLimits)
+    limits: KeyLimits = NO_LIMITS
     old_digest: str | None = None
     old_until: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Without what has its default: earlier versions read such entries too."""
-        limits = {name: most for name, most in asdict(self.limits).items() if most is not None}
-        values = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name, ...)}
-        return {**values, "limits": limits} if limits else {k: v for k, v in values.items() if k != "limits"}
-
-
-_DEFAULTS = {one.name: one.default for one in fields(Key) if one.default is not MISSING}
 
 
 def digest_of(key: str) -> str:
@@ -64,23 +56,16 @@ def read_keys(path: Path) -> list[Key]:
     """Raises KeyFileError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return [_key(entry) for entry in data["keys"]]
+        return [build(Key, entry) for entry in data["keys"]]
     except FileNotFoundError:
         raise KeyFileError(f"{path} is missing: `laddertron keys add {path} NAME` makes it") from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise KeyFileError(f"{path} is not a key file ({error}): restore it, or make a new one") from None
 
 
-def _key(entry: dict[str, Any]) -> Key:
-    key = Key(**{**entry, "limits": KeyLimits(**entry.get("limits", {}))})
-    if key.kind not in ("client", "metrics"):
-        raise ValueError(f"{key.id}: kind={key.kind!r} is neither client nor metrics")
-    return key
-
-
 def _write(path: Path, keys: list[Key]) -> None:
     with NewFile(path, os) as file:
-        file.write(json.dumps({"keys": [key.to_json() for key in keys]}, indent=1).encode() + b"\n")
+        file.write(json.dumps({"keys": [unbuild(key) for key in keys]}, indent=1).encode() + b"\n")
         file.commit()
 
 
@@ -168,7 +153,7 @@ class KeyRing:
 
     def limits_of(self, key_id: str) -> KeyLimits:
         self._refresh()
-        return self._limits.get(key_id, KeyLimits())
+        return self._limits.get(key_id, NO_LIMITS)
 
     def _look(self) -> tuple[int, int, int]:
         try:

@@ -192,15 +192,12 @@ def protocol_of(options: ServerOptions) -> type[H11Protocol]:
 
         def _arm(self) -> None:
             if self._timer is None:
-                self._timer = self.loop.call_later(options.header_timeout, self._late)
+                self._timer = self.loop.call_later(options.header_timeout, self.transport.close)
 
         def _disarm(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
-
-        def _late(self) -> None:
-            self.transport.close()
 
     return Bounded
 

@@ -5,7 +5,7 @@ replayed. Knows SQLite and names of columns; no threads, no HTTP, no meaning of 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 _TOKENS = (
@@ -112,49 +112,37 @@ class Rows:
 
     def insert(self, table: str, row: Mapping[str, Any]) -> bool:
         """False, and nothing changed, if there is a row of that key."""
-        self._check(table, row)
-        names = ", ".join(row)
-        marks = ", ".join(f":{name}" for name in row)
-        done = self.db.execute(f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING", dict(row))
-        if done.rowcount:
-            self.changes.append(["insert", table, dict(row)])
-        return bool(done.rowcount)
+        names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+        query = f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING"
+        return bool(self._change("insert", table, row, query))
 
     def update(self, table: str, row: Mapping[str, Any]) -> bool:
         """Sets the columns of the row that `row`'s key columns name; False if there is none."""
-        self._check(table, row)
-        keys = KEYS[table]
+        keys = KEYS.get(table, ())
         sets = ", ".join(f"{name} = :{name}" for name in row if name not in keys)
-        done = self.db.execute(f"UPDATE {table} SET {sets} WHERE {_where(keys)}", dict(row))
-        if done.rowcount:
-            self.changes.append(["update", table, dict(row)])
-        return bool(done.rowcount)
+        return bool(self._change("update", table, row, f"UPDATE {table} SET {sets} WHERE {_where(keys)}"))
 
     def delete(self, table: str, row: Mapping[str, Any]) -> int:
         """Removes the rows that agree with all of `row`'s columns; how many there were."""
-        self._check(table, row)
-        done = self.db.execute(f"DELETE FROM {table} WHERE {_where(tuple(row))}", dict(row))
-        if done.rowcount:
-            self.changes.append(["delete", table, dict(row)])
-        return done.rowcount
+        return self._change("delete", table, row, f"DELETE FROM {table} WHERE {_where(tuple(row))}")
 
     def apply(self, change: object) -> None:
         """One change as `changes` has it. Raises ValueError on anything else."""
         match change:
-            case ["insert", str(table), dict(row)]:
-                self.insert(table, row)
-            case ["update", str(table), dict(row)]:
-                self.update(table, row)
-            case ["delete", str(table), dict(row)]:
-                self.delete(table, row)
+            case ["insert" | "update" | "delete" as verb, str(table), dict(row)]:
+                getattr(self, verb)(table, row)
             case _:
                 raise ValueError(f"not a change of a row: {str(change)[:80]}")
 
-    def _check(self, table: str, row: Iterable[str]) -> None:
-        """Names stand in statements: only the schema's own may."""
+    def _change(self, verb: str, table: str, row: Mapping[str, Any], statement: str) -> int:
+        """How many rows a statement changed. Names stand in it: only the schema's own may."""
         known = self._columns.get(table)
         if known is None or not set(row) <= set(known) or not row:
             raise ValueError(f"{table!r} has no such columns: {sorted(row)[:20]}")
+        done = self.db.execute(statement, dict(row))
+        if done.rowcount:
+            self.changes.append([verb, table, dict(row)])
+        return done.rowcount
 
 
 def _where(names: tuple[str, ...]) -> str:

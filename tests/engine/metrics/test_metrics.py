@@ -21,14 +21,7 @@ from laddertron.engine.job import JobPhase, JobState, MetricRow, RankHeartbeat
 from laddertron.engine.metrics.catalogue import CATALOGUE, FAILURE_KINDS, LABELS, REPORTED
 from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
 from laddertron.engine.metrics.markdown import markdown
-from laddertron.engine.metrics.observer import (
-    MAX_KEYS,
-    MAX_ROUTES,
-    AnswerTimes,
-    BatchView,
-    Observer,
-    overdue_s,
-)
+from laddertron.engine.metrics.observer import MAX_KEYS, MAX_ROUTES, AnswerTimes, BatchView, Observer, overdue_s
 from laddertron.engine.request import TokensEvent
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.job.detect import FailureKind

@@ -34,53 +34,38 @@ def collected() -> tuple[RequestSpans, Any]:
     return RequestSpans(provider, "demo"), kept
 
 
-def parent_of(collected: tuple[RequestSpans, Any], header: str | None) -> tuple[int, int, bool] | None:
-    """Trace and span of whose child a request with this header is, and whether its trace is recorded."""
+def request_spans(collected: tuple[RequestSpans, Any], header: str | None) -> list[Any]:
     spans, kept = collected
     kept.clear()
     spans.finished(AnswerTimes(1.0, 2.0, None, 3.0, 1, 0, "stop", True, header))
-    (parent,) = [span.parent for span in kept.get_finished_spans() if span.name == "request"] or [None]
-    return None if parent is None else (parent.trace_id, parent.span_id, bool(parent.trace_flags))
+    return [span for span in kept.get_finished_spans() if span.name == "request"]
 
 
-SENDER = (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+@pytest.mark.parametrize("header", [GOOD, "cc" + GOOD[2:] + "-what-comes-later"])
+def test_a_request_is_its_senders_child(collected: tuple[RequestSpans, Any], header: str) -> None:
+    """Of any version; what the sender does not record is not recorded."""
+    (span,) = request_spans(collected, header)
+    assert (span.parent.trace_id, span.parent.span_id) == (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+    assert not request_spans(collected, GOOD[:-2] + "00")
 
 
-@pytest.mark.parametrize(
-    ("header", "parent"),
-    [
-        (GOOD, SENDER),
-        ("cc" + GOOD[2:] + "-what-comes-later", SENDER),
-        (GOOD + "-more", None),
-        ("ff" + GOOD[2:], None),
-        (GOOD.upper(), None),
-        ("00-" + "0" * 32 + "-b7ad6b7169203331-01", None),
-        ("00-0af7651916cd43dd8448eb211c80319c-" + "0" * 16 + "-01", None),
-        ("", None),
-        (None, None),
-    ],
-)
-def test_the_header_as_the_standard_has_it(
-    collected: tuple[RequestSpans, Any], header: str | None, parent: tuple[int, int, bool] | None
-) -> None:
-    assert parent_of(collected, header) == parent
+BAD = [GOOD + "-more", "ff" + GOOD[2:], GOOD.upper(), GOOD.replace("b7ad6b7169203331", "0" * 16), "", None]
 
 
-def test_what_the_sender_does_not_record_is_not_recorded(collected: tuple[RequestSpans, Any]) -> None:
-    spans, kept = collected
-    spans.finished(AnswerTimes(1.0, 2.0, None, 3.0, 1, 0, "stop", True, GOOD[:-2] + "00"))
-    assert not kept.get_finished_spans()
+@pytest.mark.parametrize("header", [*BAD, GOOD.replace("0af7651916cd43dd8448eb211c80319c", "0" * 32)])
+def test_a_bad_header_is_as_none(collected: tuple[RequestSpans, Any], header: str | None) -> None:
+    assert [span.parent for span in request_spans(collected, header)] == [None]
 
 
 def test_no_header_costs_a_request(collected: tuple[RequestSpans, Any]) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    for _ in range(2000):
+    for _ in range(500):
         text = list(GOOD)
         for _ in range(dice.randint(1, 6)):
             text[dice.randrange(len(text))] = chr(dice.randrange(1, 300))
-        parent_of(collected, "".join(text))
+        request_spans(collected, "".join(text))
 
 
 def test_an_answer_becomes_a_span_with_its_stages(collected: tuple[RequestSpans, Any]) -> None:
