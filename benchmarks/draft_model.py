@@ -81,8 +81,8 @@ def run(config: str, asked: Path, speculation: str, draft: str, *sets: str) -> t
     keys = [*sets, f"engine.speculation={speculation}"]
     keys += [f"engine.draft_model={Path(draft).absolute()}"] if speculation in ("model", "auto") else []
     args = ["run", config, "-i", str(asked), "-o", str(out), *(word for key in keys for word in ("--set", key))]
-    result = CliRunner().invoke(group, args)
-    if result.exit_code:
+    result = CliRunner().invoke(group, args, standalone_mode=False)
+    if result.exception or result.return_value:
         raise SystemExit(f"laddertron {' '.join(args)}: {result.output}")
     rows = [line.split(None, 1) for line in result.stderr.splitlines()]
     return answers(out), {row[0]: row[1].strip() for row in rows if len(row) == 2}
