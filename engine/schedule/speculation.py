@@ -28,7 +28,7 @@ again."""
 TRIAL, FIRST_PAUSE, LONGEST_PAUSE = 3, 128, 4096
 """Steps of the slower kind, and those before it is tried again: more while the same kind wins."""
 STALL = 4.0
-"""A step that takes so many times the one before it is no measure."""
+"""A step that takes so many times the one of its kind before it is no measure."""
 _FORGET, _LEAST = 0.98, 1e-9
 _NEWEST = 0.2
 """What the newest step of a kind weighs in its mean."""
@@ -91,8 +91,8 @@ class _Kinds:
     seconds: dict[bool, float] = field(default_factory=dict)
     since: int = 0
     pause: int = FIRST_PAUSE
-    last: float = inf
-    """Seconds of the newest step."""
+    last: dict[bool, float] = field(default_factory=dict)
+    """Seconds of the newest step of each kind."""
 
     @property
     def wins(self) -> bool:
@@ -109,10 +109,11 @@ class _Kinds:
             self.since, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
         return not self.wins
 
-    def stalled(self, seconds: float) -> bool:
-        """Whether a step took far longer than the one before it: something else held it up. Where steps have become
-        slower, the next one does not."""
-        last, self.last = self.last, seconds
+    def stalled(self, drafted: bool, seconds: float) -> bool:
+        """Whether a step took far longer than the one of its kind before it, or a kind's first one than the other's:
+        something else held it up. Where steps of this kind are slower, the next one does not."""
+        last = self.last.get(drafted, self.last.get(not drafted, inf))
+        self.last[drafted] = seconds
         return seconds > STALL * last
 
     def observe(self, drafted: bool, seconds: float) -> None:
@@ -156,7 +157,7 @@ class Speculation:
     def observe_step(self, sequences: int, drafts: int, tokens: int, seconds: float) -> None:
         """A step without prompts: rows of sequences and of drafts, and the tokens that came of them."""
         kinds = self._kinds.setdefault(sequences, _Kinds())
-        if not kinds.stalled(seconds):
+        if not kinds.stalled(drafts > 0, seconds):
             self._price.observe(sequences + drafts, seconds)
             kinds.observe(drafts > 0, seconds / max(1, tokens))
 

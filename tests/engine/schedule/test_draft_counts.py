@@ -89,6 +89,14 @@ def test_a_stall_is_no_measure_and_a_slower_link_is(slower: bool) -> None:
         assert (speculation.threshold(8) < inf) == (slower and n > 0)
 
 
+def test_drafts_that_are_found_now_and_then_are_measured() -> None:
+    """Each step with drafts stands between steps without and takes five times as long: that is its price, no stall."""
+    speculation = Speculation(SpeculationRule())
+    for drafts, tokens, seconds in ((0, 1, 1.0), (8, 2, 5.0)) * 3:
+        speculation.observe_step(1, drafts, tokens, seconds)
+    assert speculation.threshold(1) == inf
+
+
 def test_without_a_price_every_draft_is_taken() -> None:
     speculation = Speculation(SpeculationRule(priced=False))
     assert speculation.wanted(0.01, speculation.threshold(64)) == MOST
