@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ...models.training.fit import TrainProgress
     from ...topology.comm.data_parallel import DataParallel
 
+MODEL = click.Path(exists=True, file_okay=False, path_type=Path)
+TEXT = click.Path(exists=True, path_type=Path)
 STATES = "training"
 """Where a folder that is being trained keeps token files and states; gone when the model is whole."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ...errors import ended_by
-from ...training import STATES, parse_layers, token_files, training_bar, training_ranks
+from ...training import MODEL, STATES, TEXT, parse_layers, token_files, training_bar, training_ranks
 
 EPILOG = """\b
 Examples:
@@ -23,7 +23,7 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True})
-@click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("source", metavar="FROM", type=MODEL)
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder to write.")
 @click.option("--wiring", default="ladder", help="ladder, parallel, delay-2 to delay-7, desync-n, standard.")
 @click.option("--ladder-layers", callback=parse_layers, help="Hybrid: the last n layers, or a list, are ladder.")
@@ -32,15 +32,10 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
     "--text",
     multiple=True,
     required=True,
-    type=click.Path(path_type=Path, exists=True),
+    type=TEXT,
     help="UTF-8 text, JSONL with `text` or `messages`, or folders of them.",
 )
-@click.option(
-    "--held-out",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True),
-    help="Text to evaluate on.  [default: one text in twenty]",
-)
+@click.option("--held-out", multiple=True, type=TEXT, help="Text to evaluate on.  [default: one text in twenty]")
 @click.option("--held-out-tokens", type=click.IntRange(2), default=262_144, help="Of it at most.")
 @click.option("--context", type=click.IntRange(8), help="Tokens of a sequence.  [default: the model's, at most 4096]")
 @click.option("--distil", type=click.FloatRange(0, 1), default=0.0, help="Share of the loss: KL from the original.")

@@ -10,19 +10,13 @@ from typing import Any
 import click
 
 from ...errors import ended_by
-from ...training import token_file, training_ranks
+from ...training import MODEL, TEXT, token_file, training_ranks
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--text", multiple=True, required=True, type=click.Path(path_type=Path, exists=True), help="UTF-8 text or JSONL."
-)
-@click.option(
-    "--original",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Compare each one's next token with this folder's.",
-)
+@click.argument("folders", nargs=-1, required=True, type=MODEL)
+@click.option("--text", multiple=True, required=True, type=TEXT, help="UTF-8 text or JSONL.")
+@click.option("--original", type=MODEL, help="Compare each one's next token with this folder's.")
 @click.option("--context", type=click.IntRange(8), help="Tokens read at once.  [default: the models', at most 4096]")
 @click.option("--tokens", type=click.IntRange(2), default=262_144, help="Of the text at most.")
 @click.option("--record", is_flag=True, help="Write the record that `check` and `serve` look for into each folder.")

@@ -10,14 +10,12 @@ import click
 
 from ...errors import ended_by
 from ...picture import picture
-from ...training import token_file, training_ranks
+from ...training import MODEL, TEXT, token_file, training_ranks
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--text", multiple=True, required=True, type=click.Path(path_type=Path, exists=True), help="UTF-8 text or JSONL."
-)
+@click.argument("source", metavar="FROM", type=MODEL)
+@click.option("--text", multiple=True, required=True, type=TEXT, help="UTF-8 text or JSONL.")
 @click.option("--context", type=click.IntRange(8), help="Tokens read at once.  [default: the model's, at most 4096]")
 @click.option("--tokens", type=click.IntRange(2), default=32_768, help="Of the text at most.")
 @click.option("--model", "known", metavar="NAME", help="Known architecture to plan with.  [default: by FROM's name]")

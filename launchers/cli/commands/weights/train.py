@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import ended_by
-from ...training import training_bar
+from ...training import MODEL, TEXT, training_bar
 
 if TYPE_CHECKING:
     from .....models.config.model_config import ModelConfig
@@ -73,18 +73,18 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option("--vocab", type=click.IntRange(300), default=2048, help="Size of a tokenizer trained anew.")
 @click.option(
     "--tokenizer",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=MODEL,
     help="Folder that this command wrote, whose tokenizer.json to use in place of a new one.",
 )
 @click.option(
     "--text",
     multiple=True,
-    type=click.Path(path_type=Path, exists=True),
+    type=TEXT,
     help="UTF-8 files, JSON lines with `text`, or folders of *.txt and *.md.  [default: Python's documentation]",
 )
 @click.option(
     "--teacher",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=MODEL,
     help="Model whose distribution over the next token to learn, with its tokenizer: makes a draft model for it.",
 )
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
