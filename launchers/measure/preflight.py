@@ -129,8 +129,8 @@ def run_preflight(
         nccl_log_path().unlink(missing_ok=True)
         give_up(words)
 
-    with Watch(limit_s, end) as watch:
-        return _measure(deployment, identity, _bootstrap(identity, watch), watch)
+    watch = Watch(limit_s, end)
+    return _measure(deployment, identity, _bootstrap(identity, watch), watch)
 
 
 def _measure(

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from typing import IO
 
 from ..job import supervised_process as kept
@@ -124,48 +123,30 @@ def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:
 
 
 class Watch:
-    """Ends a rank that waits too long, by `end`, called in a thread of this one's: MPI's and NCCL's calls cannot be
-    given up. A context; `over` is another inside it."""
+    """Ends a rank that waits too long, by `end`, called in a thread of its own: MPI's and NCCL's calls cannot be given
+    up."""
 
     def __init__(self, limit_s: float, end: Callable[[str], object]) -> None:
         self.limit_s = limit_s
         self._end = end
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._look, daemon=True, name="preflight-watch")
-        self._begin(str, inf)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        self._timer: threading.Timer | None = None
 
     @contextmanager
     def over(self, words: Callable[[], str], limit_s: float | None = None) -> Iterator[None]:
         """What may last limit_s; `words` say, then, what is waited for. The one around it has its whole time again
         after it."""
-        around = self._words, self._limit
-        self._begin(words, self.limit_s if limit_s is None else limit_s)
+        around, limit = self._timer, self.limit_s if limit_s is None else limit_s
+        if around is not None:
+            around.cancel()
+        timer = self._begin(limit, lambda: self._end(f"{words()} (allowed: {limit:.0f} s)"))
         try:
             yield
         finally:
-            self._begin(*around)
+            timer.cancel()
+            self._timer = None if around is None else self._begin(around.interval, around.function)
 
-    def _begin(self, words: Callable[[], str], limit: float) -> None:
-        with self._changed:
-            self._words, self._limit, self._deadline = words, limit, time.monotonic() + limit
-            self._changed.notify()
-
-    def _look(self) -> None:
-        with self._changed:
-            while not self._closed:
-                left = self._deadline - time.monotonic()
-                if left <= 0:
-                    self._end(f"{self._words()} (allowed: {self._limit:.0f} s)")
-                    return
-                self._changed.wait(None if left == inf else left)
+    def _begin(self, limit_s: float, end: Callable[..., object]) -> threading.Timer:
+        self._timer = timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
+        timer.daemon = True
+        timer.start()
+        return timer

@@ -130,9 +130,9 @@ def test_a_wait_that_lasts_too_long_ends_the_rank() -> None:
         said.append(words)
         came.set()
 
-    with Watch(FOR_EVER_S, end) as watch:
-        with watch.over(lambda: "never"):
-            pass
-        with watch.over(lambda: "the outer"), watch.over(lambda: "rank 1 did not answer", 0.05):
-            assert came.wait(HANG_S)
+    watch = Watch(FOR_EVER_S, end)
+    with watch.over(lambda: "never"):
+        pass
+    with watch.over(lambda: "the outer"), watch.over(lambda: "rank 1 did not answer", 0.05):
+        assert came.wait(HANG_S)
     assert said == ["rank 1 did not answer (allowed: 0 s)"]
