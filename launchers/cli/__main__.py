@@ -7,7 +7,6 @@ A configuration that cannot be ends here: its faults on stderr, one a line, exit
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import pwd
 import sys
@@ -76,26 +75,17 @@ One YAML file describes a deployment, or a model's folder with every key at its 
 each key, and `--set section.key=value` overrides one. `laddertron COMMAND --help` teaches the rest."""
 
 
-def module_of(name: str) -> str:
-    """Where a command is: those on weights have a folder of their own."""
-    return f"{PACKAGE}.weights.{name}" if name in ROLES["Weights"] else f"{PACKAGE}.{name}"
-
-
-def available(name: str) -> bool:
-    """Whether the command's module is part of this installation; imports nothing."""
-    return any(name in commands for commands in ROLES.values()) and bool(importlib.util.find_spec(module_of(name)))
-
-
 class LazyGroup(click.Group):
     """Commands by name; grouped by role in the help; a misspelt one answered with its neighbour."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for commands in ROLES.values() for name in commands if available(name)]
+        return [name for commands in ROLES.values() for name in commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if not available(cmd_name):
+        if cmd_name not in self.list_commands(ctx):
             return None
-        command: click.Command = importlib.import_module(module_of(cmd_name)).command
+        folder = f"{PACKAGE}.weights" if cmd_name in ROLES["Weights"] else PACKAGE
+        command: click.Command = importlib.import_module(f"{folder}.{cmd_name}").command
         return command
 
     def resolve_command(
@@ -113,10 +103,8 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for role, commands in ROLES.items():
-            rows = [(name, text) for name, text in commands.items() if available(name)]
-            if rows:
-                with formatter.section(role):
-                    formatter.write_dl(rows)
+            with formatter.section(role):
+                formatter.write_dl(list(commands.items()))
 
 
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
