@@ -9,9 +9,8 @@ import contextlib
 import http.client
 import json
 import secrets
-import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -111,16 +110,11 @@ class BatchClient:
         temporary = path.with_name(f".{path.name}.part")
         size = 0
         try:
-            with temporary.open("wb") as file:
-                connection, response = self._send("GET", f"/files/{file_id}/content", None, {})
-                try:
-                    while chunk := response.read(_CHUNK):
-                        file.write(chunk)
-                        size += len(chunk)
-                except (OSError, http.client.HTTPException) as error:
-                    raise ApiError(f"the download of {file_id} broke off: {error}") from error
-                finally:
-                    connection.close()
+            content = self._answer("GET", f"/files/{file_id}/content", f"the download of {file_id} broke off: ERROR")
+            with temporary.open("wb") as file, content as response:
+                while chunk := response.read(_CHUNK):
+                    file.write(chunk)
+                    size += len(chunk)
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -133,18 +127,14 @@ class BatchClient:
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a streamed answer, as they come."""
         headers = {"content-type": "application/json"}
-        connection, response = self._send("POST", path, json.dumps({**body, "stream": True}).encode(), headers)
-        try:
+        data = json.dumps({**body, "stream": True}).encode()
+        with self._answer("POST", path, f"{path}: the stream broke off (ERROR)", data, headers) as response:
             for raw in response:
                 if raw.startswith(b"data:") and (data := raw[5:].strip()) != b"[DONE]":
                     event = json.loads(data)
                     if fault := event.get("error"):
                         raise ApiError(str(fault.get("message") if isinstance(fault, dict) else fault))
                     yield event
-        except (ValueError, OSError, http.client.HTTPException) as error:
-            raise ApiError(f"{path}: the stream broke off ({error})") from error
-        finally:
-            connection.close()
 
     def wait(
         self,
@@ -187,42 +177,40 @@ class BatchClient:
     def _json(
         self, method: str, path: str, body: bytes | Iterator[bytes] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        connection, response = self._send(method, path, body, headers or {})
-        try:
+        broke = f"{method} {path}: not an answer in JSON (ERROR)"
+        with self._answer(method, path, broke, body, headers or {}) as response:
             value = json.loads(response.read(_MAX_JSON))
-        except (ValueError, OSError, http.client.HTTPException) as error:
-            raise ApiError(f"{method} {path}: not an answer in JSON ({error})") from error
-        finally:
-            connection.close()
         if not isinstance(value, dict):
             raise ApiError(f"{method} {path}: not an object")
         return value
 
-    def _send(
-        self, method: str, path: str, body: bytes | Iterator[bytes] | None, headers: dict[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        connection = self._connection()
+    @contextlib.contextmanager
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        broke: str,
+        body: bytes | Iterator[bytes] | None = None,
+        headers: Mapping[str, str] = {},
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer, to be read inside; `broke`: what to say where that fails, of an ERROR."""
         if self._key is not None:
             headers = {**headers, "authorization": f"Bearer {self._key}"}
-        try:
-            with contextlib.suppress(BrokenPipeError):  # refused before all of it was sent: the answer says why
-                connection.request(method, self._parts.path + path, body, headers)
-            response = connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
-        if response.status >= 400:
-            message = _message(response)
-            connection.close()
-            raise ApiError(f"{response.status}: {message}", response.status)
-        return connection, response
-
-    def _connection(self) -> http.client.HTTPConnection:
-        host = self._parts.hostname or ""
-        if self._parts.scheme == "https":
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(host, self._parts.port, timeout=self._timeout, context=context)
-        return http.client.HTTPConnection(host, self._parts.port, timeout=self._timeout)
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout)
+        with contextlib.closing(connection):
+            try:
+                with contextlib.suppress(BrokenPipeError):  # refused before all of it was sent: the answer says why
+                    connection.request(method, self._parts.path + path, body, headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
+            if response.status >= 400:
+                raise ApiError(f"{response.status}: {_message(response)}", response.status)
+            try:
+                yield response
+            except (ValueError, OSError, http.client.HTTPException) as error:
+                raise ApiError(broke.replace("ERROR", str(error))) from error
 
 
 def _message(response: http.client.HTTPResponse) -> str:
