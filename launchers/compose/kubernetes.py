@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from ...engine.config.load import Deployment, from_json, to_json
+from ...engine.config.load import Deployment
 from ...topology.hardware.fabric import Fabric
+from ...topology.json_codec import unbuild
 from .hosts import LaunchError
 from .slurm import node_shape
 
@@ -64,21 +65,15 @@ def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
 
 def changed(deployment: Deployment) -> dict[str, Any]:
     """What the deployment says beyond the defaults, as a deployment file would."""
-    mine = to_json(deployment)
-    usual = to_json(from_json({"model": {"path": deployment.model.path}}))
+    found: dict[str, Any] = _said(unbuild(deployment))
+    return found
 
-    def beyond(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in ours.items():
-            if isinstance(value, dict) and isinstance(theirs.get(key), dict) and key != "env":
-                if inner := beyond(value, theirs[key]):
-                    found[key] = inner
-            elif value != theirs.get(key):
-                found[key] = value
-        return found
 
-    found = beyond(mine, usual)
-    return {"model": {"path": deployment.model.path} | found.pop("model", {})} | found
+def _said(value: Any) -> Any:
+    """Without the sections in which nothing is said."""
+    if not isinstance(value, dict):
+        return value
+    return {key: said for key, item in value.items() if (said := _said(item)) != {}}
 
 
 def _config_map(deployment: Deployment, launch: Mapping[str, Any]) -> dict[str, Any]:
