@@ -174,33 +174,21 @@ def _layout(
         prompt_s = group.prefill(work.prompt, keys.max_num_batched_tokens).total_s
         for batch in batches_over(work.batches, devices.nodes):
             each = ceil(batch / replicas)
-            if each <= room.sequences(work.prompt + work.output):
-                speeds.append(_speed(group, batch, each, stages, crossing, prompt_s, work, tp * stages * replicas))
+            if each > room.sequences(work.prompt + work.output):
+                continue
+            # A replica's sequences run in as many batches as there are stages. A token has passed all stages before its
+            # sequence's next one starts; in steady state every stage is busy with one of the batches.
+            rows = ceil(each / stages)
+            step = group.step(Load(decodes=rows, context=work.context))
+            cycle = stages * (step.total_s + crossing(rows))
+            # Prompts take turns with decoding; in a pipeline, their chunks fill the stages one after another.
+            output = batch / (cycle + each * prompt_s / work.output)
+            dollars = tp * stages * replicas * work.gpu_hour / 3600 / output * 1e6
+            speeds.append(Speed(batch, cycle, batch / cycle, output, dollars, stages * step.exposed_s))
         for context in work.contexts:
             if context <= config.max_position_embeddings:
                 depths.append(depth(group, room, context, stages, replicas, crossing, work.gpu_hour))
     return Layout(tp, replicas, stages, stored, config.wiring, room, tuple(speeds), tuple(depths))
-
-
-def _speed(
-    group: SimulatedGroup,
-    batch: int,
-    each: int,
-    stages: int,
-    hop: Callable[[int], float],
-    prompt_s: float,
-    work: Work,
-    gpus: int,
-) -> Speed:
-    """`each` sequences a replica, in as many batches as there are stages. A token has passed all stages before its
-    sequence's next one starts; in steady state every stage is busy with one of the batches."""
-    rows = ceil(each / stages)
-    step = group.step(Load(decodes=rows, context=work.context))
-    cycle = stages * (step.total_s + hop(rows))
-    # Prompts take turns with decoding; in a pipeline, their chunks fill the stages one after another.
-    output = batch / (cycle + each * prompt_s / work.output)
-    dollars = gpus * work.gpu_hour / 3600 / output * 1e6
-    return Speed(batch, cycle, batch / cycle, output, dollars, stages * step.exposed_s)
 
 
 def depth(

@@ -92,7 +92,7 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
 @click.argument("config", type=click.Path())
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: laddertron-bundle-TIME.tar.gz]")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
-def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> int:
+def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> None:
     """Write one archive of what CONFIG's ranks, daemon and host know: last collectives, stacks, counters, logs.
 
     A running daemon on this host asks its ranks; without one (or if it hangs) the kernel's view of the rank processes,
@@ -107,4 +107,3 @@ def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> int
     except OSError as error:
         raise click.ClickException(f"the bundle cannot be written: {error}") from error
     click.echo(f"{written}: {source}")
-    return 0

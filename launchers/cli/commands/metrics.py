@@ -17,7 +17,7 @@ from .config import FOLDER
 @click.option("--markdown", "as_markdown", is_flag=True, help="As docs/metrics.md.")
 @click.option("--dashboards", type=click.Path(path_type=Path), help="Write Grafana's dashboards into this folder.")
 @click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")
-def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int:
+def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> None:
     """Print every series that `/metrics` may hold: its name, type, labels and meaning.
 
     \b
@@ -27,16 +27,18 @@ def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int
     """
     if as_markdown:
         click.echo(markdown(), nl=False)
-        return 0
-    if dashboards is not None:
+    elif dashboards is not None:
         dashboards.mkdir(parents=True, exist_ok=True)
         for path in sorted((FOLDER / "monitoring/grafana").glob("*.json")):
             (dashboards / path.name).write_bytes(path.read_bytes())
             click.echo(dashboards / path.name)
-        return 0
-    if as_objects:
+    elif as_objects:
         click.echo(json.dumps(as_json(), indent=1))
-        return 0
+    else:
+        _print()
+
+
+def _print() -> None:
     width = Console().width
     for title, group in GROUPS.items():
         click.echo(f"{title}\n")
@@ -46,4 +48,3 @@ def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> int
             said = click.wrap_text(f"{series.kind}{labels}. {series.help}", width, "    ", "    ")
             click.echo(f"  {series.full_name}\n{said}")
         click.echo()
-    return 0

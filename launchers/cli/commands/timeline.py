@@ -33,7 +33,7 @@ def _layers(text: str | None) -> range | None:
 @click.option("--layers", metavar="FIRST-LAST", help="Only these layers.  [default: all]")
 def command(
     traces: tuple[Path, ...], output: Path, rank: int, step: int | None, shortest: bool, layers: str | None
-) -> int:
+) -> None:
     """Draw one decode step of each TRACE: what computes above, which all-reduces travel below.
 
     \b
@@ -46,4 +46,3 @@ def command(
     with ended_by(PlotError, ValueError, OSError, end=click.ClickException):
         draw([timeline(read_trace(path), rank, which, wanted) for path in traces], output)
     click.echo(f"{output}: {len(traces)} timelines")
-    return 0

@@ -87,7 +87,7 @@ class Server:
 def command(
     config: str, against: str, model: str | None, file: Path | None, prompt: int, generate: int, requests: int,
     at_once: int, rounds: int, price: tuple[float, float] | None, seed: int | None, overrides: tuple[str, ...],
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Say whether this deployment's daemon or another OpenAI-compatible server does your work better.
 
     \b
@@ -116,7 +116,6 @@ def command(
             raise
     trial = Trial(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), price)
     click.echo("\n".join(report(trial, theirs.name)))
-    return 0
 
 
 def _servers(deployment: Deployment, against: str, model: str | None, first: Request) -> tuple[Server, Server]:
