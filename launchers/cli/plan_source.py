@@ -77,14 +77,13 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
     except StageError as error:
         raise ConfigError([loaded.fault("parallel.pipeline_parallel_size", str(error))]) from None
-    fabric, assumed = asked.fabric, ""
+    fabric = asked.fabric
     if fabric is None and d.launch.fabric is not None:
         fabric = read_fabric(d.launch.fabric)
     if fabric is None:
         assumed = assumed_fabric(d)
         fabric = preset(assumed)
         notes.append(f"no fabric was named: {assumed} is assumed (--nodes, --fabric, or launch.fabric)")
-    if assumed:
         # Host names of the file mean machines that the assumed fabric does not know.
         placement = place(
             fabric, d.parallel.tensor_parallel_size, d.parallel.replicas, stages=d.parallel.pipeline_parallel_size,
@@ -121,9 +120,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     return Question(
         name=d.served_model_name, config=config, stored=stored, keys=keys, fabric=fabric, placement=placement,
         shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated_link(p),
-        overlap=p.overlap,
-        split=p.split_steps != "never",
-        layers=p.pipeline_layers, threads=d.engine.threads, notes=(*notes, *more, *placement.notes),
+        overlap=p.overlap, split=p.split_steps != "never", layers=p.pipeline_layers, threads=d.engine.threads,
+        notes=(*notes, *more, *placement.notes),
     )  # fmt: skip
 
 
