@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ..cli.batch_client import ENDED, BatchClient
 from ..control.processes import ProcessId, descendants, is_alive, kill, start_time
-from .serving import ROOT, ask, free_port, serve_command, tally, wait_until, words_of, write_lines
+from .serving import ROOT, ask, end, free_port, serve_command, tally, wait_until, words_of, write_lines
 
 CONFIG = ROOT / "configs/demo.yaml"
 STRIKES = ((0.15, "rank"), (0.4, "daemon"), (0.65, "mpirun"))
@@ -66,16 +66,6 @@ class ChaosDaemon:
                 return found[-1] if found else None
         return None
 
-    def end(self) -> int:
-        """SIGTERM, the drain, the exit status; SIGKILL where that does not help."""
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            return self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-
 
 class Show:
     """One batch under fire. Raises RuntimeError (ApiError is one) where it cannot go on."""
@@ -103,12 +93,12 @@ class Show:
                 self._under_fire(client, batch_id, live)
             status = self._count(client, batch_id)
             last = daemon.below()
-            code = daemon.end()
+            code = end(daemon.process, 30.0)  # it drains
             left = [p.pid for p in last if is_alive(p)]
             self.say(f"SIGTERM: exit status {code}, {len(left)} processes left")
             return status or code or bool(left)
         finally:
-            daemon.end()
+            end(daemon.process)
 
     def say(self, words: str, style: str = "") -> None:
         self._console.print(Text(f"{time.monotonic() - self._began:6.1f} s  {words}", style))

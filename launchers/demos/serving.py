@@ -80,13 +80,18 @@ def started(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes], patience_s: float = 20.0) -> int:
+    """SIGTERM, the exit status; SIGKILL to its whole group where that does not help."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        return process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
 
 
 def serve_command(config: Path, settings: Mapping[str, object]) -> list[str]:
