@@ -165,9 +165,8 @@ def _scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def _log_scale(low: float, high: float, start: float, end: float) -> Scale:
-    a, b = log10(low), log10(high)
-    span = (b - a) or 1.0
-    return lambda value: start + (log10(max(value, low)) - a) / span * (end - start)
+    linear = _scale(log10(low), log10(high), start, end)
+    return lambda value: linear(log10(max(value, low)))
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -73,11 +73,7 @@ class PreflightOutcome:
 
 
 class UnlikeRanks(RuntimeError):
-    """Ranks that cannot measure together, found before any of them connects; `findings` are the same on every rank."""
-
-    def __init__(self, findings: tuple[Finding, ...]) -> None:
-        super().__init__("\n".join(map(str, findings)))
-        self.findings = findings
+    """Ranks that cannot measure together, found before any of them connects, in the same words on every rank."""
 
 
 def message_bytes(deployment: Deployment) -> tuple[int, ...]:
@@ -200,7 +196,7 @@ def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tu
     mine = Setup(bootstrap.rank, identity.node, deploy.digest(deployment), versions)
     setups = tuple(Setup(**json.loads(data)) for data in bootstrap.all_gather(json.dumps(asdict(mine)).encode()))
     if findings := unlike(setups):
-        raise UnlikeRanks(findings)
+        raise UnlikeRanks("\n".join(map(str, findings)))
     return setups
 
 
