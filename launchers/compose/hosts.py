@@ -7,6 +7,7 @@ launchers/compose/host_allocation.py.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,9 +103,7 @@ def parse_hostfile(text: str, default_slots: int, where: str) -> tuple[Host, ...
 
 def parse_nodefile(text: str, where: str) -> tuple[Host, ...]:
     """PBS_NODEFILE and LSB_DJOB_HOSTFILE: a host's name once for each of its slots. Raises LaunchError."""
-    counts: dict[str, int] = {}
-    for name in text.split():
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(text.split())
     if not counts:
         raise LaunchError(f"{where}: no hosts in it")
     return tuple(Host(name, count) for name, count in counts.items())

@@ -6,6 +6,7 @@ The batch script is no rank: it runs `laddertron serve` or `run` on the first no
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 
 from ...engine.config.load import Deployment
@@ -37,9 +38,7 @@ def node_shape(deployment: Deployment, fabric: Fabric | None) -> tuple[int, int]
     shares = divide(
         HostAllocation(hosts, f"launch.ranks_per_node={per_node}"), tp, d.replicas, None, groups // d.replicas
     )
-    per_host: dict[str, int] = {}
-    for host in (h for share in shares for h in share.hosts):
-        per_host[host.name] = per_host.get(host.name, 0) + host.slots
+    per_host = Counter(host.name for share in shares for host in share.hosts for _ in range(host.slots))
     return len(per_host), max(per_host.values())
 
 
