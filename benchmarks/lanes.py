@@ -49,10 +49,10 @@ class Unawaited:
         self._inner = inner
         self._in_flight: deque[Pending] = deque()
 
-    def start(self, x: torch.Tensor) -> Pending:
+    def start(self, x: torch.Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         if len(self._in_flight) == 3:
             self._in_flight.popleft().wait()
-        self._in_flight.append(self._inner.start(x))
+        self._in_flight.append(self._inner.start(x, layer))
         return Done(x)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..topology.comm.collectives import Boundary, Collective, Done, Inlining, Pending
+from ..topology.comm.collectives import Boundary, Collective, Done, Pending
 from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
@@ -120,7 +120,7 @@ class LlamaModel(nn.Module):
         self._layers: dict[int, _Layer] = {}
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
-        self._at_once: Collective | None = None
+        self._at_once = False
 
     def _declare_parameters(self, layers: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
@@ -276,8 +276,7 @@ class LlamaModel(nn.Module):
                 on_travelling()
 
         # One stream waits for what it starts; of two, the other one computes meanwhile.
-        reduce = self.all_reduce
-        self._at_once = reduce.inline() if len(parts) == 1 and isinstance(reduce, Inlining) else None
+        self._at_once = len(parts) == 1
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
         if not self.shard.samples:
             return ends[0] if len(ends) == 1 else torch.cat(ends)
@@ -326,7 +325,7 @@ class LlamaModel(nn.Module):
         x = self.embedding(tokens)
         if self.config.wiring.kinds[0] == "none":
             return Done(x)
-        return residual.named(self._at_once or self.all_reduce, "embedding").start(x)
+        return self.all_reduce.start(x, "embedding", self._at_once)
 
     # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import count
 from typing import Protocol, Self, TypeVar
 
@@ -53,15 +54,9 @@ class Arriving(Protocol[R_co]):
 
 
 class AllReduce(Protocol[R]):
-    """topology's Collective, as seen from here."""
+    """topology's Collective, as seen from here. `layer`: wiring and sub-block, as in "ladder attention"."""
 
-    def start(self, x: R) -> Arriving[R]: ...
-
-
-def named(all_reduce: AllReduce[R], layer: str) -> AllReduce[R]:
-    """What accounts for `layer` (wiring and sub-block, as in "ladder attention"), where `all_reduce` keeps accounts."""
-    apart: Callable[[str], AllReduce[R]] | None = getattr(all_reduce, "named", None)  # isinstance of a Protocol is slow
-    return all_reduce if apart is None else apart(layer)
+    def start(self, x: R, layer: str = "", at_once: bool = False, /) -> Arriving[R]: ...
 
 
 def flow(
@@ -85,26 +80,22 @@ def stage_flow(
     left: int,
     blocks: SubBlocks[R],
     all_reduce: AllReduce[R],
-    at_once: AllReduce[R] | None = None,
+    alone: bool = False,
 ) -> Generator[None, None, tuple[R, tuple[Arriving[R], ...]]]:
     """`flow` through the layers of one pipeline stage, from the residual and the outputs pending where the stage before
     ended, to the same where the next one begins, with `left` of them pending. Not for desync, whose stages begin and
-    end with a reduced residual: `flow` does them. at_once: what layers of lag 0 use in place of all_reduce; the caller
-    knows that nothing else computes between a start and its wait."""
+    end with a reduced residual: `flow` does them. alone: nothing but this flow computes, so that the sums of layers of
+    lag 0 are waited for at once."""
     lag = _lags(wiring)
     in_flight: deque[Arriving[R]] = deque(pending)
-    reduces = {
-        kind: [named(at_once or all_reduce if lag.get(kind) == 0 else all_reduce, name) for name in _names(kind)]
-        for kind in set(wiring.kinds)
-    }
     for layer, kind in enumerate(wiring.kinds):
-        for sub_block, reduce in zip(_sub_blocks(kind, blocks), reduces[kind], strict=True):
+        for sub_block, name in zip(_sub_blocks(kind, blocks), _names(kind), strict=True):
             if kind == "none":
                 residual = residual + sub_block(layer, residual)
                 continue
             while len(in_flight) > lag[kind]:
                 residual = residual + in_flight.popleft().wait()
-            in_flight.append(reduce.start(sub_block(layer, residual)))
+            in_flight.append(all_reduce.start(sub_block(layer, residual), name, alone and lag[kind] == 0))
             yield
     while len(in_flight) > left:
         residual = residual + in_flight.popleft().wait()
@@ -130,12 +121,12 @@ def _desync_flow(
     """Between reduces each rank's residual drifts; a reduce sums the drifted residuals' shares and the partial sums.
     The last sub-block always reduces."""
     residual, last = embedded, 2 * num_layers
-    reduces = [named(all_reduce, name) for name in _names(f"desync-{every}")]
+    names = _names(f"desync-{every}")
     for index in range(last):
         sub_block = (blocks.attention, blocks.mlp)[index % 2]
         partial = sub_block(index // 2, residual)
         if (index + 1) % every == 0 or index + 1 == last:
-            in_flight = reduces[index % 2].start(partial + residual / size)
+            in_flight = all_reduce.start(partial + residual / size, names[index % 2])
             yield
             residual = in_flight.wait()
         else:
@@ -155,6 +146,7 @@ def _sub_blocks(kind: str, blocks: SubBlocks[R]) -> Iterator[_SubBlock[R]]:
         yield blocks.mlp
 
 
+@cache
 def _names(kind: str) -> tuple[str, ...]:
     return (kind,) if kind == "parallel" else (f"{kind} attention", f"{kind} mlp")
 

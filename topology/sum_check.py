@@ -55,8 +55,6 @@ def check_sums(
     communicator: Communicator, width: int, most_rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Every rank calls it with the same arguments, before the first step. Raises WrongSum, on all of them."""
-    named = getattr(communicator.all_reduce, "named", None)
-    all_reduce = communicator.all_reduce if named is None else named(LAYER)
     for salt, count in enumerate(size_classes(width, most_rows)):
         before = communicator.ledger.entries()
         period = min(count, PERIOD)
@@ -64,7 +62,7 @@ def check_sums(
         parts = [(pattern(rank, period, salt, device) // small).to(dtype) for rank in range(communicator.size)]
         want = torch.stack(parts).sum(0)
         mine = parts[communicator.rank].repeat(-(-count // period))[:count]
-        found = all_reduce.start(mine).wait()
+        found = communicator.all_reduce.start(mine, LAYER).wait()
         communicator.drain()  # looking at it would wait for a device without a limit
         wrong = _compare(found, want)
         _agree(communicator, wrong, f"{_strategy(before, communicator.ledger.entries())} of {mine.nbytes} bytes")

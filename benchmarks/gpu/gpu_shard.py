@@ -35,9 +35,8 @@ from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
 from laddertron.models.rank_shard import RankShard
-from laddertron.topology.comm.collectives import Alone, Collective, Inlining, Pending
+from laddertron.topology.comm.collectives import Alone, Collective, Pending
 from laddertron.topology.comm.emulated import emulate
-from laddertron.topology.comm.gpu_stream import InlineCollective
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.cost.emulated_fabric import emulation_of
 from torch import Tensor
@@ -76,17 +75,9 @@ class Counted:
     def __init__(self, inner: Collective) -> None:
         self.inner, self.started = inner, 0
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         self.started += 1
-        return self.inner.start(x)
-
-    def inline(self) -> InlineCollective:
-        """As a rank's own collective does: those of standard wait on the computing stream."""
-        return InlineCollective(self._inline)
-
-    def _inline(self, x: Tensor, layer: str = "") -> Pending:
-        self.started += 1
-        return (self.inner.inline() if isinstance(self.inner, Inlining) else self.inner).start(x)
+        return self.inner.start(x, "", at_once)
 
 
 def lone_group(size: int) -> Any:

@@ -196,7 +196,7 @@ class _Timed:
         self._clock.compute(max(0.0, both - self._cost.shared_norm_saves_s))
         return residual
 
-    def start(self, x: _Stream) -> _InFlight:
+    def start(self, x: _Stream, *_: object) -> _InFlight:
         self._clock.compute(self._cost.start_s)
         flight = self._clock.send(self._cost.all_reduce)
         if not self._overlap:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...models.residual import AllReduce, named
+from ...models.residual import AllReduce
 from ...topology.comm.ledger import Record
 
 Category = Literal["step", "compute", "wait", "all_reduce"]
@@ -76,15 +76,12 @@ class _Watched:
     def __init__(self, inner: AllReduce[Any], recorder: SpanRecorder) -> None:
         self.inner, self.recorder = inner, recorder
 
-    def start(self, x: Any) -> Any:
+    def start(self, x: Any, layer: str = "", at_once: bool = False, /) -> Any:
         began = time.monotonic()
-        pending = self.inner.start(x)
+        pending = self.inner.start(x, layer)
         if self.recorder.step is None:
             return pending
         return _WatchedPending(pending, self.recorder, x.nbytes, began)
-
-    def named(self, layer: str) -> _Watched:
-        return _Watched(named(self.inner, layer), self.recorder)
 
 
 class _WatchedBoundary:

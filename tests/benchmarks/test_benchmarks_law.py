@@ -184,7 +184,7 @@ def test_nobody_waits_for_what_is_carried() -> None:
     class Wire:
         started = 0
 
-        def start(self, x: object) -> Travels:
+        def start(self, *_: object) -> Travels:
             self.started += 1
             log.append(f"start {self.started}")
             return Travels(self.started)

@@ -90,7 +90,7 @@ class Noted:
     def __init__(self, inner: Collective, recorder: TapeRecorder) -> None:
         self._inner, self._recorder = inner, recorder
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         tape = self._recorder.tape
         if tape is None:
             return self._inner.start(x)

@@ -62,7 +62,7 @@ class Recorder:
     def attention_and_mlp(self, layer: int, residual: Stream) -> Stream:
         return self._compute(f"P{layer}", residual)
 
-    def start(self, x: Stream) -> Arrival:
+    def start(self, x: Stream, *_: object) -> Arrival:
         self.log.append(f"start {'+'.join(sorted(x.parts))}")
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
@@ -89,14 +89,13 @@ def play(*kinds: WiringKind, every: int = 0) -> tuple[Recorder, Stream]:
 class Accounts:
     """An all-reduce that notes under whose name each sub-block's output set off."""
 
-    def __init__(self, recorder: Recorder, log: list[tuple[str, str]], layer: str = "") -> None:
-        self._recorder, self._log, self._layer = recorder, log, layer
+    def __init__(self, recorder: Recorder, log: list[tuple[str, str]], at_once: list[str] | None = None) -> None:
+        self._recorder, self._log, self._at_once = recorder, log, at_once
 
-    def named(self, layer: str) -> Accounts:
-        return Accounts(self._recorder, self._log, layer)
-
-    def start(self, x: Stream) -> Arrival:
-        self._log.append((self._layer, "+".join(sorted(x.parts))))
+    def start(self, x: Stream, layer: str = "", at_once: bool = False, /) -> Arrival:
+        self._log.append((layer, "+".join(sorted(x.parts))))
+        if at_once and self._at_once is not None:
+            self._at_once += sorted(x.parts)
         return self._recorder.start(x)
 
 
@@ -210,7 +209,7 @@ class Twice:
 
     mlp = attention_and_mlp = attention
 
-    def start(self, x: float) -> Twice:
+    def start(self, x: float, *_: object) -> Twice:
         self.x = x
         return self
 
@@ -260,7 +259,7 @@ def order_of_products(rank: Rank, folder: str) -> list[str]:
     class Recording:
         count = 0
 
-        def start(self, x: Any) -> Pending:
+        def start(self, x: Any, *_: object) -> Pending:
             log.append(f"start {self.count}")
             pending = Pending(inner.start(x), self.count)
             self.count += 1
@@ -294,12 +293,12 @@ def test_the_real_model_issues_products_before_the_wait(ranks: Callable[..., lis
             assert log.index(f"start {k + 2}") < wait
 
 
-def test_layers_that_wait_may_have_another_all_reduce() -> None:
-    """Of a hybrid, standard layers use the one for sums that are waited for at once, ladder ones the one beside."""
-    recorder, beside, at_once = Recorder(), list[tuple[str, str]](), list[tuple[str, str]]()
-    accounts = Accounts(recorder, beside), Accounts(recorder, at_once)
+@pytest.mark.parametrize(("alone", "want"), [(True, ["A0", "M0"]), (False, [])])
+def test_a_collective_is_told_what_is_waited_for_at_once(alone: bool, want: list[str]) -> None:
+    """Of a hybrid the sums of standard layers, where no other stream computes meanwhile; those of ladder ones never."""
+    recorder, log, at_once = Recorder(), list[tuple[str, str]](), list[str]()
     wiring = Wiring(("standard", "ladder"))
-    flow = residual.stage_flow(Stream(frozenset("e")), (), wiring, 0, recorder, *accounts)
-    assert len(list(flow)) == 4
-    assert [parts for _, parts in at_once] == ["A0", "M0"]
-    assert [parts for _, parts in beside] == ["A1", "M1"]
+    accounts = Accounts(recorder, log, at_once)
+    assert len(list(residual.stage_flow(Stream(frozenset("e")), (), wiring, 0, recorder, accounts, alone))) == 4
+    assert [parts for _, parts in log] == ["A0", "M0", "A1", "M1"]
+    assert at_once == want

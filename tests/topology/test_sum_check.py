@@ -70,7 +70,7 @@ class Faulty:
     def __init__(self, size: int, at: int, fault: Callable[[Tensor], None], ledger: Ledger) -> None:
         self._size, self._at, self._fault, self._ledger, self._count = size, at, fault, ledger, 0
 
-    def start(self, x: Tensor, layer: str = "") -> Pending:
+    def start(self, x: Tensor, *_: object) -> Pending:
         salt, self._count = self._count, self._count + 1
         for rank in range(1, self._size):
             x += pattern(rank, len(x), salt, CPU).to(x.dtype)
@@ -128,7 +128,7 @@ def case_checked(rank: Rank, options: dict[str, Any], spoil: bool) -> str:
         inner = communicator.all_reduce
 
         class Spoiled:
-            def start(self, x: Tensor) -> Pending:
+            def start(self, x: Tensor, *_: object) -> Pending:
                 y = inner.start(x).wait()
                 if rank.rank == 1 and len(y) == WIDTH * 8:
                     y[5] += 1
@@ -164,7 +164,7 @@ def test_long_messages_repeat_the_pattern(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sum_check, "PERIOD", 97)
 
     class Two(Faulty):
-        def start(self, x: Tensor, layer: str = "") -> Pending:
+        def start(self, x: Tensor, *_: object) -> Pending:
             salt, self._count = self._count, self._count + 1
             x += pattern(1, min(97, len(x)), salt, CPU).to(x.dtype).repeat(len(x) // 97 + 1)[: len(x)]
             if salt == self._at:

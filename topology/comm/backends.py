@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from .bootstrap import Bootstrap, MpiBootstrap
-from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Named, PeerLost
+from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, PeerLost
 from .ordered import Ordered
 from .two_level import Relay, TwoLevel, two_level
 
@@ -118,7 +118,7 @@ class GlooCollective:
         if self._relay is not None:
             self._relay.close()
 
-    def start(self, x: Tensor, layer: str = "") -> _GlooPending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> _GlooPending:
         if not x.is_contiguous():
             raise ValueError(f"cannot all-reduce {tuple(x.shape)} with strides {x.stride()}: contiguous is needed")
         began = time.monotonic()
@@ -135,9 +135,6 @@ class GlooCollective:
         self._seq += 1
         self._ledger.started += 1
         return _GlooPending(self, work, x, began, self._seq - 1, ordered, strategy, layer)
-
-    def named(self, layer: str) -> Named:
-        return Named(self, layer)
 
     def _finish(self, pending: _GlooPending) -> None:
         asked, x, seq = time.monotonic(), pending.x, pending.seq
@@ -186,24 +183,20 @@ class GlooGather:
         self._group, self._ledger, self._timeout = group, ledger, timeout
         self._size = dist.get_world_size(group)
 
-    def start(self, payload: NDArray[np.uint8]) -> _GlooGathering:
+    def start(self, payload: NDArray[np.uint8]) -> Gathering:
         mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8).copy())
         out = [torch.empty_like(mine) for _ in range(self._size)]
         work = _guard(lambda: dist.all_gather(out, mine, group=self._group, async_op=True), -1) if len(mine) else None
         self._ledger.started += work is not None
-        return _GlooGathering(work, out, self._ledger, self._timeout)
 
+        def finish() -> NDArray[np.uint8]:
+            if work is not None:
+                self._ledger.waiting = "gather"
+                _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), -1)
+                self._ledger.waiting = ""
+            return torch.stack(out).numpy()
 
-class _GlooGathering:
-    def __init__(self, work: Any, out: list[Tensor], ledger: Ledger, timeout: list[float]) -> None:
-        self._work, self._out, self._ledger, self._timeout = work, out, ledger, timeout
-
-    def wait(self) -> NDArray[np.uint8]:
-        if self._work is not None:
-            self._ledger.waiting = "gather"
-            _guard(lambda: self._work.wait(timedelta(seconds=self._timeout[0])), -1)
-            self._work, self._ledger.waiting = None, ""
-        return torch.stack(self._out).numpy()
+        return Gathering(finish)
 
 
 def _guard(call: Callable[[], Any], seq: int) -> Any:

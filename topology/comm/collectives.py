@@ -29,34 +29,26 @@ class Pending(Protocol):
 class Collective(Protocol):
     """All-reduces over one group, in program order, the same on every rank, started and awaited by one thread."""
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         """Sets off the sum of x (contiguous, not empty; any shape; float32, bfloat16 or float16) over the group. x
         belongs to the collective until `wait`, which gives it back holding the sum: do not read, write or free it
-        meanwhile. At most eight travel at once: a ninth `start` first waits for the oldest."""
+        meanwhile. At most eight travel at once: a ninth `start` first waits for the oldest. `layer`: under which it is
+        accounted for (see ledger.Entry). `at_once`: the sum is waited for before anything else is computed; on a GPU it
+        may stay in line with the computation, without the way to another stream and back."""
 
 
-@runtime_checkable
-class Accounting(Collective, Protocol):
-    """A Collective that accounts for each kind of layer apart."""
+class Gathering:
+    """A gather under way: `finish` waits for it, and is called once."""
 
-    def named(self, layer: str) -> Collective:
-        """The same collective, in the same program order, with its accounts under `layer` (see ledger.Entry)."""
-
-
-@runtime_checkable
-class Inlining(Collective, Protocol):
-    """A Collective beside the computation."""
-
-    def inline(self) -> Collective:
-        """The same collective in the same program order, for sums that are waited for at once: in line with the
-        computation, without the way to another stream and back."""
-
-
-class Gathering(Protocol):
-    """A gather under way."""
+    def __init__(self, finish: Callable[[], NDArray[np.uint8]]) -> None:
+        self._finish = finish
+        self._found: NDArray[np.uint8] | None = None
 
     def wait(self) -> NDArray[np.uint8]:
         """uint8 [size, n]: every rank's bytes in rank order. Raises as `Pending.wait`."""
+        if self._found is None:
+            self._found = self._finish()
+        return self._found
 
 
 class Gather(Protocol):
@@ -137,7 +129,7 @@ class Done:
 class Alone:
     """The all-reduce of a group of one, on whatever device: its own part is the sum."""
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         return Done(x)
 
 
@@ -145,17 +137,7 @@ class AloneGather:
     """The gather of a group of one."""
 
     def start(self, payload: NDArray[np.uint8]) -> Gathering:
-        return GatheredAlone(payload)
-
-
-class GatheredAlone:
-    """A Gathering of one rank's bytes."""
-
-    def __init__(self, payload: NDArray[np.uint8]) -> None:
-        self._payload = payload
-
-    def wait(self) -> NDArray[np.uint8]:
-        return self._payload[None].copy()
+        return Gathering(payload[None].copy)
 
 
 class Blocking:
@@ -164,29 +146,5 @@ class Blocking:
     def __init__(self, inner: Collective) -> None:
         self._inner = inner
 
-    def start(self, x: Tensor) -> Pending:
-        return Done(self._inner.start(x).wait())
-
-    def named(self, layer: str) -> Blocking:
-        return Blocking(self._inner.named(layer)) if isinstance(self._inner, Accounting) else self
-
-
-class Accounted(Protocol):
-    """A collective that is told at each start what it is for."""
-
-    def start(self, x: Tensor, layer: str = "") -> Pending: ...
-
-
-class Named:
-    """`inner` with one layer's name: what `named` of most collectives gives."""
-
-    __slots__ = ("_inner", "_layer")
-
-    def __init__(self, inner: Accounted, layer: str) -> None:
-        self._inner, self._layer = inner, layer
-
-    def start(self, x: Tensor) -> Pending:
-        return self._inner.start(x, self._layer)
-
-    def named(self, layer: str) -> Named:
-        return Named(self._inner, layer)
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
+        return Done(self._inner.start(x, layer).wait())

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from ..emulation import Emulation
-from .collectives import Collective, Named, Pending
+from .collectives import Collective, Pending
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,14 +58,11 @@ class Emulated:
         self._inner, self._emulation, self._ledger = inner, emulation, ledger
         self._clock: HoldClock = clock or HostClock()
 
-    def start(self, x: Tensor, layer: str = "") -> Pending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         began = time.monotonic()
         latency_s, wire_s = self._emulation.parts(x.nbytes)
         token = self._clock.start(wire_s, latency_s)
         return _EmulatedPending(self, self._inner.start(x), token, began, layer)
-
-    def named(self, layer: str) -> Named:
-        return Named(self, layer)
 
     def _finish(self, inner: Pending, token: float, began: float, layer: str) -> Tensor:
         asked = time.monotonic()

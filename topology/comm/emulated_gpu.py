@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .collectives import Inlining, Named
-from .gpu_stream import InlineCollective, StreamCollective
+from .gpu_stream import StreamCollective
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,26 +81,12 @@ class EmulatedOnGpu:
         self._scratches: list[Tensor] = []
         self._side = StreamCollective(self._issue, ledger, "emulated", emulation.label)
 
-    def start(self, x: Tensor, layer: str = "") -> Pending:
-        self._make_room(x)
-        return _Both(self._inner.start(x), self._side.start(x, layer))
-
-    def start_inline(self, x: Tensor, layer: str = "") -> Pending:
-        self._make_room(x)
-        inner = self._inner.inline() if isinstance(self._inner, Inlining) else self._inner
-        return _Both(inner.start(x), self._side.start_inline(x, layer))
-
-    def inline(self) -> InlineCollective:
-        return InlineCollective(self.start_inline)
-
-    def _make_room(self, x: Tensor) -> None:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         if self._emulation.multiprocessors and (not self._scratches or self._scratches[-1].nbytes < x.nbytes):
             # The outgrown ones stay: a graph that was captured with one still writes to it.
             size = 1 << (x.nbytes - 1).bit_length()
             self._scratches.append(torch.empty(size, dtype=torch.uint8, device=x.device))
-
-    def named(self, layer: str) -> Named:
-        return Named(self, layer)
+        return _Both(self._inner.start(x, "", at_once), self._side.start(x, layer, at_once))
 
     def _issue(self, x: Tensor) -> None:
         kernels = self._kernels

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .collectives import Done, Named
+from .collectives import Done
 from .ledger import Entry
 
 if TYPE_CHECKING:
@@ -42,28 +42,21 @@ class StreamCollective:
         self._settling = threading.Lock()  # the heartbeat's thread reads the accounts too
         ledger.add_source(self._entries, lambda: ())
 
-    def start(self, x: Tensor, layer: str = "") -> Pending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         timed = not torch.cuda.is_current_stream_capturing()
-        ready = _EVENT(enable_timing=timed)
+        ready, done = (_EVENT(enable_timing=timed) for _ in range(2))
+        if at_once:
+            return self._start_inline(x, layer, timed, ready, done)
         ready.record()
         self.stream.wait_event(ready)
         with torch.cuda.stream(self.stream):
             strategy = self._issue(x) or self._strategy
         self._ledger.started += 1
-        done = _EVENT(enable_timing=timed)
         done.record(self.stream)
         return _StreamPending(self, x, ready, done, timed, (strategy, layer))
 
-    def named(self, layer: str) -> Named:
-        return Named(self, layer)
-
-    def inline(self) -> InlineCollective:
-        return InlineCollective(self.start_inline)
-
-    def start_inline(self, x: Tensor, layer: str = "") -> Pending:
+    def _start_inline(self, x: Tensor, layer: str, timed: bool, ready: Any, done: Any) -> Pending:
         """On the computing stream; whoever asks for the sum has waited for all of it."""
-        timed = not torch.cuda.is_current_stream_capturing()
-        ready, done = (_EVENT(enable_timing=timed) for _ in range(2))
         if timed:
             ready.record()
         strategy = self._issue(x) or self._strategy
@@ -94,19 +87,6 @@ class StreamCollective:
             Entry("all_reduce", strategy, self._link, int(count), int(size), flight, waited, layer)
             for (strategy, layer), (count, size, flight, waited) in dict(self._sums).items()
         ]
-
-
-class InlineCollective:
-    """What a collective's `inline` gives: its own start, `begin`, on the computing stream."""
-
-    def __init__(self, begin: Callable[[Tensor, str], Pending]) -> None:
-        self._begin = begin
-
-    def start(self, x: Tensor, layer: str = "") -> Pending:
-        return self._begin(x, layer)
-
-    def named(self, layer: str) -> Named:
-        return Named(self, layer)
 
 
 class _StreamPending:

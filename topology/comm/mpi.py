@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .collectives import CollectiveTimeout, CommunicationError, Named
+from .collectives import CollectiveTimeout, CommunicationError, Gathering
 from .ordered import add_up
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ class MpiBackend:
         group.Free()
         self.size, self.rank = layout.size, layout.ranks.index(bootstrap.rank)
         self.deterministic = options.deterministic
-        self._timeout_s = options.timeout_s
-        self.ledger, self._link = ledger, link
+        self.timeout_s = options.timeout_s
+        self.ledger, self.link = ledger, link
         self._queue: deque[_Job] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
@@ -60,9 +60,9 @@ class MpiBackend:
         self._thread.start()
 
     def set_timeout(self, seconds: float) -> None:
-        self._timeout_s = seconds
+        self.timeout_s = seconds
 
-    def start(self, x: Tensor, layer: str = "") -> _Job:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> _Job:
         if not x.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not x.numel():
             raise ValueError(
                 f"cannot all-reduce {tuple(x.shape)} of {x.dtype}: contiguous float32, bfloat16 or float16"
@@ -70,9 +70,6 @@ class MpiBackend:
         whole = self.size <= _EXCHANGE_RANKS and x.nbytes <= _EXCHANGE_BYTES
         exchange = whole or self.deterministic or x.dtype != torch.float32
         return self.submit(_Job(self, "all_reduce", "exchange" if exchange else "mpi", x, None, layer))
-
-    def named(self, layer: str) -> Named:
-        return Named(self, layer)
 
     def submit(self, job: _Job) -> _Job:
         if self._closing or self._error is not None:
@@ -119,12 +116,6 @@ class MpiBackend:
             self._error = error
             for job in [*flying, *self._queue]:
                 job.fail(error)
-
-    def enter(self, job: _Job, asked: float) -> None:
-        self.ledger.add(job.op, job.strategy, self._link, job.nbytes, job.began, job.arrived, asked, job.layer)
-
-    def patience(self) -> float:
-        return self._timeout_s
 
 
 class _Job:
@@ -182,18 +173,21 @@ class _Job:
         self._error = error
         self._done.set()
 
-    def finish(self) -> None:
+    def finish(self) -> NDArray[np.uint8]:
+        """What was received [ranks, n], or of a sum what it was made of."""
         asked, ledger = time.monotonic(), self._owner.ledger
         if not self._done.is_set():
             ledger.waiting = f"collective {self.seq} ({self.op} of {self.nbytes} bytes)"
-            if not self._done.wait(self._owner.patience()):
+            if not self._done.wait(self._owner.timeout_s):
                 raise CollectiveTimeout(f"collective {self.seq}: MPI did not complete it in time", -1, self.seq)
         if self._error is not None:
             raise CommunicationError(f"collective {self.seq}: {self._error}") from self._error
         ledger.waiting = ""
         if not self._entered:
             self._entered = True
-            self._owner.enter(self, asked)
+            ledger.add(
+                self.op, self.strategy, self._owner.link, self.nbytes, self.began, self.arrived, asked, self.layer
+            )
 
     def wait(self) -> Tensor:
         self.finish()
@@ -207,15 +201,6 @@ class MpiGather:
     def __init__(self, owner: MpiBackend) -> None:
         self._owner = owner
 
-    def start(self, payload: NDArray[np.uint8]) -> _MpiGathering:
+    def start(self, payload: NDArray[np.uint8]) -> Gathering:
         mine = np.ascontiguousarray(payload, dtype=np.uint8).copy()
-        return _MpiGathering(self._owner.submit(_Job(self._owner, "gather", "exchange", None, mine)))
-
-
-class _MpiGathering:
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-
-    def wait(self) -> NDArray[np.uint8]:
-        self._job.finish()
-        return self._job.received
+        return Gathering(self._owner.submit(_Job(self._owner, "gather", "exchange", None, mine)).finish)

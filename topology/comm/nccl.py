@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .collectives import CollectiveTimeout, PeerLost
+from .collectives import CollectiveTimeout, Gathering, PeerLost
 from .gpu_stream import StreamCollective
 from .ordered import Ordered
 
@@ -196,14 +196,20 @@ class NcclGather:
     def __init__(self, group: Any, ledger: Ledger, wait: DeviceWait) -> None:
         self._group, self._ledger, self._wait = group, ledger, wait
 
-    def start(self, payload: NDArray[np.uint8]) -> _NcclGathering:
+    def start(self, payload: NDArray[np.uint8]) -> Gathering:
         mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8)).pin_memory()
         out = self.gather_tensor(mine.to(_DEVICE, non_blocking=True))
         host = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         host.copy_(out, non_blocking=True)
         there = _EVENT()
         there.record()
-        return _NcclGathering(host, there, self._wait)
+
+        def finish() -> NDArray[np.uint8]:
+            self._wait(there, "gather")
+            gathered: NDArray[np.uint8] = host.numpy()
+            return gathered
+
+        return Gathering(finish)
 
     def gather_tensor(self, x: Tensor) -> Tensor:
         """As DeviceGather says."""
@@ -215,13 +221,3 @@ class NcclGather:
     def wait_for(self, event: Any | None, what: str) -> None:
         """As DeviceGather says."""
         self._wait(event, what)
-
-
-class _NcclGathering:
-    def __init__(self, host: Tensor, there: Any, wait: Callable[[Any, str], None]) -> None:
-        self._host, self._there, self._wait = host, there, wait
-
-    def wait(self) -> NDArray[np.uint8]:
-        self._wait(self._there, "gather")
-        gathered: NDArray[np.uint8] = self._host.numpy()
-        return gathered

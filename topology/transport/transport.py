@@ -5,7 +5,6 @@ Takes a Mesh's sockets, gives Collectives. One thread starts and waits; `close` 
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import errno
 import os
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..comm.collectives import CollectiveTimeout, CommunicationError, PeerLost, RanksDisagree
+from ..comm.collectives import CollectiveTimeout, CommunicationError, Gathering, PeerLost, RanksDisagree
 from ..comm.ledger import HISTORY, Entry, Record
 from .native import load, locate
 
@@ -162,7 +161,7 @@ class Transport:
         # What C may still read or write, even if its caller has let go of it: at most eight are in flight.
         self._held: list[object] = [None] * 8
         self._last = -1
-        self._layers = [""]
+        self._layers = {"": 0}
         self.waiting_for = -1
         """The collective whose `wait` sleeps, for whoever asks from another thread; it stays if the wait fails."""
 
@@ -181,11 +180,9 @@ class Transport:
 
     def layer(self, name: str) -> int:
         """The number under which `start` accounts for `name`. Beyond fifteen names it is that of none."""
-        if name not in self._layers:
-            if len(self._layers) == _LAYERS:
-                return 0
-            self._layers.append(name)
-        return self._layers.index(name)
+        if name not in self._layers and len(self._layers) < _LAYERS:
+            self._layers[name] = len(self._layers)
+        return self._layers.get(name, 0)
 
     def start(self, x: Tensor, strategy: int, layer: int = 0) -> int:
         """Sets off the sum of x, in place; returns the collective's number for `wait`."""
@@ -272,7 +269,7 @@ class Transport:
                 r.start_ns * 1e-9,
                 r.flight_ns * 1e-9,
                 r.waited_ns * 1e-9,
-                self._layers[r.layer],
+                tuple(self._layers)[r.layer],
             )
             for i in range(max(0, count - HISTORY), count)
         ]
@@ -306,16 +303,8 @@ class NativeCollective:
     def __init__(self, transport: Transport, choose: Callable[[int], str]) -> None:
         self._transport, self._choose = transport, choose
         self._strategy: dict[int, int] = {}
-        self._layer = 0
-        self._named = {"": self}
 
-    def named(self, layer: str) -> NativeCollective:
-        if (found := self._named.get(layer)) is None:
-            found = self._named[layer] = copy.copy(self)  # what is chosen and who is named they share
-            found._layer = self._transport.layer(layer)
-        return found
-
-    def start(self, x: Tensor) -> NativePending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> NativePending:
         strategy = self._strategy.get(x.nbytes)
         if strategy is None:
             if x.device.type != "cpu":
@@ -326,7 +315,7 @@ class NativeCollective:
                 f"cannot all-reduce {tuple(x.shape)} of {x.dtype}, contiguous: {x.is_contiguous()}: contiguous, "
                 "non-empty float32, bfloat16 or float16 is needed"
             )
-        return NativePending(self._transport, x, self._transport.start(x, strategy, self._layer))
+        return NativePending(self._transport, x, self._transport.start(x, strategy, self._transport.layer(layer)))
 
 
 class NativeGather:
@@ -335,31 +324,26 @@ class NativeGather:
     def __init__(self, transport: Transport, size: int) -> None:
         self._transport, self._size = transport, size
 
-    def start(self, payload: NDArray[np.uint8]) -> NativeGathering:
-        return NativeGathering(self._transport, self._size, np.ascontiguousarray(payload, dtype=np.uint8))
+    def start(self, payload: NDArray[np.uint8]) -> Gathering:
+        """The first piece travels, the others follow in `wait`."""
+        mine = np.ascontiguousarray(payload, dtype=np.uint8)
+        transport, size, step = self._transport, self._size, self._transport.small
+        out = np.empty((size, mine.nbytes), dtype=np.uint8)
+        if not mine.nbytes:
+            return Gathering(lambda: out)
+        whole = mine.nbytes <= step
+        piece = out if whole else np.empty((size, step), dtype=np.uint8)
+        seq = transport.start_gather(mine[:step], piece)
 
+        def finish() -> NDArray[np.uint8]:
+            transport.wait(seq)
+            if not whole:
+                out[:, :step] = piece
+                for at in range(step, mine.nbytes, step):
+                    rest = mine[at : at + step]
+                    part = np.empty((size, rest.nbytes), dtype=np.uint8)
+                    transport.wait(transport.start_gather(rest, part))
+                    out[:, at : at + step] = part
+            return out
 
-class NativeGathering:
-    """One gather under way: the first piece travels, the others follow in `wait`."""
-
-    def __init__(self, transport: Transport, size: int, payload: NDArray[np.uint8]) -> None:
-        self._transport, self._payload = transport, payload
-        self._step = transport.small
-        self._out = np.empty((size, payload.nbytes), dtype=np.uint8)
-        self._whole = payload.nbytes <= self._step
-        self._piece = self._out if self._whole else np.empty((size, self._step), dtype=np.uint8)
-        self._seq = transport.start_gather(payload[: self._step], self._piece) if payload.nbytes else -1
-
-    def wait(self) -> NDArray[np.uint8]:
-        if self._seq < 0:
-            return self._out
-        self._transport.wait(self._seq)
-        self._seq = -1
-        if not self._whole:
-            self._out[:, : self._step] = self._piece
-            for at in range(self._step, self._payload.nbytes, self._step):
-                rest = self._payload[at : at + self._step]
-                piece = np.empty((self._out.shape[0], rest.nbytes), dtype=np.uint8)
-                self._transport.wait(self._transport.start_gather(rest, piece))
-                self._out[:, at : at + self._step] = piece
-        return self._out
+        return Gathering(finish)

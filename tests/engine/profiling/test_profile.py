@@ -52,7 +52,7 @@ class Model:
 
     def send(self, x: Number) -> None: ...
 
-    def start(self, x: Number) -> Pending:
+    def start(self, x: Number, *_: object) -> Pending:
         return Pending(x)
 
     def attention(self, layer: int, residual: Number) -> Number:

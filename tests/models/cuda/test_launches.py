@@ -56,7 +56,7 @@ class Reduces:
     def __init__(self) -> None:
         self.count = 0
 
-    def start(self, x: Tensor) -> Pending:
+    def start(self, x: Tensor, *_: object) -> Pending:
         self.count += 1
         return Done(x)
 

@@ -12,7 +12,6 @@ import time
 import numpy as np
 import torch
 from laddertron.topology.comm.bootstrap import MpiBootstrap
-from laddertron.topology.comm.collectives import Accounting
 from laddertron.topology.comm.groups import BackendName, CommOptions
 from laddertron.topology.connect import connect
 from laddertron.topology.placement.layout import GroupLayout
@@ -38,8 +37,7 @@ def main(backend: BackendName, per_node: int, bootstrap: MpiBootstrap) -> None:
                 assert error < (1e-5 if dtype == torch.float32 else 0.1), error
                 digest.update(x.view(torch.uint8).numpy().tobytes())
         for layer in ("ladder attention", "ladder mlp", "ladder mlp"):
-            assert isinstance(comm.all_reduce, Accounting)
-            comm.all_reduce.named(layer).start(torch.ones(8)).wait()
+            comm.all_reduce.start(torch.ones(8), layer).wait()
         layers = {e.layer: (e.count, e.bytes) for e in comm.ledger.entries() if e.layer}
         assert layers == {"ladder attention": (1, 32), "ladder mlp": (2, 64)}
         assert [r.layer for r in comm.ledger.history()][-3:] == ["ladder attention", "ladder mlp", "ladder mlp"]

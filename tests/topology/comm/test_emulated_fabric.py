@@ -74,7 +74,7 @@ class _Inner:
     def __init__(self, noted: list[str]) -> None:
         self.noted = noted
 
-    def start(self, x: torch.Tensor) -> Any:
+    def start(self, x: torch.Tensor, *_: object) -> Any:
         noted = self.noted
         noted.append("inner starts")
 
@@ -115,7 +115,7 @@ class _Side:
     def __init__(self, issue: Any, ledger: Ledger, strategy: str, link: str) -> None:
         self.issue, self.strategy, self.link = issue, strategy, link
 
-    def start(self, x: torch.Tensor, layer: str = "") -> Any:
+    def start(self, x: torch.Tensor, *_: object) -> Any:
         self.issue(x)
 
         class Arriving:
@@ -184,7 +184,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 
 def _collective(multiprocessors: int) -> tuple[Any, Ledger]:
     class Alone:
-        def start(self, x: torch.Tensor) -> Any:
+        def start(self, x: torch.Tensor, *_: object) -> Any:
             return Done(x)
 
     ledger = Ledger()
@@ -224,7 +224,7 @@ def test_work_beside_a_message_is_hidden() -> None:
     emulation = Emulation("2 ms", 2e-3, ranks=8, multiprocessors=8)
 
     class Alone:
-        def start(self, x: torch.Tensor) -> Any:
+        def start(self, x: torch.Tensor, *_: object) -> Any:
             return Done(x)
 
     collective = emulate(Alone(), emulation, Ledger(), on_gpu=True)

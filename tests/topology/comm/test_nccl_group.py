@@ -244,7 +244,7 @@ collective, x = nccl_collective(group, ledger, "node"), torch.zeros(8, 4096, dty
 
 def step():
     x.add_(1.0)
-    collective.inline().start(x).wait()
+    collective.start(x, "", True).wait()
     collective.start(x).wait()
 
 recorder = CudaRecorder(device)

@@ -575,9 +575,8 @@ def test_what_is_waited_for_at_once_stays_on_the_computing_stream(
     monkeypatch.setattr("laddertron.topology.comm.nccl.dist.all_reduce", lambda x, group: calls.append(streams.current))
     ledger, x = Ledger(), torch.zeros(16)
     collective = nccl.nccl_collective("tp", ledger, "net")
-    inline = collective.inline().named("standard mlp")
-    assert inline.start(x).wait() is x
-    assert collective.named("ladder mlp").start(x).wait() is x
+    assert collective.start(x, "standard mlp", True).wait() is x
+    assert collective.start(x, "ladder mlp").wait() is x
     assert calls == ["computing", "side"]
     assert streams.waits == ["side", "computing"]
     assert ledger.started == 2

@@ -22,8 +22,8 @@ import pytest
 import torch
 from laddertron.topology.comm.batch_channel import FRAME_LIMIT, PlanChannel
 from laddertron.topology.comm.collectives import (
-    Accounting,
     Blocking,
+    Collective,
     CollectiveTimeout,
     CommunicationError,
     PeerLost,
@@ -442,7 +442,7 @@ def test_closing_the_plan_channel_wakes_its_reader() -> None:
 
 
 class _Instant:
-    def start(self, x: torch.Tensor) -> Any:
+    def start(self, x: torch.Tensor, *_: object) -> Any:
         class Done:
             def wait(self) -> torch.Tensor:
                 return x
@@ -482,21 +482,20 @@ def test_accounts_stand_under_the_layer_that_was_named() -> None:
     with _transports(1, 1) as (one,):
         native, ledger = NativeCollective(one, lambda size: "exchange"), Ledger()
         emulated = emulate(native, Emulation("two nodes", 0.0), ledger, on_gpu=False)
-        collectives: list[Accounting] = [native, Blocking(native), emulated]  # type: ignore[list-item]
+        collectives: list[Collective] = [native, Blocking(native), emulated]
         for number, collective in enumerate(collectives):
             for layer in ("ladder attention", "ladder mlp", "ladder attention"):
                 x = torch.ones(3 + number)
-                assert collective.named(layer).start(x).wait() is x
-        assert native.named("ladder mlp") is native.named("parallel").named("ladder mlp")
+                assert collective.start(x, layer).wait() is x
         for number in range(20):
-            native.named(f"layer {number}").start(torch.ones(1)).wait()
+            native.start(torch.ones(1), f"layer {number}").wait()
         counts = {entry.layer: entry.count for entry in one.entries(lambda name: "node")}
         (first, second) = sorted(ledger.entries(), key=lambda entry: entry.layer)
     assert (first.layer, first.count, second.layer, second.count) == ("ladder attention", 2, "ladder mlp", 1)
     assert (counts["ladder attention"], counts["ladder mlp"]) == (4, 2)
     known = [f"layer {number}" for number in range(20) if f"layer {number}" in counts]
     assert counts[""] == 3 + 20 - len(known), "what the emulated link carried, and the names beyond the fifteenth"
-    assert len(counts) == 1 + 15 - 1, "parallel was named and never used"
+    assert len(counts) == 1 + 15
 
 
 def test_an_emulated_fabric_takes_its_time_and_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
