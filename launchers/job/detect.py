@@ -7,32 +7,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ...engine.job import CULPRIT
 from ..control.messages import Beat
 
 FailureKind = Literal[
-    "mismatch", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled",
-    "consequence", "protocol", "launch", "launcher_exit", "stuck",
+    "mismatch", "protocol", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled",
+    "load_stalled", "consequence", "launch", "launcher_exit", "stuck",
 ]  # fmt: skip
-"""A closed set: it labels `engine_restarts_total`."""
-
-_CONVINCING: tuple[FailureKind, ...] = (
-    "mismatch",
-    "protocol",
-    "refused",
-    "rank_error",
-    "launcher_killed",
-    "rank_lost",
-    "silent",
-    "stalled",
-    "load_stalled",
-    "consequence",
-    "launch",
-    "launcher_exit",
-    "stuck",
-)
+"""A closed set: it labels `engine_restarts_total`. The most convincing first: see `blame`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +75,7 @@ def blame(evidence: Sequence[Evidence]) -> Evidence:
     first = evidence[0]
     if first.kind in ("silent", "stalled", "load_stalled"):
         return first
-    return min(evidence, key=lambda sign: _CONVINCING.index(sign.kind))
+    return min(evidence, key=lambda sign: get_args(FailureKind).index(sign.kind))
 
 
 FROM_STAGE = " from stage "

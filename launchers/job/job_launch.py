@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ... import __version__
-from ...engine.request import TokensEvent
+from ...engine.job import RankHeartbeat
 from ..control import processes
 from ..control.channel_thread import ControlThread
 from ..control.control import ENV_ADDRESS, ENV_SECRET, new_secret
@@ -93,15 +93,15 @@ class JobOptions:
     """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
 
 
+Said = News | Tokens | Running | RankHeartbeat
+
+
 class LaunchOwner(Protocol):
-    """What a launch tells the job it belongs to, on the event loop."""
+    """The job that a launch belongs to."""
 
-    def launch_news(self, news: News, node: str | None) -> None:
-        """The first Evidence is the launch's end: `Launch.failure` returns soon after."""
-
-    def launch_tokens(self, events: tuple[TokensEvent, ...]) -> None: ...
-    def launch_running(self, running: Running) -> None: ...
-    def launch_beat(self, rank: int, node: str, pid: int, beat: Beat) -> None: ...
+    def launch_said(self, said: Said, node: str | None) -> None:
+        """On the event loop. The first Evidence is the launch's end: `Launch.failure` returns soon after. `node`: of
+        the rank that news name."""
 
 
 class Launch:
@@ -272,14 +272,13 @@ class Launch:
             self._tell([self._board.sign(Evidence("protocol", rank, text))])
             return
         news = self._board.heard(rank, message, time.monotonic())
-        if isinstance(message, Tokens):
+        if isinstance(message, Tokens | Running):
             # even after a sign of failure: what all ranks agreed on need not be computed again
-            self.owner.launch_tokens(message.events)
-        elif isinstance(message, Running):
-            self.owner.launch_running(message)
+            self.owner.launch_said(message, None)
         elif isinstance(message, Beat):
             if (hello := self._board.ranks[rank].hello) is not None:
-                self.owner.launch_beat(rank, hello.hostname, hello.pid, message)
+                report = RankHeartbeat(rank, hello.hostname, hello.pid, message.step, time.time(), message.rows)
+                self.owner.launch_said(report, None)
         elif isinstance(message, Hello):
             where = {"rank": rank, "node": message.hostname}
             log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
@@ -311,7 +310,7 @@ class Launch:
                     continue
                 self.sign_at = time.monotonic()
                 self._trouble.set()
-            self.owner.launch_news(item, node)
+            self.owner.launch_said(item, node)
 
     async def _watch(self) -> None:
         last = time.monotonic()

@@ -12,11 +12,9 @@ import logging
 from collections.abc import Callable
 
 from ...engine.job import StandbyPhase
-from ...engine.request import TokensEvent
-from ..control.messages import Beat, Running
 from .detect import JobFailure
-from .job_launch import Launch, LaunchOwner
-from .rank_board import AllStanding, News, Recovered, Suspect
+from .job_launch import Launch, LaunchOwner, Said
+from .rank_board import AllStanding, Recovered, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +121,9 @@ class Standby:
             self.phase = phase
             self._changed()
 
-    # what its launch says until it is taken
-
-    def launch_news(self, news: News, node: str | None) -> None:
-        match news:
+    def launch_said(self, said: Said, node: str | None) -> None:
+        """Until it is taken. It has no requests, and its ranks' series are not in the metrics."""
+        match said:
             case AllStanding(resident):
                 self._stood = True
                 log.info("standby: ready, %d MB a rank", resident // 10**6, extra={"event": "standby"})
@@ -137,12 +134,3 @@ class Standby:
                 self._set("ready")
             case _:
                 pass
-
-    def launch_tokens(self, events: tuple[TokensEvent, ...]) -> None:
-        """It has no requests."""
-
-    def launch_running(self, running: Running) -> None:
-        """It runs none."""
-
-    def launch_beat(self, rank: int, node: str, pid: int, beat: Beat) -> None:
-        """Its ranks are not in the metrics: their series are the serving ranks'."""

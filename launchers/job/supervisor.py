@@ -20,10 +20,11 @@ from typing import Any
 
 from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
-from ..control.messages import Beat, Cancel, Drain, Running, StopChoice, Submit
+from ..control.messages import Cancel, Drain, Running, StopChoice, Submit, Tokens
 from .detect import Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
-from .job_launch import JobOptions, Launch, LaunchOwner, StartCommand
-from .rank_board import AllReady, AllStanding, JobTimeouts, LoadProgress, News, Recovered, Suspect
+from .in_flight import InFlight
+from .job_launch import JobOptions, Launch, LaunchOwner, Said, StartCommand
+from .rank_board import AllReady, AllStanding, JobTimeouts, LoadProgress, Recovered, Suspect
 from .standby import Standby
 
 __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob", "StartCommand"]
@@ -32,14 +33,6 @@ log = logging.getLogger(__name__)
 
 CommandFactory = Callable[[frozenset[str]], StartCommand]
 """Composes the launch without the given nodes (those out of use). Raises ValueError if too few are left."""
-
-
-@dataclass(slots=True)
-class _InFlight:
-    epoch: int
-    open_choices: set[int]
-    entered: int = 0
-    """When it entered a step, as a running number; 0 while it waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +67,7 @@ class MpiJob:
         self._ready_since: float | None = None
         self._taken_over = False
         self._lost_at = self._gone_at = 0.0
-        self._in_flight: dict[str, _InFlight] = {}
-        self._entries = 0
-        self._idle = asyncio.Event()
+        self._in_flight = InFlight()
         self._excluded: frozenset[str] = frozenset()
         self.failures: deque[JobFailure] = deque(maxlen=16)
 
@@ -98,11 +89,7 @@ class MpiJob:
     def submit(self, request: Request) -> None:
         if self._state.phase != "ready" or self._launch is None:
             raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
-        before = self._in_flight.get(request.request_id)
-        if before is not None and before.epoch >= request.epoch:
-            raise ValueError(f"request {request.request_id!r} is in flight already")
-        self._in_flight[request.request_id] = _InFlight(request.epoch, set(request.open_choices))
-        self._idle.clear()
+        self._in_flight.add(request)
         self._launch.send(Submit(request), 0)
 
     def cancel(self, request_id: str) -> None:
@@ -129,12 +116,7 @@ class MpiJob:
             self._set_state("draining")
             if self._launch is not None:
                 self._launch.send(Drain(), 0)
-        if self._in_flight:
-            self._idle.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
-        return not self._in_flight and len(self.failures) == lost_before
+        return await self._in_flight.drained(timeout_s) and len(self.failures) == lost_before
 
     async def close(self) -> None:
         self._closing.set()
@@ -208,7 +190,8 @@ class MpiJob:
         self._launch = None
         if failure is not None and launch.explained:  # its end may be known later than what followed from it
             failure = launch.verdict()
-        self._note_end(launch.sign_at, time.monotonic())
+        if self._ready_since is not None:
+            self._lost_at, self._gone_at = launch.sign_at, time.monotonic()
         if stuck is not None:
             self._excluded |= {socket.gethostname()}
             failure = failure and dataclasses.replace(failure, reason=f"{failure.reason}; {stuck}")
@@ -226,12 +209,7 @@ class MpiJob:
             self._set_state("starting")
             return True
         self.failures.append(failure)
-        log.error(
-            "launch failed (%s): %s",
-            failure.kind,
-            failure.reason,
-            extra=failure.culprit,
-        )
+        log.error("launch failed (%s): %s", failure.kind, failure.reason, extra=failure.culprit)
         self._hooks.failed(failure)
         self._leave_out(bad_node(tuple(self.failures), socket.gethostname()))
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
@@ -251,10 +229,6 @@ class MpiJob:
         if not self._closing.is_set():
             self._set_state("starting", restarts=self._state.restarts + 1)
         return True
-
-    def _note_end(self, lost_at: float, gone_at: float) -> None:
-        if self._ready_since is not None:
-            self._lost_at, self._gone_at = lost_at, gone_at
 
     def _log_recovery(self, now: float) -> None:
         gone_s, again_s = self._gone_at - self._lost_at, now - self._lost_at
@@ -277,15 +251,11 @@ class MpiJob:
             log.warning("%s is left out from now on: a spare host takes its place", node, extra={"node": node})
 
     def _report_lost(self, failure: JobFailure | None) -> None:
-        lost, self._in_flight = self._in_flight, {}
-        self._idle.set()
+        lost, entered = self._in_flight.lose()
         if lost and self._listener is not None:
-            order = sorted(lost, key=lambda request_id: -lost[request_id].entered)
-            suspects = 0
-            if failure is not None and by_a_request(failure, socket.gethostname()):
-                suspects = sum(flight.entered > 0 for flight in lost.values())
+            guilty = failure is not None and by_a_request(failure, socket.gethostname())
             reason = failure.reason if failure else "the job was closed"
-            self._tell(self._listener.on_lost, order, reason, suspects)
+            self._tell(self._listener.on_lost, lost, reason, entered if guilty else 0)
 
     def _set_state(
         self,
@@ -331,9 +301,9 @@ class MpiJob:
 
     # what the launch says
 
-    def launch_news(self, news: News, node: str | None) -> None:
+    def launch_said(self, said: Said, node: str | None) -> None:
         phase = self._state.phase
-        match news:
+        match said:
             case LoadProgress(fraction, detail):
                 if phase in ("starting", "loading"):
                     self._set_state("loading", reason=(f"{fraction:.0%} {detail}" if fraction else detail).strip())
@@ -355,34 +325,17 @@ class MpiJob:
                 if phase in ("ready", "suspect"):
                     self._set_state("suspect", reason=text, rank=rank, node=node)
 
-    def launch_running(self, running: Running) -> None:
-        for request_id in running.parked:
-            if request_id in self._in_flight:
-                self._in_flight[request_id].entered = 0
-        for request_id in running.started:
-            if request_id in self._in_flight:
-                self._entries += 1
-                self._in_flight[request_id].entered = self._entries
+            case Tokens(events):
+                self._take_tokens(events)
+            case Running():
+                self._in_flight.note(said)
+            case RankHeartbeat():
+                if self._listener is not None:
+                    self._tell(self._listener.on_report, said)
 
-    def launch_tokens(self, events: tuple[TokensEvent, ...]) -> None:
-        known = []
-        for event in events:
-            flight = self._in_flight.get(event.request_id)
-            if flight is None or event.epoch != flight.epoch or event.choice not in flight.open_choices:
-                continue  # of an earlier attempt, or past its end
-            known.append(event)
-            # tokens stay, whatever becomes of this launch
-            self._progress |= bool(event.tokens) or event.finish in ("stop", "length")
-            if event.finish is None:
-                continue
-            flight.open_choices.discard(event.choice)
-            if not flight.open_choices:
-                del self._in_flight[event.request_id]
+    def _take_tokens(self, events: tuple[TokensEvent, ...]) -> None:
+        known = self._in_flight.take(events)
+        # tokens stay, whatever becomes of this launch
+        self._progress |= any(event.tokens or event.finish in ("stop", "length") for event in known)
         if known and self._listener is not None:
             self._tell(self._listener.on_tokens, known)
-        if not self._in_flight:
-            self._idle.set()
-
-    def launch_beat(self, rank: int, node: str, pid: int, beat: Beat) -> None:
-        if self._listener is not None:
-            self._tell(self._listener.on_report, RankHeartbeat(rank, node, pid, beat.step, time.time(), beat.rows))

@@ -8,7 +8,6 @@ run resumes from the files.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import threading
@@ -22,7 +21,7 @@ from ... import __version__
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
-from ...engine.request import Request, TokensEvent
+from ...engine.request import Request
 from ...models.refusal import Refusal
 from ...topology.comm.bootstrap import Bootstrap
 from ...topology.placement.identity import Identity
@@ -43,6 +42,7 @@ from ..control.messages import (
     Tokens,
     Welcome,
 )
+from ..job.in_flight import InFlight
 from .rank import bootstrap_for, local_address, run_rank
 from .rank_status import Status
 
@@ -59,8 +59,7 @@ class ReplicaJob:
         self._send, self._dump = send, dump
         self._state = JobState("stopped")
         self._listener: JobListener | None = None
-        self._open: dict[str, set[int]] = {}
-        self._idle = asyncio.Event()
+        self._in_flight = InFlight()
         self._node, self._pid, self._closed = "", 0, False
 
     @property
@@ -74,8 +73,7 @@ class ReplicaJob:
     def submit(self, request: Request) -> None:
         if self._state.phase != "ready":
             raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
-        self._open[request.request_id] = set(range(request.params.n))
-        self._idle.clear()
+        self._in_flight.add(request)
         self._send(Submit(request))
 
     def cancel(self, request_id: str) -> None:
@@ -85,11 +83,7 @@ class ReplicaJob:
         self._send(StopChoice(request_id, choice, n_tokens))
 
     async def drain(self, timeout_s: float) -> bool:
-        if self._open:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
-        return not self._open
+        return await self._in_flight.drained(timeout_s)
 
     async def close(self) -> None:
         """Asks the engine to end."""
@@ -105,10 +99,9 @@ class ReplicaJob:
             case Hello():
                 self._node, self._pid = message.hostname, message.pid
             case Tokens(events):
-                for event in events:
-                    self._note_end(event)
-                if self._listener is not None:
-                    self._listener.on_tokens(list(events))
+                known = self._in_flight.take(events)
+                if known and self._listener is not None:
+                    self._listener.on_tokens(known)
             case Beat():
                 if self._listener is not None:
                     report = RankHeartbeat(0, self._node, self._pid, message.step, time.time(), message.rows)
@@ -129,19 +122,9 @@ class ReplicaJob:
 
     def fail(self, reason: str) -> None:
         self._set(JobState("failed", reason=reason, rank=0, node=self._node, exit_code=1))
-        lost = list(self._open)
-        self._open.clear()
+        lost, _ = self._in_flight.lose()
         if self._listener is not None:
             self._listener.on_lost(lost, reason, len(lost))
-
-    def _note_end(self, event: TokensEvent) -> None:
-        choices = self._open.get(event.request_id)
-        if choices is not None and event.finish is not None:
-            choices.discard(event.choice)
-            if not choices:
-                del self._open[event.request_id]
-                if not self._open:
-                    self._idle.set()
 
     def _set(self, state: JobState) -> None:
         self._state = state

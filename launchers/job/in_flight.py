@@ -1,0 +1,85 @@
+"""The requests that a job has been given and that have not ended, for those who own a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...engine.request import Request, TokensEvent
+from ..control.messages import Running
+
+
+@dataclass(slots=True)
+class _Held:
+    epoch: int
+    open_choices: set[int]
+    entered: int = 0
+    """When it entered a step, as a running number; 0 while it waits."""
+
+
+class InFlight:
+    """On one event loop."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self._entries = 0
+        self._idle = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._held
+
+    def add(self, request: Request) -> None:
+        """Raises ValueError for one that is there already; a later epoch takes the place of an earlier one."""
+        before = self._held.get(request.request_id)
+        if before is not None and before.epoch >= request.epoch:
+            raise ValueError(f"request {request.request_id!r} is in flight already")
+        self._held[request.request_id] = _Held(request.epoch, set(request.open_choices))
+        self._idle.clear()
+
+    def note(self, running: Running) -> None:
+        """What entered a step, and what was put back to wait."""
+        for request_id in running.parked:
+            if request_id in self._held:
+                self._held[request_id].entered = 0
+        for request_id in running.started:
+            if request_id in self._held:
+                self._entries += 1
+                self._held[request_id].entered = self._entries
+
+    def take(self, events: Iterable[TokensEvent]) -> list[TokensEvent]:
+        """The events that are of these requests; those of an earlier attempt, or past a choice's end, are left out."""
+        known = []
+        for event in events:
+            held = self._held.get(event.request_id)
+            if held is None or event.epoch != held.epoch or event.choice not in held.open_choices:
+                continue
+            known.append(event)
+            if event.finish is None:
+                continue
+            held.open_choices.discard(event.choice)
+            if not held.open_choices:
+                del self._held[event.request_id]
+        if not self._held:
+            self._idle.set()
+        return known
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until all have ended; False if they have not in time."""
+        if self._held:
+            self._idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+        return not self._held
+
+    def lose(self) -> tuple[list[str], int]:
+        """Takes all out: their ids, what entered a step last first, and how many were in it."""
+        lost, self._held = self._held, {}
+        self._idle.set()
+        order = sorted(lost, key=lambda request_id: -lost[request_id].entered)
+        return order, sum(held.entered > 0 for held in lost.values())
