@@ -247,4 +247,4 @@ def _tuned(d: Deployment, fabric: Fabric, shape: Shape, backend: Backend) -> tup
         return None, "untuned prices", (f"{d.parallel.tuning_file} is not used: {error}",)
     found, warnings = chooser(Path(d.parallel.tuning_file), fabric, shape, backend)
     costs = None if found.source == "untuned" else found.costs
-    return costs, f"{found.source} prices of {Path(d.parallel.tuning_file).name}", tuple(w.message for w in warnings)
+    return costs, f"{found.source} prices of {Path(d.parallel.tuning_file).name}", warnings

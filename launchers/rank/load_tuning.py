@@ -140,7 +140,7 @@ def tuned_choice(
             path = None if parallel.tuning_file is None else Path(parallel.tuning_file)
             choose, warnings = chooser(path, group_hosts(fabric, nodes, layout), shape, backend, versions())
             for warning in warnings:
-                log.warning("%s", warning.message)
+                log.warning("%s", warning)
             log.info("collectives by %s prices", choose.source)
             table = tabulate(choose)
     except (OSError, ValueError) as error:

@@ -162,7 +162,8 @@ class FlashInferAttention(TorchAttention):
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
         """Backends for steps of exactly so many decodes, of at most most_blocks blocks a sequence. They share their
-        buffers: plan, then replay, one step at a time."""
+        buffers: plan, then replay, one step at a time. What `plan` writes into them is all that changes between
+        replays."""
         most, device = max(sizes), self.cache.keys[0].device
         indptr = torch.zeros(most + 1, dtype=torch.int32, device=device)
         indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
@@ -176,35 +177,9 @@ class FlashInferAttention(TorchAttention):
                 paged_kv_last_page_len_buffer=last_page[:size],
             )
 
-        return {size: _Captured(self, {window: decoder(size) for window in self._decoders}) for size in sizes}
+        def of(size: int) -> FlashInferAttention:
+            recorded = copy.copy(self)
+            recorded._decoders = {window: decoder(size) for window in self._decoders}
+            return recorded
 
-
-class _Captured:
-    """Decode steps of one size, as Capturable says: what `plan` writes into the wrappers' buffers is all that changes
-    between replays."""
-
-    name = "flashinfer"
-
-    def __init__(self, whole: FlashInferAttention, decoders: Mapping[int | None, Any]) -> None:
-        self._whole, self._decoders = whole, decoders
-        self._layout: StepLayout | None = None
-        self._cos = self._sin = torch.empty(0)
-
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        self._layout, self._cos, self._sin = layout, cos, sin
-        self._whole._wait_for_last_plan()
-        self._whole._plan_decodes(self._decoders, layout)
-        self._whole._note_plan()
-
-    def twin(self) -> AttentionBackend:
-        raise NotImplementedError("recorded steps are not split")
-
-    def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
-        if self._layout is None:
-            raise RuntimeError("attend before plan")
-        whole, layout, angles = self._whole, self._layout, (self._cos, self._sin)
-        q = whole.store(whole.cache, layer, qkv, (q_norm, k_norm), angles, layout.blocks, layout.offsets)
-        out = torch.empty_like(q)
-        stored = whole.cache.keys[layer], whole.cache.values[layer]
-        self._decoders[whole.windows[layer]].run(q, stored, out=out)
-        return out.flatten(1)
+        return {size: of(size) for size in sizes}

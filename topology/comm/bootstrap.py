@@ -31,8 +31,6 @@ class Bootstrap(Protocol):
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload (at most LIMIT bytes each, lengths may differ) in rank order. All ranks call it."""
 
-    def close(self) -> None: ...
-
 
 class MpiBootstrap:
     """The ranks of an mpirun or srun. MPI is initialised here (thread level SERIALIZED) and finalised at exit; `comm`
@@ -66,9 +64,6 @@ class MpiBootstrap:
         received = bytearray(sum(counts))
         self.comm.Allgatherv([payload, self._mpi.BYTE], [received, (counts, None), self._mpi.BYTE])
         return _split(received, counts)
-
-    def close(self) -> None:
-        """Nothing: MPI is finalised at exit, once, when everything that used it is gone."""
 
 
 class StarBootstrap(MpiBootstrap):
@@ -144,9 +139,6 @@ class StoreBootstrap:
             self.store.wait(read, self._timeout)
         return found
 
-    def close(self) -> None:
-        """Nothing: the store goes with its last holder."""
-
 
 def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
     """MPI, or the store at torchrun's MASTER_ADDR and MASTER_PORT: its agent keeps one there, else rank 0 does. Raises
@@ -183,6 +175,17 @@ def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -
             own["master_listen_fd"] = door.detach()
     wait = timedelta(seconds=timeout_s)
     return make(address, port, is_master=master, wait_for_workers=False, timeout=wait, use_libuv=True, **own)
+
+
+def store_at(bootstrap: Bootstrap, first: int, address: str, timeout_s: float) -> Any:
+    """A store that rank `first` makes at its `address`, at a free port, and the others find through the bootstrap. All
+    ranks call it at once, several groups of them if each has a first one."""
+    if bootstrap.rank == first:
+        store = open_store(address, 0, True, timeout_s)
+        bootstrap.all_gather(struct.pack("<H", store.port) + address.encode())
+        return store
+    place = bootstrap.all_gather(b"")[first]
+    return open_store(place[2:].decode(), struct.unpack("<H", place[:2])[0], False, timeout_s)
 
 
 def _check(payload: bytes) -> None:

@@ -5,7 +5,6 @@ One process is a run of one rank, without torch.distributed. Knows modules and t
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..hardware.interfaces import interface_of
-from .bootstrap import Bootstrap, open_store
+from .bootstrap import Bootstrap, store_at
 from .torch_groups import environment
 
 if TYPE_CHECKING:
@@ -50,12 +49,7 @@ class DataParallel:
     def _open(self, bootstrap: Bootstrap, address: str, timeout_s: float) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        if self.rank == 0:
-            self._store = open_store(address, 0, True, timeout_s)
-            bootstrap.all_gather(struct.pack("<H", self._store.port) + address.encode())
-        else:
-            place = bootstrap.all_gather(b"")[0]
-            self._store = open_store(place[2:].decode(), struct.unpack("<H", place[:2])[0], False, timeout_s)
+        self._store = store_at(bootstrap, 0, address, timeout_s)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         with environment(GLOO_SOCKET_IFNAME=interface_of(address)):
             dist.init_process_group(

@@ -7,7 +7,6 @@ grid counts ranks in its own order, and so any placement is in that order, and r
 from __future__ import annotations
 
 import os
-import struct
 import sys
 import warnings
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..hardware.interfaces import interface_of
-from .bootstrap import Bootstrap, open_store
+from .bootstrap import Bootstrap, store_at
 from .groups import TorchGroups
 
 if TYPE_CHECKING:
@@ -115,13 +114,7 @@ def _open_world(bootstrap: Bootstrap, world: tuple[int, ...], options: CommOptio
         dist.Backend.register_backend(
             _BARE, lambda store, rank, size, timeout: bare(rank, size), devices=["cpu", "cuda"]
         )
-    store: Any
-    if index == 0:
-        store = open_store(options.address, 0, True, options.connect_timeout_s)
-        bootstrap.all_gather(struct.pack("<H", store.port) + options.address.encode())
-    else:
-        place = bootstrap.all_gather(b"")[world[0]]
-        store = open_store(place[2:].decode(), struct.unpack("<H", place[:2])[0], False, options.connect_timeout_s)
+    store = store_at(bootstrap, world[0], options.address, options.connect_timeout_s)
     dist.init_process_group(_BARE, store=store, rank=index, world_size=len(world), timeout=wait)
     return store
 

@@ -6,13 +6,7 @@ from ..emulation import Emulation
 from ..hardware.presets import preset
 from ..link_cost import LinkCost
 from ..placement.placement import place
-from .cost import (
-    Backend,
-    price,
-    shape_of,
-    terms,
-    untuned,
-)
+from .cost import Backend, price, shape_of, terms, untuned
 from .prices import reference
 
 _SLOPE_BYTES = 1 << 20

@@ -14,15 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..link_cost import LinkCost
-from .cost import (
-    Backend,
-    Costs,
-    Regime,
-    Shape,
-    Strategy,
-    price,
-    terms,
-)
+from .cost import Backend, Costs, Regime, Shape, Strategy, price, terms
 
 Array = NDArray[np.float64]
 

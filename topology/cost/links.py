@@ -87,26 +87,19 @@ def measure(line: PointToPoint, peer: int, first: bool) -> tuple[float, float]:
     """(seconds one way, bytes/s) to `peer`, which calls this at the same time with the other `first`; what the second
     one returns is its own view, of no use. Half of a quick round trip (the tenth of them that is quickest: a link is
     not slow because a rank was not awake); the best of a few bulk transfers."""
-    trips = []
-    for _ in range(_WARM + _ROUNDS):
+
+    def there_and_back(nbytes: int) -> float:
         began = time.perf_counter()
         if first:
-            line.send(_SMALL, peer)
+            line.send(nbytes, peer)
             line.receive(_SMALL, peer)
         else:
-            line.receive(_SMALL, peer)
+            line.receive(nbytes, peer)
             line.send(_SMALL, peer)
-        trips.append(time.perf_counter() - began)
+        return time.perf_counter() - began
+
+    trips = [there_and_back(_SMALL) for _ in range(_WARM + _ROUNDS)]
     round_trip = float(np.quantile(trips[_WARM:], 0.1))
-    best = float("inf")
-    for _ in range(_TRANSFERS):
-        began = time.perf_counter()
-        if first:
-            line.send(_BULK, peer)
-            line.receive(_SMALL, peer)
-        else:
-            line.receive(_BULK, peer)
-            line.send(_SMALL, peer)
-        best = min(best, time.perf_counter() - began)
+    best = min(there_and_back(_BULK) for _ in range(_TRANSFERS))
     # a transfer and its receipt take a round trip beside the bytes; on a link without latency that is noise
     return round_trip / 2, _BULK / max(best - round_trip, best / 10)

@@ -132,13 +132,6 @@ def refuse_other_fabric(tuning: Tuning, fabric: Fabric, shape: Shape, backend: B
 
 
 @dataclass(frozen=True, slots=True)
-class TuningWarning:
-    """Why choices are worse than they could be, and the fix."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class Chooser:
     """The strategy and its predicted seconds for any size. `source`: measured choices on this very layout, prices
     fitted on this fabric, or untuned prices."""
@@ -167,24 +160,25 @@ class Chooser:
 
 def chooser(
     path: Path | None, fabric: Fabric, shape: Shape, backend: Backend, versions: Mapping[str, str] | None = None
-) -> tuple[Chooser, tuple[TuningWarning, ...]]:
+) -> tuple[Chooser, tuple[str, ...]]:
     """From the tuning file, or from untuned prices where there is none that fits; never raises for what the file is
-    or is not. `versions` are those of the libraries here: differing ones are warned of, and the file used."""
+    or is not: warnings say why choices are worse than they could be, and the fix. `versions` are those of the libraries
+    here: differing ones are warned of, and the file used."""
     fallback = Chooser(shape, reference(backend, shape), (), "untuned")
     if path is None:
-        return fallback, (TuningWarning(_UNTUNED),)
+        return fallback, (_UNTUNED,)
     try:
         tuning = load(path)
         refuse_other_fabric(tuning, fabric, shape, backend)
     except (ReadError, OSError) as error:
-        return fallback, (TuningWarning(f"tuning file not used: {error}"),)
+        return fallback, (f"tuning file not used: {error}",)
     except TuningError as error:
-        return fallback, (TuningWarning(f"tuning file {path} not used: {error}"),)
+        return fallback, (f"tuning file {path} not used: {error}",)
     warnings = []
     for name, version in (versions or {}).items():
         was = tuning.versions.get(name)
         if was != version:
-            warnings.append(TuningWarning(f"tuning file {path}: measured with {name} {was}, here is {version}"))
+            warnings.append(f"tuning file {path}: measured with {name} {was}, here is {version}")
     if replace(tuning.shape, intra_bytes_per_s=None, inter_bytes_per_s=None) == replace(
         shape, intra_bytes_per_s=None, inter_bytes_per_s=None
     ):
@@ -193,11 +187,11 @@ def chooser(
         choose(tuning.costs, shape, 1 << 15, candidates(backend, shape, 1 << 15))
     except ValueError:
         why = f"tuning file {path} not used: it has no prices for {_words(shape)}: run `laddertron preflight` here"
-        return fallback, (TuningWarning(why),)
+        return fallback, (why,)
     why = f"tuning file {path}: measured on {_words(tuning.shape)}, prices carried over to {_words(shape)}"
     # A library's own, where nothing beside it was measured, is replaced by nothing.
     kept = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
-    return Chooser(shape, tuning.costs, kept, "fitted"), (*warnings, TuningWarning(why))
+    return Chooser(shape, tuning.costs, kept, "fitted"), (*warnings, why)
 
 
 def _words(shape: Shape) -> str:

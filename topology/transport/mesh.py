@@ -16,7 +16,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ class Mesh:
     data: tuple[socket.socket | None, ...]
     plan: tuple[socket.socket | None, ...]
     segment: int
-    hosts: tuple[str, ...]
 
     def close_data(self) -> None:
         """For who needs no more than the plan channel."""
@@ -53,19 +52,11 @@ class Mesh:
         with contextlib.suppress(OSError):
             os.close(self.segment)
 
-    def close(self) -> None:
-        self.close_data()
-        for s in self.plan:
-            if s is not None:
-                s.close()
-
 
 Line = tuple[int, int]
 """A peer by its place in the group, and a channel."""
 Cards = list[dict[str, Any]]
 """What the group's ranks say of themselves."""
-Near = Callable[[int, Cards], bool]
-"""Whether a peer is reached over a unix socket."""
 
 
 def connect_mesh(
@@ -85,15 +76,8 @@ def connect_mesh(
     wanted = [(r, DATA) for r in range(size) if r != me]
     if plans:
         wanted += [(r, PLAN) for r in range(1, size)] if me == 0 else [(0, PLAN)]
-    said = {"layout": [list(n) for n in layout.nodes]}
-
-    def near(peer: int, cards: Cards) -> bool:
-        return peer // layout.per_node == me // layout.per_node
-
-    def verify(cards: Cards) -> None:
-        _verify(layout, cards)
-
-    data, group = _meet(bootstrap, layout.ranks, said, wanted, near, verify, address, secret, deadline)
+    first = me // layout.per_node * layout.per_node
+    data = _meet(bootstrap, layout.nodes, range(first, first + layout.per_node), wanted, address, secret, deadline)
     plan = tuple(data.get((r, PLAN)) for r in range(size))
     lines = tuple(data.get((r, DATA)) for r in range(size))
     segment = _share_segment(layout, me, lines, segment_bytes, deadline)
@@ -103,7 +87,7 @@ def connect_mesh(
     for s in plan:
         if s is not None:
             _patient(s)
-    return Mesh(lines, plan, segment, tuple(c["hostname"] for c in group))
+    return Mesh(lines, plan, segment)
 
 
 def connect_lines(
@@ -116,16 +100,7 @@ def connect_lines(
 ) -> dict[Line, socket.socket]:
     """Connects this rank, one of `ranks`, with those that `wanted` names by their place among them; each names the
     other. As `connect_mesh` in all else."""
-    said, deadline = {"layout": [list(ranks)]}, time.monotonic() + timeout_s
-
-    def near(peer: int, cards: Cards) -> bool:
-        return bool(cards[peer]["host"] == host_token())
-
-    def verify(cards: Cards) -> None:
-        for rank, card in zip(ranks, cards, strict=True):
-            _same_layout(rank, card, said["layout"])
-
-    lines, _ = _meet(bootstrap, ranks, said, wanted, near, verify, address, secret, deadline)
+    lines = _meet(bootstrap, (ranks,), None, wanted, address, secret, time.monotonic() + timeout_s)
     for (_, channel), s in lines.items():
         (_patient if channel == PLAN else _quick)(s)
     return lines
@@ -148,16 +123,16 @@ def _patient(s: socket.socket) -> None:
 
 def _meet(
     bootstrap: Bootstrap,
-    ranks: tuple[int, ...],
-    said: dict[str, Any],
+    nodes: tuple[tuple[int, ...], ...],
+    near: Collection[int] | None,
     wanted: list[Line],
-    near: Near,
-    verify: Callable[[Cards], None],
     address: str,
     secret: bytes,
     deadline: float,
-) -> tuple[dict[Line, socket.socket], Cards]:
-    """The sockets, and what every rank says of itself, `said` included."""
+) -> dict[Line, socket.socket]:
+    """The sockets between the ranks of `nodes`. near: who is reached over a unix socket, as `nodes` has it; None:
+    whoever runs on this host."""
+    ranks = tuple(rank for node in nodes for rank in node)
     if address in ("", "0.0.0.0", "::"):  # noqa: S104 (refused here)
         raise MeshError(f"address {address!r} would listen on every interface: name one, e.g. 127.0.0.1 or 10.0.0.5")
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -174,15 +149,20 @@ def _meet(
             "host": host_token(),
             "hostname": socket.gethostname(),
             "secret": secrets.token_hex(32),
-        } | said
+            "layout": [list(node) for node in nodes],
+        }
         cards = [json.loads(c) for c in bootstrap.all_gather(json.dumps(card).encode())]
         group = [cards[r] for r in ranks]
-        verify(group)
+        _verify(ranks, card["layout"], group)
+        if near is None:
+            near = [peer for peer, other in enumerate(group) if other["host"] == card["host"]]
+        else:
+            _verify_hosts(nodes, dict(zip(ranks, group, strict=True)))
         # Every rank's part of the key: nobody who missed one round of the bootstrap can compute it.
         key = hashlib.blake2b(
             "".join(c["secret"] for c in group).encode(), key=hashlib.sha256(secret).digest(), digest_size=32
         ).digest()
-        return _connect_all(ranks, wanted, near, group, ranks.index(bootstrap.rank), tcp, unix, key, deadline), group
+        return _connect_all(ranks, wanted, near, group, ranks.index(bootstrap.rank), tcp, unix, key, deadline)
 
 
 def host_token() -> str:
@@ -192,29 +172,24 @@ def host_token() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def _verify(layout: GroupLayout, group: Cards) -> None:
-    ranks = layout.ranks
+def _verify(ranks: tuple[int, ...], layout: list[list[int]], group: Cards) -> None:
     for rank, card in zip(ranks, group, strict=True):
-        _same_layout(rank, card, [list(n) for n in layout.nodes])
-    for node in layout.nodes:
-        first = group[ranks.index(node[0])]
+        if card["layout"] != layout:
+            raise MeshError(
+                f"rank {rank} on {card['hostname']} was given another layout, {card['layout']}: start every rank "
+                "with the same configuration"
+            )
+
+
+def _verify_hosts(nodes: tuple[tuple[int, ...], ...], cards: dict[int, dict[str, Any]]) -> None:
+    for node in nodes:
         for rank in node[1:]:
-            card = group[ranks.index(rank)]
-            if card["host"] != first["host"]:
+            if cards[rank]["host"] != cards[node[0]]["host"]:
                 raise MeshError(
-                    f"ranks {node[0]} and {rank} should share a node but run on {first['hostname']} and "
-                    f"{card['hostname']}: map {layout.per_node} ranks to each node in order (Open MPI: "
-                    f"--map-by ppr:{layout.per_node}:node; Slurm: --ntasks-per-node={layout.per_node} "
-                    "--distribution=block)"
+                    f"ranks {node[0]} and {rank} should share a node but run on {cards[node[0]]['hostname']} and "
+                    f"{cards[rank]['hostname']}: map {len(node)} ranks to each node in order (Open MPI: "
+                    f"--map-by ppr:{len(node)}:node; Slurm: --ntasks-per-node={len(node)} --distribution=block)"
                 )
-
-
-def _same_layout(rank: int, card: dict[str, Any], layout: list[list[int]]) -> None:
-    if card["layout"] != layout:
-        raise MeshError(
-            f"rank {rank} on {card['hostname']} was given another layout, {card['layout']}: start every rank "
-            "with the same configuration"
-        )
 
 
 def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
@@ -224,7 +199,7 @@ def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
 def _connect_all(
     ranks: tuple[int, ...],
     lines: list[Line],
-    near: Near,
+    near: Collection[int],
     group: Cards,
     me: int,
     tcp: socket.socket,
@@ -238,7 +213,7 @@ def _connect_all(
     wanted = {line for line in lines if line[0] > me}
     try:
         for peer, channel in [line for line in lines if line[0] < me]:
-            done[peer, channel] = _call(group[peer], near(peer, group), ranks[0], me, peer, channel, key, deadline)
+            done[peer, channel] = _call(group[peer], peer in near, ranks[0], me, peer, channel, key, deadline)
         with selectors.DefaultSelector() as doors:
             for door in (tcp, unix):
                 door.setblocking(False)

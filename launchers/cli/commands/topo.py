@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,7 @@ def live_fabric(environ: Mapping[str, str], me: Identity | None) -> tuple[Fabric
     found = discover(environ.get("CUDA_VISIBLE_DEVICES"))
     if me is None or me.world_size == 1:
         return Fabric((found.node,)), found.notes
-    with closing(bootstrap_of(me, environ)) as bootstrap:
-        return gather(found.node, bootstrap.all_gather), found.notes
+    return gather(found.node, bootstrap_of(me, environ).all_gather), found.notes
 
 
 def predicted(backend: Backend, shape: Shape) -> str:

@@ -90,7 +90,7 @@ def _transports(
         for line in lines:
             if line is not None:
                 line.setblocking(False)
-        mesh = Mesh(tuple(lines), (None,) * size, os.dup(memory[rank // per_node]), ("here",) * size)
+        mesh = Mesh(tuple(lines), (None,) * size, os.dup(memory[rank // per_node]))
         made.append(Transport(mesh, layout, rank, SMALL, CHUNK, spin_us, timeout_s, None))
     for fd in memory:
         os.close(fd)
@@ -230,7 +230,7 @@ def test_bytes_that_are_no_frame_are_refused() -> None:
     ours.setblocking(False)
     memory = os.memfd_create("test")
     os.ftruncate(memory, native.segment_bytes(2, 1, SMALL, CHUNK))
-    mesh = Mesh((None, ours), (None, None), memory, ("a", "b"))
+    mesh = Mesh((None, ours), (None, None), memory)
     one = Transport(mesh, _layout(2, 1), 0, SMALL, CHUNK, 0.0, 5.0, None)
     theirs.sendall(b"\xff" * 64)
     with pytest.raises(RanksDisagree, match="no frame"):
@@ -385,7 +385,7 @@ def test_the_mesh_survives_callers_that_talk_rubbish() -> None:
         join(1)
 
     def join(rank: int) -> None:
-        connect_mesh(meeting.seat(rank), _layout(2, 1), "127.0.0.1", 4096, timeout_s=HANG_S).close()
+        connect_mesh(meeting.seat(rank), _layout(2, 1), "127.0.0.1", 4096, timeout_s=HANG_S).close_data()
 
     _together([lambda: join(0), disturb_and_join])
 
