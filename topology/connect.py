@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from .comm.batch_channel import PlanChannel
 from .comm.bootstrap import Bootstrap
@@ -17,11 +16,9 @@ from .comm.groups import CommOptions, Communicator, TorchGroups
 from .comm.ledger import Ledger
 from .comm.lines import Lines, stamped
 from .comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
+from .placement.layout import GroupLayout
 from .transport import transport
 from .transport.mesh import BACK, PLAN, STAGE, connect_lines, connect_mesh
-
-if TYPE_CHECKING:
-    from .placement.layout import GroupLayout
 
 
 def connect(

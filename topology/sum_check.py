@@ -8,18 +8,14 @@ wrong sum would go unnoticed otherwise, as a model that answers a little badly. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .comm.collectives import CommunicationError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .comm.groups import Communicator
-    from .comm.ledger import Entry
+from .comm.groups import Communicator
+from .comm.ledger import Entry
 
 LAYER = "start-up check"
 """Under which the ledger has them."""

@@ -6,17 +6,15 @@ Called by rank.py. What follows on Load is every rank's own start.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ...engine.estimate.memory import STANDBY_RANK
 from ...models.refusal import Refusal
+from ...topology.comm.groups import Communicator
 from ...topology.hardware.sysfs import Sysfs, resident_bytes
 from ..control.messages import Command, Load, Shutdown, Standing
-
-if TYPE_CHECKING:
-    from ...topology.comm.groups import Communicator
 
 
 class StandbyRefused(Refusal, RuntimeError):

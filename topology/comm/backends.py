@@ -12,25 +12,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap, MpiBootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, PeerLost
+from .groups import CommOptions, Deterministic, TorchGroups
+from .ledger import Ledger
 from .ordered import Ordered
 from .two_level import Relay, TwoLevel, two_level
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from ..placement.layout import GroupLayout
-    from .groups import CommOptions, Deterministic, TorchGroups
-    from .ledger import Ledger
 
 log = logging.getLogger(__name__)
 

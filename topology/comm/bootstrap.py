@@ -11,10 +11,9 @@ import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from ..placement.identity import Identity
+from ..placement.identity import Identity
 
 LIMIT = 1 << 20
 """Bytes that a rank may give at once: addresses and digests, nothing else."""

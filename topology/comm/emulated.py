@@ -8,15 +8,13 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from torch import Tensor
 
 from ..emulation import Emulation
 from .collectives import Collective, Pending
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .ledger import Ledger
+from .ledger import Ledger
 
 _PR_SET_TIMERSLACK = 29
 

@@ -8,18 +8,15 @@ What it leaves out: the peers' part in the GPU's and the fabric's traffic, and r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ..emulation import Emulation
+from .collectives import Collective, Pending
 from .gpu_stream import StreamCollective
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..emulation import Emulation
-    from .collectives import Collective, Pending
-    from .ledger import Ledger
+from .ledger import Ledger
 
 LONGEST_S = 2.0
 """A longer message would not fit the kernels' 32 bits of nanoseconds."""

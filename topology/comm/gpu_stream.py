@@ -7,18 +7,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from .collectives import Done
-from .ledger import Entry
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .collectives import Pending
-    from .ledger import Ledger
+from .collectives import Done, Pending
+from .ledger import Entry, Ledger
 
 _OPEN_TIMINGS = 1024
 # torch leaves these two without types.

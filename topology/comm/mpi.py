@@ -8,22 +8,19 @@ import ctypes
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from ..placement.layout import GroupLayout
+from .bootstrap import MpiBootstrap
 from .collectives import CollectiveTimeout, CommunicationError, Gathering
+from .groups import CommOptions
+from .ledger import Ledger
 from .ordered import add_up
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from ..placement.layout import GroupLayout
-    from .bootstrap import MpiBootstrap
-    from .groups import CommOptions
-    from .ledger import Ledger
 
 _POLL_S = 20e-6
 _EXCHANGE_RANKS = 4  # above these, or above EXCHANGE_BYTES, MPI's own all-reduce moves fewer bytes

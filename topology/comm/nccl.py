@@ -12,23 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
 
 from .collectives import CollectiveTimeout, Gathering, PeerLost
 from .gpu_stream import StreamCollective
+from .groups import Deterministic
+from .ledger import Ledger
 from .ordered import Ordered
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from .groups import Deterministic
-    from .ledger import Ledger
-    from .two_level import TwoLevel
+from .two_level import TwoLevel
 
 _DEVICE = "cuda"
 _EVENT: Any = torch.cuda.Event  # torch leaves it without types

@@ -4,16 +4,14 @@ shares put together by the group's all-gather. Never ran on a GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .collectives import Pending
-    from .ledger import Ledger
+from .collectives import Pending
+from .ledger import Ledger
 
 _STREAM: Any = torch.cuda.Stream
 _EVENT: Any = torch.cuda.Event

@@ -4,15 +4,13 @@ others' whole vectors and adds them up. Size times the bytes: what `deterministi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from .groups import Deterministic
+from .groups import Deterministic
 
 
 def add_up(parts: Tensor, how: Deterministic) -> Tensor:

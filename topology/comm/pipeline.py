@@ -11,20 +11,16 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from .collectives import Gather, RanksDisagree
+from .collectives import Boundary, Gather, RanksDisagree
+from .ledger import Ledger
 from .lines import Lines
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from .collectives import Boundary
-    from .ledger import Ledger
 
 NEXT, PREVIOUS, RING = range(3)
 """The lines of a rank: to its peer in the next stage and in the one before, and between the last and the first."""

@@ -9,24 +9,20 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ..hardware.interfaces import interface_of
+from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap, store_at
-from .groups import TorchGroups
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from ..placement.layout import GroupLayout
-    from .groups import CommOptions
+from .groups import CommOptions, TorchGroups
 
 _BARE = "laddertron_bare"
 

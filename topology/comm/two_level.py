@@ -13,13 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 _JOIN_S = 1.0
 

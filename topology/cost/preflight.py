@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ..hardware.fabric import Fabric
 from ..placement.placement import Placement
 from .cost import Backend, Shape, Strategy, candidates
-
-if TYPE_CHECKING:
-    from .fit import Fit, Point
+from .fit import Fit, Point
 
 SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""

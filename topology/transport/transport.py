@@ -11,21 +11,17 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from ctypes import POINTER, Structure, c_int, c_int32, c_int64, c_uint64, c_void_p
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ..comm.collectives import CollectiveTimeout, CommunicationError, Gathering, PeerLost, RanksDisagree
 from ..comm.ledger import HISTORY, Entry, Record
+from ..placement.layout import GroupLayout
+from .mesh import Mesh
 from .native import load, locate
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from torch import Tensor
-
-    from ..placement.layout import GroupLayout
-    from .mesh import Mesh
 
 EXTENSION = "laddertron.topology.transport._transport"
 STRATEGIES = {"exchange": 0, "two_level": 1, "pipeline": 2, "doubling": 3}
