@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .ops import Lookup, Norm, Ops, Product, StoredProducts, Tree
+from .cuda.fp8 import Fp8
+from .ops import Lookup, Norm, Ops, Product, Tree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,13 +100,13 @@ def prepare(
     norm: Norm | None = None,
     *,
     gated: bool = False,
-    stored: StoredProducts | None = None,
+    stored: Fp8 | None = None,
     tree: Tree | None = None,
     hands_on: bool = False,
 ) -> Product:
     """The layer's product behind its norm, once the weights are loaded; [gate | up] layers are gated, row-parallel ones
     may be summed in a tree. The parameter itself is given up where the operators hold a repacked copy; weights that
-    `stored` computes stay where they are; hands_on: see StoredProducts.product_of."""
+    `stored` computes stay where they are; hands_on: see Fp8.product_of."""
     weight: Tensor = layer.weight.detach()
     bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
     if (

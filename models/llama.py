@@ -19,8 +19,9 @@ from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
 from .config.shapes import LEAVES
+from .cuda.fp8 import Fp8
 from .layers import Layers, Linear, VocabEmbedding, make_layers, prepare
-from .ops import Norm, Ops, Product, RunningSum, StoredProducts, Tree
+from .ops import Norm, Ops, Product, RunningSum, Tree
 from .rank_shard import RankShard
 from .rotary import RotaryTable
 from .stages import Stage
@@ -97,7 +98,7 @@ class LlamaModel(nn.Module):
         device: torch.device,
         positions: int,
         replicate_embedding: bool = False,
-        stored: StoredProducts | None = None,
+        stored: Fp8 | None = None,
         everywhere: bool = False,
         boundary: Boundary | None = None,
     ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 Product = Callable[[Tensor], Tensor]
@@ -93,31 +93,6 @@ class Ops(Protocol):
     def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
         """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
         own), None where the table stays as it lies."""
-
-
-class StoredProducts(Protocol):
-    """Products on weights as a checkpoint stores them, quantised: which they are, with which parameters."""
-
-    @property
-    def products(self) -> frozenset[str]:
-        """Their names, "layers.3.gate_up"."""
-
-    @property
-    def widens(self) -> bool:
-        """Whether a product takes room for a copy of its weight."""
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """For the start."""
-
-    def replace_parameters(self, layer: nn.Module) -> None:
-        """A linear layer's weight by the unfilled parameters that models/weights/quantised.py names."""
-
-    def product_of(
-        self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, hands_on: bool = False
-    ) -> Product | None:
-        """As Ops.product and Ops.gated_product; None of a layer that is not stored so. hands_on: what it yields goes
-        into another such product alone, and may be in that one's form."""
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:

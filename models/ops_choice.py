@@ -9,7 +9,7 @@ import torch
 from ..topology.comm.groups import Deterministic
 from .cpu.ops import CpuOps, Kernels
 from .cuda.fp8 import Fp8, multiplies_fp8
-from .ops import Ops, StoredProducts, TorchOps
+from .ops import Ops, TorchOps
 from .rank_shard import RankShard
 from .refusal import Refusal
 from .weights.mapping import Source
@@ -47,7 +47,7 @@ def make_ops(
     return CpuOps(kernels, int8=True)
 
 
-def make_stored_products(source: Source, shard: RankShard, device: torch.device) -> StoredProducts | None:
+def make_stored_products(source: Source, shard: RankShard, device: torch.device) -> Fp8 | None:
     """How quantised weights are computed; None where they are widened while loading, as on CPUs: there a widened copy
     is quicker than widening at each use by far, and memory is what there is most of."""
     if source.quantisation is None or device.type != "cuda":

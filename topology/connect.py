@@ -76,7 +76,6 @@ def connect(
                 chunk,
                 _spin(options, layout),
                 options.timeout_s,
-                options.cpu,
                 options.deterministic == "everywhere",
             )
             closers.insert(0, core.close)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...topology.transport import native
+from ...topology.transport.native import bind
 from .philox import gumbel as torch_gumbel
 
 NOISE, MASS, LIMIT = 1, 2, 4
@@ -192,12 +193,9 @@ class NativeShard:
     def __init__(self, library: ctypes.CDLL, first: int) -> None:
         self.first = first
         size, pointer = ctypes.c_long, ctypes.c_void_p
-        self._scan = library.laddertron_scan
-        self._scan.argtypes, self._scan.restype = [pointer, size, size, size], None
-        self._top = library.laddertron_top
-        self._top.argtypes, self._top.restype = [pointer, ctypes.c_int, size, size, pointer], ctypes.c_int
-        self._gumbel = library.laddertron_gumbel
-        self._gumbel.argtypes, self._gumbel.restype = [*[pointer] * 5, size], None
+        self._scan = bind(library.laddertron_scan, None, pointer, size, size, size)
+        self._top = bind(library.laddertron_top, ctypes.c_int, pointer, ctypes.c_int, size, size, pointer)
+        self._gumbel = bind(library.laddertron_gumbel, None, *[pointer] * 5, size)
 
     def _point(self, logits: Logits, picked: npt.NDArray[np.int64]) -> tuple[Logits, Any, Any]:
         """Address and dtype of each picked row; the Logits returned must outlive them."""

@@ -21,9 +21,10 @@ from ...models.attention_choice import make_attention
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.shapes import check_everywhere, check_shapes, replicates_embedding
 from ...models.config.wiring import check_split, choose_wiring
+from ...models.cuda.fp8 import Fp8
 from ...models.kv_cache import KVCache, block_bytes
 from ...models.llama import LlamaModel
-from ...models.ops import Ops, StoredProducts
+from ...models.ops import Ops
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.rank_shard import RankShard
 from ...models.stages import Stage, choose_layers, make_stages
@@ -187,7 +188,7 @@ class _Share:
     stage: Stage
     shard: RankShard
     source: Source
-    stored: StoredProducts | None
+    stored: Fp8 | None
     ops: Ops
     needed: int
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,22 @@ def kill(process: ProcessId, signum: int = signal.SIGKILL) -> bool:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(handle, signum)
         return True
+    finally:
+        os.close(handle)
+
+
+def wait_for(process: ProcessId, timeout_s: float) -> bool:
+    """Until this very process has ended; False if it has not in time."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if is_alive(process):
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            ended.poll(max(0.0, timeout_s) * 1e3)
+        return not is_alive(process)
     finally:
         os.close(handle)
 

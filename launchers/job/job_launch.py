@@ -254,9 +254,11 @@ class Launch:
         for process in known.values():
             processes.kill(process)
         deadline = time.monotonic() + self._options.kill_grace_s
-        for process in known.values():
-            await _ended(process, deadline - time.monotonic())
-        return [self._board.name(rank) for rank, process in known.items() if processes.is_alive(process)]
+        return [
+            self._board.name(rank)
+            for rank, process in known.items()
+            if not await asyncio.to_thread(processes.wait_for, process, deadline - time.monotonic())
+        ]
 
     def _ask_dumps(self) -> None:
         self._dump_id += 1
@@ -353,23 +355,3 @@ class Launch:
         else:
             sign = Evidence("launcher_exit", None, f"{name} ended with status {status}")
         self._tell([self._board.sign(sign)])
-
-
-async def _ended(process: processes.ProcessId, timeout_s: float) -> bool:
-    """Waits until this very process has ended; False if it has not in time."""
-    if not processes.is_alive(process):
-        return True
-    try:
-        handle = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return True
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    loop.add_reader(handle, ended.set)
-    try:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                await ended.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
-    return not processes.is_alive(process)

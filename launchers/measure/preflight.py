@@ -6,6 +6,7 @@ What to measure and what is wrong is topology/cost/preflight.py's, the fit topol
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from pathlib import Path
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...models.config.model_config import from_folder
-from ...topology.comm.bootstrap import Bootstrap, StarBootstrap
+from ...topology.comm.bootstrap import Bootstrap, StarBootstrap, bootstrap_of
 from ...topology.comm.groups import CommOptions
 from ...topology.comm.nccl import nccl_log, nccl_log_path
 from ...topology.connect import connect
@@ -40,7 +41,7 @@ from ...topology.json_codec import build, unbuild
 from ...topology.placement.identity import Identity, require_world
 from ...topology.placement.layout import observed_layout
 from ..rank import load_tuning as tuned
-from ..rank.rank import bootstrap_for, choose_device, comm_options, local_address, set_threads
+from ..rank.rank import choose_device, comm_options, local_address, set_threads
 from .preflight_job import MEET_S, START_S, Watch, sign
 from .preflight_links import SLACK_S, measure_links, sweep, unconnected
 from .preflight_rank import report
@@ -104,7 +105,7 @@ class _Star(StarBootstrap):
 
 def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
     if identity.launcher == "torchrun":
-        return bootstrap_for(identity)  # its store's waits end by themselves
+        return bootstrap_of(identity, os.environ)  # its store's waits end by themselves
     # MPI's start can only be ended from outside Python. Whoever holds the job does, earlier, and names who is missing.
     signal.alarm(int(START_S + MEET_S + SLACK_S))
     star = _Star()

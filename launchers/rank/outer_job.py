@@ -23,7 +23,7 @@ from ...engine.config.schema import Deployment
 from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
 from ...engine.request import Request
 from ...models.refusal import Refusal
-from ...topology.comm.bootstrap import Bootstrap
+from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
 from ...topology.placement.identity import Identity
 from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
@@ -43,7 +43,7 @@ from ..control.messages import (
     Welcome,
 )
 from ..job.in_flight import InFlight
-from .rank import bootstrap_for, local_address, run_rank
+from .rank import local_address, run_rank
 from .rank_status import Status
 
 LEAVING_S = 10.0
@@ -212,7 +212,7 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
     bootstrap: Bootstrap | None = None
     host = LOOPBACK
     if several:
-        bootstrap = bootstrap_for(identity)
+        bootstrap = bootstrap_of(identity, os.environ)
         nodes = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
         host = local_address(deployment, nodes) if identity.rank == 0 else ""
     driver = _Driver(deployment, host, status, drive) if identity.rank == 0 else None

@@ -12,12 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ...engine.config import load as deploy
 from ...engine.config.emulation import emulated_link
 from ...engine.config.schema import PLACEMENT, Deployment
-from ...engine.request import ModelLimits, TokensEvent
+from ...engine.request import ModelLimits
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, follow
 from ...models.refusal import Refusal
@@ -43,14 +43,13 @@ from ..control.messages import (
     Ready,
     Running,
     Shutdown,
-    Standing,
     StopChoice,
     Submit,
 )
 from .load_tuning import backend_here, tuned_choice
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status, loading_words
-from .standing_by import require_memory, stand_by
+from .standing_by import Channel, require_memory, stand_by
 
 log = logging.getLogger(__name__)
 
@@ -59,23 +58,8 @@ IDLE_S = 0.5
 SNAPSHOT_S = 0.25
 
 
-class Channel(Protocol):
-    """The owner of the job, as a rank sees it: launchers/control/control_client.py."""
-
-    def poll(self, timeout: float | None = 0.0) -> list[Command]: ...
-
-    def send_tokens(self, events: Sequence[TokensEvent]) -> None: ...
-
-    def send_state(self, message: Announce | Loading | Standing | Ready | Running) -> None: ...
-
-
 class DeviceError(Refusal, ValueError):
     """The configuration asks for a device that is not here."""
-
-
-def bootstrap_for(identity: Identity) -> Bootstrap:
-    """MPI, or torchrun's store."""
-    return bootstrap_of(identity, os.environ)
 
 
 def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
@@ -144,7 +128,7 @@ def join_group(
 ) -> Communicator:
     """This rank's group, connected; `bootstrap` where the ranks have met already. Raises ValueError, MeshError or
     RuntimeError naming what does not fit."""
-    bootstrap = bootstrap or bootstrap_for(identity)
+    bootstrap = bootstrap or bootstrap_of(identity, os.environ)
     said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
     places = [place.decode().partition(" ") for place in said]
     nodes = tuple(node for _, _, node in places)

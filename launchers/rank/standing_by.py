@@ -5,16 +5,17 @@ Called by rank.py. What follows on Load is every rank's own start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from ...engine.estimate.memory import STANDBY_RANK
+from ...engine.request import TokensEvent
 from ...models.refusal import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.hardware.sysfs import Sysfs, resident_bytes
-from ..control.messages import Command, Load, Shutdown, Standing
+from ..control.messages import Announce, Command, Load, Loading, Ready, Running, Shutdown, Standing
 
 
 class StandbyRefused(Refusal, RuntimeError):
@@ -22,11 +23,13 @@ class StandbyRefused(Refusal, RuntimeError):
 
 
 class Channel(Protocol):
-    """The part of rank.py's that a waiting rank needs."""
+    """The owner of the job, as a rank sees it: launchers/control/control_client.py."""
 
     def poll(self, timeout: float | None = 0.0) -> list[Command]: ...
 
-    def send_state(self, message: Standing) -> None: ...
+    def send_tokens(self, events: Sequence[TokensEvent]) -> None: ...
+
+    def send_state(self, message: Announce | Loading | Standing | Ready | Running) -> None: ...
 
 
 def require_memory(available: int, ranks: int) -> None:

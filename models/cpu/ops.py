@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ...topology.hardware import cpu_tier
 from ...topology.transport import native
+from ...topology.transport.native import bind
 from ..ops import Lookup, Norm, Product, TorchOps, Tree, rms_norm, silu_and_mul
 from ..pages import HugePages
 from ..refusal import Refusal
@@ -77,33 +77,19 @@ class Kernels:
         self.deterministic = deterministic
         self.threads = torch.get_num_threads() if _share_pool(library) else 1
         p, i, n, f = c_void_p, c_int, c_int64, c_float
-        self.read: Callable[..., int] = library.kernels_read
-        library.kernels_read.argtypes = [p, n, i]
-        library.kernels_read.restype = ctypes.c_uint64
+        self.read = bind(library.kernels_read, c_uint64, p, n, i)
         faster = () if tier == "generic" else (torch.bfloat16, torch.float16)
         self.served = frozenset(TYPES if deterministic else faster)
         self.int8: bool = library.kernels_has_products(_INT8) == 1
         self.lanes: int = library.kernels_lanes()
-        self.product: Callable[..., int] = library.kernels_product
-        library.kernels_product.argtypes = [p, p, p, n]
-        self.pack: Callable[..., None] = library.kernels_pack
-        library.kernels_pack.argtypes = [i, p, p, n, n, i]
-        library.kernels_pack.restype = None
-        self.pack_int8: Callable[..., None] = library.kernels_pack_int8
-        library.kernels_pack_int8.argtypes = [p, p, p, n, n, i, i]
-        library.kernels_pack_int8.restype = None
-        self.rms_norm: Callable[..., None] = library.kernels_rms_norm
-        library.kernels_rms_norm.argtypes = [i, p, p, p, n, n, f]
-        library.kernels_rms_norm.restype = None
-        self.silu_and_mul: Callable[..., None] = library.kernels_silu_and_mul
-        library.kernels_silu_and_mul.argtypes = [i, p, p, n, n]
-        library.kernels_silu_and_mul.restype = None
-        self.attend: Callable[..., int] = library.kernels_attend
-        library.kernels_attend.argtypes = [i, *[p] * 10, *[n] * 8, f, f, i, i]
-        self.attend_prompts: Callable[..., int] = library.kernels_attend_prompts
-        library.kernels_attend_prompts.argtypes = [p, i]
-        self.has_prompts: Callable[[int], int] = library.kernels_has_prompts
-        library.kernels_has_prompts.argtypes = [n]
+        self.product = bind(library.kernels_product, i, p, p, p, n)
+        self.pack = bind(library.kernels_pack, None, i, p, p, n, n, i)
+        self.pack_int8 = bind(library.kernels_pack_int8, None, p, p, p, n, n, i, i)
+        self.rms_norm = bind(library.kernels_rms_norm, None, i, p, p, p, n, n, f)
+        self.silu_and_mul = bind(library.kernels_silu_and_mul, None, i, p, p, n, n)
+        self.attend = bind(library.kernels_attend, i, i, *[p] * 10, *[n] * 8, f, f, i, i)
+        self.attend_prompts = bind(library.kernels_attend_prompts, i, p, i)
+        self.has_prompts = bind(library.kernels_has_prompts, i, n)
 
     @staticmethod
     def find(deterministic: bool = False) -> Kernels | None:

@@ -22,8 +22,7 @@ def crc32() -> Crc32:
     library = native.load("laddertron.models.cpu._kernels")
     if library is None or not library.kernels_has_crc32():
         return _plain
-    call = library.kernels_crc32
-    call.restype, call.argtypes = ctypes.c_uint32, [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
+    call = native.bind(library.kernels_crc32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
 
     def folded(buffer: bytearray, count: int, before: int) -> int:
         held = (ctypes.c_char * len(buffer)).from_buffer(buffer)

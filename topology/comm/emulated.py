@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from typing import Protocol
 
 from torch import Tensor
 
@@ -19,28 +18,20 @@ from .ledger import Ledger
 _PR_SET_TIMERSLACK = 29
 
 
-class HoldClock(Protocol):
-    """Holds a result back."""
-
-    def start(self, wire_s: float, latency_s: float) -> float:
-        """The message sets off now; returns a token for `finish`."""
-
-    def finish(self, token: float) -> None:
-        """Returns when the message may have arrived."""
-
-
 class HostClock:
-    """Sleeps on the monotonic clock; exact to some ten microseconds, without ever spinning."""
+    """Holds a result back: sleeps on the monotonic clock, exact to some ten microseconds, without ever spinning."""
 
     def __init__(self) -> None:
         self._wire_free = 0.0
         self._precise = threading.local()
 
     def start(self, wire_s: float, latency_s: float) -> float:
+        """The message sets off now; returns a token for `finish`."""
         self._wire_free = max(self._wire_free, time.monotonic()) + wire_s
         return self._wire_free + latency_s
 
     def finish(self, token: float) -> None:
+        """Returns when the message may have arrived."""
         if not getattr(self._precise, "done", False):
             # The kernel rounds a thread's sleeps up by 50 us unless told otherwise.
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -52,9 +43,8 @@ class HostClock:
 class Emulated:
     """`inner` with the time of `emulation` laid over it; also for a group of one that stands for a larger one."""
 
-    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger, clock: HoldClock | None = None) -> None:
-        self._inner, self._emulation, self._ledger = inner, emulation, ledger
-        self._clock: HoldClock = clock or HostClock()
+    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger) -> None:
+        self._inner, self._emulation, self._ledger, self._clock = inner, emulation, ledger, HostClock()
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         began = time.monotonic()

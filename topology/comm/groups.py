@@ -37,7 +37,7 @@ class CommOptions:
     binary tree over the ranks, rounded at each node, for 1, 2, 4, 8 or 16 of them. `address`: what this rank binds to,
     reachable from the group's other nodes. `timeout_s`: how long a collective may make its caller wait
     (Communicator.set_timeout changes it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where
-    ranks outnumber cores. `cpu`: the communication thread's core. `chunk_bytes`: of a large message, what one node
+    ranks outnumber cores. `chunk_bytes`: of a large message, what one node
     sends another at once. `secret`: the launch's, mixed into the connections' key."""
 
     backend: BackendName = "auto"
@@ -50,7 +50,6 @@ class CommOptions:
     connect_timeout_s: float = 60.0
     timeout_s: float = 30.0
     spin_us: float | None = None
-    cpu: int | None = None
     small_bytes: int = WHOLE_BYTES
     chunk_bytes: int = 256 << 10
     secret: bytes = b""

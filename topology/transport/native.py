@@ -6,9 +6,11 @@ Finds what setup built (or did not: every one of them is optional). Knows no lib
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 
 def load(module: str) -> ctypes.CDLL | None:
@@ -22,6 +24,13 @@ def load(module: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(path))
     except OSError:
         return None
+
+
+def bind(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """A library's function, told its types."""
+    function.restype, function.argtypes = result, arguments
+    call: Callable[..., Any] = function
+    return call
 
 
 def locate(module: str) -> Path | None:

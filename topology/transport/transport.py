@@ -21,7 +21,7 @@ from ..comm.collectives import CollectiveTimeout, CommunicationError, Gathering,
 from ..comm.ledger import HISTORY, Entry, Record
 from ..placement.layout import GroupLayout
 from .mesh import Mesh
-from .native import load, locate
+from .native import bind, load, locate
 
 EXTENSION = "laddertron.topology.transport._transport"
 STRATEGIES = {"exchange": 0, "two_level": 1, "pipeline": 2, "doubling": 3}
@@ -59,10 +59,8 @@ def available() -> bool:
 
 def segment_bytes(size: int, per_node: int, small: int, chunk: int) -> int:
     """Bytes of shared memory that a node of the group needs."""
-    library = _library(ctypes.CDLL)
-    library.lt_segment_bytes.restype = c_uint64
-    library.lt_segment_bytes.argtypes = [c_int, c_int, c_uint64, c_uint64]
-    return int(library.lt_segment_bytes(size, per_node, small, chunk))
+    needed = bind(_library(ctypes.CDLL).lt_segment_bytes, c_uint64, c_int, c_int, c_uint64, c_uint64)
+    return int(needed(size, per_node, small, chunk))
 
 
 def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
@@ -83,7 +81,7 @@ class Transport:
     """One group's connections on this rank. The mesh's data sockets and segment belong to it from now on.
 
     small: bytes up to which a message goes whole, without the communication thread; larger ones travel in pieces of
-    `chunk` bytes. spin_us: how long `wait` looks before it sleeps. cpu: the communication thread's core, or None.
+    `chunk` bytes. spin_us: how long `wait` looks before it sleeps.
     tree: sums are a binary tree over the ranks, rounded at each node, for every strategy (2, 4, 8 … ranks)."""
 
     def __init__(
@@ -95,7 +93,6 @@ class Transport:
         chunk: int,
         spin_us: float,
         timeout_s: float,
-        cpu: int | None,
         tree: bool = False,
     ) -> None:
         self._layout = layout
@@ -103,18 +100,8 @@ class Transport:
         # do, and getting it back can cost a whole switch interval where another thread computes in Python.
         quick, slow = _library(ctypes.PyDLL), _library(ctypes.CDLL)
         fds = [-1 if s is None else s.detach() for s in mesh.data]
-        slow.lt_open.restype = c_void_p
-        slow.lt_open.argtypes = [c_int] * 3 + [
-            POINTER(c_int),
-            c_int,
-            c_uint64,
-            c_uint64,
-            c_int64,
-            c_int64,
-            c_int,
-            c_int,
-        ]
-        handle = slow.lt_open(
+        sizes = c_int, c_uint64, c_uint64, c_int64, c_int64, c_int, c_int
+        handle = bind(slow.lt_open, c_void_p, c_int, c_int, c_int, POINTER(c_int), *sizes)(
             layout.ranks.index(rank),
             layout.size,
             layout.per_node,
@@ -124,7 +111,7 @@ class Transport:
             chunk,
             int(spin_us * 1e3),
             int(timeout_s * 1e9),
-            -1 if cpu is None else cpu,
+            -1,  # the communication thread has no core of its own
             tree,
         )
         code = ctypes.get_errno()
@@ -133,26 +120,16 @@ class Transport:
             raise CommunicationError(f"the transport could not start: {os.strerror(code) if code else 'no resources'}")
         # Closing ends the connections; memory goes with the object, as a waiter may still be inside.
         self._handle = c_void_p(handle)
-        slow.lt_free.restype, slow.lt_free.argtypes = None, [c_void_p]
-        weakref.finalize(self, _end, slow, self._handle)
-        self._close = slow.lt_close
-        self._close.restype, self._close.argtypes = None, [c_void_p]
-        self._set_timeout = quick.lt_set_timeout
-        self._set_timeout.restype, self._set_timeout.argtypes = None, [c_void_p, c_int64]
-        self._error_of = quick.lt_error_of
-        self._error_of.restype, self._error_of.argtypes = None, [c_void_p, POINTER(c_int64)]
-        self._start = quick.lt_all_reduce
-        self._start.restype, self._start.argtypes = c_int64, [c_void_p, c_void_p, c_uint64, c_int, c_int, c_int]
-        self._gather = quick.lt_gather
-        self._gather.restype, self._gather.argtypes = c_int64, [c_void_p, c_void_p, c_void_p, c_uint64]
-        self._try = quick.lt_try
-        self._try.restype, self._try.argtypes = c_int, [c_void_p, c_uint64]
-        self._wait = slow.lt_wait
-        self._wait.restype, self._wait.argtypes = c_int, [c_void_p, c_uint64]
-        self._totals = quick.lt_totals
-        self._totals.restype, self._totals.argtypes = POINTER(_Total), [c_void_p]
-        self._history = quick.lt_history
-        self._history.restype, self._history.argtypes = POINTER(_Record), [c_void_p, POINTER(c_uint64)]
+        self._close = bind(slow.lt_close, None, c_void_p)
+        weakref.finalize(self, _end, self._close, bind(slow.lt_free, None, c_void_p), self._handle)
+        self._set_timeout = bind(quick.lt_set_timeout, None, c_void_p, c_int64)
+        self._error_of = bind(quick.lt_error_of, None, c_void_p, POINTER(c_int64))
+        self._start = bind(quick.lt_all_reduce, c_int64, c_void_p, c_void_p, c_uint64, c_int, c_int, c_int)
+        self._gather = bind(quick.lt_gather, c_int64, c_void_p, c_void_p, c_void_p, c_uint64)
+        self._try = bind(quick.lt_try, c_int, c_void_p, c_uint64)
+        self._wait = bind(slow.lt_wait, c_int, c_void_p, c_uint64)
+        self._totals = bind(quick.lt_totals, POINTER(_Total), c_void_p)
+        self._history = bind(quick.lt_history, POINTER(_Record), c_void_p, POINTER(c_uint64))
         self.small = small
         # What C may still read or write, even if its caller has let go of it: at most eight are in flight.
         self._held: list[object] = [None] * 8
@@ -275,9 +252,9 @@ class Transport:
         self._close(self._handle)
 
 
-def _end(library: ctypes.CDLL, handle: c_void_p) -> None:
-    library.lt_close(handle)
-    library.lt_free(handle)
+def _end(close: Callable[..., None], free: Callable[..., None], handle: c_void_p) -> None:
+    close(handle)
+    free(handle)
 
 
 class NativePending:

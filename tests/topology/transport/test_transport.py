@@ -91,7 +91,7 @@ def _transports(
             if line is not None:
                 line.setblocking(False)
         mesh = Mesh(tuple(lines), (None,) * size, os.dup(memory[rank // per_node]))
-        made.append(Transport(mesh, layout, rank, SMALL, CHUNK, spin_us, timeout_s, None))
+        made.append(Transport(mesh, layout, rank, SMALL, CHUNK, spin_us, timeout_s))
     for fd in memory:
         os.close(fd)
     try:
@@ -231,7 +231,7 @@ def test_bytes_that_are_no_frame_are_refused() -> None:
     memory = os.memfd_create("test")
     os.ftruncate(memory, native.segment_bytes(2, 1, SMALL, CHUNK))
     mesh = Mesh((None, ours), (None, None), memory)
-    one = Transport(mesh, _layout(2, 1), 0, SMALL, CHUNK, 0.0, 5.0, None)
+    one = Transport(mesh, _layout(2, 1), 0, SMALL, CHUNK, 0.0, 5.0)
     theirs.sendall(b"\xff" * 64)
     with pytest.raises(RanksDisagree, match="no frame"):
         _sum(one, torch.ones(4), "exchange")
