@@ -161,7 +161,7 @@ def _wire(folder: Path) -> str:
     """Control messages as they travel and their sealed frames; a step plan with one of everything; a configuration's
     digest, which ranks compare."""
     writer = frames.FrameWriter()
-    writer.seal_with(bytes(32))
+    writer.key = bytes(32)
     messages = []
     for message in SERVER_MESSAGES + RANK_MESSAGES:
         payload = to_wire(message)

@@ -95,6 +95,15 @@ def header(data: Any, kind: str, version: int) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in ("kind", "version")}
 
 
+def load(cls: type[T], path: Path, kind: str, version: int) -> T:
+    """The `cls` in the file at `path`. Raises ReadError naming the file and the place in it, OSError."""
+    data = read_file(path)
+    try:
+        return build(cls, header(data, kind, version))
+    except ReadError as error:
+        raise ReadError(f"{path}: {error}") from None
+
+
 def build(cls: type[T], data: Any) -> T:
     """A `cls` (a dataclass) from what `unbuild` made. A missing key takes the field's default; unknown keys, wrong
     types and values that a class itself refuses raise one ReadError that names each with its path."""

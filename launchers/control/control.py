@@ -271,6 +271,6 @@ class _Peer(asyncio.Protocol):
         self._server.peer_proved(self, rank)
         self._rank = rank
         self._send_plain(Proof(frames.proof_mac(secret, self._nonce, theirs, rank)))
-        self._reader.unseal_with(frames.direction_key(secret, self._nonce, theirs, "rank"))
-        self._writer.seal_with(frames.direction_key(secret, self._nonce, theirs, "server"))
+        self._reader.key = frames.direction_key(secret, self._nonce, theirs, "rank")
+        self._writer.key = frames.direction_key(secret, self._nonce, theirs, "server")
         self.send_payload(to_wire(self._server.welcome))

@@ -349,6 +349,6 @@ def _shake_hands(connection: socket.socket, secret: bytes, rank: int) -> tuple[f
     proof = from_unproven(Proof, receive())
     if not frames.same_mac(proof.mac, frames.proof_mac(secret, theirs, ours, rank)):
         raise FrameError("its proof is wrong")
-    reader.unseal_with(frames.direction_key(secret, theirs, ours, "server"))
-    writer.seal_with(frames.direction_key(secret, theirs, ours, "rank"))
+    reader.key = frames.direction_key(secret, theirs, ours, "server")
+    writer.key = frames.direction_key(secret, theirs, ours, "rank")
     return reader, writer

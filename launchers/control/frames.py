@@ -57,37 +57,32 @@ def direction_key(secret: bytes, server_nonce: bytes, rank_nonce: bytes, sender:
 
 
 class FrameWriter:
-    """Payloads to frames, in the order of sending; unsealed until `seal_with`."""
+    """Payloads to frames, in the order of sending; unsealed until there is a `key`."""
 
     def __init__(self) -> None:
-        self._key: bytes | None = None
+        self.key: bytes | None = None
         self._count = 0
-
-    def seal_with(self, key: bytes) -> None:
-        self._key = key
 
     def frame(self, payload: bytes) -> bytes:
         """Raises ValueError for a payload beyond the limit."""
-        limit = HANDSHAKE_LIMIT if self._key is None else MESSAGE_LIMIT
+        limit = HANDSHAKE_LIMIT if self.key is None else MESSAGE_LIMIT
         if len(payload) > limit:
             raise ValueError(f"a message of {len(payload)} bytes is longer than {limit}")
-        if self._key is None:
+        if self.key is None:
             return _LENGTH.pack(len(payload)) + payload
-        seal = hmac.digest(self._key, _COUNTER.pack(self._count, len(payload)) + payload, hashlib.sha256)
+        seal = hmac.digest(self.key, _COUNTER.pack(self._count, len(payload)) + payload, hashlib.sha256)
         self._count += 1
         return _LENGTH.pack(len(payload)) + seal[:_SEAL_BYTES] + payload
 
 
 class FrameReader:
-    """Bytes as they come to payloads. Holds at most one message and what one read brought behind it."""
+    """Bytes as they come to payloads, sealed from when there is a `key`. Holds at most one message and what one read
+    brought behind it."""
 
     def __init__(self) -> None:
-        self._key: bytes | None = None
+        self.key: bytes | None = None
         self._count = 0
         self._buffer = bytearray()
-
-    def unseal_with(self, key: bytes) -> None:
-        self._key = key
 
     def feed(self, data: bytes) -> None:
         self._buffer += data
@@ -98,14 +93,14 @@ class FrameReader:
         if len(buffer) < 4:
             return None
         (length,) = _LENGTH.unpack_from(buffer)
-        limit, start = (HANDSHAKE_LIMIT, 4) if self._key is None else (MESSAGE_LIMIT, 4 + _SEAL_BYTES)
+        limit, start = (HANDSHAKE_LIMIT, 4) if self.key is None else (MESSAGE_LIMIT, 4 + _SEAL_BYTES)
         if length > limit:
             raise FrameError(f"a frame of {length} bytes is longer than {limit}")
         if len(buffer) < start + length:
             return None
         payload = bytes(memoryview(buffer)[start : start + length])
-        if self._key is not None:
-            seal = hmac.digest(self._key, _COUNTER.pack(self._count, length) + payload, hashlib.sha256)[:_SEAL_BYTES]
+        if self.key is not None:
+            seal = hmac.digest(self.key, _COUNTER.pack(self._count, length) + payload, hashlib.sha256)[:_SEAL_BYTES]
             if not hmac.compare_digest(seal, bytes(memoryview(buffer)[4:start])):
                 raise FrameError(f"frame {self._count} has a wrong seal")
             self._count += 1

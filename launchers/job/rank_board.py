@@ -41,30 +41,6 @@ class JobTimeouts:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """Loading: the slowest rank's fraction."""
-
-    fraction: float
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class AllStanding:
-    """Every rank waits for Load. `resident`: the most bytes that one of them holds; `room`: whether all have room for
-    their weights beside what is there now."""
-
-    resident: int
-    room: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AllReady:
-    """Every rank is loaded, and they agree."""
-
-    limits: ModelLimits
-
-
-@dataclass(frozen=True, slots=True)
 class Suspect:
     """A rank's heartbeat is overdue."""
 
@@ -77,7 +53,9 @@ class Recovered:
     """No rank is suspect any more."""
 
 
-News = Evidence | LoadProgress | AllStanding | AllReady | Suspect | Recovered
+News = Evidence | Loading | Standing | Ready | Suspect | Recovered
+"""Messages of ranks, said of all of them: Loading with the slowest rank's fraction; Standing once every rank waits for
+Load, with the most bytes that one of them holds, and whether all have room; Ready once all are loaded and agree."""
 
 
 @dataclass(slots=True)
@@ -162,7 +140,7 @@ class RankBoard:
                 state.standing, self._moved = message, now
                 if not self.evidence and (standing := self._standing()):
                     most = max(one.resident for one in standing)
-                    news.append(AllStanding(most, all(one.room for one in standing)))
+                    news.append(Standing(most, all(one.room for one in standing)))
             case Ready(limits):
                 state.limits, state.fraction, self._moved = limits, 1.0, now
                 news += self._agreement()
@@ -193,8 +171,8 @@ class RankBoard:
         found = [state.standing for state in self.ranks.values() if state.standing is not None]
         return found if len(found) == len(self.ranks) else []
 
-    def _progress(self, detail: str) -> LoadProgress:
-        return LoadProgress(min(state.fraction for state in self.ranks.values()), detail)
+    def _progress(self, detail: str) -> Loading:
+        return Loading(min(state.fraction for state in self.ranks.values()), detail)
 
     def _agreement(self) -> list[News]:
         announced = {rank: state.digests for rank, state in self.ranks.items() if state.digests is not None}
@@ -207,7 +185,7 @@ class RankBoard:
         self._ready = True
         limits = self.ranks[0].limits
         assert limits is not None
-        return [AllReady(limits)]
+        return [Ready(limits)]
 
     def held_up(self, seconds: float) -> None:
         """This process was stopped, or its loop busy, so long: what the ranks sent has not been read yet, so they are

@@ -12,9 +12,10 @@ import logging
 from collections.abc import Callable
 
 from ...engine.job import StandbyPhase
+from ..control.messages import Standing
 from .detect import JobFailure
 from .job_launch import Launch, LaunchOwner, Said
-from .rank_board import AllStanding, Recovered, Suspect
+from .rank_board import Recovered, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class Standby:
     def launch_said(self, said: Said, node: str | None) -> None:
         """Until it is taken. It has no requests, and its ranks' series are not in the metrics."""
         match said:
-            case AllStanding(resident):
+            case Standing(resident):
                 self._stood = True
                 log.info("standby: ready, %d MB a rank", resident // 10**6, extra={"event": "standby"})
                 self._set("ready")

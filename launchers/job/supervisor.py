@@ -20,11 +20,11 @@ from typing import Any
 
 from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
-from ..control.messages import Cancel, Drain, Running, StopChoice, Submit, Tokens
+from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
 from .detect import Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
 from .in_flight import InFlight
 from .job_launch import JobOptions, Launch, LaunchOwner, Said, StartCommand
-from .rank_board import AllReady, AllStanding, JobTimeouts, LoadProgress, Recovered, Suspect
+from .rank_board import JobTimeouts, Recovered, Suspect
 from .standby import Standby
 
 __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob", "StartCommand"]
@@ -304,14 +304,14 @@ class MpiJob:
     def launch_said(self, said: Said, node: str | None) -> None:
         phase = self._state.phase
         match said:
-            case LoadProgress(fraction, detail):
+            case Loading(fraction, detail):
                 if phase in ("starting", "loading"):
                     self._set_state("loading", reason=(f"{fraction:.0%} {detail}" if fraction else detail).strip())
-            case AllStanding(_, room):
+            case Standing(_, room):
                 self.room = room
                 if self._held:  # a standby that took over while it came up loads already
                     self._set_state("standby")
-            case AllReady(limits):
+            case Ready(limits):
                 self._ready_since = time.monotonic()
                 if self._lost_at:
                     self._log_recovery(self._ready_since)

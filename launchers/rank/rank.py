@@ -17,7 +17,6 @@ from typing import Any
 from ...engine.config import load as deploy
 from ...engine.config.emulation import emulated_link
 from ...engine.config.schema import PLACEMENT, Deployment
-from ...engine.request import ModelLimits
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, follow
 from ...models.refusal import Refusal
@@ -307,24 +306,13 @@ def run_rank(
             return
         if channel is None:
             raise RuntimeError("rank 0 has no channel to take requests from")
-        _lead(built.limits, Scheduler(built.scheduler_limits), built.runner, communicator, channel, status)
-
-
-def _lead(
-    limits: ModelLimits,
-    scheduler: Scheduler,
-    runner: Any,
-    communicator: Communicator,
-    channel: Channel,
-    status: Status,
-) -> None:
-    engine = Engine(
-        scheduler,
-        runner,
-        communicator.plans,
-        status.progress,
-        lambda started, parked: channel.send_state(Running(tuple(started), tuple(parked))),
-    )
-    channel.send_state(Ready(limits))
-    _Steps(engine, channel, status).run()
-    engine.close()
+        engine = Engine(
+            Scheduler(built.scheduler_limits),
+            built.runner,
+            communicator.plans,
+            status.progress,
+            lambda started, parked: say(Running(tuple(started), tuple(parked))),
+        )
+        say(Ready(built.limits))
+        _Steps(engine, channel, status).run()
+        engine.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ...topology.json_codec import write_file
 from .checkpoint import CheckpointError, StoredTensor, inside, read_folder, read_header, shown
 from .checksum import crc32
 
@@ -86,12 +87,7 @@ def make_manifest(folder: Path, progress: Callable[[int, int], None] | None = No
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
     """Beside the weights, whole or not at all."""
     path = folder / NAME
-    part = folder / f"{NAME}.part"
-    with part.open("w") as stream:
-        json.dump(manifest.to_json(), stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(path)
+    write_file(path, json.dumps(manifest.to_json(), indent=1))
     return path
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...topology.json_codec import build
 from ..rank_shard import RankShard
 from .checkpoint import CheckpointError, StoredTensor, inside, read_annotated
 
@@ -28,16 +29,7 @@ class ShardOrigin:
     config: str
     size: int
     replicate_embedding: bool
-    files: Mapping[str, tuple[int, int]]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "config": self.config,
-            "size": self.size,
-            "replicate_embedding": self.replicate_embedding,
-            "files": {name: list(stamp) for name, stamp in self.files.items()},
-        }
+    files: dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +102,6 @@ def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
 
 def _origin(metadata: Mapping[str, Any], file: Path, again: str) -> ShardOrigin:
     try:
-        data = json.loads(metadata[METADATA])
-        files = {str(name): (int(size), int(time)) for name, (size, time) in data["files"].items()}
-        replicate = data["replicate_embedding"] is True
-        return ShardOrigin(str(data["source"]), str(data["config"]), int(data["size"]), replicate, files)
-    except (ValueError, TypeError, KeyError, AttributeError) as fault:
+        return build(ShardOrigin, json.loads(metadata[METADATA]))
+    except (ValueError, TypeError, KeyError) as fault:
         raise CheckpointError(f"{file}: was not written by `laddertron shard`: {again}") from fault

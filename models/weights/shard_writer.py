@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...topology.json_codec import unbuild
 from ..config.dialects import MODELING_FILE
 from ..rank_shard import RankShard
 from .checkpoint import CheckpointError
@@ -74,7 +75,7 @@ def write_shards(
             progress(done, total)
 
     for shard, plan in zip(shards, plans, strict=True):
-        metadata = {METADATA: json.dumps(origin.to_json()), "rank": str(shard.rank)} | layers_of(shard)
+        metadata = {METADATA: json.dumps(unbuild(origin)), "rank": str(shard.rank)} | layers_of(shard)
         entries = {name: (shape, dtype) for name, (_, shape, dtype) in plan.items()}
         with Reader() as reader:
 

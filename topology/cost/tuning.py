@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from .. import json_codec
 from ..hardware.fabric import Fabric, differences
-from ..json_codec import ReadError, build, header, layered, read_file, unbuild, write_file
+from ..json_codec import ReadError, layered, unbuild, write_file
 from .cost import Backend, Costs, Shape, Strategy, candidates, choose, possible, predict, untuned
 from .fit import Fit, Point
 from .prices import reference
@@ -70,12 +71,8 @@ class Tuning:
 
 
 def load(path: Path) -> Tuning:
-    """The tuning in the file at `path`. Raises ReadError naming the file and the place in it, OSError."""
-    data = read_file(path)
-    try:
-        return build(Tuning, header(data, KIND, VERSION))
-    except ReadError as error:
-        raise ReadError(f"{path}: {error}") from None
+    """The tuning in the file at `path`. Raises as json_codec.load."""
+    return json_codec.load(Tuning, path, KIND, VERSION)
 
 
 def make(fabric: Fabric, shape: Shape, fitted: Fit, versions: Mapping[str, str]) -> Tuning:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ..json_codec import ReadError, build, header, layered, read_file, unbuild, write_file
+from .. import json_codec
+from ..json_codec import ReadError, layered, unbuild, write_file
 from .cpu_tier import Tier
 
 KIND, VERSION = "laddertron.fabric", 1
@@ -243,21 +244,12 @@ class Fabric:
         write_file(path, self.to_json() + "\n")
 
 
-def from_json(data: object) -> Fabric:
-    """A Fabric from parsed JSON. Raises ReadError with the path of the fault."""
-    return build(Fabric, header(data, KIND, VERSION))
-
-
 def load(path: Path) -> Fabric:
     """The fabric in the file at `path`. Raises ReadError naming the file and the place in it, OSError."""
     try:
-        data = read_file(path)
+        return json_codec.load(Fabric, path, KIND, VERSION)
     except FileNotFoundError:
         raise ReadError(f"{path}: no such file: `laddertron launch CONFIG topo --save` writes it") from None
-    try:
-        return from_json(data)
-    except ReadError as error:
-        raise ReadError(f"{path}: {error}") from None
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

@@ -57,7 +57,6 @@ def _read(nvml: Any) -> Gpus:
     devices, links, to_switch = [], Counter[tuple[int, int]](), Counter[int]()
     for index, (handle, bus) in enumerate(zip(handles, buses, strict=True)):
         name = _text(nvml.nvmlDeviceGetName(handle))
-        model = GPU_BY_NAME.get(name)
         devices.append(
             Device(
                 index=index,
@@ -65,11 +64,7 @@ def _read(nvml: Any) -> Gpus:
                 memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
                 pci=bus,
                 uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-                memory_bandwidth=model.memory_bandwidth if model else None,
-                nvlink_bandwidth=model.nvlink_bandwidth if model else None,
-                bf16_flops=model.bf16_flops if model else None,
-                fp8_flops=model.fp8_flops if model else None,
-                multiprocessors=model.multiprocessors if model else None,
+                **(GPU_BY_NAME[name].figures if name in GPU_BY_NAME else {}),
             )
         )
         for remote in _remotes(nvml, handle):

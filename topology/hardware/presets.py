@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .fabric import Device, Fabric, Hca, Link, Nic, Node, NumaNode
 
@@ -37,12 +37,14 @@ class GpuModel:
             memory_bytes=self.memory_mib * MIB,
             pci=pci,
             numa=numa,
-            memory_bandwidth=self.memory_bandwidth,
-            nvlink_bandwidth=self.nvlink_bandwidth,
-            bf16_flops=self.bf16_flops,
-            fp8_flops=self.fp8_flops,
-            multiprocessors=self.multiprocessors,
+            **self.figures,
         )
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What no driver says of a Device."""
+        names = ("memory_bandwidth", "nvlink_bandwidth", "bf16_flops", "fp8_flops", "multiprocessors")
+        return {name: getattr(self, name) for name in names}
 
 
 GPU_MODELS: dict[str, GpuModel] = {

@@ -148,8 +148,8 @@ def with_channel(story: Callable[[Channel], Awaitable[None]], world_size: int = 
 
 def sealed_pair() -> tuple[FrameWriter, FrameReader]:
     writer, reader = FrameWriter(), FrameReader()
-    writer.seal_with(b"k" * 32)
-    reader.unseal_with(b"k" * 32)
+    writer.key = b"k" * 32
+    reader.key = b"k" * 32
     return writer, reader
 
 
@@ -523,7 +523,7 @@ async def prove(channel: Channel, rank: int = 1) -> tuple[asyncio.StreamReader, 
     writer.write(FrameWriter().frame(dumped({"nonce": ours.hex(), "rank": rank, "mac": mac})))
     await read_frame(reader)
     sealed = FrameWriter()
-    sealed.seal_with(frames.direction_key(channel.secret, theirs, ours, "rank"))
+    sealed.key = frames.direction_key(channel.secret, theirs, ours, "rank")
     return reader, writer, sealed
 
 

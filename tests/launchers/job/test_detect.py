@@ -22,7 +22,7 @@ from laddertron.launchers.job.detect import (
     differing,
     liveness,
 )
-from laddertron.launchers.job.rank_board import AllReady, JobTimeouts, LoadProgress, RankBoard, Recovered, Suspect
+from laddertron.launchers.job.rank_board import JobTimeouts, RankBoard, Recovered, Suspect
 
 LIMITS = ModelLimits(4096, 50000, 8, 65536)
 
@@ -190,14 +190,14 @@ def test_progress_forgives() -> None:
 
 def test_ready_once_every_rank_is_loaded_and_all_agree() -> None:
     board = RankBoard(2, JobTimeouts(), 0.0)
-    assert board.heard(0, hello(0), 1.0) == [LoadProgress(0.0, "")]
+    assert board.heard(0, hello(0), 1.0) == [Loading(0.0, "")]
     board.heard(1, hello(1), 1.0)
-    assert board.heard(0, Loading(0.5, "layers"), 2.0) == [LoadProgress(0.0, "layers")]
-    assert board.heard(1, Loading(0.25, "layers"), 2.0) == [LoadProgress(0.25, "layers")]
+    assert board.heard(0, Loading(0.5, "layers"), 2.0) == [Loading(0.0, "layers")]
+    assert board.heard(1, Loading(0.25, "layers"), 2.0) == [Loading(0.25, "layers")]
     for rank in (0, 1):
         assert board.heard(rank, Announce({"weights": "feed"}), 3.0) == []
     assert board.heard(0, Ready(LIMITS), 4.0) == []
-    assert board.heard(1, Ready(LIMITS), 4.0) == [AllReady(LIMITS)]
+    assert board.heard(1, Ready(LIMITS), 4.0) == [Ready(LIMITS)]
 
 
 def test_ranks_that_differ_never_get_ready() -> None:
@@ -215,7 +215,7 @@ def test_ranks_that_differ_never_get_ready() -> None:
 
 def test_another_version_is_a_mismatch() -> None:
     news = RankBoard(1, JobTimeouts(), 0.0).heard(0, hello(0, "0.0.9"), 1.0)
-    assert kinds(news) == ["mismatch", "LoadProgress"]
+    assert kinds(news) == ["mismatch", "Loading"]
 
 
 def test_a_silent_rank_is_suspect_then_dead_and_may_recover() -> None:

@@ -14,7 +14,7 @@ from laddertron import __version__
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.messages import Hello, Loading, Standing
 from laddertron.launchers.job import standby
-from laddertron.launchers.job.rank_board import AllStanding, JobTimeouts, RankBoard
+from laddertron.launchers.job.rank_board import JobTimeouts, RankBoard
 from laddertron.launchers.rank.standing_by import StandbyRefused, require_memory
 from waiting import FOR_EVER_S
 
@@ -242,7 +242,7 @@ def test_the_board_waits_for_ranks_that_stand_by_as_long_as_it_takes() -> None:
     for rank in (0, 1):
         board.heard(rank, Hello(rank, rank, "n0", 100 + rank, 1, "boot", __version__), 1.0)
     board.heard(0, Standing(5, True), 3.0)
-    assert board.heard(1, Standing(7, False), 4.0) == [AllStanding(7, False)]
+    assert board.heard(1, Standing(7, False), 4.0) == [Standing(7, False)]
     assert board.look(1000.0) == []
     board.load(1000.0)
     assert board.look(1000.0 + 9.0) == []

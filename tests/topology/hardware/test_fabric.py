@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from laddertron.topology.hardware.fabric import Fabric, Link, differences, format_cpus, from_json, load, parse_cpus
+from laddertron.topology.hardware.fabric import KIND, VERSION, Fabric, Link, differences, format_cpus, load, parse_cpus
 from laddertron.topology.hardware.presets import GPU_MODELS, gpu_node, preset
-from laddertron.topology.json_codec import ReadError, parse, write_file
+from laddertron.topology.json_codec import ReadError, build, header, parse, write_file
 
 HERE = Path(__file__).parents[2]
 FILES = [*sorted((HERE / "fixtures/fabrics").glob("*.json")), *sorted((HERE.parent / "configs/fabrics").glob("*.json"))]
@@ -35,7 +35,7 @@ def test_every_file_says_itself_again(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", PRESETS)
 def test_presets_round_trip(spec: str) -> None:
     fabric = preset(spec)
-    assert from_json(json.loads(fabric.to_json())) == fabric
+    assert build(Fabric, header(json.loads(fabric.to_json()), KIND, VERSION)) == fabric
     nodes, each = ([1, *map(int, spec.split("x")[:-1])])[-2:]
     assert len(fabric.nodes) == nodes
     assert all(len(n.devices or n.cores) == each for n in fabric.nodes)
@@ -110,12 +110,13 @@ def _set(*path: str | int, value: Any) -> Fault:
         ),
     ],
 )
-def test_faults_are_named_by_their_path(fault: Fault, message: str) -> None:
+def test_faults_are_named_by_their_path(fault: Fault, message: str, tmp_path: Path) -> None:
     """Every broken dump is refused, and the message leads to the place."""
     data = json.loads(PAIR.read_text())
     fault(data)
+    (tmp_path / "fabric.json").write_text(json.dumps(data))
     with pytest.raises(ReadError, match=message):
-        from_json(data)
+        load(tmp_path / "fabric.json")
 
 
 @pytest.mark.parametrize(
