@@ -92,6 +92,8 @@ class TorchAttention:
     """Gathers each sequence's blocks and calls scaled_dot_product_attention: decodes together, prompts one by one."""
 
     name = "torch"
+    _masks_prompts = _masks_decodes = True
+    """Whether a plan makes masks for them."""
 
     def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float) -> None:
         """windows: sliding window of each layer in positions, None for full attention."""
@@ -105,11 +107,11 @@ class TorchAttention:
         self.layout, self._cos, self._sin, self._masks = layout, cos, sin, {}
         for window in set(self.windows):
             prompts: list[Tensor | None] = []
-            if self._plans_prompt_masks():
+            if self._masks_prompts:
                 prompts = [self._prompt_mask(i, window) for i in range(layout.decode, len(layout.kv_len))]
-            decode = self._decode_mask(window) if layout.decode and self._plans_decode_mask() else None
+            decode = self._decode_mask(window) if layout.decode and self._masks_decodes else None
             self._masks[window] = (decode, prompts)
-        if layout.decode and self._plans_decode_mask():
+        if layout.decode and self._masks_decodes:
             self._decode_table = self._own_blocks(layout)
 
     def twin(self) -> TorchAttention:
@@ -122,12 +124,6 @@ class TorchAttention:
         table = layout.block_table[: layout.decode, : -(-max(lengths) // size)]
         held = torch.tensor([[-(-length // size)] for length in lengths], device=table.device)
         return torch.where(torch.arange(table.shape[1], device=table.device) < held, table, table[:, :1])
-
-    def _plans_decode_mask(self) -> bool:
-        return True
-
-    def _plans_prompt_masks(self) -> bool:
-        return True
 
     def _prompt_mask(self, i: int, window: int | None) -> Tensor | None:
         """[queries, keys] of a prompt's chunk: True where it may look. None: plainly causal."""

@@ -232,35 +232,25 @@ class LlamaModel(nn.Module):
         layout: StepLayout,
         attention: AttentionBackend,
         rows: Tensor,
-        on_travelling: Callable[[], None] | None = None,
     ) -> Tensor:
         """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R]. On a stage that others follow: the
-        residual [T, D], which is on its way to the next one. Of the ids, only the first stage reads the values.
-
-        on_travelling is called once, while the first sub-block's all-reduce travels: host work that fits there costs
-        nothing.
-        """
-        return self.forward_streams((Stream(tokens, layout, attention, rows),), on_travelling)
+        residual [T, D], which is on its way to the next one. Of the ids, only the first stage reads the values."""
+        return self.forward_streams((Stream(tokens, layout, attention, rows),))
 
     def forward_streams(self, streams: Sequence[Stream], on_travelling: Callable[[], None] | None = None) -> Tensor:
         """A step in streams that take turns, one sub-block each: while one's all-reduce travels, the other computes.
         Logits as of `forward`, stream by stream. A stream may attend to keys that one before it writes in this step:
-        at every layer its turn comes later."""
+        at every layer its turn comes later. on_travelling is called once, while the first sub-block's all-reduce
+        travels: host work that fits there costs nothing."""
         for stream in streams:
             positions = stream.layout.positions
             stream.attention.plan(stream.layout, self.rotary.cos[positions], self.rotary.sin[positions])
         return self._run([(s.tokens, s.attention, s.rows) for s in streams], on_travelling)
 
-    def compute(
-        self,
-        tokens: Tensor,
-        attention: AttentionBackend,
-        rows: Tensor | None,
-        on_travelling: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """`forward` once the step has been planned; rows None: all of them. Reads nothing of the step but tensors, so
-        that it may be captured (engine/step/cuda_graphs.py)."""
-        return self._run([(tokens, attention, rows)], on_travelling)
+    def compute(self, tokens: Tensor, attention: AttentionBackend) -> Tensor:
+        """`forward` of all rows once the step has been planned. Reads nothing of the step but tensors, so that it may
+        be captured (engine/step/cuda_graphs.py)."""
+        return self._run([(tokens, attention, None)], None)
 
     def _run(
         self,

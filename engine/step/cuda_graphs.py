@@ -263,7 +263,7 @@ class DecodeGraphs:
         torch.index_select(rotary.cos, 0, positions, out=self._cos[:size])
         torch.index_select(rotary.sin, 0, positions, out=self._sin[:size])
         backend: AttentionBackend = self._attention[size]
-        self._out[:size].copy_(self._model.compute(tokens, backend, None))
+        self._out[:size].copy_(self._model.compute(tokens, backend))
 
 
 def make_graphs(

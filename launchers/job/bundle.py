@@ -22,6 +22,7 @@ from ... import __version__
 from ...engine.config.load import Deployment, to_json
 from ...engine.job import CULPRIT
 from ...topology.hardware.discover import discover
+from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.health import port_counters
 from ...topology.hardware.sysfs import Sysfs
 from .detect import JobFailure
@@ -95,7 +96,7 @@ def parts_of(
         stacks = dump.get("stacks", {})
         out[f"ranks/{rank}/stacks.txt"] = "\n".join(f"--- {name}\n{text}" for name, text in stacks.items()).encode()
         out[f"ranks/{rank}/collectives.json"] = _json({k: v for k, v in dump.items() if k != "stacks"})
-    out["host/topology.json"] = _tried(lambda: _json(json.loads(_fabric())))
+    out["host/topology.json"] = _tried(lambda: _json(json.loads(_fabric().to_json())))
     out["host/ports.json"] = _tried(lambda: _json(port_counters(Sysfs())))
     if deployment.engine.device != "cpu":
         for path in nccl_records(os.environ):
@@ -212,10 +213,8 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, default=str).encode() + b"\n"
 
 
-def _fabric() -> str:
-    from ...topology.hardware.fabric import Fabric
-
-    return Fabric((discover(os.environ.get("CUDA_VISIBLE_DEVICES")).node,)).to_json()
+def _fabric() -> Fabric:
+    return Fabric((discover(os.environ.get("CUDA_VISIBLE_DEVICES")).node,))
 
 
 def _tried(make: Callable[[], bytes]) -> bytes:

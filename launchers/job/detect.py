@@ -81,15 +81,6 @@ def blame(evidence: Sequence[Evidence]) -> Evidence:
 FROM_STAGE = " from stage "
 """In the name of what a rank waits for, where another stage is to send it (topology/comm/pipeline.py)."""
 
-Liveness = Literal["alive", "suspect", "dead"]
-
-
-def liveness(silent_s: float, suspect_s: float, dead_s: float) -> Liveness:
-    """From the time since a rank's connection brought anything."""
-    if silent_s >= dead_s:
-        return "dead"
-    return "suspect" if silent_s >= suspect_s else "alive"
-
 
 class StepWatch:
     """How long a step may go on without progress, learnt from the steps measured so far, by size of step: a long

@@ -136,8 +136,16 @@ class Launch:
         self.sign_at = 0.0
         """When the first sign of its end came, in monotonic seconds."""
 
-    async def start(self) -> None:
-        """Raises OSError if the channel or the keeper cannot be had."""
+    async def begin(self) -> JobFailure | None:
+        """Starts it; why not, where the channel or the keeper cannot be had."""
+        try:
+            await self._start()
+        except OSError as error:
+            await self.end(orderly=False)
+            return JobFailure("launch", f"cannot launch: {error}")
+        return None
+
+    async def _start(self) -> None:
         address = await self._server.start()
         environment = {**os.environ, **self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
         self._scratch = tempfile.mkdtemp(prefix="laddertron-")
@@ -181,6 +189,15 @@ class Launch:
                 # after a hang the stacks are wanted, after a crash mpirun's own words
                 await (self._dumped if hangs else self._exited).wait()
         return self.verdict()
+
+    async def failure_before(self, over: asyncio.Event) -> JobFailure | None:
+        """`failure`; None if `over` comes first."""
+        failing, leaving = asyncio.create_task(self.failure()), asyncio.create_task(over.wait())
+        await asyncio.wait([failing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        failure = failing.result() if failing.done() else None
+        failing.cancel()
+        leaving.cancel()
+        return failure
 
     @property
     def explained(self) -> bool:

@@ -16,7 +16,7 @@ from ... import __version__
 from ...engine.request import ModelLimits
 from ..control.control import SILENCE_S
 from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
-from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, liveness, stalled
+from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's words on the rank whose end made it end the others."""
@@ -213,10 +213,9 @@ class RankBoard:
             state = self.ranks[rank]
             silent = now - max(state.heard, spoke.get(rank, 0.0))
             text = f"no heartbeat for {silent:.1f} s (stopped, swapped out or cut off)"
-            level = liveness(silent, patience.suspect_s, patience.dead_s)
-            if level == "dead":
+            if silent >= patience.dead_s:
                 news.append(self.sign(Evidence("silent", rank, text)))
-            elif level == "suspect" and not state.suspect:
+            elif silent >= patience.suspect_s and not state.suspect:
                 state.suspect = True
                 news.append(Suspect(rank, text))
         return news + self._stall(now)

@@ -99,18 +99,11 @@ class Standby:
             launch = self._make(self, self._excluded)
         except ValueError as error:
             return JobFailure("launch", str(error))
-        try:
-            await launch.start()
-        except OSError as error:
-            await launch.end(orderly=False)
-            return JobFailure("launch", f"cannot launch: {error}")
+        if (failure := await launch.begin()) is not None:
+            return failure
         self._launch = launch  # not before it has started: who takes it does not wait for that
         self._set("starting")
-        failing, leaving = asyncio.create_task(launch.failure()), asyncio.create_task(over.wait())
-        await asyncio.wait([failing, leaving], return_when=asyncio.FIRST_COMPLETED)
-        failure = failing.result() if failing.done() else None
-        failing.cancel()
-        leaving.cancel()
+        failure = await launch.failure_before(over)
         if self._launch is launch:
             self._launch = None
             self._set("")

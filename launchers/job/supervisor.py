@@ -171,19 +171,10 @@ class MpiJob:
         except (ValueError, RuntimeError) as error:
             return JobFailure("launch", str(error))
         self._launch = launch
-        try:
-            if not self._taken_over:
-                await launch.start()
-        except OSError as error:
-            await launch.end(orderly=False)
+        if not self._taken_over and (failure := await launch.begin()) is not None:
             self._launch = None
-            return JobFailure("launch", f"cannot launch: {error}")
-        failing = asyncio.create_task(launch.failure())
-        closing = asyncio.create_task(self._closing.wait())
-        await asyncio.wait([failing, closing], return_when=asyncio.FIRST_COMPLETED)
-        closing.cancel()
-        failure = failing.result() if failing.done() else None
-        failing.cancel()
+            return failure
+        failure = await launch.failure_before(self._closing)
         if failure is not None:
             self._set_state("restarting" if self._options.restart else "suspect", failure=failure)
         stuck = await launch.end(orderly=failure is None and self._ready_since is not None)

@@ -45,6 +45,7 @@ class CpuAttention(TorchAttention):
     write and attention."""
 
     name = "cpu"
+    _masks_decodes = False
 
     def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float, kernels: Kernels) -> None:
         super().__init__(cache, windows, scale)
@@ -54,6 +55,7 @@ class CpuAttention(TorchAttention):
         stored = cache.keys[0]
         self._own_prompts = stored.dtype == torch.bfloat16 and kernels.has_prompts(stored.shape[3]) == 1
         self._own_prompts &= kernels.deterministic or cpu_tier.current() != "amx"
+        self._masks_prompts = not self._own_prompts
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         super().plan(layout, cos, sin)
@@ -61,12 +63,6 @@ class CpuAttention(TorchAttention):
         self._starts = torch.tensor(layout.query_start, dtype=torch.int64)
         work = sum(layout.kv_len[: layout.decode]) * self.cache.keys[0].shape[1]
         self._threads = self.kernels.threads if work >= SHARED_WORK else 1
-
-    def _plans_decode_mask(self) -> bool:
-        return False
-
-    def _plans_prompt_masks(self) -> bool:
-        return not self._own_prompts
 
     def _decode(
         self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None, stages: tuple[int, ...] = (0,)

@@ -100,7 +100,7 @@ class Relay:
         return self._back.submit(come_back)
 
     def close(self) -> None:
-        """As Aside.close, both at once."""
+        """Ends both threads, unless a call hangs in them; always returns, soon. Idempotent."""
         end_all(self._across, self._back)
 
 
@@ -120,10 +120,6 @@ class SerialExecutor:
         self._calls.put(made)
         return made
 
-    def close(self) -> None:
-        """Ends the thread, unless a call hangs in it; always returns, soon. Idempotent."""
-        end_all(self)
-
     def end(self) -> threading.Thread | None:
         """The thread, which ends after the calls that it was given."""
         thread, self._thread = self._thread, None
@@ -138,9 +134,9 @@ class SerialExecutor:
                 failed = made.make(failed)
 
 
-def end_all(*asides: SerialExecutor) -> None:
+def end_all(*executors: SerialExecutor) -> None:
     """Who waited in vain closes next, and has an error to report: a hanging thread is not waited for long."""
-    threads, until = [aside.end() for aside in asides], time.monotonic() + _JOIN_S
+    threads, until = [executor.end() for executor in executors], time.monotonic() + _JOIN_S
     for thread in threads:
         if thread is not None:
             thread.join(max(0.0, until - time.monotonic()))

@@ -5,6 +5,7 @@ one GPU. Reads only; a figure that cannot be had is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from .sysfs import Sysfs
@@ -63,13 +64,6 @@ def gpu_figures(nvml: Any, uuid: str) -> Figures:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError:
         return {}
-    out: Figures = {}
-
-    def look(read: Callable[[], Figures]) -> None:
-        try:
-            out.update(read())
-        except (nvml.NVMLError, AttributeError):  # this GPU, driver or binding does not have it
-            return
 
     def memory() -> Figures:
         found = nvml.nvmlDeviceGetMemoryInfo(handle)
@@ -90,13 +84,17 @@ def gpu_figures(nvml: Any, uuid: str) -> Figures:
             for name, kind in kinds
         }
 
-    look(memory)
-    look(lambda: {("gpu_utilization_ratio",): nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100})
-    look(
-        lambda: {("gpu_temperature_celsius",): float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))}
+    looks: tuple[Callable[[], Figures], ...] = (
+        memory,
+        lambda: {("gpu_utilization_ratio",): nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100},
+        lambda: {("gpu_temperature_celsius",): float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))},
+        lambda: {("gpu_power_watts",): nvml.nvmlDeviceGetPowerUsage(handle) / 1000},
+        lambda: {("gpu_sm_clock_hertz",): nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6},
+        throttled,
+        ecc,
     )
-    look(lambda: {("gpu_power_watts",): nvml.nvmlDeviceGetPowerUsage(handle) / 1000})
-    look(lambda: {("gpu_sm_clock_hertz",): nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6})
-    look(throttled)
-    look(ecc)
+    out: Figures = {}
+    for look in looks:
+        with suppress(nvml.NVMLError, AttributeError):  # this GPU, driver or binding does not have it
+            out.update(look())
     return out

@@ -20,7 +20,6 @@ from laddertron.launchers.job.detect import (
     blame,
     by_a_request,
     differing,
-    liveness,
 )
 from laddertron.launchers.job.rank_board import JobTimeouts, RankBoard, Recovered, Suspect
 
@@ -103,14 +102,11 @@ def test_which_node_makes_room_for_a_spare() -> None:
     assert of(("launch", None), ("launch", None), ("launch", None)) is None
 
 
-def test_liveness_by_silence() -> None:
-    assert [liveness(s, 3.0, 10.0) for s in (0.0, 2.9, 3.0, 9.9, 10.0)] == [
-        "alive",
-        "alive",
-        "suspect",
-        "suspect",
-        "dead",
-    ]
+@pytest.mark.parametrize(
+    ("silent", "said"), [(0.0, []), (2.9, []), (3.1, ["Suspect"]), (9.9, ["Suspect"]), (10.1, ["silent"])]
+)
+def test_liveness_by_silence(silent: float, said: list[str]) -> None:
+    assert kinds(ready_board(1, JobTimeouts(suspect_s=3.0, dead_s=10.0)).look(10.0 + silent)) == said
 
 
 def test_a_long_prefill_is_no_hang_and_a_long_decode_step_is_one() -> None:

@@ -136,7 +136,7 @@ def step(launches: Launches, layers: int, wiring: Any, fp8: bool, fused: bool) -
     attention.plan(layout, model.rotary.cos[at], model.rotary.sin[at])
     launches.found.clear()
     with torch.inference_mode(), launches:
-        model.compute(at, attention, None)
+        model.compute(at, attention)
     return Counter(launches.found), reduces.count
 
 

@@ -388,8 +388,8 @@ def test_calls_are_made_in_their_order_and_one_that_fails_fails_the_rest() -> No
         with pytest.raises(RuntimeError, match="closed by peer"):
             call.wait(timedelta(seconds=HANG_S))
     assert made == ["first"]
-    aside.close()
-    aside.close()
+    two_level.end_all(aside)
+    two_level.end_all(aside)
 
 
 def test_a_message_goes_on_while_another_is_under_way() -> None:
@@ -443,15 +443,15 @@ def test_closing_ends_the_thread_and_a_hanging_call_does_not_keep_it(monkeypatch
     idle.submit(lambda: None).wait(timedelta(seconds=HANG_S))
     thread = idle._thread
     assert thread is not None
-    idle.close()
+    two_level.end_all(idle)
     thread.join(HANG_S)
     assert not thread.is_alive()
     call = hanging.submit(lambda: (over.wait(HANG_S), None)[1])
     with pytest.raises(RuntimeError, match="timed out after"):
         call.wait(timedelta(seconds=0.01))
-    hanging.close()
+    two_level.end_all(hanging)
     over.set()
-    two_level.SerialExecutor().close()
+    two_level.end_all(two_level.SerialExecutor())
 
 
 def test_a_relay_closes_both_its_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -622,4 +622,4 @@ def test_a_lost_peer_is_told_from_a_late_one() -> None:
     call = aside.submit(broken)
     with pytest.raises(CommunicationError, match="collective 7: something else"):
         _guard(lambda: call.wait(timedelta(seconds=HANG_S)), 7)
-    aside.close()
+    two_level.end_all(aside)
