@@ -15,18 +15,13 @@ from ..hardware.fabric import Fabric, LinkClass
 from ..link_cost import WHOLE_BYTES, LinkCost
 from ..placement.placement import Placement
 
-Strategy = Literal["flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline", "p2p"]
-"""flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling; two_level:
-reduce-scatter inside the node, all-reduce across (over NCCL and gloo by calls of theirs), all-gather inside;
-two_level_latency: all-reduce inside, all-reduce across, all whole; pipeline: the fewest bytes, in chunks:
-reduce-scatter, then all-gather, inside the node and between nodes alike; p2p: one message one way (measurements
-only)."""
+Strategy = Literal["flat", "exchange", "doubling", "two_level", "pipeline", "p2p"]
+"""flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling between
+nodes of one rank; two_level: reduce-scatter inside the node, all-reduce across (over NCCL and gloo by calls of theirs),
+all-gather inside; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
+nodes alike; p2p: one message one way."""
 
 Backend = Literal["nccl", "mpi", "gloo", "native"]
-
-STRATEGIES: tuple[Strategy, ...] = (
-    "flat", "ring", "exchange", "doubling", "two_level", "two_level_latency", "pipeline",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +99,18 @@ class Costs:
 
 
 def possible(strategy: Strategy, shape: Shape) -> bool:
-    """Whether the strategy exists on this layout: doubling needs powers of two, two levels need two."""
+    """Whether the strategy exists on this layout: doubling needs one rank on each of 2, 4, 8, … nodes, two levels
+    two."""
     if strategy == "doubling":
-        return shape.nodes.bit_count() == 1 and shape.per_node.bit_count() == 1
-    if strategy in ("two_level", "two_level_latency"):
+        return shape.nodes.bit_count() == 1 and shape.per_node == 1
+    if strategy == "two_level":
         return shape.nodes > 1 and shape.per_node > 1
     return True
 
 
 def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
-    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). Native's
-    doubling knows one rank a node. NCCL and gloo choose among algorithms of their own, NCCL's hierarchical already:
+    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size).
+    NCCL and gloo choose among algorithms of their own, NCCL's hierarchical already:
     two_level stands beside them to be measured, and replaces them only for sizes where a tuning file says that it wins
     (`untuned`). MPI is left alone."""
     if backend != "native":
@@ -123,7 +119,7 @@ def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tup
     if nbytes is not None and nbytes > WHOLE_BYTES:
         return ("pipeline",)
     ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling", "pipeline")
-    return tuple(s for s in ours if possible(s, shape) and (s != "doubling" or shape.per_node == 1))
+    return tuple(s for s in ours if possible(s, shape))
 
 
 def untuned(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
@@ -144,26 +140,23 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
         return Terms(1, 0, 0, 1, whole) if nodes > 1 else Terms(1, 1, whole, 0, 0)
     if strategy == "flat":
         return _flat(backend, shape, whole)
-    if strategy == "ring":
-        return _ring(shape, whole, 1)
     if strategy == "exchange":
         abroad = int(nodes > 1)
         return Terms(1, 1 - abroad, (inside - 1) * whole, abroad, (size - inside) * whole * share)
     if strategy == "doubling":
-        rounds, across = int(log2(inside)), int(log2(nodes))
-        calls = rounds + across if backend == "nccl" else 1  # there each round is a kernel of its own
-        return Terms(calls, rounds, rounds * whole, across, across * whole * share)
+        rounds = int(log2(nodes))
+        return Terms(1, 0, 0, rounds, rounds * whole)
     if strategy == "pipeline":
         hops, around = 2 * int(inside > 1), 2 * (inside - 1) / inside * whole
         # handed to the communication thread and back; two nodes exchange slices whole: as many bytes, one hop less
         return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * whole / inside * share)
-    if strategy == "two_level_latency":
-        return Terms(2, 1, (inside - 1) * whole, 1, (nodes - 1) * whole * share)
     part = whole / inside
     if backend == "nccl":  # its reduce-scatter and all-gather are rings, its all-reduce across a tree
         hops, across = 2 * (inside - 1), 2 * ceil(log2(nodes))
         return Terms(3, hops, 2 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
-    if backend == "gloo":  # rings that wait for consent at every step (_ring); its reduce-scatter is a whole all-reduce
+    if (
+        backend == "gloo"
+    ):  # rings that wait for consent at every step (_consenting_ring); its reduce-scatter is a whole all-reduce
         hops, across = 6 * (inside - 1), 4 * (nodes - 1)
         return Terms(3, hops, 3 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
     return Terms(3, 2, 2 * (inside - 1) * part, 1, (nodes - 1) * part * share)
@@ -175,7 +168,7 @@ def sent_bytes(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) 
     volume passes the link between nodes, which one in `per_node` of its links is."""
     t = terms(backend, replace(shape, rails=max(shape.rails, shape.per_node)), strategy, nbytes)
     across = t.inter_bytes
-    if strategy == "ring" or (strategy == "flat" and backend in ("nccl", "gloo")):
+    if strategy == "flat" and backend in ("nccl", "gloo"):
         across /= shape.per_node
     return t.intra_bytes + t.inter_bytes - across, across
 
@@ -188,7 +181,7 @@ def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
         hops = 2 * (shape.per_node - 1)
         return Terms(1, hops, 0, across, volume) if shape.nodes > 1 else Terms(1, hops, volume, 0, 0)
     if backend == "gloo":
-        return _ring(shape, whole, 2)  # each of its ring's steps waits for the receiver's consent first
+        return _consenting_ring(shape, whole)
     if backend == "native":
         return terms(backend, shape, "exchange", int(whole))
     inside, across = ceil(log2(shape.per_node)), ceil(log2(shape.nodes))
@@ -196,13 +189,14 @@ def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
     return Terms(1, inside, inside * whole, across, across * whole * share)
 
 
-def _ring(shape: Shape, whole: float, delays: int) -> Terms:
-    """A chunk travels size - 1 links twice, of which as many as there are nodes lead to another one."""
+def _consenting_ring(shape: Shape, whole: float) -> Terms:
+    """A chunk travels size - 1 links twice, of which as many as there are nodes lead to another one. Each step waits
+    for the receiver's consent first."""
     steps = shape.size - 1
     across = min(shape.nodes, steps) if shape.nodes > 1 else 0
     volume = 2 * steps / shape.size * whole
     narrow = (0.0, volume) if shape.nodes > 1 else (volume, 0.0)
-    return Terms(1, 2 * delays * (steps - across), narrow[0], 2 * delays * across, narrow[1])
+    return Terms(1, 4 * (steps - across), narrow[0], 4 * across, narrow[1])
 
 
 def price(regime: Regime, t: Terms) -> float | None:
@@ -227,7 +221,7 @@ def predict(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> floa
     return seconds
 
 
-def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy] = STRATEGIES) -> tuple[Strategy, float]:
+def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy]) -> tuple[Strategy, float]:
     """The cheapest of the allowed strategies and its seconds; of equals the first. Raises ValueError if none of them
     is possible on this layout, or has a price."""
     priced = [(s, _cheapest(costs, shape, s, nbytes)) for s in allowed if possible(s, shape)]
