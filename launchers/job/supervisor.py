@@ -181,8 +181,7 @@ class MpiJob:
         self._launch = None
         if failure is not None and launch.explained:  # its end may be known later than what followed from it
             failure = launch.verdict()
-        if self._ready_since is not None:
-            self._lost_at, self._gone_at = launch.sign_at, time.monotonic()
+        self._note_end(launch.sign_at, time.monotonic())
         if stuck is not None:
             self._excluded |= {socket.gethostname()}
             failure = failure and dataclasses.replace(failure, reason=f"{failure.reason}; {stuck}")
@@ -220,6 +219,10 @@ class MpiJob:
         if not self._closing.is_set():
             self._set_state("starting", restarts=self._state.restarts + 1)
         return True
+
+    def _note_end(self, lost_at: float, gone_at: float) -> None:
+        if self._ready_since is not None:
+            self._lost_at, self._gone_at = lost_at, gone_at
 
     def _log_recovery(self, now: float) -> None:
         gone_s, again_s = self._gone_at - self._lost_at, now - self._lost_at

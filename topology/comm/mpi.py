@@ -185,6 +185,7 @@ class _Job:
             ledger.add(
                 self.op, self.strategy, self._owner.link, self.nbytes, self.began, self.arrived, asked, self.layer
             )
+        return self.received
 
     def wait(self) -> Tensor:
         self.finish()

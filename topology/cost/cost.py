@@ -109,10 +109,9 @@ def possible(strategy: Strategy, shape: Shape) -> bool:
 
 
 def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
-    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size).
-    NCCL and gloo choose among algorithms of their own, NCCL's hierarchical already:
-    two_level stands beside them to be measured, and replaces them only for sizes where a tuning file says that it wins
-    (`untuned`). MPI is left alone."""
+    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). NCCL
+    and gloo choose among algorithms of their own, NCCL's hierarchical already: two_level stands beside them to be
+    measured, and replaces them only for sizes where a tuning file says that it wins (`untuned`). MPI is left alone."""
     if backend != "native":
         both = backend in ("nccl", "gloo") and possible("two_level", shape)
         return ("flat", "two_level") if both else ("flat",)
@@ -154,9 +153,7 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
     if backend == "nccl":  # its reduce-scatter and all-gather are rings, its all-reduce across a tree
         hops, across = 2 * (inside - 1), 2 * ceil(log2(nodes))
         return Terms(3, hops, 2 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
-    if (
-        backend == "gloo"
-    ):  # rings that wait for consent at every step (_consenting_ring); its reduce-scatter is a whole all-reduce
+    if backend == "gloo":  # rings as in _consenting_ring; its reduce-scatter is a whole all-reduce
         hops, across = 6 * (inside - 1), 4 * (nodes - 1)
         return Terms(3, hops, 3 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
     return Terms(3, 2, 2 * (inside - 1) * part, 1, (nodes - 1) * part * share)
