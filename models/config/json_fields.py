@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,70 +30,64 @@ class ConfigFields:
         """Present and not null: transformers writes null for "not set"."""
         return self.data.get(key) is not None
 
-    def _wrong(self, key: str, rule: str) -> ValueError:
+    def _checked(self, key: str, default: Any, fits: Callable[[Any], bool], rule: str) -> Any:
+        """The value of `key`, which must fit; where it is not given, `default` if there is one."""
+        if key not in self and default is not None:
+            return default
+        value = self.data.get(key)
+        if fits(value):
+            return value
         if key not in self:
-            return self.fail(f"{key} is missing; it must be {rule}")
-        shown = repr(self.data[key])
-        return self.fail(f"{key}={shown if len(shown) <= 80 else shown[:77] + '...'} must be {rule}")
+            raise self.fail(f"{key} is missing; it must be {rule}")
+        shown = repr(value)
+        raise self.fail(f"{key}={shown if len(shown) <= 80 else shown[:77] + '...'} must be {rule}")
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        if key not in self and default is not None:
-            return default
-        value = self.data.get(key)
-        if type(value) is not int or not minimum <= value <= maximum:
-            raise self._wrong(key, f"an integer from {minimum} to {maximum}")
+        rule = f"an integer from {minimum} to {maximum}"
+        value: int = self._checked(key, default, lambda v: type(v) is int and minimum <= v <= maximum, rule)
         return value
 
-    def number(self, key: str, default: float | None = None, above: float = 0.0) -> float:
-        """A finite number greater than `above`."""
-        if key not in self and default is not None:
-            return default
-        value = self.data.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
-            raise self._wrong(key, f"a finite number above {above:g}")
-        return float(value)
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number greater than 0."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+        return float(self._checked(key, default, fits, "a finite number above 0"))
 
     def boolean(self, key: str, default: bool) -> bool:
-        if key not in self:
-            return default
-        value = self.data[key]
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
+        value: bool = self._checked(key, default, lambda v: isinstance(v, bool), "true or false")
         return value
 
     def string(self, key: str, default: str | None = None) -> str:
-        if key not in self and default is not None:
-            return default
-        value = self.data.get(key)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string")
+        value: str = self._checked(key, default, lambda v: isinstance(v, str), "a string")
         return value
 
     def integers(self, key: str, maximum: int) -> tuple[int, ...]:
         """A list of integers in [0, maximum], or one such integer."""
-        value = self.data.get(key)
-        values = value if isinstance(value, list) else [value]
-        if not all(type(v) is int and 0 <= v <= maximum for v in values):
-            raise self._wrong(key, f"an integer or a list of integers from 0 to {maximum}")
-        return tuple(values)
+
+        def fits(value: Any) -> bool:
+            values = value if isinstance(value, list) else [value]
+            return all(type(v) is int and 0 <= v <= maximum for v in values)
+
+        found = self._checked(key, None, fits, f"an integer or a list of integers from 0 to {maximum}")
+        return tuple(found) if isinstance(found, list) else (found,)
 
     def strings(self, key: str) -> tuple[str, ...]:
-        value = self.data.get(key)
-        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise self._wrong(key, "a list of strings")
-        return tuple(value)
+        return tuple(self._checked(key, None, lambda v: _list_of(v, str), "a list of strings"))
 
     def object(self, key: str) -> ConfigFields:
-        value = self.data.get(key)
-        if not isinstance(value, dict):
-            raise self._wrong(key, "an object")
-        return ConfigFields(f"{self.where}: {key}", value)
+        found = self._checked(key, None, lambda v: isinstance(v, dict), "an object")
+        return ConfigFields(f"{self.where}: {key}", found)
 
     def objects(self, key: str, count: int) -> tuple[ConfigFields, ...]:
-        value = self.data.get(key)
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(v, dict) for v in value):
-            raise self._wrong(key, f"a list of {count} objects, one a layer")
-        return tuple(ConfigFields(f"{self.where}: {key}[{i}]", v) for i, v in enumerate(value))
+        rule = f"a list of {count} objects, one a layer"
+        found = self._checked(key, None, lambda v: _list_of(v, dict) and len(v) == count, rule)
+        return tuple(ConfigFields(f"{self.where}: {key}[{i}]", v) for i, v in enumerate(found))
+
+
+def _list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def read_json(path: Path) -> ConfigFields:

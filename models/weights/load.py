@@ -62,7 +62,7 @@ def load(
     with (
         Reader() as ahead,
         Readers(reading_threads()) as readers,
-        Verifier.start(source.folder, source.tensors.values(), verify or (shard.rank, shard.size)) as check,
+        Verifier(source.folder, source.tensors.values(), verify or (shard.rank, shard.size)) as check,
     ):
         for piece in readers.each(_announced(ahead, source.tensors, pieces), read):
             done += piece.count * row_bytes[piece.parameter]

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -147,51 +148,41 @@ def _block(file: int, buffer: bytearray, at: int, size: int) -> tuple[int, int]:
 
 
 class Verifier:
-    """One share of a folder's blocks against its manifest, in a thread of its own beside the loading."""
+    """One share of a folder's blocks against its manifest, if it has one, in a thread of its own beside the loading.
+    A context manager."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None, tensors: Collection[StoredTensor]) -> None:
-        self._folder, self._manifest, self._tensors = folder, manifest, tensors
-        self._stop = threading.Event()
-        self._fault: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    @classmethod
-    def start(cls, folder: Path, tensors: Collection[StoredTensor], share: tuple[int, int]) -> Verifier:
+    def __init__(self, folder: Path, tensors: Collection[StoredTensor], share: tuple[int, int]) -> None:
         """Of the files that the tensors lie in, and of what is read beside them, block i is verified where
         i % parts == part. Raises CheckpointError at once if a file is unlisted or of another size."""
-        home = next(iter(tensors)).file.parent if tensors else folder
-        manifest = read_manifest(home)
-        verifier = cls(home, manifest, tensors)
-        if manifest is not None:
+        self._folder = next(iter(tensors)).file.parent if tensors else folder
+        self._tensors, self._stop, self._pool = tensors, threading.Event(), ThreadPoolExecutor(1, "verify")
+        self._verified: Future[None] | None = None
+        if (manifest := read_manifest(self._folder)) is not None:
             names = sorted({stored.file.name for stored in tensors})
-            verifier._check_sizes([*names, *(name for name in BESIDE if name in manifest.files)])
-            verifier._thread = threading.Thread(target=verifier._run, args=(names, *share), name="verify", daemon=True)
-            verifier._thread.start()
-        return verifier
+            names += [name for name in BESIDE if name in manifest.files]
+            self._check_sizes(manifest, names)
+            self._verified = self._pool.submit(self._verify, manifest, names, *share)
 
     def __enter__(self) -> Verifier:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._pool.shutdown()
 
     def look(self) -> None:
         """Raises what was found so far."""
-        if self._fault is not None:
-            raise self._fault
+        if self._verified is not None and self._verified.done():
+            self._verified.result()
 
     def finish(self) -> None:
         """Waits for the rest of the share. Raises CheckpointError naming file and tensor."""
-        if self._thread is not None:
-            self._thread.join()
-        self.look()
+        if self._verified is not None:
+            self._verified.result()
 
-    def _check_sizes(self, names: list[str]) -> None:
-        assert self._manifest is not None
+    def _check_sizes(self, manifest: Manifest, names: list[str]) -> None:
         for name in names:
-            sums = self._manifest.files.get(name)
+            sums = manifest.files.get(name)
             size = inside(self._folder, name).stat().st_size
             if sums is None or sums.size != size:
                 said = "does not list it" if sums is None else f"says {sums.size}"
@@ -200,25 +191,17 @@ class Verifier:
                     f"`laddertron manifest {self._folder}` if the change was meant"
                 )
 
-    def _run(self, names: list[str], part: int, parts: int) -> None:
-        assert self._manifest is not None
-        try:
-            for name in (*names, *(name for name in BESIDE if name in self._manifest.files)):
-                self._verify(name, part, parts)
-        except BaseException as fault:
-            self._fault = fault
-
-    def _verify(self, name: str, part: int, parts: int) -> None:
-        assert self._manifest is not None
-        block, sums = self._manifest.block, self._manifest.files[name].sums
-        buffer = bytearray(min(block, PART))
-        with inside(self._folder, name).open("rb", buffering=0) as stream:
-            for i in range(part, len(sums), parts):
-                if self._stop.is_set():
-                    return
-                count, found = _block(stream.fileno(), buffer, i * block, block)
-                if found != sums[i]:
-                    raise CheckpointError(self._damage(name, i * block, i * block + count))
+    def _verify(self, manifest: Manifest, names: list[str], part: int, parts: int) -> None:
+        block, buffer = manifest.block, bytearray(min(manifest.block, PART))
+        for name in names:
+            sums = manifest.files[name].sums
+            with inside(self._folder, name).open("rb", buffering=0) as stream:
+                for i in range(part, len(sums), parts):
+                    if self._stop.is_set():
+                        return
+                    count, found = _block(stream.fileno(), buffer, i * block, block)
+                    if found != sums[i]:
+                        raise CheckpointError(self._damage(name, i * block, i * block + count))
 
     def _damage(self, name: str, begin: int, end: int) -> str:
         within = [t for t in self._tensors if t.file.name == name and t.begin < end and t.end > begin]

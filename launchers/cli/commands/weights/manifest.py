@@ -34,7 +34,7 @@ def command(model: Path, check: bool) -> None:
         found = read_manifest(model)
         if found is None:
             raise CheckpointError(f"{model}: no manifest: write it with `laddertron manifest {model}`")
-        with Verifier.start(model, stored_in(model), (0, 1)) as verifier:
+        with Verifier(model, stored_in(model), (0, 1)) as verifier:
             verifier.finish()
         manifest, done = found, "as the manifest says"
     else:
