@@ -6,7 +6,7 @@ knows its group, never the model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -37,18 +39,24 @@ class Collective(Protocol):
         may stay in line with the computation, without the way to another stream and back."""
 
 
-class Gathering:
-    """A gather under way: `finish` waits for it, and is called once."""
+class Later(Generic[T]):
+    """What is under way: `finish` waits for it, until it did so without an error; a Pending where it gives a sum."""
 
-    def __init__(self, finish: Callable[[], NDArray[np.uint8]]) -> None:
-        self._finish = finish
-        self._found: NDArray[np.uint8] | None = None
+    __slots__ = ("_finish", "_found")
 
-    def wait(self) -> NDArray[np.uint8]:
-        """uint8 [size, n]: every rank's bytes in rank order. Raises as `Pending.wait`."""
-        if self._found is None:
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._found: T
+
+    def wait(self) -> T:
+        if self._finish is not None:
             self._found = self._finish()
+            self._finish = None
         return self._found
+
+
+Gathering = Later["NDArray[np.uint8]"]
+"""A gather under way: uint8 [size, n], every rank's bytes in rank order. Raises as `Pending.wait`."""
 
 
 class Gather(Protocol):

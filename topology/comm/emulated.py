@@ -12,7 +12,7 @@ import time
 from torch import Tensor
 
 from ..emulation import Emulation
-from .collectives import Collective, Pending
+from .collectives import Collective, Later, Pending
 from .ledger import Ledger
 
 _PR_SET_TIMERSLACK = 29
@@ -50,27 +50,16 @@ class Emulated:
         began = time.monotonic()
         latency_s, wire_s = self._emulation.parts(x.nbytes)
         token = self._clock.start(wire_s, latency_s)
-        return _EmulatedPending(self, self._inner.start(x), token, began, layer)
+        inner = self._inner.start(x)
 
-    def _finish(self, inner: Pending, token: float, began: float, layer: str) -> Tensor:
-        asked = time.monotonic()
-        x = inner.wait()
-        self._clock.finish(token)
-        self._ledger.add("all_reduce", "emulated", self._emulation.label, x.nbytes, began, token, asked, layer)
-        return x
+        def finish() -> Tensor:
+            asked = time.monotonic()
+            found = inner.wait()
+            self._clock.finish(token)
+            self._ledger.add("all_reduce", "emulated", self._emulation.label, x.nbytes, began, token, asked, layer)
+            return found
 
-
-class _EmulatedPending:
-    __slots__ = ("_began", "_inner", "_layer", "_owner", "_token", "_x")
-
-    def __init__(self, owner: Emulated, inner: Pending, token: float, began: float, layer: str) -> None:
-        self._owner, self._inner, self._token, self._began, self._layer = owner, inner, token, began, layer
-        self._x: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        if self._x is None:
-            self._x = self._owner._finish(self._inner, self._token, self._began, self._layer)
-        return self._x
+        return Later(finish)
 
 
 def emulate(inner: Collective, emulation: Emulation, ledger: Ledger, on_gpu: bool) -> Collective:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..emulation import Emulation
-from .collectives import Collective, Pending
+from .collectives import Collective, Later, Pending
 from .gpu_stream import StreamCollective
 from .ledger import Ledger
 
@@ -83,7 +83,13 @@ class EmulatedOnGpu:
             # The outgrown ones stay: a graph that was captured with one still writes to it.
             size = 1 << (x.nbytes - 1).bit_length()
             self._scratches.append(torch.empty(size, dtype=torch.uint8, device=x.device))
-        return _Both(self._inner.start(x, "", at_once), self._side.start(x, layer, at_once))
+        inner, side = self._inner.start(x, "", at_once), self._side.start(x, layer, at_once)
+
+        def finish() -> Tensor:
+            inner.wait()
+            return side.wait()
+
+        return Later(finish)
 
     def _issue(self, x: Tensor) -> None:
         kernels = self._kernels
@@ -101,16 +107,3 @@ class EmulatedOnGpu:
             TILE=kernels.TILE_BYTES // x.itemsize,
             num_warps=kernels.HOLD_WARPS,
         )
-
-
-class _Both:
-    """Two Pendings over the same tensor."""
-
-    __slots__ = ("_first", "_second")
-
-    def __init__(self, first: Pending, second: Pending) -> None:
-        self._first, self._second = first, second
-
-    def wait(self) -> Tensor:
-        self._first.wait()
-        return self._second.wait()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .collectives import Pending
+from .collectives import Later, Pending
 from .ledger import Ledger
 
 _STREAM: Any = torch.cuda.Stream
@@ -38,7 +38,7 @@ class NcclBoundary:
         """Posted at once, so that the link works while the current stream computes."""
         return [self._post(shape, dtype) for _ in range(count)]
 
-    def _post(self, shape: tuple[int, int], dtype: torch.dtype) -> _NcclIncoming:
+    def _post(self, shape: tuple[int, int], dtype: torch.dtype) -> Pending:
         each = -(-shape[0] * shape[1] // self._size)
         share = torch.empty(each, dtype=dtype, device="cuda")
         self._receiving.wait_stream(torch.cuda.current_stream())
@@ -49,24 +49,17 @@ class NcclBoundary:
             there.record(self._receiving)
         self._ledger.started += 1
         self._ledger.add("boundary", "nccl", "net", shape[0] * shape[1] * dtype.itemsize, 0.0, 0.0, 0.0, now=0.0)
-        return _NcclIncoming(share, there, shape, self._tp)
+
+        def finish() -> Tensor:
+            torch.cuda.current_stream().wait_event(there)
+            whole = share.new_empty(self._size * len(share))
+            dist.all_gather_into_tensor(whole, share, group=self._tp)
+            return whole[: shape[0] * shape[1]].view(shape)
+
+        return Later(finish)
 
     def _padded(self, x: Tensor) -> Tensor:
         flat, each = x.reshape(-1), -(-x.numel() // self._size)
         if each * self._size > len(flat):
             flat = torch.cat((flat, flat.new_zeros(each * self._size - len(flat))))
         return flat.view(self._size, each)
-
-
-class _NcclIncoming:
-    def __init__(self, share: Tensor, there: Any, shape: tuple[int, int], tp: Any) -> None:
-        self._share, self._there, self._shape, self._tp = share, there, shape, tp
-        self._x: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        if self._x is None:
-            torch.cuda.current_stream().wait_event(self._there)
-            whole = self._share.new_empty(self._tp.size() * len(self._share))
-            dist.all_gather_into_tensor(whole, self._share, group=self._tp)
-            self._x = whole[: self._shape[0] * self._shape[1]].view(self._shape)
-        return self._x

@@ -11,14 +11,14 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .collectives import Boundary, Gather, RanksDisagree
+from .collectives import Boundary, Gather, Later, Pending, RanksDisagree
 from .ledger import Ledger
 from .lines import Lines
 
@@ -128,11 +128,11 @@ class SocketBoundary:
         self._sent += 1
         self._lines.send(NEXT, head, data[first:end].data)
 
-    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Any]:
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
         first, self._asked = self._asked, self._asked + count
         numbers = range(first, self._asked)
         self._due |= dict.fromkeys(numbers, (shape, dtype))
-        return [_Incoming(self, number) for number in numbers]
+        return [Later(partial(self.take, number)) for number in numbers]
 
     def _share(self, total: int) -> tuple[int, int]:
         each = -(-total // self._size)
@@ -177,18 +177,3 @@ class SocketBoundary:
         self._ledger.add("boundary", "send", self._link, size, sent, heard, max(asked, sent), now=now)
         if sent > asked:
             self._ledger.add("stage_wait", "idle", self._link, 0, asked, sent, asked, now=sent)
-
-
-class _Incoming:
-    """A Pending of the stage before."""
-
-    __slots__ = ("_boundary", "_number", "_x")
-
-    def __init__(self, boundary: SocketBoundary, number: int) -> None:
-        self._boundary, self._number = boundary, number
-        self._x: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        if self._x is None:
-            self._x = self._boundary.take(self._number)
-        return self._x
