@@ -14,6 +14,8 @@ import torch
 from common import say
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.training import corpus, reference, train
+from laddertron.models.training.build import initialise
+from laddertron.models.training.loss import held_out
 from laddertron.models.training.reference import Reference
 from tokenizers import Tokenizer
 
@@ -36,13 +38,13 @@ def main() -> None:
         model = reference.load(CONFIGS / name)
         tokenizer = Tokenizer.from_file(str(CONFIGS / name / "tokenizer.json"))
         ids = train.encode(tokenizer, corpus.python_documentation(), True)
-        before = train.perplexity(model, ids, CONTEXT)
+        before = held_out(model, ids, CONTEXT).perplexity
         round_layers(model)
-        after = train.perplexity(model, ids, CONTEXT)
+        after = held_out(model, ids, CONTEXT).perplexity
         say(model=name, tokens=len(ids), stored=round(before, 3), int8=round(after, 3))
     config = from_folder(CONFIGS / "demo-standard")
     model = Reference(config)
-    train.initialise(model, 0)
+    initialise(model, 0)
     drawn = torch.randint(config.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
     stored = reference.logits(model, drawn)
     copy = Reference(config)

@@ -23,6 +23,7 @@ from common import table
 from laddertron.models.config.known_models import architecture
 from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.training import corpus, train
+from laddertron.models.training.fit import Settings
 
 RESULTS = Path(__file__).resolve().parent / "results" / "quality.json"
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, CONTEXT = 6, 96, 4, 256, 2048, 256
@@ -90,7 +91,7 @@ def prepare(tokens: int) -> Callable[[str], float]:
 
     def run(key: str) -> float:
         wiring, seed = key.split("/")
-        settings = train.Settings(tokens=tokens, seed=int(seed), dtype="bfloat16")
+        settings = Settings(tokens=tokens, seed=int(seed), dtype="bfloat16")
         return round(train.train(model(wiring), settings, words, documents).held_out_perplexity, 3)
 
     return run

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...topology.comm.data_parallel import DataParallel, whole
 from ..config.dialects import dialect_of, to_dialect
 from ..config.parts import declaration
-from ..weights.convert import write_json, write_model
+from ..weights.convert import write_model
 from ..weights.shard_writer import BESIDE
 from .reference import Reference
 
@@ -46,6 +46,3 @@ def copy_beside(source: Path, folder: Path) -> None:
     for name in BESIDE:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-__all__ = ["copy_beside", "export", "write_json"]

@@ -12,30 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from ...topology.comm.data_parallel import DataParallel
 from ..config.dialects import stock_json
 from ..config.model_config import ModelConfig
+from ..weights.convert import write_json
 from .build import build, initialise
 from .corpus import BOS, CHAT_TEMPLATE, END, EOS, SPECIAL_TOKENS, Document
-from .export import export, write_json
-from .fit import Saving, Settings, TrainProgress, fit, learning_rate
+from .export import export
+from .fit import Saving, Settings, TrainProgress, fit
 from .loss import held_out
 from .reference import Reference
 from .tokens import Batches
-
-__all__ = [
-    "Settings",
-    "TrainProgress",
-    "Trained",
-    "encode",
-    "initialise",
-    "learning_rate",
-    "perplexity",
-    "save",
-    "train",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +55,6 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], held_out: bool) 
     texts = [text for document in documents if document.held_out is held_out for text in document.renderings]
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     return np.array([i for encoding in encodings for i in encoding.ids], dtype=np.uint32)
-
-
-def perplexity(model: Reference, ids_N: np.ndarray | Tensor, context: int) -> float:
-    """exp(mean loss) over every token but the first, read in pieces of `context` that do not overlap."""
-    return held_out(model, np.asarray(ids_N), context).perplexity
 
 
 def train(

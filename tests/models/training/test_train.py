@@ -14,7 +14,7 @@ import transformers
 from click.testing import CliRunner
 from laddertron.launchers.cli.__main__ import group
 from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
-from laddertron.models.training import corpus, reference, train
+from laddertron.models.training import build, corpus, fit, loss, reference, train
 from laddertron.models.training.corpus import Document
 from laddertron.models.training.reference import Reference
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -65,7 +65,7 @@ def config(kind: str = "ladder", tied: bool = True) -> ModelConfig:
     )
 
 
-SHORT = train.Settings(tokens=30 * 2 * 32, batch=2, context=32, learning_rate=1e-2)
+SHORT = fit.Settings(tokens=30 * 2 * 32, batch=2, context=32, learning_rate=1e-2)
 
 
 def test_documentation_is_parsed_in_order_and_never_run(documents: list[Document], library: Path) -> None:
@@ -120,8 +120,8 @@ def test_the_tokenizer_loses_no_byte(tokenizer: Tokenizer) -> None:
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
-    settings = train.Settings(tokens=100 * 1024, warmup=0.1, learning_rate=1.0)
-    rates = [train.learning_rate(settings, step) for step in range(settings.steps)]
+    settings = fit.Settings(tokens=100 * 1024, warmup=0.1, learning_rate=1.0)
+    rates = [fit.learning_rate(settings, step) for step in range(settings.steps)]
     assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
@@ -130,18 +130,18 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
 def test_perplexity_of_knowing_nothing_is_the_vocabulary() -> None:
     model = Reference(config())
     torch.nn.init.zeros_(model.model.embed_tokens.weight)
-    assert train.perplexity(model, np.arange(100, dtype=np.uint32), 32) == pytest.approx(300)
+    assert loss.held_out(model, np.arange(100, dtype=np.uint32), 32).perplexity == pytest.approx(300)
 
 
 def test_perplexity_counts_each_token_once(documents: list[Document], tokenizer: Tokenizer) -> None:
     """In pieces that do not overlap, whatever their length, it is the mean over all tokens but the first."""
     model = Reference(config())
-    train.initialise(model, 1)
+    build.initialise(model, 1)
     encoded = train.encode(tokenizer, documents, False)[:70]
     ids = torch.from_numpy(encoded.astype("int64"))
     pieces = [ids[0:33], ids[32:65], ids[64:70]]
     losses = [-model(p[None, :-1]).log_softmax(-1)[0].gather(1, p[1:, None]).sum().item() for p in pieces]
-    assert train.perplexity(model, encoded, 32) == pytest.approx(math.exp(sum(losses) / 69), rel=1e-5)
+    assert loss.held_out(model, encoded, 32).perplexity == pytest.approx(math.exp(sum(losses) / 69), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["standard", "parallel", "ladder", "hybrid", "desync", "delay-2"])
@@ -149,7 +149,7 @@ def test_every_wiring_learns_and_is_saved_with_its_name(
     kind: str, documents: list[Document], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     """30 steps halve the perplexity of guessing and more; the folder says the wiring and computes the same again."""
-    steps: list[train.TrainProgress] = []
+    steps: list[fit.TrainProgress] = []
     trained = train.train(config(kind), SHORT, tokenizer, documents, steps.append)
     assert [progress.step for progress in steps] == list(range(1, 31))
     assert steps[-1].loss < steps[0].loss - 1
@@ -159,22 +159,22 @@ def test_every_wiring_learns_and_is_saved_with_its_name(
     assert (read.wiring, read.declares_wiring, read.dtype) == (config(kind).wiring, True, "bfloat16")
     assert read.eos_token_ids == tuple(tokenizer.token_to_id(token) for token in ("<|eos|>", "<|end|>"))
     ids = train.encode(tokenizer, documents, True)
-    again = train.perplexity(reference.load(tmp_path, torch.float32), ids, 32)
+    again = loss.held_out(reference.load(tmp_path, torch.float32), ids, 32).perplexity
     assert again == pytest.approx(trained.held_out_perplexity, rel=1e-6)
     assert json.loads((tmp_path / "training.json").read_text())["held_out_tokens"] == len(ids)
 
 
 def test_the_same_seed_gives_the_same_weights(documents: list[Document], tokenizer: Tokenizer) -> None:
     """And another seed others; two wirings of one seed start from the same numbers."""
-    settings = train.Settings(tokens=3 * 64, batch=2, context=32)
+    settings = fit.Settings(tokens=3 * 64, batch=2, context=32)
     one, two = (train.train(config(), settings, tokenizer, documents).model.state_dict() for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
-    other = train.Settings(tokens=3 * 64, batch=2, context=32, seed=1)
+    other = fit.Settings(tokens=3 * 64, batch=2, context=32, seed=1)
     three = train.train(config(), other, tokenizer, documents).model.state_dict()
     assert not torch.equal(one["model.embed_tokens.weight"], three["model.embed_tokens.weight"])
     first, second = Reference(config("ladder")), Reference(config("standard"))
-    train.initialise(first, 5)
-    train.initialise(second, 5)
+    build.initialise(first, 5)
+    build.initialise(second, 5)
     assert all(torch.equal(first.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
 
 
@@ -197,14 +197,14 @@ def test_a_standard_folder_is_a_stock_llama(documents: list[Document], tokenizer
 
 def test_too_little_text_is_refused_with_the_arithmetic(documents: list[Document], tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"the text has \d+ tokens, a step needs 20481"):
-        train.train(config(), train.Settings(tokens=1, batch=4, context=4096), tokenizer, documents)
+        train.train(config(), fit.Settings(tokens=1, batch=4, context=4096), tokenizer, documents)
     with pytest.raises(ValueError, match="too short to hold any of it out"):
         train.train(config(), SHORT, tokenizer, [document for document in documents if not document.held_out])
 
 
 def test_a_lost_loss_ends_the_run(documents: list[Document], tokenizer: Tokenizer) -> None:
     """A learning rate beyond reason ends in an error that says so, not in a checkpoint of NaN."""
-    absurd = train.Settings(tokens=SHORT.tokens, batch=2, context=32, learning_rate=1e30)
+    absurd = fit.Settings(tokens=SHORT.tokens, batch=2, context=32, learning_rate=1e30)
     with pytest.raises(FloatingPointError, match="use a smaller learning rate"):
         train.train(config(), absurd, tokenizer, documents)
 
@@ -226,7 +226,7 @@ def test_the_demo_model_is_what_its_card_says(kind: str, own_library: list[Docum
     if corpus.digest(own_library) != said["corpus_sha256"]:
         pytest.skip(f"trained on the documentation of Python {said['python']}, which this Python does not have")
     ids = train.encode(Tokenizer.from_file(str(folder / "tokenizer.json")), own_library, True)
-    measured = train.perplexity(reference.load(folder, torch.float32), ids, read.max_position_embeddings)
+    measured = loss.held_out(reference.load(folder, torch.float32), ids, read.max_position_embeddings).perplexity
     assert len(ids) == said["held_out_tokens"]
     assert measured == pytest.approx(said["held_out_perplexity"], rel=1e-3)
 

@@ -107,6 +107,7 @@ def command(
     from tokenizers import Tokenizer
 
     from .....models.training import corpus, reference, train
+    from .....models.training.fit import Settings
     from .....models.training.loss import Distil
     from .....topology.comm.data_parallel import DataParallel
 
@@ -116,7 +117,7 @@ def command(
         torch.set_num_threads(threads)
     console = Console(stderr=True)
     named = ("tokens", "batch", "context", "learning_rate", "seed", "dtype", "save_dtype")
-    settings = train.Settings(**{key: options[key] for key in named}, distil=Distil(1.0 if teacher else 0.0))
+    settings = Settings(**{key: options[key] for key in named}, distil=Distil(1.0 if teacher else 0.0))
     tokenizer = tokenizer or teacher
     documents = corpus.text_files(text) if text else corpus.python_documentation()
     words = (
