@@ -125,7 +125,7 @@ class Launch:
         self._keeper: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._trouble, self._exited = asyncio.Event(), asyncio.Event()
-        self._ending = self._loads = False
+        self._ending = False
         self._said: set[str] = set()
         self._scratch = ""
         self._dumps: dict[int, dict[str, Any]] = {}
@@ -175,7 +175,6 @@ class Launch:
 
     def load(self) -> None:
         """Has the ranks load that stand by; those that are not up yet do once they are."""
-        self._loads = True
         self._board.load(time.monotonic())
         self.send(Load())
 
@@ -301,7 +300,7 @@ class Launch:
         elif isinstance(message, Hello):
             where = {"rank": rank, "node": message.hostname}
             log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
-            if self._loads:
+            if self._board.loads:
                 self.send(Load(), rank)
         elif isinstance(message, DumpReply) and message.dump_id == self._dump_id:
             self._dumps[rank] = message.data

@@ -84,7 +84,7 @@ class RankBoard:
         self._patience = patience
         self._steps = StepWatch(patience.first_step_s, patience.least_step_s)
         self._began = self._moved = began
-        self._ready = self._loads = False
+        self._ready = self.loads = False
 
     @property
     def healthy(self) -> bool:
@@ -93,7 +93,7 @@ class RankBoard:
 
     def load(self, now: float) -> None:
         """`Load` was sent to the ranks: from now on they are waited for."""
-        self._loads, self._moved = True, now
+        self.loads, self._moved = True, now
 
     def name(self, rank: int) -> str:
         hello = self.ranks[rank].hello
@@ -205,7 +205,7 @@ class RankBoard:
                 missing = ", ".join(str(rank) for rank in self.ranks if rank not in greeted)
                 text = f"rank {missing} did not come up within {patience.launch_s:g} s"
                 news.append(self.sign(Evidence("launch", None, text)))
-        elif not self._ready and (self._loads or not self._standing()) and now - self._moved > patience.load_stall_s:
+        elif not self._ready and (self.loads or not self._standing()) and now - self._moved > patience.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
             text = f"loading has not got on for {patience.load_stall_s:g} s"
             news.append(self.sign(Evidence("load_stalled", slowest, text)))

@@ -35,7 +35,6 @@ from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_h
 from ..control.messages import (
     Announce,
     Cancel,
-    Command,
     Drain,
     Load,
     Loading,
@@ -204,48 +203,32 @@ def gpu_uuid(device: Any) -> str | None:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-class _Steps:
-    """Rank 0's loop around the engine."""
-
-    def __init__(self, engine: Engine, channel: Channel, status: Status) -> None:
-        self.engine, self.channel, self.status = engine, channel, status
-        self.ending = False
-        self._snapshot_due = 0.0
-
-    def run(self) -> None:
-        progress = self.engine.progress
-        while not self.ending:
-            progress.turn(False)
-            commands = self.channel.poll(0.0 if self.engine.has_work else IDLE_S)
-            progress.turn(True)
-            for command in commands:
-                self._obey(command)
-            if self.engine.has_work:
-                events = self.engine.step()
-                if events:
-                    self.channel.send_tokens(events)
-            self._take_snapshot()
-
-    def _obey(self, command: Command) -> None:
-        match command:
-            case Submit(request):
-                self.engine.add(request)
-            case Cancel(request_id):
-                self.engine.cancel(request_id)
-            case StopChoice(request_id, choice, n_tokens):
-                self.engine.stop_choice(request_id, choice, n_tokens)
-            case Drain() | Load():
-                pass  # the owner sends no more, and what is here goes on to its end; what runs has loaded
-            case Shutdown():
-                self.ending = True
-
-    def _take_snapshot(self) -> None:
-        now = time.monotonic()
-        if now >= self._snapshot_due:
-            self.status.latencies.add(self.engine.scheduler.take_ended())
-            self.status.scheduler = self.engine.scheduler.snapshot(time.time())
-            self.status.accepted = self.engine.scheduler.accepted_drafts
-            self._snapshot_due = now + SNAPSHOT_S
+def lead(engine: Engine, channel: Channel, status: Status) -> None:
+    """Rank 0's loop around the engine, until Shutdown."""
+    ending, snapshot_due = False, 0.0
+    while not ending:
+        engine.progress.turn(False)
+        commands = channel.poll(0.0 if engine.has_work else IDLE_S)
+        engine.progress.turn(True)
+        for command in commands:
+            match command:
+                case Submit(request):
+                    engine.add(request)
+                case Cancel(request_id):
+                    engine.cancel(request_id)
+                case StopChoice(request_id, choice, n_tokens):
+                    engine.stop_choice(request_id, choice, n_tokens)
+                case Drain() | Load():
+                    pass  # the owner sends no more, and what is here goes on to its end; what runs has loaded
+                case Shutdown():
+                    ending = True
+        if engine.has_work and (events := engine.step()):
+            channel.send_tokens(events)
+        if time.monotonic() >= snapshot_due:
+            status.latencies.add(engine.scheduler.take_ended())
+            status.scheduler = engine.scheduler.snapshot(time.time())
+            status.accepted = engine.scheduler.accepted_drafts
+            snapshot_due = time.monotonic() + SNAPSHOT_S
 
 
 def run_rank(
@@ -314,5 +297,5 @@ def run_rank(
             lambda started, parked: say(Running(tuple(started), tuple(parked))),
         )
         say(Ready(built.limits))
-        _Steps(engine, channel, status).run()
+        lead(engine, channel, status)
         engine.close()

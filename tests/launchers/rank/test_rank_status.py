@@ -20,7 +20,7 @@ from laddertron.engine.request import BATCH, INTERACTIVE, Request
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.step.engine import Ahead, Engine, StepProgress, drain, follow
 from laddertron.launchers.control.messages import Cancel, Command, Shutdown, from_wire, to_wire
-from laddertron.launchers.rank.rank import _Steps
+from laddertron.launchers.rank.rank import lead
 from laddertron.launchers.rank.rank_health import HealthWatch, make_look, run_delay_s
 from laddertron.launchers.rank.rank_status import Status, collective_rows
 from laddertron.topology.comm.ledger import Entry, Ledger
@@ -391,7 +391,7 @@ def test_a_thread_that_hangs_outside_a_step_shows_as_busy(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(engine, "cancel", cancel)
     desk, status = _Desk(Cancel("r")), Status(engine.progress)
-    leading = threading.Thread(target=_Steps(engine, desk, status).run)
+    leading = threading.Thread(target=lead, args=(engine, desk, status))
     leading.start()
     try:
         assert entered.wait(HANG_S)
