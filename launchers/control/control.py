@@ -15,22 +15,8 @@ import time
 from typing import Protocol, cast
 
 from ...topology.json_codec import ReadError
-from . import frames
+from . import frames, messages
 from .frames import FrameError
-from .messages import (
-    Answer,
-    Challenge,
-    Dump,
-    Hello,
-    Ping,
-    Proof,
-    RankMessage,
-    ServerMessage,
-    Welcome,
-    from_unproven,
-    from_wire,
-    to_wire,
-)
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +48,7 @@ def new_secret() -> bytes:
 class ControlHandler(Protocol):
     """What the server tells its owner, on the event loop."""
 
-    def on_message(self, rank: int, message: RankMessage) -> None:
+    def on_message(self, rank: int, message: messages.RankMessage) -> None:
         """A checked message of an authenticated rank; Hello is its first."""
 
     def on_gone(self, rank: int, reason: str) -> None:
@@ -76,7 +62,7 @@ class ControlServer:
         self,
         handler: ControlHandler,
         secret: bytes,
-        welcome: Welcome,
+        welcome: messages.Welcome,
         host: str = "127.0.0.1",
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
@@ -103,13 +89,13 @@ class ControlServer:
     def connected(self) -> frozenset[int]:
         return frozenset(self._ranks)
 
-    def send(self, message: ServerMessage, rank: int | None = None) -> None:
+    def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
         """To one rank, or to all; a rank that is not connected is passed over (its end was or will be reported), and so
         is a quiet one where nothing is lost by it (Ping, Dump)."""
         peers = list(self._ranks.values()) if rank is None else [p for p in [self._ranks.get(rank)] if p]
-        if isinstance(message, Ping | Dump):
+        if isinstance(message, messages.Ping | messages.Dump):
             peers = [peer for peer in peers if not peer.quiet]
-        payload = to_wire(message)
+        payload = messages.to_wire(message)
         for peer in peers:
             peer.send_payload(payload)
 
@@ -145,7 +131,7 @@ class ControlServer:
 
     def _tick(self) -> None:
         self._ticker = asyncio.get_running_loop().call_later(PING_S, self._tick)
-        self.send(Ping())
+        self.send(messages.Ping())
 
     # what peers report
 
@@ -200,7 +186,7 @@ class _Peer(asyncio.Protocol):
             self._server.handshake_s, self.drop, f"no Hello within {self._server.handshake_s:g} s"
         )
         self._server.peer_came(self)
-        self._send_plain(Challenge(self._nonce.hex()))
+        self._send_plain(messages.Challenge(self._nonce.hex()))
 
     @property
     def quiet(self) -> bool:
@@ -209,7 +195,7 @@ class _Peer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         was_quiet, self._heard_at = self.quiet, time.monotonic()
         if was_quiet and self._greeted:
-            self.send_payload(to_wire(Ping()))
+            self.send_payload(messages.to_wire(messages.Ping()))
         self._reader.feed(data)
         try:
             while not self._ended and (payload := self._reader.next()) is not None:
@@ -247,30 +233,30 @@ class _Peer(asyncio.Protocol):
         self._reason = reason
         self._transport.abort()
 
-    def _send_plain(self, message: Challenge | Proof) -> None:
-        self._transport.write(self._writer.frame(to_wire(message)))
+    def _send_plain(self, message: messages.Challenge | messages.Proof) -> None:
+        self._transport.write(self._writer.frame(messages.to_wire(message)))
 
     def _take(self, payload: bytes) -> None:
         if self._rank is None:
-            self._prove(from_unproven(Answer, payload))
+            self._prove(messages.from_unproven(messages.Answer, payload))
             return
-        message = cast(RankMessage, from_wire(payload, "rank"))
-        if isinstance(message, Hello) == self._greeted:
+        message = cast(messages.RankMessage, messages.from_wire(payload, "rank"))
+        if isinstance(message, messages.Hello) == self._greeted:
             raise FrameError("Hello comes first, and once")
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             if message.rank != self._rank:
                 raise FrameError(f"Hello of rank {message.rank} on the connection of rank {self._rank}")
             self._greeted = True
             self._deadline.cancel()
         self._server.handler.on_message(self._rank, message)
 
-    def _prove(self, answer: Answer) -> None:
+    def _prove(self, answer: messages.Answer) -> None:
         secret, theirs, rank = self._server.secret, bytes.fromhex(answer.nonce), answer.rank
         if not frames.same_mac(answer.mac, frames.answer_mac(secret, self._nonce, theirs, rank)):
             raise FrameError("it does not know this launch's secret")
         self._server.peer_proved(self, rank)
         self._rank = rank
-        self._send_plain(Proof(frames.proof_mac(secret, self._nonce, theirs, rank)))
+        self._send_plain(messages.Proof(frames.proof_mac(secret, self._nonce, theirs, rank)))
         self._reader.key = frames.direction_key(secret, self._nonce, theirs, "rank")
         self._writer.key = frames.direction_key(secret, self._nonce, theirs, "server")
-        self.send_payload(to_wire(self._server.welcome))
+        self.send_payload(messages.to_wire(self._server.welcome))

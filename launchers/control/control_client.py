@@ -26,39 +26,9 @@ from typing import Any, cast
 from ... import __version__
 from ...engine.request import TokensEvent
 from ...topology.json_codec import ReadError
-from . import frames
+from . import frames, messages
 from .control import ENV_ADDRESS, ENV_SECRET, LIFE_S, SILENCE_S
 from .frames import FrameError
-from .messages import (
-    MAX_EVENTS,
-    MAX_NAME,
-    MAX_TEXT,
-    MAX_WAITING,
-    Announce,
-    Answer,
-    Beat,
-    Cancel,
-    Challenge,
-    Command,
-    Dump,
-    DumpReply,
-    Failure,
-    Hello,
-    Loading,
-    Ping,
-    Proof,
-    RankMessage,
-    Ready,
-    Running,
-    ServerMessage,
-    Shutdown,
-    Standing,
-    Tokens,
-    Welcome,
-    from_unproven,
-    from_wire,
-    to_wire,
-)
 from .processes import boot_id, start_time
 
 BEAT_S = 1.0
@@ -99,7 +69,7 @@ class ControlClient:
         secret: bytes,
         rank: int,
         local_rank: int,
-        beat: Callable[[], Beat],
+        beat: Callable[[], messages.Beat],
         dump: Callable[[], dict[str, Any]] | None = None,
         *,
         connect_s: float = 30.0,
@@ -112,7 +82,7 @@ class ControlClient:
         self._beat, self._dump, self._end, self._silence_s = beat, dump, end, silence_s
         self._watchdog = watchdog
         self._lock = threading.Condition()
-        self._commands: deque[Command] = deque()
+        self._commands: deque[messages.Command] = deque()
         self._outgoing: deque[bytes] = deque()
         self._outgoing_bytes = 0
         self._closing = self._over = self.shutdown_announced = False
@@ -122,19 +92,19 @@ class ControlClient:
 
         self._socket, self._reader, self._writer = _connect(address, secret, rank, connect_s)
         welcome = self._receive()
-        if not isinstance(welcome, Welcome):
+        if not isinstance(welcome, messages.Welcome):
             raise ConnectionError(f"the daemon began with {type(welcome).__name__}, not Welcome")
         self.config, self.replica, self.world_size = welcome.config, welcome.replica, welcome.world_size
         self.standby = welcome.standby
         self._socket.settimeout(silence_s)
         pid = os.getpid()
-        self._put(Hello(rank, local_rank, socket.gethostname(), pid, start_time(pid) or 0, boot_id(), version))
+        self._put(messages.Hello(rank, local_rank, socket.gethostname(), pid, start_time(pid) or 0, boot_id(), version))
         threads = (self._read_on, "control-read"), (self._write_on, "control-write")
         self._threads = [threading.Thread(target=t, name=name, daemon=True) for t, name in threads]
         for thread in self._threads:
             thread.start()
 
-    def poll(self, timeout: float | None = 0.0) -> list[Command]:
+    def poll(self, timeout: float | None = 0.0) -> list[messages.Command]:
         """What the daemon asked since the last call, in order. Waits up to `timeout` seconds (None: for ever) for the
         first, sleeping; [] after that, or once the channel is over."""
         if not self._commands and (timeout is None or timeout > 0):
@@ -145,20 +115,20 @@ class ControlClient:
             commands.append(self._commands.popleft())
         return commands
 
-    def send_state(self, message: Announce | Loading | Standing | Ready | Running) -> None:
-        if isinstance(message, Loading):
-            message = replace(message, detail=message.detail[:MAX_NAME])
+    def send_state(self, message: messages.StateMessage) -> None:
+        if isinstance(message, messages.Loading):
+            message = replace(message, detail=message.detail[: messages.MAX_NAME])
         self._put(message)
 
     def send_tokens(self, events: Sequence[TokensEvent]) -> None:
         """Queues released tokens; waits only while 64 MiB are queued already. An event that no message can hold ends
         its request with an error."""
-        if len(events) > MAX_EVENTS:
-            for at in range(0, len(events), MAX_EVENTS):
-                self.send_tokens(events[at : at + MAX_EVENTS])
+        if len(events) > messages.MAX_EVENTS:
+            for at in range(0, len(events), messages.MAX_EVENTS):
+                self.send_tokens(events[at : at + messages.MAX_EVENTS])
             return
         try:
-            self._put(Tokens(tuple(events)))
+            self._put(messages.Tokens(tuple(events)))
         except ValueError as error:
             if len(events) > 1:
                 for event in events:
@@ -167,14 +137,16 @@ class ControlClient:
             (event,) = events
             if event.logprobs is None and event.prompt_logprobs is None:
                 raise
-            self._commands.append(Cancel(event.request_id))
+            self._commands.append(messages.Cancel(event.request_id))
             text = f"its logprobs are too many for one message: {error}"
-            self._put(Tokens((replace(event, finish="error", logprobs=None, prompt_logprobs=None, message=text),)))
+            self._put(
+                messages.Tokens((replace(event, finish="error", logprobs=None, prompt_logprobs=None, message=text),))
+            )
 
     def fail(self, text: str, *, consequence: bool = False, refused: bool = False) -> None:
         """Reports this rank's end, and waits up to 2 s until that is sent. `consequence`: a collective failed because
         another rank is gone; then that one is blamed. `refused`: see Failure."""
-        self._put(Failure(text[-MAX_TEXT:], consequence, refused))
+        self._put(messages.Failure(text[-messages.MAX_TEXT :], consequence, refused))
         self.flush(2.0)
 
     def flush(self, timeout_s: float) -> bool:
@@ -201,8 +173,8 @@ class ControlClient:
 
     # threads
 
-    def _put(self, message: RankMessage) -> None:
-        payload = to_wire(message)
+    def _put(self, message: messages.RankMessage) -> None:
+        payload = messages.to_wire(message)
         if len(payload) > frames.MESSAGE_LIMIT:
             raise ValueError(f"{len(payload)} bytes, the limit is {frames.MESSAGE_LIMIT}")
         with self._lock:
@@ -222,13 +194,13 @@ class ControlClient:
             return
         self._end(reason)
 
-    def _receive(self) -> ServerMessage:
+    def _receive(self) -> messages.ServerMessage:
         while (payload := self._reader.next()) is None:
             data = self._socket.recv(1 << 18)
             if not data:
                 raise ConnectionError("the daemon closed the control channel")
             self._reader.feed(data)
-        return cast(ServerMessage, from_wire(payload, "server"))
+        return cast(messages.ServerMessage, messages.from_wire(payload, "server"))
 
     def _read_on(self) -> None:
         try:
@@ -246,15 +218,15 @@ class ControlClient:
             faulthandler.dump_traceback_later(self._silence_s + LIFE_S - SILENCE_S, exit=True)
             self._armed = now
 
-    def _take(self, message: ServerMessage) -> None:
-        if isinstance(message, Ping):
+    def _take(self, message: messages.ServerMessage) -> None:
+        if isinstance(message, messages.Ping):
             return
-        if isinstance(message, Dump):
-            self._put(DumpReply(message.dump_id, self._dumped()))
+        if isinstance(message, messages.Dump):
+            self._put(messages.DumpReply(message.dump_id, self._dumped()))
             return
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             raise FrameError("a second Welcome")
-        if isinstance(message, Shutdown):
+        if isinstance(message, messages.Shutdown):
             self.shutdown_announced = True
         with self._lock:
             self._commands.append(message)
@@ -268,7 +240,7 @@ class ControlClient:
         }
         try:
             extra = self._dump() if self._dump is not None else {}
-            if (size := len(to_wire(DumpReply(0, extra)))) > DUMP_LIMIT:
+            if (size := len(messages.to_wire(messages.DumpReply(0, extra)))) > DUMP_LIMIT:
                 raise ValueError(f"a dump of {size} bytes is longer than {DUMP_LIMIT}")
         except Exception as error:  # a broken dump must not cost the stacks, nor the rank
             extra = {"error": repr(error)}
@@ -289,23 +261,23 @@ class ControlClient:
                         self._outgoing_bytes -= len(payload)
                         self._lock.notify_all()
                 if time.monotonic() >= due:
-                    self._socket.sendall(self._writer.frame(to_wire(self._checked_beat())))
+                    self._socket.sendall(self._writer.frame(messages.to_wire(self._checked_beat())))
                     due = time.monotonic() + BEAT_S
         except TimeoutError:
             self._lost(f"nothing could be sent on the control channel for {self._silence_s:g} s")
         except (OSError, ValueError) as error:
             self._lost(str(error))
 
-    def _checked_beat(self) -> Beat:
+    def _checked_beat(self) -> messages.Beat:
         try:
             beat = self._beat()
         except Exception:  # a fault in the figures must not look like a dead rank
             if not self._beat_broken:
                 traceback.print_exc()
             self._beat_broken = True
-            return Beat()
+            return messages.Beat()
         rows = tuple(row for row in beat.rows if math.isfinite(row.value))
-        return replace(beat, rows=rows, waiting=beat.waiting[:MAX_WAITING])
+        return replace(beat, rows=rows, waiting=beat.waiting[: messages.MAX_WAITING])
 
 
 def _connect(
@@ -343,10 +315,11 @@ def _shake_hands(connection: socket.socket, secret: bytes, rank: int) -> tuple[f
             reader.feed(data)
         return payload
 
-    theirs, ours = bytes.fromhex(from_unproven(Challenge, receive()).nonce), secrets.token_bytes(frames.NONCE_BYTES)
+    theirs = bytes.fromhex(messages.from_unproven(messages.Challenge, receive()).nonce)
+    ours = secrets.token_bytes(frames.NONCE_BYTES)
     mac = frames.answer_mac(secret, theirs, ours, rank)
-    connection.sendall(writer.frame(to_wire(Answer(ours.hex(), rank, mac))))
-    proof = from_unproven(Proof, receive())
+    connection.sendall(writer.frame(messages.to_wire(messages.Answer(ours.hex(), rank, mac))))
+    proof = messages.from_unproven(messages.Proof, receive())
     if not frames.same_mac(proof.mac, frames.proof_mac(secret, theirs, ours, rank)):
         raise FrameError("its proof is wrong")
     reader.key = frames.direction_key(secret, theirs, ours, "server")

@@ -246,6 +246,8 @@ class DumpReply:
     data: dict[str, Any]
 
 
+StateMessage = Announce | Loading | Standing | Ready | Running
+"""What a rank says of where it stands."""
 Command = Load | Submit | Cancel | StopChoice | Drain | Shutdown
 """What `ControlClient.poll` returns."""
 ServerMessage = Welcome | Load | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump

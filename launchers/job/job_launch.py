@@ -23,22 +23,9 @@ from typing import Any, Protocol
 
 from ... import __version__
 from ...engine.job import RankHeartbeat
-from ..control import processes
+from ..control import messages, processes
 from ..control.channel_thread import ControlThread
 from ..control.control import ENV_ADDRESS, ENV_SECRET, new_secret
-from ..control.messages import (
-    Beat,
-    Dump,
-    DumpReply,
-    Hello,
-    Load,
-    RankMessage,
-    Running,
-    ServerMessage,
-    Shutdown,
-    Tokens,
-    Welcome,
-)
 from .detect import Evidence, JobFailure
 from .rank_board import NODE_LOST, JobTimeouts, News, RankBoard
 from .rank_logs import RankWords
@@ -93,7 +80,7 @@ class JobOptions:
     """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
 
 
-Said = News | Tokens | Running | RankHeartbeat
+Said = News | messages.Tokens | messages.Running | RankHeartbeat
 
 
 class LaunchOwner(Protocol):
@@ -118,7 +105,7 @@ class Launch:
         """standby: its ranks wait without weights until `load`. `owner` may be another one later."""
         self.owner, self._command, self._options = owner, command, options
         secret = new_secret()
-        welcome = Welcome(config_json, options.replica, options.world_size, __version__, standby)
+        welcome = messages.Welcome(config_json, options.replica, options.world_size, __version__, standby)
         self._secret_hex = secret.hex()
         self._server = ControlThread(self, secret, welcome, options.control_host)
         self._board = RankBoard(options.world_size, options.patience, time.monotonic(), options.stage_ranks)
@@ -165,7 +152,7 @@ class Launch:
         exiting = asyncio.create_task(self._wait_for_exit(self._keeper, reading))
         self._tasks = [reading, exiting, asyncio.create_task(self._watch())]
 
-    def send(self, message: ServerMessage, rank: int | None = None) -> None:
+    def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
         self._server.send(message, rank)
 
     @property
@@ -176,7 +163,7 @@ class Launch:
     def load(self) -> None:
         """Has the ranks load that stand by; those that are not up yet do once they are."""
         self._board.load(time.monotonic())
-        self.send(Load())
+        self.send(messages.Load())
 
     async def failure(self) -> JobFailure:
         """Waits for the first sign of the end, then a moment for what explains it."""
@@ -235,7 +222,7 @@ class Launch:
         options = self._options
         if self._keeper is not None:
             if orderly:
-                self.send(Shutdown())
+                self.send(messages.Shutdown())
                 await self._exits_within(options.shutdown_s)
             assert self._keeper.stdin is not None
             self._keeper.stdin.close()
@@ -280,29 +267,29 @@ class Launch:
         self._dump_id += 1
         self._dumps.clear()
         self._dumped.clear()
-        self.send(Dump(self._dump_id))
+        self.send(messages.Dump(self._dump_id))
 
     # what comes in
 
-    def on_message(self, rank: int, message: RankMessage) -> None:
-        if isinstance(message, Tokens | Running) and rank != 0:
+    def on_message(self, rank: int, message: messages.RankMessage) -> None:
+        if isinstance(message, messages.Tokens | messages.Running) and rank != 0:
             text = f"it sent {type(message).__name__}, which only rank 0 may"
             self._tell([self._board.sign(Evidence("protocol", rank, text))])
             return
         news = self._board.heard(rank, message, time.monotonic())
-        if isinstance(message, Tokens | Running):
+        if isinstance(message, messages.Tokens | messages.Running):
             # even after a sign of failure: what all ranks agreed on need not be computed again
             self.owner.launch_said(message, None)
-        elif isinstance(message, Beat):
+        elif isinstance(message, messages.Beat):
             if (hello := self._board.ranks[rank].hello) is not None:
                 report = RankHeartbeat(rank, hello.hostname, hello.pid, message.step, time.time(), message.rows)
                 self.owner.launch_said(report, None)
-        elif isinstance(message, Hello):
+        elif isinstance(message, messages.Hello):
             where = {"rank": rank, "node": message.hostname}
             log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
             if self._board.loads:
-                self.send(Load(), rank)
-        elif isinstance(message, DumpReply) and message.dump_id == self._dump_id:
+                self.send(messages.Load(), rank)
+        elif isinstance(message, messages.DumpReply) and message.dump_id == self._dump_id:
             self._dumps[rank] = message.data
             if self._dumps.keys() >= self._server.connected:
                 self._dumped.set()

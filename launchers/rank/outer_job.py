@@ -25,23 +25,9 @@ from ...engine.request import Request
 from ...models.refusal import Refusal
 from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
 from ...topology.placement.identity import Identity
+from ..control import messages
 from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
-from ..control.messages import (
-    Beat,
-    Cancel,
-    Failure,
-    Hello,
-    Loading,
-    RankMessage,
-    Ready,
-    ServerMessage,
-    Shutdown,
-    StopChoice,
-    Submit,
-    Tokens,
-    Welcome,
-)
 from ..job.in_flight import InFlight
 from .rank import local_address, run_rank
 from .rank_status import Status
@@ -55,7 +41,9 @@ class ReplicaJob:
     """EngineJob of one replica over its first rank's connection; see engine/job.py. `send` takes messages to that rank,
     `dump` gives what `bundle` holds of it."""
 
-    def __init__(self, send: Callable[[ServerMessage], None], dump: Callable[[], dict[str, Any]] = dict) -> None:
+    def __init__(
+        self, send: Callable[[messages.ServerMessage], None], dump: Callable[[], dict[str, Any]] = dict
+    ) -> None:
         self._send, self._dump = send, dump
         self._state = JobState("stopped")
         self._listener: JobListener | None = None
@@ -74,13 +62,13 @@ class ReplicaJob:
         if self._state.phase != "ready":
             raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
         self._in_flight.add(request)
-        self._send(Submit(request))
+        self._send(messages.Submit(request))
 
     def cancel(self, request_id: str) -> None:
-        self._send(Cancel(request_id))
+        self._send(messages.Cancel(request_id))
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
-        self._send(StopChoice(request_id, choice, n_tokens))
+        self._send(messages.StopChoice(request_id, choice, n_tokens))
 
     async def drain(self, timeout_s: float) -> bool:
         return await self._in_flight.drained(timeout_s)
@@ -88,29 +76,29 @@ class ReplicaJob:
     async def close(self) -> None:
         """Asks the engine to end."""
         self._closed = True
-        self._send(Shutdown())
+        self._send(messages.Shutdown())
 
     async def bundle(self) -> dict[str, Any]:
         return {"dumps": {"0": self._dump()}}
 
-    def take(self, message: RankMessage) -> None:
+    def take(self, message: messages.RankMessage) -> None:
         """What the rank says."""
         match message:
-            case Hello():
+            case messages.Hello():
                 self._node, self._pid = message.hostname, message.pid
-            case Tokens(events):
+            case messages.Tokens(events):
                 known = self._in_flight.take(events)
                 if known and self._listener is not None:
                     self._listener.on_tokens(known)
-            case Beat():
+            case messages.Beat():
                 if self._listener is not None:
                     report = RankHeartbeat(0, self._node, self._pid, message.step, time.time(), message.rows)
                     self._listener.on_report(report)
-            case Loading(_, detail):
+            case messages.Loading(_, detail):
                 self._set(JobState("loading", reason=detail))
-            case Ready(limits):
+            case messages.Ready(limits):
                 self._set(JobState("ready", limits=limits))
-            case Failure(text):
+            case messages.Failure(text):
                 self.fail(text)
             case _:
                 pass
@@ -138,7 +126,9 @@ class Replicas:
     def __init__(self, deployment: Deployment, host: str, dump: Callable[[], dict[str, Any]] = dict) -> None:
         count = deployment.parallel.replicas
         self.secret = new_secret()
-        self._server = ControlServer(self, self.secret, Welcome(deploy.digest(deployment), 0, count, __version__), host)
+        self._server = ControlServer(
+            self, self.secret, messages.Welcome(deploy.digest(deployment), 0, count, __version__), host
+        )
         self.jobs = [self._job_of(index, dump if index == 0 else dict) for index in range(count)]
 
     def _job_of(self, index: int, dump: Callable[[], dict[str, Any]]) -> ReplicaJob:
@@ -155,7 +145,7 @@ class Replicas:
         await self._server.all_gone(LEAVING_S)
         await self._server.close()
 
-    def on_message(self, rank: int, message: RankMessage) -> None:
+    def on_message(self, rank: int, message: messages.RankMessage) -> None:
         self.jobs[rank].take(message)
 
     def on_gone(self, rank: int, reason: str) -> None:

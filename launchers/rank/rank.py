@@ -32,18 +32,7 @@ from ...topology.placement.layout import observed_layout
 from ...topology.placement.mapping import MappingError
 from ..compose.binding import bind
 from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_here, interface_here, verify_seats
-from ..control.messages import (
-    Announce,
-    Cancel,
-    Drain,
-    Load,
-    Loading,
-    Ready,
-    Running,
-    Shutdown,
-    StopChoice,
-    Submit,
-)
+from ..control import messages
 from .load_tuning import backend_here, tuned_choice
 from .rank_health import HealthWatch, make_look
 from .rank_status import Status, loading_words
@@ -212,15 +201,15 @@ def lead(engine: Engine, channel: Channel, status: Status) -> None:
         engine.progress.turn(True)
         for command in commands:
             match command:
-                case Submit(request):
+                case messages.Submit(request):
                     engine.add(request)
-                case Cancel(request_id):
+                case messages.Cancel(request_id):
                     engine.cancel(request_id)
-                case StopChoice(request_id, choice, n_tokens):
+                case messages.StopChoice(request_id, choice, n_tokens):
                     engine.stop_choice(request_id, choice, n_tokens)
-                case Drain() | Load():
+                case messages.Drain() | messages.Load():
                     pass  # the owner sends no more, and what is here goes on to its end; what runs has loaded
-                case Shutdown():
+                case messages.Shutdown():
                     ending = True
         if engine.has_work and (events := engine.step()):
             channel.send_tokens(events)
@@ -242,11 +231,11 @@ def run_rank(
 ) -> None:
     """Until Shutdown (rank 0 of the group) or the end of plans (the others). `standby`: waits for Load (or Shutdown)
     before it reads weights, on a channel. Raises whatever stops it."""
-    say: Callable[[Announce | Loading | Ready | Running], None]
+    say: Callable[[messages.StateMessage], None]
     say = channel.send_state if channel is not None else lambda message: None
     if standby:
         require_memory(available_bytes(Sysfs()), identity.local_size)
-    say(Loading(0.0, "importing"))
+    say(messages.Loading(0.0, "importing"))
     set_threads(deployment, identity)
     import torch
 
@@ -258,7 +247,7 @@ def run_rank(
         look = make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device))
         status.health = HealthWatch(look)
         status.health.start()
-    say(Loading(0.1, "connecting"))
+    say(messages.Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret, bootstrap) as communicator:
         status.communicator = communicator
         if standby and channel is not None:
@@ -272,9 +261,9 @@ def run_rank(
             nonlocal last_told
             if done == total or time.monotonic() - last_told > 0.5:
                 last_told = time.monotonic()
-                say(Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
+                say(messages.Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
 
-        built = build(deployment, communicator, device, loaded, lambda doing: say(Loading(1.0, doing)))
+        built = build(deployment, communicator, device, loaded, lambda doing: say(messages.Loading(1.0, doing)))
         leads = communicator.leads
         for warning in built.warnings:
             if leads:
@@ -282,9 +271,9 @@ def run_rank(
         # What is here now stays: the collector need not walk through it in the middle of a step.
         gc.collect()
         gc.freeze()
-        say(Announce({"config": deploy.digest(deployment), "weights": built.digest}))
+        say(messages.Announce({"config": deploy.digest(deployment), "weights": built.digest}))
         if not leads:
-            say(Ready(built.limits))
+            say(messages.Ready(built.limits))
             follow(built.runner, communicator.plans, status.progress)
             return
         if channel is None:
@@ -294,8 +283,8 @@ def run_rank(
             built.runner,
             communicator.plans,
             status.progress,
-            lambda started, parked: say(Running(tuple(started), tuple(parked))),
+            lambda started, parked: say(messages.Running(tuple(started), tuple(parked))),
         )
-        say(Ready(built.limits))
+        say(messages.Ready(built.limits))
         lead(engine, channel, status)
         engine.close()

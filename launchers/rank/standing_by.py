@@ -15,7 +15,7 @@ from ...engine.request import TokensEvent
 from ...models.refusal import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.hardware.sysfs import Sysfs, resident_bytes
-from ..control.messages import Announce, Command, Load, Loading, Ready, Running, Shutdown, Standing
+from ..control.messages import Command, Load, Shutdown, Standing, StateMessage
 
 
 class StandbyRefused(Refusal, RuntimeError):
@@ -29,7 +29,7 @@ class Channel(Protocol):
 
     def send_tokens(self, events: Sequence[TokensEvent]) -> None: ...
 
-    def send_state(self, message: Announce | Loading | Standing | Ready | Running) -> None: ...
+    def send_state(self, message: StateMessage) -> None: ...
 
 
 def require_memory(available: int, ranks: int) -> None:
