@@ -226,13 +226,7 @@ class LlamaModel(nn.Module):
         table: Tensor = self.embedding.get_parameter("weight").detach()
         return table
 
-    def forward(
-        self,
-        tokens: Tensor,
-        layout: StepLayout,
-        attention: AttentionBackend,
-        rows: Tensor,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, layout: StepLayout, attention: AttentionBackend, rows: Tensor) -> Tensor:
         """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R]. On a stage that others follow: the
         residual [T, D], which is on its way to the next one. Of the ids, only the first stage reads the values."""
         return self.forward_streams((Stream(tokens, layout, attention, rows),))

@@ -95,12 +95,7 @@ class Launch:
     """Once started it runs until `failure` returns or `end` is called; `end` is always called."""
 
     def __init__(
-        self,
-        owner: LaunchOwner,
-        command: StartCommand,
-        config_json: str,
-        options: JobOptions,
-        standby: bool = False,
+        self, owner: LaunchOwner, command: StartCommand, config_json: str, options: JobOptions, standby: bool = False
     ) -> None:
         """standby: its ranks wait without weights until `load`. `owner` may be another one later."""
         self.owner, self._command, self._options = owner, command, options

@@ -53,7 +53,7 @@ class MpiJob:
     ) -> None:
         self._command, self._config_json, self._options = command, config_json, options
         self._hooks = hooks or JobHooks()
-        self._state = JobState("stopped")
+        self.state = JobState("stopped")
         self._policy = RestartPolicy(options.max_failures if options.restart else 0, options.longest_backoff_s)
         self._listener: JobListener | None = None
         self._launch: Launch | None = None
@@ -67,17 +67,9 @@ class MpiJob:
         self._ready_since: float | None = None
         self._taken_over = False
         self._lost_at = self._gone_at = 0.0
-        self._in_flight = InFlight()
+        self.in_flight = InFlight()
         self._excluded: frozenset[str] = frozenset()
         self.failures: deque[JobFailure] = deque(maxlen=16)
-
-    @property
-    def state(self) -> JobState:
-        return self._state
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._in_flight)
 
     async def start(self, listener: JobListener) -> None:
         if self._task is not None:
@@ -87,23 +79,23 @@ class MpiJob:
         self._task = asyncio.create_task(self._supervise())
 
     def submit(self, request: Request) -> None:
-        if self._state.phase != "ready" or self._launch is None:
-            raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
-        self._in_flight.add(request)
+        if self.state.phase != "ready" or self._launch is None:
+            raise RuntimeError(f"the job is {self.state.phase}, it takes requests only when ready")
+        self.in_flight.add(request)
         self._launch.send(Submit(request), 0)
 
     def cancel(self, request_id: str) -> None:
-        if self._launch is not None and request_id in self._in_flight:
+        if self._launch is not None and request_id in self.in_flight:
             self._launch.send(Cancel(request_id), 0)
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
-        if self._launch is not None and request_id in self._in_flight:
+        if self._launch is not None and request_id in self.in_flight:
             self._launch.send(StopChoice(request_id, choice, n_tokens), 0)
 
     def load(self) -> None:
         """Has a held job go on from `standby`. Raises RuntimeError in another phase."""
-        if self._state.phase != "standby" or self._launch is None:
-            raise RuntimeError(f"the job is {self._state.phase}, it loads when its ranks stand by")
+        if self.state.phase != "standby" or self._launch is None:
+            raise RuntimeError(f"the job is {self.state.phase}, it loads when its ranks stand by")
         self._held = False
         self._set_state("loading")
         self._launch.load()
@@ -112,11 +104,11 @@ class MpiJob:
         self._draining = True
         self._standby.stop()
         lost_before = len(self.failures)
-        if self._state.phase in ("ready", "suspect"):
+        if self.state.phase in ("ready", "suspect"):
             self._set_state("draining")
             if self._launch is not None:
                 self._launch.send(Drain(), 0)
-        return await self._in_flight.drained(timeout_s) and len(self.failures) == lost_before
+        return await self.in_flight.drained(timeout_s) and len(self.failures) == lost_before
 
     async def close(self) -> None:
         self._closing.set()
@@ -132,7 +124,7 @@ class MpiJob:
     async def bundle(self) -> dict[str, Any]:
         launch = self._launch
         failures = [dataclasses.asdict(failure) for failure in self.failures]
-        data: dict[str, Any] = {"state": dataclasses.asdict(self._state), "failures": failures}
+        data: dict[str, Any] = {"state": dataclasses.asdict(self.state), "failures": failures}
         if launch is not None:
             dumps = await launch.dump(2.0)
             data |= launch.describe() | {"dumps": {str(rank): dump for rank, dump in dumps.items()}}
@@ -205,7 +197,7 @@ class MpiJob:
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
         delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
         # a launch that can never come right is not tried again; what was refused now but not before may yet be mended
-        hopeless = failure.kind == "mismatch" or (failure.kind == "refused" and self._state.limits is None)
+        hopeless = failure.kind == "mismatch" or (failure.kind == "refused" and self.state.limits is None)
         hopeless |= self._held
         if delay is None or self._draining or hopeless:
             reason = failure.reason
@@ -217,7 +209,7 @@ class MpiJob:
             async with asyncio.timeout(delay):
                 await self._closing.wait()
         if not self._closing.is_set():
-            self._set_state("starting", restarts=self._state.restarts + 1)
+            self._set_state("starting", restarts=self.state.restarts + 1)
         return True
 
     def _note_end(self, lost_at: float, gone_at: float) -> None:
@@ -245,7 +237,7 @@ class MpiJob:
             log.warning("%s is left out from now on: a spare host takes its place", node, extra={"node": node})
 
     def _report_lost(self, failure: JobFailure | None) -> None:
-        lost, entered = self._in_flight.lose()
+        lost, entered = self.in_flight.lose()
         if lost and self._listener is not None:
             guilty = failure is not None and by_a_request(failure, socket.gethostname())
             reason = failure.reason if failure else "the job was closed"
@@ -270,8 +262,8 @@ class MpiJob:
         state = JobState(
             phase,
             reason,
-            self._state.restarts if restarts is None else restarts,
-            limits or self._state.limits,
+            self.state.restarts if restarts is None else restarts,
+            limits or self.state.limits,
             exit_code=None if failure is None else failure.exit_code or 1,
             **culprit,
             standby=self._standby.phase,
@@ -279,13 +271,13 @@ class MpiJob:
         self._take_state(state)
 
     def _take_state(self, state: JobState) -> None:
-        if state != self._state:
-            self._state = state
+        if state != self.state:
+            self.state = state
             if self._listener is not None:
                 self._tell(self._listener.on_state, state)
 
     def _standby_changed(self) -> None:
-        self._take_state(dataclasses.replace(self._state, standby=self._standby.phase))
+        self._take_state(dataclasses.replace(self.state, standby=self._standby.phase))
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -296,7 +288,7 @@ class MpiJob:
     # what the launch says
 
     def launch_said(self, said: Said, node: str | None) -> None:
-        phase = self._state.phase
+        phase = self.state.phase
         match said:
             case Loading(fraction, detail):
                 if phase in ("starting", "loading"):
@@ -322,13 +314,13 @@ class MpiJob:
             case Tokens(events):
                 self._take_tokens(events)
             case Running():
-                self._in_flight.note(said)
+                self.in_flight.note(said)
             case RankHeartbeat():
                 if self._listener is not None:
                     self._tell(self._listener.on_report, said)
 
     def _take_tokens(self, events: tuple[TokensEvent, ...]) -> None:
-        known = self._in_flight.take(events)
+        known = self.in_flight.take(events)
         # tokens stay, whatever becomes of this launch
         self._progress |= any(event.tokens or event.finish in ("stop", "length") for event in known)
         if known and self._listener is not None:

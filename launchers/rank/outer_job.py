@@ -45,22 +45,18 @@ class ReplicaJob:
         self, send: Callable[[messages.ServerMessage], None], dump: Callable[[], dict[str, Any]] = dict
     ) -> None:
         self._send, self._dump = send, dump
-        self._state = JobState("stopped")
+        self.state = JobState("stopped")
         self._listener: JobListener | None = None
         self._in_flight = InFlight()
         self._node, self._pid, self._closed = "", 0, False
 
-    @property
-    def state(self) -> JobState:
-        return self._state
-
     async def start(self, listener: JobListener) -> None:
         self._listener = listener  # the rank may have reported a state already
-        self._set(JobState("starting") if self._state.phase == "stopped" else self._state)
+        self._set(JobState("starting") if self.state.phase == "stopped" else self.state)
 
     def submit(self, request: Request) -> None:
-        if self._state.phase != "ready":
-            raise RuntimeError(f"the job is {self._state.phase}, it takes requests only when ready")
+        if self.state.phase != "ready":
+            raise RuntimeError(f"the job is {self.state.phase}, it takes requests only when ready")
         self._in_flight.add(request)
         self._send(messages.Submit(request))
 
@@ -105,7 +101,7 @@ class ReplicaJob:
 
     def gone(self, reason: str) -> None:
         """Its connection ended."""
-        if not self._closed and self._state.phase != "failed":  # what failed has said why itself
+        if not self._closed and self.state.phase != "failed":  # what failed has said why itself
             self.fail(f"its first rank left{f': {reason}' if reason else ''}")
 
     def fail(self, reason: str) -> None:
@@ -115,7 +111,7 @@ class ReplicaJob:
             self._listener.on_lost(lost, reason, len(lost))
 
     def _set(self, state: JobState) -> None:
-        self._state = state
+        self.state = state
         if self._listener is not None:
             self._listener.on_state(state)
 
@@ -228,12 +224,7 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
 
 
 def _lead(
-    deployment: Deployment,
-    identity: Identity,
-    status: Status,
-    bootstrap: Bootstrap | None,
-    replica: int,
-    meeting: str,
+    deployment: Deployment, identity: Identity, status: Status, bootstrap: Bootstrap | None, replica: int, meeting: str
 ) -> None:
     """The first rank of a replica."""
     address, secret = meeting.split()

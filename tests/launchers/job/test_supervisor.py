@@ -60,7 +60,7 @@ def test_requests_go_in_and_their_tokens_come_out() -> None:
             assert len(s.listener.tokens["stopped", 0]) == 2
             with pytest.raises(RuntimeError, match="draining"):
                 s.job.submit(request("late"))
-            assert s.job.in_flight == 0
+            assert len(s.job.in_flight) == 0
         assert s.listener.phases == ["starting", "loading", "ready", "draining", "stopped"]
         assert s.listener.lost == []
         assert s.job.state.restarts == 0
