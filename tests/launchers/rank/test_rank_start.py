@@ -20,7 +20,7 @@ from laddertron.engine.config.load import load
 from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConfig, ModelSection, ParallelConfig
 from laddertron.engine.step.build import has_room
 from laddertron.launchers.compose.rank_mapping import ENV_CORES
-from laddertron.launchers.control.messages import Command, Drain, Load, Shutdown, Standing
+from laddertron.launchers.control.messages import Command, Drain, Load, Shutdown, Standing, StateMessage
 from laddertron.launchers.rank.rank import DeviceError, comm_options, insist_on_transport, set_threads
 from laddertron.launchers.rank.standing_by import stand_by
 from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store
@@ -251,13 +251,15 @@ class Channel:
     """Gives what a daemon would send, keeps what is said."""
 
     def __init__(self, *commands: Command) -> None:
-        self._commands, self.said = list(commands), list[Standing]()
+        self._commands, self.said = list(commands), list[StateMessage]()
 
     def poll(self, timeout: float | None = 0.0) -> list[Command]:
         return [self._commands.pop(0)] if self._commands else []  # [] for ever: the channel is over
 
-    def send_state(self, message: Standing) -> None:
+    def send_state(self, message: StateMessage) -> None:
         self.said.append(message)
+
+    def send_tokens(self, events: object) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -272,6 +274,7 @@ def test_a_rank_stands_by_until_it_is_told(commands: tuple[Command, ...], loads:
         channel = Channel(*commands)
         assert stand_by(channel, communicator, lambda: has_room(demo, communicator, cpu, 1)) is loads
         (said,) = channel.said
+        assert isinstance(said, Standing)
         assert said.room
         assert said.resident > 50_000_000
         assert not has_room(demo, communicator, cpu, 1_000_000)
