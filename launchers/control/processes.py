@@ -78,18 +78,16 @@ def kill(process: ProcessId, signum: int = signal.SIGKILL) -> bool:
 
 def wait_for(process: ProcessId, timeout_s: float) -> bool:
     """Until this very process has ended; False if it has not in time."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return True
-    try:
-        if is_alive(process):
-            ended = select.poll()
-            ended.register(handle, select.POLLIN)
-            ended.poll(max(0.0, timeout_s) * 1e3)
-        return not is_alive(process)
-    finally:
-        os.close(handle)
+        try:
+            if is_alive(process):
+                ended = select.poll()
+                ended.register(handle, select.POLLIN)
+                ended.poll(max(0.0, timeout_s) * 1e3)
+        finally:
+            os.close(handle)
+    return not is_alive(process)
 
 
 def descendants(ancestor: int) -> list[ProcessId]:

@@ -140,10 +140,12 @@ def test_only_what_the_backend_has_is_a_candidate() -> None:
 
 
 def test_the_choice_follows_the_size() -> None:
-    """Over TCP, small messages go in one exchange, large ones in two levels; flat is kept where it is cheapest."""
+    """Over TCP, small messages go in one exchange, larger ones in two levels, the largest in the pipeline; flat is kept
+    where it is cheapest."""
     shape = Shape(2, 4)
     costs = reference("native", shape)
-    assert choose(costs, shape, 4 * KIB, candidates("native", shape, 4 * KIB))[0] == "exchange"
+    assert choose(costs, shape, KIB, candidates("native", shape, KIB))[0] == "exchange"
+    assert choose(costs, shape, 16 * KIB, candidates("native", shape, 16 * KIB))[0] == "two_level"
     assert choose(costs, shape, 8 << 20, candidates("native", shape, 8 << 20))[0] == "pipeline"
     assert choose(costs, shape, 8 << 20, ("flat",))[0] == "flat"
     assert choose(reference("nccl", TWO_BY_8), TWO_BY_8, 32 * KIB, ("flat", "two_level"))[0] == "flat"
