@@ -15,8 +15,9 @@ from ...topology.comm.data_parallel import DataParallel
 from ..config.dialects import stock_json
 from ..config.json_fields import read_json
 from ..config.model_config import Wiring, from_folder
+from ..weights.convert import copy_beside
 from .build import adapted, build, load, load_all
-from .export import copy_beside, export
+from .export import export
 from .fit import Saving, Settings, TrainProgress, fit
 from .loss import HeldOut, held_out
 from .reference import Reference

@@ -3,7 +3,6 @@ made of (training.json, README.md)."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from ...topology.comm.data_parallel import DataParallel, whole
 from ..config.dialects import dialect_of, to_dialect
 from ..config.parts import declaration
 from ..weights.convert import write_model
-from ..weights.shard_writer import BESIDE
 from .reference import Reference
 
 
@@ -40,9 +38,3 @@ def export(
 
         write_model(folder, words, {n: (tuple(p.shape), dtype) for n, p in parameters.items()}, fill)
     ranks.barrier()
-
-
-def copy_beside(source: Path, folder: Path) -> None:
-    for name in BESIDE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)

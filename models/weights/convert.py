@@ -68,11 +68,15 @@ def convert(folder: Path, target: Path, dialect: str, progress: Progress = lambd
     )
     if as_it_was != config:
         raise DialectError(f"{dialect} reads back as another model than {folder}: nothing was written to {target}")
-    for name in BESIDE:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, part / name)
+    copy_beside(folder, part)
     part.rename(target)
     return read
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    for name in BESIDE:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def copy_rows(reader: Reader, stored: Mapping[str, StoredTensor], parts: tuple[Rows, ...], target: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 from .. import json_codec
 from ..hardware.fabric import Fabric, differences
 from ..json_codec import ReadError, layered, unbuild, write_file
-from .cost import Backend, Costs, Shape, Strategy, candidates, choose, possible, predict, untuned
+from .cost import Backend, Costs, Shape, Strategy, candidates, choose, possible, untuned
 from .fit import Fit, Point
 from .prices import reference
 
@@ -130,7 +130,7 @@ def refuse_other_fabric(tuning: Tuning, fabric: Fabric, shape: Shape, backend: B
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """The strategy and its predicted seconds for any size. `source`: measured choices on this very layout, prices
+    """The strategy for any size. `source`: measured choices on this very layout, prices
     fitted on this fabric, or untuned prices."""
 
     shape: Shape
@@ -138,21 +138,17 @@ class Chooser:
     choices: tuple[Choice, ...]
     source: Literal["measured", "fitted", "untuned"]
 
-    def strategy(self, nbytes: int, allowed: Sequence[Strategy] | None = None) -> Strategy:
-        """For messages of `nbytes`, of those allowed (None: cost.candidates, or cost.untuned by untuned prices). A
-        measured choice that is not allowed gives way to the prices."""
+    def strategy(self, nbytes: int) -> Strategy:
+        """For messages of `nbytes`, of cost.candidates, or of cost.untuned by untuned prices. A measured choice that is
+        none of these gives way to the prices."""
         usual = untuned if self.source == "untuned" else candidates
-        allowed = usual(self.costs.backend, self.shape, nbytes) if allowed is None else allowed
+        allowed = usual(self.costs.backend, self.shape, nbytes)
         for choice in self.choices:
             if choice.up_to_bytes is None or nbytes <= choice.up_to_bytes:
                 if choice.strategy in allowed and possible(choice.strategy, self.shape):
                     return choice.strategy
                 break
         return choose(self.costs, self.shape, nbytes, allowed)[0]
-
-    def seconds(self, nbytes: int, strategy: Strategy | None = None) -> float:
-        """Predicted, of `strategy` or else of the one that would be chosen."""
-        return predict(self.costs, self.shape, strategy or self.strategy(nbytes), nbytes)
 
 
 def chooser(
