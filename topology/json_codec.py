@@ -34,19 +34,6 @@ class ReadError(ValueError):
     """`path: what is wrong, what is expected`."""
 
 
-def read_file(path: Path) -> Any:
-    """The JSON value in the file at `path`. Raises ReadError if it is too large or not strict JSON, OSError if it
-    cannot be read."""
-    with path.open("rb") as file:
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise ReadError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB: not a file that laddertron wrote")
-    try:
-        return parse(data)
-    except ReadError as error:
-        raise ReadError(f"{path}: {error}") from None
-
-
 def write_file(path: Path, text: str) -> None:
     """Writes `text` whole or not at all: a reader sees the old file or the new one. Raises OSError naming `path`."""
     if not path.parent.is_dir():
@@ -97,9 +84,12 @@ def header(data: Any, kind: str, version: int) -> dict[str, Any]:
 
 def load(cls: type[T], path: Path, kind: str, version: int) -> T:
     """The `cls` in the file at `path`. Raises ReadError naming the file and the place in it, OSError."""
-    data = read_file(path)
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
     try:
-        return build(cls, header(data, kind, version))
+        if len(data) > MAX_FILE_BYTES:
+            raise ReadError(f"larger than {MAX_FILE_BYTES >> 20} MiB: not a file that laddertron wrote")
+        return build(cls, header(parse(data), kind, version))
     except ReadError as error:
         raise ReadError(f"{path}: {error}") from None
 
