@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .cuda.fp8 import Fp8
-from .ops import Lookup, Norm, Ops, Product, Tree
+from .ops import Lookup, Norm, Product, TorchOps, Tree
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,7 +96,7 @@ class VocabEmbedding(nn.Module):
 
 def prepare(
     layer: Any,
-    ops: Ops,
+    ops: TorchOps,
     norm: Norm | None = None,
     *,
     gated: bool = False,

@@ -21,7 +21,7 @@ from .config.model_config import ModelConfig
 from .config.shapes import LEAVES
 from .cuda.fp8 import Fp8
 from .layers import Layers, Linear, VocabEmbedding, make_layers, prepare
-from .ops import Norm, Ops, Product, RunningSum, Tree
+from .ops import Norm, Product, RunningSum, TorchOps, Tree
 from .rank_shard import RankShard
 from .rotary import RotaryTable
 from .stages import Stage
@@ -92,7 +92,7 @@ class LlamaModel(nn.Module):
         config: ModelConfig | Stage,
         group: ProcessGroup,
         all_reduce: Collective,
-        ops: Ops,
+        ops: TorchOps,
         *,
         dtype: torch.dtype,
         device: torch.device,

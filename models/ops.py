@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -64,37 +63,6 @@ class RunningSum:
         self._whole, self._added = whole, None
 
 
-class Ops(Protocol):
-    """Each maker takes weights that stay alive and unchanged, and returns the product to call every step."""
-
-    name: str
-    repacks: bool
-    """Whether products hold a repacked copy, so that the caller may drop its own weight."""
-    matrix_bytes: int | None
-    """What an element of a layer's matrix takes there; None: what it takes in the model's type."""
-    sums_late: bool
-    """Whether products behind a norm take a RunningSum."""
-
-    @property
-    def exact(self) -> Ops:
-        """The same operators on weights as they are given, if these round them: for the head."""
-
-    def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
-        """x -> matmul(norm(x)), or silu(gate) * up of it, of somebody else's product."""
-
-    def product(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
-    ) -> Product:
-        """x -> norm(x) @ weight.T + bias; weight [out, in]. A tree has no norm."""
-
-    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
-        """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
-
-    def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
-        """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
-        own), None where the table stays as it lies."""
-
-
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Over x's last dimension; statistics in fp32, rounded to x's dtype before the scale (as transformers does)."""
     wide = x.float()
@@ -131,31 +99,41 @@ def tree_product(weight: Tensor, bias: Tensor | None, tree: Tree) -> Product:
 
 
 class TorchOps:
-    """Plain torch, on any device."""
+    """Plain torch, on any device. Each maker takes weights that stay alive and unchanged, and returns the product to
+    call every step."""
 
     name = "torch"
     repacks = False
+    """Whether products hold a repacked copy, so that the caller may drop its own weight."""
     matrix_bytes: int | None = None
+    """What an element of a layer's matrix takes there; None: what it takes in the model's type."""
     sums_late = False
+    """Whether products behind a norm take a RunningSum."""
 
     @property
-    def exact(self) -> Ops:
+    def exact(self) -> TorchOps:
+        """The same operators on weights as they are given, if these round them: for the head."""
         return self
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: functional.linear(x, weight, bias)
 
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
+        """x -> matmul(norm(x)), or silu(gate) * up of it, of somebody else's product."""
         normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
         return (lambda x: silu_and_mul(normed(x))) if gated else normed
 
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
     ) -> Product:
+        """x -> norm(x) @ weight.T + bias; weight [out, in]. A tree has no norm."""
         return self.around(self._matmul(weight, bias) if tree is None else tree_product(weight, bias, tree), norm)
 
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
+        """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
         return self.around(self._matmul(weight, bias), norm, gated=True)
 
     def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
+        """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
+        own), None where the table stays as it lies."""
         return TorchOps.product(self, table, None, norm), None

@@ -9,7 +9,7 @@ import torch
 from ..topology.comm.groups import Deterministic
 from .cpu.ops import CpuOps, Kernels
 from .cuda.fp8 import Fp8, multiplies_fp8
-from .ops import Ops, TorchOps
+from .ops import TorchOps
 from .rank_shard import RankShard
 from .refusal import Refusal
 from .weights.mapping import Source
@@ -21,7 +21,7 @@ class WeightsError(Refusal, ValueError):
 
 def make_ops(
     device: torch.device, dtype: torch.dtype, weights: str = "stored", deterministic: Deterministic = False
-) -> Ops:
+) -> TorchOps:
     """The fastest operators that are right on this device; `weights` as `model.weights`. deterministic: on a CPU a
     row's result must not depend on the other rows. Raises WeightsError."""
     if deterministic == "everywhere" and device.type != "cpu":

@@ -24,7 +24,7 @@ from ...models.config.wiring import check_split, choose_wiring
 from ...models.cuda.fp8 import Fp8
 from ...models.kv_cache import KVCache, block_bytes
 from ...models.llama import LlamaModel
-from ...models.ops import Ops
+from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.rank_shard import RankShard
 from ...models.stages import Stage, choose_layers, make_stages
@@ -189,7 +189,7 @@ class _Share:
     shard: RankShard
     source: Source
     stored: Fp8 | None
-    ops: Ops
+    ops: TorchOps
     needed: int
 
 

@@ -57,7 +57,7 @@ class Fp8:
     def product_of(
         self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, hands_on: bool = False
     ) -> Product | None:
-        """As Ops.product and Ops.gated_product; None of a layer that is not stored so. hands_on: what it yields goes
+        """As TorchOps.product and gated_product; None of a layer that is not stored so. hands_on: what it yields goes
         into another such product alone, and may be in that one's form."""
         weight = layer.get_parameter("weight").detach()
         if weight.dtype != FP8:
