@@ -6,7 +6,6 @@ its addresses, the spares that are already used.
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -121,7 +120,7 @@ class Fleet:
         """What MpiJob needs to know of times, sizes and addresses."""
         daemon, parallel = self.deployment.daemon, self.deployment.parallel
         usual = JobTimeouts()
-        patience = dataclasses.replace(
+        patience = replace(
             usual,
             load_stall_s=daemon.load_timeout,
             suspect_s=min(usual.suspect_s, daemon.heartbeat_timeout / 2),
