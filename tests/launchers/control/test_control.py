@@ -20,7 +20,7 @@ import pytest
 from laddertron import __version__
 from laddertron.engine.job import MetricRow
 from laddertron.engine.request import ModelLimits, Request, SamplingParams, TokenLogprob, TokensEvent
-from laddertron.launchers.control import control, control_client, frames, messages
+from laddertron.launchers.control import control, frames, messages
 from laddertron.launchers.control.control import ControlServer, new_secret
 from laddertron.launchers.control.control_client import ControlClient, address_and_secret
 from laddertron.launchers.control.frames import FrameError, FrameReader, FrameWriter
@@ -360,7 +360,6 @@ def test_broken_figures_do_not_look_like_a_dead_rank(monkeypatch: pytest.MonkeyP
 def test_many_ends_at_once_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """More choices are cancelled in one step than a message may have events: all arrive, in order."""
     monkeypatch.setattr(messages, "MAX_EVENTS", 10)
-    monkeypatch.setattr(control_client, "MAX_EVENTS", 10)
     ends = [TokensEvent("r", choice, 0, (), "cancelled") for choice in range(25)]
 
     async def story(channel: Channel) -> None:
