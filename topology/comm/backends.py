@@ -10,6 +10,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap, MpiBootstrap
-from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, Later, PeerLost, Pending
+from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, PeerLost
 from .groups import CommOptions, Deterministic, TorchGroups
 from .ledger import Ledger
 from .ordered import Ordered
@@ -114,41 +115,62 @@ class GlooCollective:
         if self._relay is not None:
             self._relay.close()
 
-    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> _GlooPending:
         if not x.is_contiguous():
             raise ValueError(f"cannot all-reduce {tuple(x.shape)} with strides {x.stride()}: contiguous is needed")
         began = time.monotonic()
-        ordered: Ordered | None = None
+        ordered: Any = None
         work: Any
         strategy, levels, relay = "gloo", self._levels, self._relay
         if self._deterministic:
-            ordered = made = _guard(lambda: Ordered(x, self._group, True, self._deterministic), self._seq)
-            work = made.work
+            ordered = _guard(lambda: Ordered(x, self._group, True, self._deterministic), self._seq)
+            work = ordered.work
         elif levels is not None and relay is not None and levels.carries(x):
             work, strategy = _guard(lambda: relay.start(x), self._seq), "gloo two_level"
         else:
             work = _guard(lambda: dist.all_reduce(x, group=self._group, async_op=True), self._seq)
-        seq, self._seq = self._seq, self._seq + 1
+        self._seq += 1
         self._ledger.started += 1
-        ended = 0.0
+        return _GlooPending(self, work, x, began, self._seq - 1, ordered, strategy, layer)
 
-        def note(_: Any) -> None:
-            nonlocal ended  # by the thread that ended it, not by whoever asks later
-            ended = time.monotonic()
+    def _finish(self, pending: _GlooPending) -> None:
+        asked, x, seq = time.monotonic(), pending.x, pending.seq
+        self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
+        _guard(lambda: pending.work.wait(timedelta(seconds=self._timeout[0])), seq)
+        if pending.ordered is not None:
+            pending.ordered.add_up()
+        self._ledger.waiting = ""
+        ended = pending.ended or time.monotonic()
+        self._ledger.add(
+            "all_reduce", pending.strategy, self._link, x.nbytes, pending.began, ended, asked, pending.layer
+        )
 
-        def finish() -> Tensor:
-            asked = time.monotonic()
-            self._ledger.waiting = f"all_reduce {seq} of {x.nbytes} bytes"
-            _guard(lambda: work.wait(timedelta(seconds=self._timeout[0])), seq)
-            if ordered is not None:
-                ordered.add_up()
-            self._ledger.waiting = ""
-            arrived = ended or time.monotonic()
-            self._ledger.add("all_reduce", strategy, self._link, x.nbytes, began, arrived, asked, layer)
-            return x
 
-        work.get_future().add_done_callback(note)
-        return Later(finish)
+@dataclass(slots=True)
+class _GlooPending:
+    """`ended`: when the work was over, noted by the thread that ended it, not by whoever asks later; 0.0 before."""
+
+    owner: GlooCollective
+    work: Any
+    x: Tensor
+    began: float
+    seq: int
+    ordered: Ordered | None
+    strategy: str
+    layer: str
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: Any) -> None:
+        self.ended = time.monotonic()
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.owner._finish(self)
+            self.work = None  # not before: a wait that failed fails again, it never gives x without its sum
+        return self.x
 
 
 class GlooGather:
