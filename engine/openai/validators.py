@@ -1,4 +1,4 @@
-"""Bodies as pydantic models: what the models of this folder share, and what pydantic finds as a ApiError.
+"""Bodies as pydantic models: what the models of this folder share, and what pydantic finds as an ApiError.
 
 Every error names the field, its value and the rule. Knows no field by name. What is checked was parsed by strict_json,
 which bounds how much there is to look at.

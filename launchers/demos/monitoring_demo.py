@@ -72,7 +72,7 @@ def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str
     """Uploads a batch of the demo prompts and starts it; its id. `more`: of each completion's body."""
     client = BatchClient(f"{daemon}/v1")
     with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-        write_lines(Path(file.name), lines, max_tokens=48, **more)
+        write_lines(Path(file.name), lines, **more)
         uploaded = client.upload(Path(file.name))["id"]
     return str(client.create(uploaded, "/v1/completions", window, None, secrets.token_hex(8))["id"])
 
