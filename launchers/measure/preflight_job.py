@@ -138,15 +138,17 @@ class Watch:
         around, limit = self._timer, self.limit_s if limit_s is None else limit_s
         if around is not None:
             around.cancel()
-        timer = self._begin(limit, lambda: self._end(f"{words()} (allowed: {limit:.0f} s)"))
+        self._begin(limit, lambda: self._end(f"{words()} (allowed: {limit:.0f} s)"))
         try:
             yield
         finally:
-            timer.cancel()
-            self._timer = None if around is None else self._begin(around.interval, around.function)
+            if self._timer is not None:  # by now another one, where there was a wait inside
+                self._timer.cancel()
+            self._timer = None
+            if around is not None:
+                self._begin(around.interval, around.function)
 
-    def _begin(self, limit_s: float, end: Callable[..., object]) -> threading.Timer:
-        self._timer = timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
-        timer.daemon = True
-        timer.start()
-        return timer
+    def _begin(self, limit_s: float, end: Callable[..., object]) -> None:
+        self._timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
+        self._timer.daemon = True
+        self._timer.start()

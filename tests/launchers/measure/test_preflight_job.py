@@ -136,3 +136,20 @@ def test_a_wait_that_lasts_too_long_ends_the_rank() -> None:
     with watch.over(lambda: "the outer"), watch.over(lambda: "rank 1 did not answer", 0.05):
         assert came.wait(HANG_S)
     assert said == ["rank 1 did not answer (allowed: 0 s)"]
+
+
+def test_nothing_is_waited_for_once_a_wait_with_another_inside_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[threading.Timer] = []
+
+    class Kept(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+            super().start()
+
+    monkeypatch.setattr(threading, "Timer", Kept)
+    watch = Watch(FOR_EVER_S, lambda words: None)
+    with watch.over(lambda: "the outer"):
+        with watch.over(lambda: "the inner"):
+            assert [timer.finished.is_set() for timer in timers] == [True, False]
+        assert [timer.finished.is_set() for timer in timers] == [True, True, False]
+    assert all(timer.finished.is_set() for timer in timers)
