@@ -25,14 +25,16 @@ MEMORY = 0.75
 RECOVERY = 0.01
 """By which share of what is missing the acceptance rises in a step without drafts: a sequence that gave them up tries
 again."""
-TRIAL, FIRST_PAUSE, LONGEST_PAUSE = 3, 128, 4096
-"""Steps of the slower kind, and those before it is tried again: more while the same kind wins."""
+TRIAL, FIRST_PAUSE, LONGEST_PAUSE = 3, 32, 4096
+"""Steps of each kind before one is chosen, of the slower one whenever it is tried again, and those before that: more
+while the same kind wins."""
 STALL = 4.0
 """A step that takes so many times the one of its kind before it is no measure."""
 _FORGET, _LEAST = 0.98, 1e-9
 _NEWEST = 0.2
-"""What the newest step of a kind weighs in its mean."""
-_FIRST_PRICE = 0.1
+"""What the newest step of a kind weighs in its mean, at least."""
+_FIRST_PRICE = 0.3
+"""Of a row, until one is measured: dear, so that the first steps are not much slower where drafts do not pay."""
 _SPREAD = 0.01
 """Of the rows' squares, that must be spread: from steps of like size a row's price cannot be fitted."""
 
@@ -89,10 +91,16 @@ class _Kinds:
     """Steps among as many sequences, with drafts (True) and without: seconds a token, the newest counting most."""
 
     seconds: dict[bool, float] = field(default_factory=dict)
+    steps: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    """That were measured."""
     since: int = 0
     pause: int = FIRST_PAUSE
     last: dict[bool, float] = field(default_factory=dict)
     """Seconds of the newest step of each kind."""
+
+    @property
+    def known(self) -> bool:
+        return min(self.steps.values()) >= TRIAL
 
     @property
     def wins(self) -> bool:
@@ -100,8 +108,8 @@ class _Kinds:
 
     def next(self) -> bool:
         """Whether the next step may have drafts."""
-        if len(self.seconds) < 2:
-            return True not in self.seconds
+        if not self.known:
+            return self.steps[True] < TRIAL
         self.since += 1
         if self.since <= self.pause:
             return self.wins
@@ -117,9 +125,11 @@ class _Kinds:
         return seconds > STALL * last
 
     def observe(self, drafted: bool, seconds: float) -> None:
-        both = len(self.seconds) == 2
+        both = self.known
         before = both and self.wins
-        self.seconds[drafted] = (1.0 - _NEWEST) * self.seconds.get(drafted, seconds) + _NEWEST * seconds
+        self.steps[drafted] += 1
+        share = max(_NEWEST, 1.0 / self.steps[drafted])
+        self.seconds[drafted] = (1.0 - share) * self.seconds.get(drafted, 0.0) + share * seconds
         if both and self.wins != before:
             self.since, self.pause = 0, FIRST_PAUSE
 

@@ -92,9 +92,18 @@ def test_a_stall_is_no_measure_and_a_slower_link_is(slower: bool) -> None:
 def test_drafts_that_are_found_now_and_then_are_measured() -> None:
     """Each step with drafts stands between steps without and takes five times as long: that is its price, no stall."""
     speculation = Speculation(SpeculationRule())
-    for drafts, tokens, seconds in ((0, 1, 1.0), (8, 2, 5.0)) * 3:
+    for drafts, tokens, seconds in ((0, 1, 1.0), (8, 2, 5.0)) * 4:
         speculation.observe_step(1, drafts, tokens, seconds)
     assert speculation.threshold(1) == inf
+
+
+def test_one_unlucky_step_does_not_decide() -> None:
+    """Of the first three with drafts one gave nothing: they win all the same, at the mean."""
+    speculation = Speculation(SpeculationRule())
+    for drafts, tokens in ((24, 8), (24, 22), (24, 24), (0, 8), (0, 8), (0, 8)):
+        assert (speculation.threshold(8) < inf) == (drafts > 0)
+        speculation.observe_step(8, drafts, tokens, 1.6 if drafts else 1.0)
+    assert speculation.threshold(8) < inf
 
 
 def test_without_a_price_every_draft_is_taken() -> None:
