@@ -135,7 +135,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--per-node", type=int, default=1, choices=(1, 2))
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=48, help="of each sequence; few show the pipeline filling and emptying")
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="of each sequence; few show the pipeline filling and emptying"
+    )
     parser.add_argument("--report", action="store_true", help="no measuring")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
