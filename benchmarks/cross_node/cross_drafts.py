@@ -62,9 +62,8 @@ class Answers:
         if rate is None or answer is None or not np.array_equal(answer[:at], known):
             return []
         drafts: list[int] = answer[at : at + max(0, most)].tolist()
-        return [
-            draft if Random(1000 * at + i).random() < rate else (draft + 1) % 1000 for i, draft in enumerate(drafts)
-        ]
+        chance = [Random(f"{known[0]} {at} {i}").random() for i in range(len(drafts))]
+        return [draft if c < rate else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
     def behind(self, runner: runners.Runner, rate: float | None) -> None:
         """From now on the runner's drafts are right with this probability."""
