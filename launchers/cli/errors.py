@@ -17,5 +17,7 @@ def ended_by(*kinds: type[Exception], end: type[click.ClickException] = UsageErr
     """Around work, or over a command: these faults end the command with their own words, as `end` does."""
     try:
         yield
+    except BrokenPipeError:  # whoever read the output has gone, which click knows
+        raise
     except kinds as error:
         raise end(str(error)) from error

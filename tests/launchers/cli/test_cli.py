@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 from laddertron import __version__
 from laddertron.engine.config.load import load
 from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli.errors import UsageError, ended_by
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.slices import expected_shapes
 from tiny_text import byte_level
@@ -400,3 +401,10 @@ def test_an_interrupt_during_imports_is_one_line() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_reader_that_has_gone_is_no_error_of_the_command() -> None:
+    with pytest.raises(BrokenPipeError), ended_by(OSError):
+        raise BrokenPipeError
+    with pytest.raises(UsageError), ended_by(OSError):
+        raise FileNotFoundError
