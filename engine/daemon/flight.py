@@ -1,4 +1,4 @@
-"""One body on its way through the engine, and who is told of it. Made by line_flights.py and
+"""One body on its way through the engine, and who wants its answer. Made by line_flights.py and
 engine/daemon/http/generate.py."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FlightOwner(Protocol):
 
 
 class DispatchObserver(Protocol):
-    """Who is told what replicas do; returns at once."""
+    """Whoever watches what replicas do; every call returns at once."""
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
         """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class LineFlights:
-    """`take` a line once the dispatcher has room for it; `answered` is told what came of it. `run_id`: the batch's or
+    """`take` a line once the dispatcher has room for it; `answered` gets what came of it. `run_id`: the batch's or
     the run's id, of which answer ids and default seeds are made. `max_choices`: see `to_requests`."""
 
     def __init__(
@@ -63,7 +63,7 @@ class LineFlights:
         out = error_line(line.custom_id, answer_id(self._run_id, line), error, line.number)
         self.answered(line, out, None, error)
 
-    # what the dispatcher tells
+    # what the dispatcher reports
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
         """Answers are written whole."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.box import SIMPLE
 from rich.table import Table
 
+from ...engine.profiling.picture import picture
 from ..measure.bench_measure import Row
-from .picture import picture
 
 
 def _figure(spread: Sequence[float], digits: int = 1) -> str:

@@ -255,13 +255,13 @@ def run_rank(
             sharers = identity.local_size
             if not stand_by(channel, communicator, lambda: has_room(deployment, communicator, device, sharers)):
                 return
-        begun, last_told = time.monotonic(), 0.0
+        begun, last_said = time.monotonic(), 0.0
 
         def loaded(done: int, total: int) -> None:
-            nonlocal last_told
-            if done == total or time.monotonic() - last_told > 0.5:
-                last_told = time.monotonic()
-                say(messages.Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_told - begun)))
+            nonlocal last_said
+            if done == total or time.monotonic() - last_said > 0.5:
+                last_said = time.monotonic()
+                say(messages.Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_said - begun)))
 
         built = build(deployment, communicator, device, loaded, lambda doing: say(messages.Loading(1.0, doing)))
         leads = communicator.leads

@@ -58,7 +58,7 @@ class Ledger:
         for event in events:
             key = (event.request_id, event.choice)
             before = self.reported[key]
-            assert not before or before[-1].finish is None, f"{key} told something after its end"
+            assert not before or before[-1].finish is None, f"{key} reported something after its end"
             tokens = self.tokens[key]
             if event.finish == "stop" and event.stop_token is None:
                 assert event.start <= len(tokens)
@@ -92,13 +92,13 @@ class Ledger:
 
     def _logprobs(self, key: tuple[str, int], request: Request, tokens: tuple[int, ...]) -> None:
         whole, size = request.prompt + tokens, len(request.prompt)
-        told = [p for event in self.reported[key] for p in event.logprobs or ()]
+        scored = [p for event in self.reported[key] for p in event.logprobs or ()]
         if request.params.logprobs is None:
-            assert not told
+            assert not scored
         else:
             stop = self.reported[key][-1].stop_token
             drawn = whole if stop is None else (*whole, stop)
-            assert told == [logprob(drawn[:at], drawn[at]) for at in range(size, len(drawn))]
+            assert scored == [logprob(drawn[:at], drawn[at]) for at in range(size, len(drawn))]
         prompts = [event.prompt_logprobs for event in self.reported[key] if event.prompt_logprobs is not None]
         due = request.params.prompt_logprobs is not None and key[1] == 0
         natural = self.reported[key][-1].finish == "length" or self.reported[key][-1].stop_token is not None

@@ -129,8 +129,8 @@ def test_nan_in_a_shared_prefix_misleads_nobody(microbatches: int, budget: int) 
         if number % 3 == 0:
             play.step(microbatches)
     play.drain(microbatches)
-    for (name, _), told in play.ledger.reported.items():
-        assert told[-1].finish == ("numerical_error" if name.startswith("bad") else "length"), name
+    for (name, _), events in play.ledger.reported.items():
+        assert events[-1].finish == ("numerical_error" if name.startswith("bad") else "length"), name
     play.add(Request("again", (*beginning[:9], 41), SamplingParams(2, seed=1)))
     play.drain(microbatches)
     assert play.ledger.reported["again", 0][-1].cached_tokens == 8

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
+from .....engine.profiling.picture import picture
 from ...errors import ended_by
-from ...picture import picture
 from ...training import MODEL, TEXT, token_file, training_ranks
 
 
