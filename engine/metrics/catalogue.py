@@ -32,7 +32,7 @@ BATCH_STATUSES = (
 )  # fmt: skip
 FAILURE_KINDS = (
     "mismatch", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled",
-    "consequence", "protocol", "launch", "launcher_exit", "stuck", "other",
+    "consequence", "protocol", "launch", "launcher_exit", "other",
 )  # fmt: skip
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 PHASES: tuple[str, ...] = get_args(JobPhase)

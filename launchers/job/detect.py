@@ -14,7 +14,7 @@ from ..control.messages import Beat
 
 FailureKind = Literal[
     "mismatch", "protocol", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled",
-    "load_stalled", "consequence", "launch", "launcher_exit", "stuck",
+    "load_stalled", "consequence", "launch", "launcher_exit",
 ]  # fmt: skip
 """A closed set: it labels `engine_restarts_total`. The most convincing first: see `blame`."""
 
