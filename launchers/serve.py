@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from .. import __version__
-from ..engine.config.load import ConfigError, Deployment, LoadedDeployment, to_json
+from ..engine.config.load import ConfigError, Deployment, LoadedDeployment
 from ..engine.daemon.http.keys import KeyFileError, KeyRing
 from ..engine.daemon.http.logs import set_up
 from ..engine.daemon.http.server import listen
@@ -29,63 +26,20 @@ from ..engine.daemon.http.tls import TlsFault, check_pair
 from ..engine.daemon.service import Daemon, Parts, calm_collector
 from ..engine.daemon.store.disk import DiskError
 from ..engine.daemon.store.store import StoreOptions
-from ..engine.estimate.memory import GPU_CONTEXT, NCCL_BUFFERS
 from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TracingError, exporting
 from ..engine.text.tokenizer import TextError, TextModel
-from ..topology.hardware.discover import select
-from ..topology.hardware.nvml import gpus, load_nvml
 from .job.bundle import FailureBundles
-from .job.device_memory import SLACK_BYTES, DeviceMemory, nvml_look
-from .job.fleet import Fleet
+from .job.fleet import replicas_of
 from .job.reload import Reloader
 from .job.rolling_job import RollingJob
-from .job.supervisor import JobFailure, JobHooks, MpiJob
+from .job.supervisor import JobFailure, MpiJob
 
 log = logging.getLogger(__name__)
 
 
 class ServeError(RuntimeError):
     """The daemon cannot begin: exit code 2, one line."""
-
-
-def replicas_of(
-    deployment: Deployment,
-    failed: Callable[[int, JobFailure], None],
-    hold: bool = False,
-    in_use: dict[str, int] | None = None,
-) -> list[MpiJob]:
-    """One job a replica, not started, held (JobOptions) or not. in_use: DeviceMemory's `before`. Raises ValueError or
-    OSError where they cannot be launched here."""
-    fleet = Fleet(deployment, os.environ)
-    config = json.dumps(to_json(fleet.deployment))
-
-    def replica(index: int) -> MpiJob:
-        memory = _device_memory(deployment, fleet.local_devices(index), in_use)
-        hooks = JobHooks(lambda failure: failed(index, failure), None if memory is None else memory.free)
-        options = replace(fleet.options(index, restart=True), hold=hold)
-        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
-
-    return [replica(index) for index in range(deployment.parallel.replicas)]
-
-
-def _jobs_of(
-    failed: Callable[[int, JobFailure], None], in_use: dict[str, int], deployment: Deployment, hold: bool
-) -> list[MpiJob]:
-    return replicas_of(deployment, failed, hold, in_use)
-
-
-def _device_memory(
-    deployment: Deployment, wanted: Collection[int], in_use: dict[str, int] | None
-) -> DeviceMemory | None:
-    """None where no rank uses a GPU of this host."""
-    nvml = None if deployment.engine.device == "cpu" else load_nvml()
-    if nvml is None:
-        return None
-    found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
-    used = [device for device in found if device.index in wanted]
-    slack = SLACK_BYTES + GPU_CONTEXT + NCCL_BUFFERS  # ranks that stand by hold these
-    return DeviceMemory(nvml_look(nvml, used), slack=slack, before=in_use) if used else None
 
 
 def serve(
@@ -123,7 +77,10 @@ def serve(
         if (metrics := deployment.metrics).enabled and metrics.port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         parts = Parts(jobs, text, text_folder, __version__, watcher, StoreOptions(adopt=adopt), keys)
-        make = partial(_jobs_of, failed, in_use)
+
+        def make(changed: Deployment, hold: bool) -> list[MpiJob]:
+            return replicas_of(changed, failed, hold=hold, in_use=in_use)
+
         reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
         try:
             return asyncio.run(_run(deployment, parts, bundles, reloader, listener, scraped))

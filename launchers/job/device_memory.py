@@ -8,11 +8,16 @@ cannot be seen from here: there the load itself refuses, with need and have.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from ...engine.config.schema import Deployment
+from ...engine.estimate.memory import GPU_CONTEXT, NCCL_BUFFERS
+from ...topology.hardware.discover import select
 from ...topology.hardware.fabric import Device
+from ...topology.hardware.nvml import gpus, load_nvml
 
 SLACK_BYTES = 1 << 30  # other users of the device come and go by about so much; a shard of weights is more
 _LOOK_AGAIN_S = 0.1
@@ -71,3 +76,16 @@ def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
         return found
 
     return look
+
+
+def device_memory(
+    deployment: Deployment, wanted: Collection[int], in_use: dict[str, int] | None
+) -> DeviceMemory | None:
+    """Of the GPUs of this host with these numbers; None where no rank uses one. in_use: DeviceMemory's `before`."""
+    nvml = None if deployment.engine.device == "cpu" else load_nvml()
+    if nvml is None:
+        return None
+    found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
+    used = [device for device in found if device.index in wanted]
+    slack = SLACK_BYTES + GPU_CONTEXT + NCCL_BUFFERS  # ranks that stand by hold these
+    return DeviceMemory(nvml_look(nvml, used), slack=slack, before=in_use) if used else None

@@ -6,11 +6,13 @@ its addresses, the spares that are already used.
 
 from __future__ import annotations
 
+import json
+import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ...engine.config.load import Deployment, is_loopback
+from ...engine.config.load import Deployment, is_loopback, to_json
 from ...topology.hardware.interfaces import address_of
 from ...topology.placement.mapping import same_host
 from ..compose.detect_launcher import survey
@@ -18,9 +20,9 @@ from ..compose.host_allocation import Share, divide
 from ..compose.hosts import Host, LaunchError, read_hosts
 from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from ..compose.network import choose_network
-from .job_launch import JobOptions
-from .rank_board import JobTimeouts
+from .device_memory import device_memory
 from .rank_logs import RankWords
+from .supervisor import JobFailure, JobHooks, JobOptions, JobTimeouts, MpiJob
 
 
 def is_here(name: str, hostname: str) -> bool:
@@ -138,6 +140,27 @@ class Fleet:
             patience=patience,
             words=self._words,
         )
+
+
+def replicas_of(
+    deployment: Deployment,
+    failed: Callable[[int, JobFailure], object],
+    restart: bool = True,
+    hold: bool = False,
+    in_use: dict[str, int] | None = None,
+) -> list[MpiJob]:
+    """One job a replica, not started. `restart`, `hold`: see JobOptions; in_use: DeviceMemory's `before`. Raises
+    ValueError or OSError where they cannot be launched here."""
+    fleet = Fleet(deployment, os.environ)
+    config = json.dumps(to_json(fleet.deployment))
+
+    def replica(index: int) -> MpiJob:
+        memory = device_memory(deployment, fleet.local_devices(index), in_use) if restart else None
+        hooks = JobHooks(lambda failure: failed(index, failure), None if memory is None else memory.free)
+        options = replace(fleet.options(index, restart=restart), hold=hold)
+        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
+
+    return [replica(index) for index in range(deployment.parallel.replicas)]
 
 
 def _address_of(interface: str) -> str:

@@ -41,7 +41,7 @@ class JobHooks:
     every relaunch: it returns once the devices' memory is seen to be free, or raises RuntimeError saying what is not.
     """
 
-    failed: Callable[[JobFailure], None] = field(default=lambda failure: None)
+    failed: Callable[[JobFailure], object] = field(default=lambda failure: None)
     devices_free: Callable[[], Awaitable[None]] | None = None
 
 

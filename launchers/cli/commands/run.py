@@ -7,7 +7,6 @@ the rest. Here files, configuration, job and terminal meet; the work is engine/r
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import shlex
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
+from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read
 from ....engine.job import EngineJob
 from ....engine.run.files import RunFileError, RunFiles, open_run
 from ....engine.run.progress import Summary
@@ -117,20 +116,9 @@ def bundles_of(deployment: Deployment) -> FailureBundles:
 def launched_jobs(deployment: Deployment) -> Sequence[EngineJob]:
     """The ranks that the deployment's `launch:` asks for, by replica; not started. A launch that fails leaves a bundle.
     Raises ValueError where they cannot be."""
-    from ...job.fleet import Fleet
-    from ...job.supervisor import JobHooks, MpiJob
+    from ...job.fleet import replicas_of
 
-    fleet = Fleet(deployment, os.environ)
-    config, bundles = json.dumps(to_json(fleet.deployment)), bundles_of(deployment)
-
-    def replica(index: int) -> MpiJob:
-        def failed(failure: JobFailure) -> None:
-            bundles.failed(index, failure)
-
-        options = fleet.options(index, restart=False)
-        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, JobHooks(failed=failed))
-
-    return [replica(index) for index in range(deployment.parallel.replicas)]
+    return replicas_of(deployment, bundles_of(deployment).failed, restart=False)
 
 
 async def drive(

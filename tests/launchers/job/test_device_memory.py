@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from job_tools import story
 from laddertron.engine.config.load import read
-from laddertron.launchers import serve
+from laddertron.launchers.job import device_memory
 from laddertron.launchers.job.device_memory import DeviceMemory, nvml_look
+from laddertron.launchers.job.fleet import replicas_of
 from laddertron.launchers.job.supervisor import JobHooks
 from laddertron.topology.hardware.fabric import Device
 from laddertron.topology.hardware.nvml import gpus
@@ -136,9 +137,9 @@ def test_the_loop_goes_on_while_the_driver_is_asked() -> None:
 
 
 def jobs(driver: Driver | None, monkeypatch: pytest.MonkeyPatch, *sets: str) -> list[Any]:
-    monkeypatch.setattr(serve, "load_nvml", lambda: driver)
+    monkeypatch.setattr(device_memory, "load_nvml", lambda: driver)
     loaded = read(str(Path(__file__).parents[3] / "configs" / "demo.yaml"), sets)
-    return list(serve.replicas_of(loaded.deployment, lambda replica, failure: None))
+    return list(replicas_of(loaded.deployment, lambda replica, failure: None))
 
 
 def test_serve_watches_the_gpus_that_its_ranks_use(monkeypatch: pytest.MonkeyPatch) -> None:
