@@ -48,7 +48,7 @@ def main() -> int:
         hooks = JobHooks(failed=lambda failure: failed(0, failure))
         return [MpiJob(lambda excluded: command, json.dumps(config), options, hooks)]
 
-    serve.replicas_of = replicas
+    vars(serve)["replicas_of"] = replicas
     text, folder = read_text(loaded)
     return serve.serve(loaded, text, folder)
 
