@@ -1,4 +1,4 @@
-"""Drivers of lanes (launchers/measure/lanes.py): requests in, and what each step, prefill and all-reduce took.
+"""Drivers of lanes (turns.py): requests in, and what each step, prefill and all-reduce took.
 
 Imported by rank programs alone.
 """
@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.split import SplitChoice
-from laddertron.launchers.measure.lanes import Lane, Turns, call, communication
-from laddertron.launchers.measure.lanes import play as share
+from laddertron.launchers.measure.bench_rank import communication
 from laddertron.topology.comm.collectives import Collective, Done, Pending
 from laddertron.topology.comm.groups import Communicator
 from laddertron.topology.comm.ledger import Record
+from turns import Lane, Turns, probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,6 @@ class Steps:
     exposed_s: float
     other_cpu_s: float
     sub_blocks_s: tuple[float, float]
-
-    @property
-    def larger_share(self) -> float:
-        """The larger sub-block's share of a layer's computation; 0.5 where there is nothing to see."""
-        return max(self.sub_blocks_s) / (sum(self.sub_blocks_s) or 1.0) or 0.5
 
 
 class Unawaited:
@@ -159,24 +153,3 @@ class Driver:
         steps = Steps(tuple(self._decode), tuple(self._prefills), hidden, exposed, other, (attention, mlp))
         self._new()
         return steps
-
-
-def probe(communicator: Communicator, nbytes: int, count: int) -> list[float]:
-    """Rank 0: seconds of each of `count` all-reduces of nbytes, beside nothing else."""
-    call(communicator, struct.pack("<II", nbytes, count))
-    return _all_reduces(communicator, nbytes, count)
-
-
-def _all_reduces(communicator: Communicator, nbytes: int, count: int) -> list[float]:
-    x = torch.zeros(nbytes // 4)
-    times = []
-    for _ in range(count):
-        started = time.perf_counter()
-        communicator.all_reduce.start(x).wait()
-        times.append(time.perf_counter() - started)
-    return times
-
-
-def play(lanes: Sequence[Lane], communicator: Communicator, lead: Callable[[], None]) -> None:
-    """As launchers/measure/lanes.py's, with ranks that answer `probe`."""
-    share(lanes, communicator, lead, lambda asked: _all_reduces(communicator, *struct.unpack("<II", asked)))

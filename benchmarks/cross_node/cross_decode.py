@@ -11,11 +11,11 @@ import torch
 from bench_model import Size, make_runner, rewired
 from cluster.nodes import Control
 from common import say, to_and_fro
-from laddertron.launchers.measure.lanes import Lane
 from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.groups import Communicator
-from lanes import Driver, Steps, Unawaited, probe
+from lanes import Driver, Steps, Unawaited
 from rank_task import Spec, be_rank, in_turns
+from turns import Lane, probe
 
 
 def wirings(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:
@@ -53,8 +53,8 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
                     batch=batch,
                     wiring=name,
                     step_s=steady(steps.decode_s),
-                    larger_share=steps.larger_share,
-                    sub_blocks_s=steps.sub_blocks_s,
+                    # of wirings that overlap, what lies between two messages is no sub-block's computation
+                    sub_blocks_s=steps.sub_blocks_s if name in ("standard", "carried") else None,
                     steps=len(steps.decode_s),
                     prefill_s=statistics.median(steps.prefills_s),
                     prefill_range_s=[min(steps.prefills_s), max(steps.prefills_s)],

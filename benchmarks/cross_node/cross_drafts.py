@@ -17,12 +17,12 @@ from laddertron.engine.batch import Batch, StepResult
 from laddertron.engine.profiling.bench import spread
 from laddertron.engine.schedule.speculation import SpeculationRule
 from laddertron.engine.step import runner as runners
-from laddertron.launchers.measure.lanes import Lane
 from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.groups import Communicator
 from lanes import Driver
 from numpy.typing import NDArray
 from rank_task import Spec, be_rank, in_turns
+from turns import Lane
 
 PROMPTS = 5
 ALL, PAYING = SpeculationRule(priced=False), SpeculationRule()

@@ -12,11 +12,11 @@ from common import say, to_and_fro
 from cross_decode import steady
 from laddertron.engine.profiling.bench import spread
 from laddertron.engine.schedule.split import TRIAL, SplitRule
-from laddertron.launchers.measure.lanes import Lane
 from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.groups import Communicator
 from lanes import Driver, Unawaited
 from rank_task import Spec, be_rank, in_turns
+from turns import Lane
 
 WARM = len(TRIAL) + 2
 """Steps until `auto` has made its choice."""

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from bench_model import Size, make_model
 from cluster.nodes import CONTROL, Control
-from laddertron.launchers.measure.lanes import Lane
 from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.bootstrap import MpiBootstrap
 from laddertron.topology.comm.groups import CommOptions, Communicator
@@ -21,8 +20,9 @@ from laddertron.topology.connect import connect
 from laddertron.topology.hardware.interfaces import address_of
 from laddertron.topology.placement.identity import identify
 from laddertron.topology.placement.layout import GroupLayout, observed_layout
-from lanes import Driver, play
+from lanes import Driver
 from numpy.typing import NDArray
+from turns import Lane, play
 
 Spec = dict[str, Any]
 Task = Callable[[Spec, MpiBootstrap, GroupLayout, str], None]

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,22 @@ from rich.text import Text
 
 from ...engine.config import load as deploy
 from ...engine.text.tokenizer import TextModel
+from ...models.config.model_config import from_folder
 from ..control.processes import descendants, kill
 from ..measure.bench_job import BenchError, BenchJob
+from ..measure.bench_measure import roomy
 from .serving import PROMPTS, ROOT, tally, words_of, write_lines
 
 CONFIGS = {"standard": ROOT / "configs/demo-standard.yaml", "ladder": ROOT / "configs/demo.yaml"}
-RACE_S = 4.0
-"""Seconds that the slower model should need over the emulated link."""
+RACE_S, ROUNDS = 3.0, 8
+"""About the seconds that a model needs for a race, and the turns that it takes in it."""
+SEATS, MAX_TOKENS = 8, 64
+"""The models' max_num_seqs; tokens of an answer."""
 LINES = 160
 """Requests of the batch whose rank is killed."""
 BAR = 34
+Items = list[tuple[list[int], int, float]]
+"""Requests as a BenchJob takes them: prompt, tokens to generate, arrival."""
 
 
 def main() -> int:
@@ -43,8 +50,7 @@ def main() -> int:
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="laddertron-demo-"))
     try:
-        text = TextModel.from_folder(ROOT / "configs/demo-ladder")
-        _race(console, text, folder)
+        _race(console)
         status = _kill_and_resume(console, folder)
     except BenchError as error:
         raise SystemExit(str(error)) from None
@@ -57,84 +63,110 @@ def main() -> int:
 # the race
 
 
-def _race(console: Console, text: TextModel, folder: Path) -> None:
-    console.rule("[bold]the race: ladder against standard, two MPI ranks, the same prompts")
+@dataclass(slots=True)
+class Lane:
+    """A model on two ranks of its own, and what it has done in the present race."""
+
+    name: str
+    job: BenchJob
+    tokens: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    def run(self, items: Items) -> None:
+        found = self.job.ask("mix", items=items)
+        self.tokens += found["generated_tokens"]
+        self.seconds += found["total_s"]
+        self.exposed += found["exposed_s"]
+        self.hidden += found["hidden_s"]
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / (self.seconds or 1.0)
+
+
+def _race(console: Console) -> None:
+    """Measures c, what a sub-block computes beyond its waits, at no delay; then at L = c. Raises BenchError."""
+    console.rule("[bold]the race: ladder against standard, two MPI ranks each, the same prompts")
     console.print(
-        "Two models of 0.9 M parameters, each trained with its own wiring. They take turns: the "
-        "one whose own clock is behind steps next.\n"
+        "Two models of 0.9 M parameters, each trained with its own wiring. They take turns, round by round.\n"
     )
-    results: dict[str, Any] = {}
-    with Live(console=console, refresh_per_second=10, transient=True) as live:
-        for message in _race_messages(text, folder):
-            if "c" in message:
-                results["c"] = message["c"]
-            elif message["race"] in ("link", "no delay"):
-                picture = _picture(message, results.get("c", 0.0), text)
-                if message.get("over"):
-                    results[message["race"]] = message
-                    live.console.print(picture)
-                elif console.is_terminal:
-                    live.update(picture)
-    _verdict(console, results)
-
-
-def _race_messages(text: TextModel, folder: Path) -> Iterator[dict[str, Any]]:
-    prompts = [json.loads(line)["body"].get("prompt") for line in PROMPTS.read_text().splitlines()]
-    ids = [text.tokenizer.encode(prompt).ids for prompt in prompts if prompt is not None]
-    (folder / "prompts.json").write_text(json.dumps(ids))
-    words = (str(RACE_S), str(folder / "prompts.json"), *map(str, CONFIGS.values()))
-    with BenchJob(deploy.load(CONFIGS["standard"]), "the race", "demos.race", words) as job:
-        while True:
-            message = job.answer()
-            yield message
-            if message.get("race") == "no delay" and message.get("over"):
-                return
-
-
-def _picture(message: dict[str, Any], c: float, text: TextModel) -> Group:
-    delayed = message["race"] == "link"
-    link = f"{c * 1e6:.0f} us, as long as a sub-block computes (L/c = 1)" if delayed else "no delay"
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(ratio=1)
-    table.add_column(ratio=1)
-    table.add_row(*(_lane(lane, message["total"], text) for lane in message["lanes"]))
-    head = Text.assemble(("EMULATED link: ", "bold yellow"), (link, "yellow"))
-    return Group(head, table)
-
-
-def _lane(lane: dict[str, Any], total: int, text: TextModel) -> Panel:
-    seconds = max(lane["seconds"], 1e-9)
-    computing = max(0.0, seconds - lane["exposed"])
-    done = min(BAR, round(BAR * lane["tokens"] / total))
-    exposed = min(BAR, round(BAR * lane["exposed"] / seconds))
-    flight = lane["hidden"] + lane["exposed"]
-    share = 100 * lane["hidden"] / flight if flight else 0.0
-    lines = Text(no_wrap=True)
-    lines.append("█" * done, "green").append("░" * (BAR - done) + "\n", "dim")
-    lines.append(f"{lane['tokens'] / seconds:.0f} tokens/s", "bold")
-    lines.append(f"  {lane['tokens']} in {seconds:.2f} s{', done' if lane['done'] else ''}\n")
-    lines.append("█" * (BAR - exposed), "green").append("█" * exposed + "\n", "red")
-    lines.append(f"computing {computing:.2f} s, ", "green").append(f"waiting {lane['exposed']:.2f} s\n", "red")
-    lines.append(f"communication {flight:.2f} s, {share:.0f}% hidden\n")
-    words = " ".join(text.tokenizer.decode(lane["text"]).split())
-    lines.append((words[: 2 * BAR] or " ").ljust(2 * BAR)[:BAR] + "\n", "italic dim")
-    lines.append(words[BAR : 2 * BAR], "italic dim")
-    return Panel(lines, title=lane["lane"], border_style="cyan" if lane["lane"] == "ladder" else "white")
-
-
-def _verdict(console: Console, results: dict[str, Any]) -> None:
-    for name, words in (("link", "over the emulated link"), ("no delay", "with no delay")):
-        lanes = {lane["lane"]: lane for lane in results[name]["lanes"]}
-        rates = {key: lane["tokens"] / lane["seconds"] for key, lane in lanes.items()}
-        ratio = rates["ladder"] / rates["standard"]
-        console.print(
-            f"ladder / standard {words}: [bold]{ratio:.2f}x[/] "
-            f"({rates['ladder']:.0f} / {rates['standard']:.0f} tokens/s)"
-        )
+    prompts = _prompts()
+    with ExitStack() as stack:
+        lanes = _lanes(stack, 0.0)
+        first = lanes[0].job.ask("mix", items=prompts)
+        layers = from_folder(Path(lanes[0].job.deployment.model.path)).num_layers
+        c = (first["total_s"] - first["exposed_s"]) / first["steps"] / (2 * layers)
+        rounds = max(1, round(RACE_S / ROUNDS / first["total_s"]))
+        _run_rounds(console, lanes, prompts * rounds, "no delay")
+    with ExitStack() as stack:
+        delayed = _lanes(stack, c)
+        title = f"{c * 1e6:.0f} us, as long as a sub-block computes (L/c = 1)"
+        _run_rounds(console, delayed, prompts * max(1, rounds // 2), title)
+    for words, (standard, ladder) in (("over the emulated link", delayed), ("with no delay", lanes)):
+        ratio = f"[bold]{ladder.rate / standard.rate:.2f}x[/]"
+        console.print(f"ladder / standard {words}: {ratio} ({ladder.rate:.0f} / {standard.rate:.0f} tokens/s)")
     console.print(
         "[dim]The law allows 2x at L/c = 1, and nothing where there is nothing to hide. What ladder costs in "
         "quality: configs/MODEL_CARD.md and docs/performance.md.[/]\n"
     )
+
+
+def _prompts() -> Items:
+    """The demo's prompts: one batch of what the models' seats hold."""
+    text = TextModel.from_folder(ROOT / "configs/demo-ladder")
+    known = [json.loads(line)["body"].get("prompt") for line in PROMPTS.read_text().splitlines()]
+    ids = [text.tokenizer.encode(prompt).ids for prompt in known if prompt is not None]
+    return [(ids[number % len(ids)], MAX_TOKENS, 0.0) for number in range(SEATS)]
+
+
+def _lanes(stack: ExitStack, delay_s: float) -> list[Lane]:
+    """Standard, then ladder, each on ranks of its own over a link of that delay, warmed up."""
+    lanes = []
+    for name, path in CONFIGS.items():
+        deployment = deploy.load(path)
+        link: dict[str, Any] = {"collective": "emulated" if delay_s else "auto", "emulated_delay": delay_s}
+        linked = replace(deployment, parallel=replace(deployment.parallel, **link))
+        lanes.append(Lane(name, stack.enter_context(BenchJob(roomy(linked, ()), name))))
+    for lane in lanes:
+        lane.job.ask("mix", items=_prompts())
+    return lanes
+
+
+def _run_rounds(console: Console, lanes: list[Lane], items: Items, title: str) -> None:
+    total = ROUNDS * len(items) * MAX_TOKENS
+    head = Text.assemble(("EMULATED link: ", "bold yellow"), (title, "yellow"))
+    with Live(console=console, transient=True) as live:
+        for number in range(ROUNDS):
+            for lane in lanes[:: -1 if number % 2 else 1]:
+                lane.run(items)
+                if console.is_terminal:
+                    live.update(_picture(head, lanes, total))
+        live.console.print(_picture(head, lanes, total))
+
+
+def _picture(head: Text, lanes: list[Lane], total: int) -> Group:
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(ratio=1)
+    table.add_column(ratio=1)
+    table.add_row(*(_panel(lane, total) for lane in lanes))
+    return Group(head, table)
+
+
+def _panel(lane: Lane, total: int) -> Panel:
+    done = min(BAR, round(BAR * lane.tokens / total))
+    exposed = min(BAR, round(BAR * lane.exposed / (lane.seconds or 1.0)))
+    flight = lane.hidden + lane.exposed
+    share = 100 * lane.hidden / flight if flight else 0.0
+    lines = Text(no_wrap=True)
+    lines.append("█" * done, "green").append("░" * (BAR - done) + "\n", "dim")
+    lines.append(f"{lane.rate:.0f} tokens/s", "bold").append(f"  {lane.tokens} in {lane.seconds:.2f} s\n")
+    lines.append("█" * (BAR - exposed), "green").append("█" * exposed + "\n", "red")
+    lines.append(f"computing {max(0.0, lane.seconds - lane.exposed):.2f} s, ", "green")
+    lines.append(f"waiting {lane.exposed:.2f} s\n", "red")
+    lines.append(f"communication {flight:.2f} s, {share:.0f}% hidden")
+    return Panel(lines, title=lane.name, border_style="cyan" if lane.name == "ladder" else "white")
 
 
 # the batch, a rank's death, and going on

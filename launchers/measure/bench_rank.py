@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from ...engine.profiling.bench import Case, Item, random_mix, run_case, run_mix
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, StepProgress, follow
 from ...topology.comm.groups import Communicator
+from ...topology.comm.ledger import Entry
 from ...topology.placement.identity import Identity, IdentityError, identify
 from ..control.processes import die_with_parent
 from ..rank.rank import choose_device, join_group, set_threads
-from .lanes import communication
 
 LEAST_READ, MOST_READ = 256 << 20, 1 << 30
 """Bytes that a reading of the floor goes through."""
@@ -99,6 +99,13 @@ class _Bench:
         return int(self.built.config.vocab_size)
 
 
+def communication(entries: Iterable[Entry]) -> tuple[float, float]:
+    """Seconds of all-reduces hidden and exposed; under an emulated link its own, not those of what carries it."""
+    listed = [e for e in entries if e.op == "all_reduce"]
+    listed = [e for e in listed if e.link.startswith("emulated")] or listed
+    return sum(e.hidden_s for e in listed), sum(e.waited_s for e in listed)
+
+
 def matmul_bytes(config: Any, item: int) -> int:
     """Bytes of the weights that a decode step multiplies by: all but the embedding table that is only looked up in."""
     table = config.vocab_size * config.hidden_size
@@ -157,26 +164,19 @@ def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator],
 
 
 def main(work: Callable[[Any, Communicator], None] = _bench) -> int:
-    """Loads this rank's share of the deployment that the first argument names, and does `work` with it."""
+    """Loads this rank's share of the deployment that the first argument names, and does `work` with it. Any exception
+    ends the process at once, since the other ranks wait for this one: the launcher then ends the job."""
     die_with_parent()
-    as_rank(
-        lambda identity: _be_rank(identity, Path(sys.argv[1]), work), "`laddertron bench`, `profile` and `verify` start"
-    )
-    return 0
-
-
-def as_rank(work: Callable[[Identity], None], starts: str) -> None:
-    """Does a rank's work; `starts`: what starts such ranks, for one that was started otherwise. Any exception ends the
-    process at once, since the other ranks wait for this one: the launcher then ends the job."""
     try:
         identity = identify()
         if identity is None:
-            raise IdentityError(f"not a rank: {starts} this under a launcher")
-        work(identity)
+            raise IdentityError("not a rank: `laddertron bench`, `profile` and `verify` start this under a launcher")
+        _be_rank(identity, Path(sys.argv[1]), work)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    return 0
 
 
 if __name__ == "__main__":

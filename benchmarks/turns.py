@@ -1,25 +1,25 @@
 """Lanes: several runners in one set of ranks that take turns, so that a busy machine is unfair to all of them alike.
 
 Rank 0 leads and has each lane's engine; the other ranks follow. Frames on the plan channel: a lane's plan, "run a
-lane's next plans", a call that means something to its sender alone, the end. Imported by rank programs alone.
+lane's next plans", all-reduces beside nothing else, the end. Imported by rank programs alone.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...engine.batch import Batch, StepResult, decode
-from ...engine.schedule.scheduler import Scheduler, SchedulerLimits
-from ...engine.step.engine import Ahead, Engine, StepProgress
-from ...topology.comm.groups import Communicator
-from ...topology.comm.ledger import Entry
+import torch
+from laddertron.engine.batch import Batch, StepResult, decode
+from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from laddertron.engine.step.engine import Ahead, Engine, StepProgress
+from laddertron.topology.comm.groups import Communicator
 
-_PLAN, _STEP, _CALL, _END = b"P", b"S", b"C", b"E"
-Obey = Callable[[bytes], object]
+_PLAN, _STEP, _PROBE, _END = b"P", b"S", b"A", b"E"
 
 
 @dataclass(slots=True)
@@ -61,24 +61,26 @@ class Turns:
         """Nothing is ever pending: the lanes share a device."""
 
 
-def communication(entries: Iterable[Entry]) -> tuple[float, float]:
-    """Seconds of all-reduces hidden and exposed; under an emulated link its own, not those of what carries it."""
-    listed = [e for e in entries if e.op == "all_reduce"]
-    listed = [e for e in listed if e.link.startswith("emulated")] or listed
-    return sum(e.hidden_s for e in listed), sum(e.waited_s for e in listed)
+def probe(communicator: Communicator, nbytes: int, count: int) -> list[float]:
+    """Rank 0, between two turns: seconds of each of `count` all-reduces of nbytes, beside nothing else."""
+    communicator.plans.send(_PROBE + struct.pack("<II", nbytes, count))
+    return _all_reduces(communicator, nbytes, count)
 
 
-def call(communicator: Communicator, payload: bytes) -> None:
-    """Rank 0, between two turns: every other rank obeys this."""
-    communicator.plans.send(_CALL + payload)
+def _all_reduces(communicator: Communicator, nbytes: int, count: int) -> list[float]:
+    x = torch.zeros(nbytes // 4)
+    times = []
+    for _ in range(count):
+        started = time.perf_counter()
+        communicator.all_reduce.start(x).wait()
+        times.append(time.perf_counter() - started)
+    return times
 
 
-def play(
-    lanes: Sequence[Lane], communicator: Communicator, lead: Callable[[], object], obey: Obey = lambda payload: None
-) -> None:
+def play(lanes: Sequence[Lane], communicator: Communicator, lead: Callable[[], object]) -> None:
     """Rank 0 leads; the others follow until it is done, however that ends."""
     if communicator.rank != 0:
-        _follow(lanes, communicator, obey)
+        _follow(lanes, communicator)
         return
     try:
         lead()
@@ -86,7 +88,7 @@ def play(
         communicator.plans.send(_END)
 
 
-def _follow(lanes: Sequence[Lane], communicator: Communicator, obey: Obey) -> None:
+def _follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
     while (frame := communicator.plans.receive())[:1] != _END:
         kind, rest = frame[:1], frame[1:]
         if kind == _PLAN:
@@ -98,4 +100,4 @@ def _follow(lanes: Sequence[Lane], communicator: Communicator, obey: Obey) -> No
                     lanes[index].waiting.append(decode(communicator.plans.receive()[2:]))
                 lanes[index].runner.run_through(lanes[index].waiting.popleft())
         else:
-            obey(rest)
+            _all_reduces(communicator, *struct.unpack("<II", rest))
