@@ -1,6 +1,4 @@
-"""What benchmarks share: JSON lines, turns, medians with their spread, Markdown tables, the law. The standard library
-alone.
-"""
+"""What benchmarks share: JSON lines, turns, medians with their spread, Markdown tables. The standard library alone."""
 
 from __future__ import annotations
 
@@ -43,9 +41,3 @@ def versions(*packages: str) -> dict[str, str | None]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def law(ratio: float) -> float:
-    """The speed-up of ladder over standard that hiding alone can give where one all-reduce takes `ratio` (L/c) of a
-    sub-block's computation; never above 2."""
-    return (1 + ratio) / max(1.0, (1 + ratio) / 2)

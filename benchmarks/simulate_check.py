@@ -1,6 +1,6 @@
-"""The simulator against this engine on the emulated cluster: reads the JSON lines of cross_node.py.
+"""The simulator against this engine on the emulated cluster: reads the results of cross_node.py.
 
-    python benchmarks/simulate_check.py [FILE]     default: benchmarks/results/cross_node.json; also plain JSON lines
+    python benchmarks/simulate_check.py [FILE]     default: benchmarks/results/cross_node.json
 
 From each model's step without communication and each case's all-reduce, as measured, every wiring's step is predicted.
 Three constants are fitted on every other delay and tested on the rest: what setting an all-reduce off takes from
@@ -26,8 +26,6 @@ from laddertron.models.config.parts import make_wiring
 RESULTS = Path(__file__).resolve().parent / "results" / "cross_node.json"
 LIMIT = 0.15
 SILENT = "no-communication"
-MLP_SHARE = 0.65
-"""Of a layer's time, where the lines do not tell: two thirds of its weights, and fewer small operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Case:
     all_reduce_s: float
     at_rest_s: float
     sub_blocks: int
-    mlp_share: float = MLP_SHARE
+    mlp_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,42 +55,38 @@ class Constants:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The measurements of decoding in a results file or in a file of JSON lines. Raises OSError, ValueError."""
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("{\n") or '"lines"' in text[:4000]:
-        found = [line for part in json.loads(text).values() for line in part.get("lines", ())]
-    else:
-        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return [line for line in found if "wiring" in line and "step_s" in line and "all_reduce_s" in line]
+    """The measurements of decoding in a results file. Raises OSError, ValueError."""
+    parts = json.loads(path.read_text(encoding="utf-8"))
+    return [line for part in parts.values() for line in part["lines"] if "wiring" in line]
 
 
 def cases(lines: Iterable[dict[str, Any]]) -> list[Case]:
-    """One for each line that has a silent step beside it, of the same run, delay and batch: they were measured in
-    turns, so that what else the machine did weighs on both. Carried messages are no wiring of the simulator's."""
-    listed = list(lines)
-    silent: dict[tuple[str, int, int, float], float] = {}
-    at_rest: dict[tuple[str, int, int], float] = {}
-    shares: dict[tuple[str, int, int, float], float] = {}
-    for line in listed:
-        key = (line["model"], line.get("run", 1), line["batch"])
-        at_rest[key] = min(line["all_reduce_s"], at_rest.get(key, float("inf")))
-        if line["wiring"] == SILENT:
-            silent[*key, line["delay_s"]] = line["step_s"]
-        elif line["wiring"] == "standard":
-            shares[*key, line["delay_s"]] = line.get("larger_share", MLP_SHARE)
+    """One for each line with a silent and a standard step of the same run, delay and batch: they were measured in
+    turns, so that what else the machine did weighs on all. Carried messages are no wiring of the simulator's."""
+    by_run: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    for line in lines:
+        by_run.setdefault((line["model"], line["run"], line["batch"]), []).append(line)
     found = []
-    for line in listed:
-        key = (line["model"], line.get("run", 1), line["batch"])
-        beside = silent.get((*key, line["delay_s"]))
-        if beside is not None and line["wiring"] not in (SILENT, "carried"):
+    for run in by_run.values():
+        at_rest = min(line["all_reduce_s"] for line in run)
+        beside = {(line["delay_s"], line["wiring"]): line for line in run}
+        for line in run:
+            delay, wiring = line["delay_s"], line["wiring"]
+            silent, standard = beside.get((delay, SILENT)), beside.get((delay, "standard"))
+            if silent is None or standard is None or wiring in (SILENT, "carried"):
+                continue
             found.append(
                 Case(
-                    line["model"], line["delay_s"], line["batch"], line["wiring"], line["step_s"], beside,
-                    line["all_reduce_s"], at_rest[key], line["sub_blocks"],
-                    shares.get((*key, line["delay_s"]), MLP_SHARE),
+                    line["model"], delay, line["batch"], wiring, line["step_s"], silent["step_s"],
+                    line["all_reduce_s"], at_rest, line["sub_blocks"], mlp_share(standard["sub_blocks_s"]),
                 )
             )  # fmt: skip
     return found
+
+
+def mlp_share(sub_blocks_s: Sequence[float]) -> float:
+    """The larger sub-block's share of a layer's computation; a half where there was nothing to see."""
+    return max(sub_blocks_s) / sum(sub_blocks_s) if any(sub_blocks_s) else 0.5
 
 
 def predicted(case: Case, constants: Constants) -> float:

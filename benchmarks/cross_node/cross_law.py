@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from laddertron.engine.estimate.step_simulator import StepCost, Wire, simulate_step
+from laddertron.models.config.parts import make_wiring
+
 Case = Mapping[str, Mapping[str, Any]]
 """One run at one delay and batch: each wiring's line of cross_node.py."""
-LAG = {"standard": 0, "ladder": 1, "delay-2": 2}
-"""All-reduces that still travel when a sub-block begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,13 @@ def prices(case: Case) -> Prices:
 
 
 def predicted_step(p: Prices, wiring: str) -> float:
-    """Seconds of a step. A sub-block begins when the core is free and no more than the wiring's lag of all-reduces are
-    on their way; the last ones are waited for. What an all-reduce takes from the core counts as computing, so only the
-    rest of it travels. With equal sub-blocks and nothing to carry a sub-block takes c + L, and max(c, (c + L) / 2) with
-    ladder."""
-    travels = max(0.0, p.all_reduce_s - p.carrying_s)
-    now, arrivals = 0.0, deque[float]()
-    for compute in (p.attention_s, p.mlp_s) * p.layers:
-        while len(arrivals) > LAG[wiring]:
-            now = max(now, arrivals.popleft())
-        now += compute + p.carrying_s
-        arrivals.append(now + travels)
-    return max(arrivals) + p.outside_s
+    """Seconds of a step, by the simulator's clock. What an all-reduce takes from the core counts as computing, so only
+    the rest of it travels. With equal sub-blocks and nothing to carry a sub-block takes c + L, and max(c, (c + L) / 2)
+    with ladder."""
+    travels = Wire(0.0, max(0.0, p.all_reduce_s - p.carrying_s))
+    attention, mlp = [p.attention_s] * p.layers, [p.mlp_s] * p.layers
+    cost = StepCost(attention, mlp, travels, after_s=p.outside_s, start_s=p.carrying_s)
+    return simulate_step(cost, make_wiring(wiring, p.layers), 2).total_s
 
 
 def of_the_law(case: Case, wiring: str) -> float:

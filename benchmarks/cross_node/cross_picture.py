@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
+from laddertron.engine.estimate.step_simulator import law
 from matplotlib.figure import Figure
 from simulate_published import TOKENS
 
@@ -30,12 +31,12 @@ def paper_points() -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def picture(points: Sequence[tuple[float, float, int]], law: Callable[[float], float]) -> str:
+def picture(points: Sequence[tuple[float, float, int]]) -> str:
     """points: (L/c, speed-up, batch) of the emulated cluster, drawn under the ids `batch-1` and `batch-8`."""
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot()
     ratios = np.linspace(0.0, X_END, 301)
-    axes.plot(ratios, [law(r) for r in ratios], color="#222", label="the law (c + L) / max(c, (c + L) / 2)")
+    axes.plot(ratios, [law(1.0, r) for r in ratios], color="#222", label="the law (c + L) / max(c, (c + L) / 2)")
     for name, found in paper_points().items():
         axes.scatter(*zip(*found, strict=True), marker="^", color=PUBLISHED[name][2], label=f"published, H100: {name}")
     for batch, colour in MEASURED.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import law, table
+from common import table
 from cross_cost import BAR as MODEL_BAR
 from cross_cost import cost_table, fits
 from cross_picture import picture
@@ -162,4 +162,4 @@ def write_docs(results: Results) -> None:
     verdicts = ["### Bars", "", "```", *bars(results), "```"]
     page.write_text(f"{head}{BEGIN}\n\n" + "\n".join([*tables(results), *verdicts]) + f"\n\n{END}{tail}")
     (DOCS / "pictures").mkdir(exist_ok=True)
-    (DOCS / "pictures" / "law.svg").write_text(picture(law_points(results["wirings"]["lines"]), law))
+    (DOCS / "pictures" / "law.svg").write_text(picture(law_points(results["wirings"]["lines"])))

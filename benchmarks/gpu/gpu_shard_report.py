@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common import law, table
+from common import table
+from laddertron.engine.estimate.step_simulator import law
 from simulate_published import TOKENS
 
 Line = dict[str, Any]
@@ -48,7 +49,7 @@ def row(lines: Sequence[Line]) -> list[object]:
         f"{standard['alone_us']:.1f} / {standard['predicted_us']:.1f}",
         f"{c_us:.1f}",
         f"{ratio:.2f}",
-        f"{law(ratio):.2f}",
+        f"{law(1.0, ratio):.2f}",
         f"{gain:.2f}",
         f"{share:.0%}",
         f"{standard['step_ms'] / parallel['step_ms']:.2f}",

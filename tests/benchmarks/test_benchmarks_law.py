@@ -18,9 +18,9 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "cross_node"), str(BENCHMARKS.
 import cross_node  # noqa: E402
 import cross_wirings  # noqa: E402
 import lanes  # noqa: E402
-from common import law  # noqa: E402
 from cross_decode import steady  # noqa: E402
 from cross_law import Prices, of_the_law, predicted_step, prices  # noqa: E402
+from laddertron.engine.estimate.step_simulator import law  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
 
 MS = 1e-3
@@ -57,10 +57,10 @@ def only(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_the_law_has_its_values_and_its_ceiling() -> None:
     """1.5 and 1.66 at the two ratios of a 405B model, 2 at L = c and for ever after."""
-    assert law(0.0) == 1.0
-    assert law(0.5) == pytest.approx(1.5)
-    assert law(0.66) == pytest.approx(1.66)
-    assert [law(r) for r in (1.0, 1.5, 100.0)] == [2.0, 2.0, 2.0]
+    assert law(1.0, 0.0) == 1.0
+    assert law(1.0, 0.5) == pytest.approx(1.5)
+    assert law(1.0, 0.66) == pytest.approx(1.66)
+    assert [law(1.0, r) for r in (1.0, 1.5, 100.0)] == [2.0, 2.0, 2.0]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.2, 0.66, 1.0, 1.7, 3.0])
@@ -68,7 +68,7 @@ def test_of_equal_sub_blocks_and_nothing_else_the_prediction_is_the_law(ratio: f
     """Hundreds of layers, so that the last all-reduces weigh nothing."""
     p = Prices(1.0, 1.0, ratio, 0.0, 0.0, 400)
     assert predicted_step(p, "standard") == pytest.approx(800 * (1 + ratio))
-    assert predicted_step(p, "standard") / predicted_step(p, "ladder") == pytest.approx(law(ratio), rel=0.01)
+    assert predicted_step(p, "standard") / predicted_step(p, "ladder") == pytest.approx(law(1.0, ratio), rel=0.01)
 
 
 def test_a_step_by_hand() -> None:
@@ -167,7 +167,6 @@ def test_sub_blocks_are_read_from_the_ledger() -> None:
     assert lanes.sub_blocks(list(messages(0.5)), awaited=True) == pytest.approx((1.0, 3.0))
     assert lanes.sub_blocks(list(messages(0.0)), awaited=False) == pytest.approx((1.0, 3.0))
     assert lanes.sub_blocks(list(messages(0.0))[:2], awaited=True) == (0.0, 0.0)
-    assert lanes.Steps((), (), 0.0, 0.0, 0.0, (0.0, 0.0)).larger_share == 0.5
 
 
 def test_nobody_waits_for_what_is_carried() -> None:

@@ -22,13 +22,28 @@ def made_up(factor: float = 1.0) -> list[dict[str, Any]]:
     for batch, silent in ((1, 0.02), (8, 0.03)):
         for delay in (0.0, 1e-4, 5e-4, 1e-3, 2e-3):
             rest, reduce = 8e-5, 8e-5 + delay
-            common = {"model": "m", "delay_s": delay, "batch": batch, "all_reduce_s": reduce, "sub_blocks": 32}
+            common = {
+                "model": "m",
+                "delay_s": delay,
+                "batch": batch,
+                "all_reduce_s": reduce,
+                "sub_blocks": 32,
+                "run": 1,
+            }
             lines.append({**common, "wiring": check.SILENT, "step_s": silent})
             lines.append({**common, "wiring": "carried", "step_s": silent})
             for wiring in ("standard", "parallel", "ladder"):
-                case = check.Case("m", delay, batch, wiring, 1.0, silent, reduce, rest, 32)
+                case = check.Case("m", delay, batch, wiring, 1.0, silent, reduce, rest, 32, 0.65)
                 spoilt = factor if wiring == "ladder" and delay == 1e-3 else 1.0
-                lines.append({**common, "wiring": wiring, "step_s": check.predicted(case, MADE_WITH) * spoilt})
+                apart = [0.35, 0.65] if wiring == "standard" else None
+                lines.append(
+                    {
+                        **common,
+                        "wiring": wiring,
+                        "sub_blocks_s": apart,
+                        "step_s": check.predicted(case, MADE_WITH) * spoilt,
+                    }
+                )
     return lines
 
 
@@ -45,14 +60,8 @@ def test_constants_are_found_again() -> None:
 
 @pytest.mark.parametrize(("factor", "status"), [(1.0, 0), (1.3, 1)])
 def test_a_step_that_is_missed_ends_with_one(factor: float, status: int, tmp_path: Path) -> None:
-    """Both forms of file: JSON lines among other output, and the results file."""
-    plain = tmp_path / "lines.txt"
-    plain.write_text("# a word\n" + "\n".join(map(json.dumps, made_up(factor))) + "\n")
     results = tmp_path / "results.json"
-    results.write_text(
-        json.dumps({"wirings": {"lines": made_up(factor)}, "reduce": {"lines": [{"op": "x"}]}}, indent=1)
-    )
-    assert check.main([str(plain)]) == status
+    results.write_text(json.dumps({"wirings": {"lines": made_up(factor)}, "reduce": {"lines": [{"op": "x"}]}}))
     assert check.main([str(results)]) == status
 
 
@@ -63,3 +72,9 @@ def test_nothing_to_compare_says_what_to_run(tmp_path: Path, capsys: pytest.Capt
     empty = tmp_path / "empty.json"
     empty.write_text("")
     assert check.main([str(empty)]) == 2
+
+
+def test_the_share_of_the_larger_sub_block() -> None:
+    """Of what a standard step showed; a half where a step was too short to show any."""
+    assert check.mlp_share([1e-3, 3e-3]) == 0.75
+    assert check.mlp_share([0.0, 0.0]) == 0.5
