@@ -86,7 +86,7 @@ clean: ## Remove what was made, .venv included
 	rm -rf .venv build dist *.egg-info */*/_*.so
 
 plans: ## Renew docs/plans: every shipped configuration's plan, fleets, and how far the simulator carries
-	@$(PY) -m laddertron.launchers.cli.generate_plan_docs configs/llama-*.yaml configs/demo*.yaml docs/plans
+	@$(PY) benchmarks/plan_docs.py
 	@$(PY) benchmarks/simulate_published.py --write
 
 snapshots: ## Renew tests/golden/snapshots after a change of help, API, messages, metrics or wire forms that is meant

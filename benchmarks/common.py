@@ -1,8 +1,9 @@
-"""What benchmarks share: JSON lines, turns, medians with their spread, Markdown tables. The standard library alone."""
+"""What benchmarks share: JSON lines, turns, medians with their spread, Markdown. The standard library alone."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
@@ -30,6 +31,12 @@ def table(head: str, rows: Iterable[Iterable[object]]) -> list[str]:
     """Markdown; head: the columns' names with | between them."""
     lines = [head, *(" | ".join(map(str, row)) for row in rows)]
     return [f"| {lines[0]} |", "|---" * (head.count("|") + 1) + "|", *(f"| {line} |" for line in lines[1:])]
+
+
+def renewed(page: str, lines: Iterable[str]) -> str:
+    """The page with these lines between `<!-- ...: begin -->` and `<!-- end -->`; the rest is prose."""
+    head, begin, rest = re.split(r"(<!-- [^>]*: begin -->)", page, maxsplit=1)
+    return "\n".join((f"{head}{begin}", "", *lines, "", f"<!-- end -->{rest.partition('<!-- end -->')[2]}"))
 
 
 def versions(*packages: str) -> dict[str, str | None]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import table
+from common import renewed, table
 from cross_cost import BAR as MODEL_BAR
 from cross_cost import cost_table, fits
 from cross_picture import picture
@@ -15,7 +15,6 @@ from cross_wirings import cases, law_points, wiring_bars, wiring_tables
 Results = Mapping[str, Any]
 Line = Mapping[str, Any]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BEGIN, END = "<!-- measured by benchmarks/cross_node/cross_node.py: begin -->", "<!-- end -->"
 SMALL = 16384
 """Bytes of a decode step's message; larger ones beside it are a prompt's."""
 REDUCE_BARS = {"2 x 1": 1.5e-3, "4 x 1": 2.6e-3}
@@ -156,10 +155,7 @@ def bars(results: Results) -> list[str]:
 def write_docs(results: Results) -> None:
     """Renews the measured part of docs/performance.md, and the picture."""
     page = DOCS / "performance.md"
-    text = page.read_text()
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2]
     verdicts = ["### Bars", "", "```", *bars(results), "```"]
-    page.write_text(f"{head}{BEGIN}\n\n" + "\n".join([*tables(results), *verdicts]) + f"\n\n{END}{tail}")
+    page.write_text(renewed(page.read_text(), [*tables(results), *verdicts]))
     (DOCS / "pictures").mkdir(exist_ok=True)
     (DOCS / "pictures" / "law.svg").write_text(picture(law_points(results["wirings"]["lines"])))

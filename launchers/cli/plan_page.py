@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
+from pathlib import Path
 
 from ...engine.estimate.advice import describe
 from ...engine.estimate.answer import Sheet, basis, headline
@@ -33,32 +34,12 @@ MEMORY = {
 STEP = {"computing": "--c1", "slowed": "--c3", "waited": "--c7"}
 LISTED = 8
 
-STYLE = """
-:root{--bg:#fff;--ink:#1b1f24;--muted:#6a727c;--rule:#e3e6ea;--soft:#f6f7f9;--good:#1a7f4b;--bad:#b42318;
---c1:#5b6b7f;--c2:#0f8a6a;--c3:#c77d0a;--c4:#3b6fc4;--c5:#b9c0c9;--c6:#8a5fbf;--c7:#c2413b;--c8:#2a9fb0}
-@media (prefers-color-scheme:dark){:root{--bg:#15181c;--ink:#e6e9ed;--muted:#98a1ac;--rule:#2c3239;--soft:#1d2126;
---good:#4cc38a;--bad:#ff6b5e;--c1:#9fb0c6;--c2:#35c79b;--c3:#f0a93b;--c4:#7aa5f0;--c5:#5a636e;--c6:#b892ea;
---c7:#f0776f;--c8:#5cc9d8}}
-*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1120px;margin:0 auto;padding:28px 20px 60px}
-h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:34px 0 8px}
-p{margin:6px 0}.sub{color:var(--muted)}.verdict{font-weight:600}.good{color:var(--good)}.bad{color:var(--bad)}
-.advice{background:var(--soft);border-left:3px solid var(--c2);padding:10px 16px;margin:16px 0}.advice li{margin:4px 0}
-.advice ul{margin:0;padding-left:18px}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(430px,1fr));gap:26px 34px}
-figure{margin:0}figcaption{font-weight:600;margin-bottom:4px}figure p{color:var(--muted);font-size:13px;margin:2px 0 0}
-svg{width:100%;height:auto;display:block}.t{font:11.5px system-ui,sans-serif;fill:var(--ink)}.t.muted{fill:var(--muted)}
-.grid{stroke:var(--rule);stroke-width:1}.limit{stroke:var(--bad);stroke-width:1.5;stroke-dasharray:4 3}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums;white-space:nowrap}
-th{font-weight:600;color:var(--muted);border-bottom:1px solid var(--rule)}th,td{padding:3px 12px 3px 0;text-align:right}
-td{border-bottom:1px solid var(--soft)}.l{text-align:left}ul.small{color:var(--muted);font-size:13px}
-@media (max-width:520px){.plots{grid-template-columns:1fr}}
-"""
+STYLE = Path(__file__).with_name("plan_page.css")
 
 
 def plan_page(plan: CapacityEstimate) -> str:
     """The page's text. The same plan gives the same bytes."""
-    q, room = plan.question, plan.memory
+    q, room, style = plan.question, plan.memory, STYLE.read_text(encoding="utf-8")
     title, facts, _ = headline(plan).split(": ", 2)
     verdict = f'<span class="verdict {"good" if room.fits else "bad"}">{escape(room.verdict)}</span>'
     advice = "".join(f"<li>{escape(s)}</li>" for s in plan.recommendation)
@@ -67,7 +48,7 @@ def plan_page(plan: CapacityEstimate) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>Plan of {escape(q.name)}</title><style>{STYLE}</style></head><body><main>"
+        f"<title>Plan of {escape(q.name)}</title><style>\n{style}</style></head><body><main>"
         f'<h1>{escape(title)}</h1><p class="sub">{escape(facts)}</p><p>{verdict}</p>'
         f'<p class="sub">{escape(basis(plan))}</p>'
         f'<div class="advice"><ul>{advice}</ul></div><div class="plots">{"".join(_plots(plan))}</div>{tables}'

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
 
-from ...engine.estimate.estimate import devices_of
-from ...engine.estimate.layouts import Layout, Work, layouts
-from ...topology.hardware.fabric import LinkClass
-from ...topology.hardware.presets import preset
-from .plan_source import Asked, from_names
+from laddertron.engine.estimate.estimate import devices_of
+from laddertron.engine.estimate.layouts import Layout, Work, layouts
+from laddertron.launchers.cli.plan_source import Asked, from_names
+from laddertron.topology.hardware.fabric import LinkClass
+from laddertron.topology.hardware.presets import preset
 
 LINKS: Mapping[str, tuple[LinkClass, float]] = {
     "InfiniBand, 400 Gbit/s a GPU": ("ib", 50e9),
