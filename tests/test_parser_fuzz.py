@@ -12,6 +12,7 @@ import os
 import random
 import resource
 import struct
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,12 +25,15 @@ from laddertron.engine.config.load import load as load_deployment
 from laddertron.engine.daemon.http.server import ServerOptions, make_server
 from laddertron.engine.daemon.http.upload import FormParser
 from laddertron.engine.openai.batch_input import check_line
+from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.text.tokenizer import TextError, TextModel
 from laddertron.launchers.control import frames
 from laddertron.launchers.control.messages import from_wire
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.checkpoint import CheckpointError, read_folder, read_header
 from laddertron.topology.cost import tuning
+from laddertron.topology.cost.cost import Shape
+from laddertron.topology.cost.prices import reference
 from laddertron.topology.hardware import fabric
 from laddertron.topology.json_codec import ReadError
 from tiny_text import byte_level
@@ -75,7 +79,7 @@ def mutated(seed: bytes, rng: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class Parser:
-    """What takes bytes (files under a folder), examples that it likes, and how it may refuse."""
+    """What takes bytes (files under a folder), examples that it takes, and how it may refuse."""
 
     call: Callable[[bytes, Path], object]
     seeds: tuple[bytes, ...]
@@ -90,24 +94,24 @@ def of_file(name: str, call: Callable[[Path], object], folder: bool = False) -> 
     return run
 
 
+def message_of(data: bytes, _: Path = ROOT) -> object:
+    """A message of a peer that is known, whatever its length, from either side."""
+    try:
+        return from_wire(data, "rank")
+    except ReadError:
+        return from_wire(data, "server")
+
+
 def frames_of(data: bytes, _: Path) -> None:
     reader = frames.FrameReader()
     reader.feed(data)
     while (payload := reader.next()) is not None:
-        for sender in ("rank", "server"):
-            try:
-                from_wire(payload, sender)
-            except ReadError:
-                continue
+        message_of(payload)
 
 
-def message_of(data: bytes, _: Path) -> None:
-    """A message of a peer that is known, whatever its length."""
-    for sender in ("rank", "server"):
-        try:
-            from_wire(data, sender)
-        except ReadError:
-            continue
+def line_of(data: bytes, _: Path) -> None:
+    if (error := check_line(data).error) is not None:
+        raise error
 
 
 class Wire(asyncio.Transport):
@@ -187,6 +191,29 @@ def safetensors() -> bytes:
     return struct.pack("<Q", len(header)) + header + bytes(32)
 
 
+def indexed(folder: Path) -> object:
+    """A folder whose index is foreign, beside the one file that it names."""
+    (folder / "model-1.safetensors").write_bytes(safetensors())
+    return read_folder(folder)
+
+
+def tuned() -> bytes:
+    shape = Shape(2, 2)
+    measured = tuning.Tuning(
+        backend="native",
+        fabric="0" * 64,
+        traits=({"host": "a"}, {"host": "b"}),
+        versions={"torch": "2"},
+        shape=shape,
+        choices=(tuning.Choice(4096, "flat"), tuning.Choice(None, "two_level")),
+        costs=reference("native", shape),
+        points=(tuning.Measured("flat", 4096, 1e-5),),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        measured.save(Path(folder) / "tuning.json")
+        return (Path(folder) / "tuning.json").read_bytes()
+
+
 def framed(*messages: object) -> bytes:
     texts = [json.dumps(message).encode() for message in messages]
     return b"".join(struct.pack(">I", len(text)) + text for text in texts)
@@ -196,18 +223,16 @@ def line(url: str, **body: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": {"model": "m", **body}}).encode()
 
 
-TUNING = {
-    "kind": tuning.KIND,
-    "version": tuning.VERSION,
-    "choices": [{"up_to_bytes": 4096, "strategy": "flat"}, {"up_to_bytes": None, "strategy": "flat"}],
-    "points": [],
-}
 WIRE = json.loads((ROOT / "tests/golden/snapshots/wire.json").read_text(encoding="utf-8"))
 WIRE_MESSAGES = [json.loads(one["payload"]) for one in WIRE["messages"]]
 LINES = (
     line("/v1/completions", prompt=[1, 2, 3], max_tokens=8, temperature=0.5, logit_bias={"3": -1.5}, stop=["a", "b"]),
     line("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=2, n=2),
-    line("/v1/completions", prompt=["a", "b"], response_format={"type": "json_schema", "json_schema": {"name": "n"}}),
+    line(
+        "/v1/completions",
+        prompt=["a", "b"],
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {}}},
+    ),
 )
 FORM = (
     b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -225,8 +250,8 @@ def form(data: bytes, _: Path) -> None:
 PARSERS = {
     "safetensors": Parser(of_file("m.safetensors", read_header), (safetensors(),), (CheckpointError,)),
     "weights_index": Parser(
-        of_file("model.safetensors.index.json", read_folder, folder=True),
-        (b'{"metadata": {}, "weight_map": {"a.weight": "model-1.safetensors", "b": "model-2.safetensors"}}',),
+        of_file("model.safetensors.index.json", indexed, folder=True),
+        (b'{"metadata": {}, "weight_map": {"a.weight": "model-1.safetensors", "b.weight": "model-1.safetensors"}}',),
         (CheckpointError,),
     ),
     "tokenizer": Parser(
@@ -237,21 +262,21 @@ PARSERS = {
         ((ROOT / "configs/demo-ladder/config.json").read_bytes(),),
         (ValueError, OSError),
     ),
-    "batch_line": Parser(lambda data, _: check_line(data), LINES, ()),
+    "batch_line": Parser(line_of, LINES, (ApiError,)),
     "form": Parser(form, (FORM,), (ValueError,)),
     "control_frames": Parser(
         frames_of,
-        (framed({"type": "cancel", "request_id": "a", "reason": "x"}), framed(WIRE, {"type": "ping", "sent": 1.5})),
-        (frames.FrameError,),
+        (framed(*WIRE_MESSAGES[:8]), framed(*WIRE_MESSAGES[8:])),
+        (frames.FrameError, ReadError),
     ),
-    "control_messages": Parser(message_of, tuple(json.dumps(one).encode() for one in WIRE_MESSAGES), ()),
+    "control_messages": Parser(message_of, tuple(json.dumps(one).encode() for one in WIRE_MESSAGES), (ReadError,)),
     "http_head": Parser(http_head, HEADS, ()),
     "fabric": Parser(
         of_file("fabric.json", fabric.load),
         tuple(path.read_bytes() for path in sorted((ROOT / "tests/fixtures/fabrics").glob("[cp]*.json"))),
         (ValueError,),
     ),
-    "tuning": Parser(of_file("tuning.json", tuning.load), (json.dumps(TUNING).encode(),), (ValueError,)),
+    "tuning": Parser(of_file("tuning.json", tuning.load), (tuned(),), (ValueError,)),
     "deployment": Parser(
         of_file("deploy.yaml", load_deployment),
         tuple((ROOT / "configs" / name).read_bytes() for name in ("demo.yaml", "llama-3.1-405b-tp16.yaml")),
@@ -264,6 +289,8 @@ PARSERS = {
 def test_a_parser_takes_it_or_says_what_is_wrong(name: str, tmp_path: Path) -> None:
     parser, number = PARSERS[name], int(os.environ.get("LADDERTRON_FUZZ_SEED", random.randrange(2**32)))
     rng, took = random.Random(number), 0
+    for seed in parser.seeds:
+        parser.call(seed, tmp_path)  # a refused example would never let a case past the first guard
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for case in range(CASES):
         data, began = mutated(rng.choice(parser.seeds), rng), time.process_time()
