@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import multiprocessing
 import os
 import statistics
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import say
-from laddertron.launchers.demos.serving import ServedDaemon, batch_seconds, free_port, serving
+from laddertron.launchers.demos.serving import ServedDaemon, batch_seconds, free_port, serving, write_lines
 
 ROOT = Path(__file__).parents[1]
 CONNECTIONS, LINES, TOKENS = 40, 300, 96
@@ -85,15 +84,6 @@ def probe(ports: dict[str, int], until: float, answers: Any) -> None:
         unready += ask(ports["probes"], "GET", "/ready")[0] != 200
         time.sleep(0.1)
     answers.put((taken, unready))
-
-
-def write_lines(path: Path) -> Path:
-    body = {"model": "demo", "prompt": "say", "max_tokens": TOKENS, "ignore_eos": True}
-    with path.open("w") as file:
-        for n in range(LINES):
-            line = {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": {**body, "seed": n}}
-            file.write(json.dumps(line) + "\n")
-    return path
 
 
 def peak(pid: int) -> int:
@@ -158,7 +148,9 @@ def main() -> None:
             "engine.max_num_seqs": 16,
         }
         with serving(ROOT / "configs/demo.yaml", Path(folder) / "serve.log", settings) as daemon:
-            measure(daemon, probes, write_lines(Path(folder) / "in.jsonl"), length)
+            lines = Path(folder) / "in.jsonl"
+            write_lines(lines, LINES, prompt="say", max_tokens=TOKENS, ignore_eos=True)
+            measure(daemon, probes, lines, length)
 
 
 if __name__ == "__main__":

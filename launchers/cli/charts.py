@@ -1,4 +1,4 @@
-"""Plots as inline SVG, from numbers to text: lines over a logarithmic axis, stacked bars, points beside a curve. Pure.
+"""Plots as inline SVG, from numbers to text: lines over logarithmic axes, stacked bars. Pure.
 
 Colours and type come from the page's style sheet (classes and CSS variables), so that a page can be light or dark.
 """
@@ -61,34 +61,6 @@ def lines(series: Sequence[ChartSeries], x_title: str, y_title: str) -> str:
         ends.append((x_at(s.points[-1][0]), y_at(s.points[-1][1]), s))
     out += _end_labels(ends)
     return _svg("".join(out) + _axis_titles(x_title, y_title), HEIGHT)
-
-
-def law_plot(points: Sequence[tuple[str, float, float, str]], curve: Callable[[float], float]) -> str:
-    """Points (name, L/c, speed-up, colour) beside the curve speed-up(L/c)."""
-    if not points:
-        return ""
-    most = max(1.2, *(x for _, x, _, _ in points)) * 1.1
-    x_at, y_at = _scale(0.0, most, LEFT, WIDTH - RIGHT), _scale(1.0, 2.05, HEIGHT - BOTTOM, TOP)
-    out = [_grid_y([1.0, 1.25, 1.5, 1.75, 2.0], y_at)]
-    out += [_tick_x(x, x_at(x)) for x in _ticks(0.0, most)]
-    steps = [most * i / 120 for i in range(121)]
-    path = " ".join(f"{x_at(x):.1f},{y_at(curve(x)):.1f}" for x in steps)
-    out.append(
-        f'<polyline points="{path}" fill="none" stroke="var(--muted)" stroke-width="1.5" stroke-dasharray="5 3"/>'
-    )
-    out.append(f'<text x="{x_at(most) + 6:.1f}" y="{y_at(curve(most)) + 4:.1f}" class="t muted">the law</text>')
-    taken: list[tuple[float, float]] = []
-    for name, x, y, colour in points:
-        px, py = x_at(x), y_at(y)
-        out.append(
-            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="var({colour})"><title>{escape(name)}</title></circle>'
-        )
-        if all(abs(px - qx) > 30 or abs(py - qy) > 13 for qx, qy in taken):
-            out.append(f'<text x="{px:.1f}" y="{py + 17:.1f}" class="t" text-anchor="middle">{escape(name)}</text>')
-            taken.append((px, py))
-    return _svg(
-        "".join(out) + _axis_titles("L / c: one all-reduce over one sub-block", "speed-up over standard"), HEIGHT
-    )
 
 
 def stacks(bars: Sequence[Stack], colours: dict[str, str], unit: str, limit: tuple[str, float] | None = None) -> str:

@@ -11,9 +11,8 @@ from ...engine.estimate.answer import Sheet, basis, headline
 from ...engine.estimate.estimate import CapacityEstimate
 from ...engine.estimate.layouts import Layout, by_cost
 from ...engine.estimate.memory import GIB
-from ...engine.estimate.step_simulator import law
 from ...engine.estimate.tables import sheets
-from .charts import ChartSeries, Stack, law_plot, lines, stacks
+from .charts import ChartSeries, Stack, lines, stacks
 
 COLOURS = {
     "standard": "--c1",
@@ -67,10 +66,8 @@ def _plots(plan: CapacityEstimate) -> list[str]:
         ("Decoding on this layout", lines(speed, "sequences at once", "tokens/s"), "One replica, by wiring."),
     ]
     if any(t.messages for t in plan.traffic):
-        found += [
-            ("Where a step's time goes", _step_plot(plan), "Slowed and waited are what communication costs."),
-            ("Ladder beside its law", _law_points(plan), "By batch. Contention and the ends keep it below."),
-        ]
+        note = "Slowed and waited are what communication costs."
+        found.append(("Where a step's time goes", _step_plot(plan), note))
     shown = _listed(plan)
     if len(shown) > 1:
         output, dollars = [], []
@@ -144,17 +141,6 @@ def _step_plot(plan: CapacityEstimate) -> str:
                 parts = (("computing", t.compute_s * 1e3), ("slowed", t.slowed_s * 1e3), ("waited", t.waited_s * 1e3))
                 bars.append(Stack(f"{p.wiring}, {batch}", parts, f"{t.total_s * 1e3:.1f}"))
     return stacks(bars, STEP, "ms a step")
-
-
-def _law_points(plan: CapacityEstimate) -> str:
-    points = []
-    for p in plan.predictions:
-        if p.wiring != "ladder" or not p.fits or not p.time.collectives:
-            continue
-        layers = 2 * plan.question.config.num_layers
-        ratio = p.time.flight_s / p.time.collectives / (p.time.compute_s / layers)
-        points.append((f"{p.batch}", ratio, p.speedup, "--c2"))
-    return law_plot(points, lambda x: law(1.0, x))
 
 
 def _figure(title: str, plot: str, note: str) -> str:

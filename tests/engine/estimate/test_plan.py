@@ -435,7 +435,7 @@ def test_the_page_stands_alone() -> None:
     assert page == plan_page(planned("llama-3.1-405b", "2x8xH100"))
     for foreign in ("<script", "http:", "https:", "url(", "@import", "src="):
         assert foreign not in page
-    assert page.count("<svg") == 6
+    assert page.count("<svg") == 5
     assert page.count("<table") == len(sheets(plan))
     hostile = make_plan(replace(plan.question, name="<b>&x"))
     assert "&lt;b&gt;&amp;x" in plan_page(hostile)
