@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from ..cli.batch_client import ENDED, BatchClient
@@ -26,7 +25,6 @@ from .serving import ROOT, ask, end, free_port, serve_command, tally, wait_until
 CONFIG = ROOT / "configs/demo.yaml"
 STRIKES = ((0.15, "rank"), (0.4, "daemon"), (0.65, "mpirun"))
 """Who is killed once that share of the lines is answered."""
-BAR = 40
 _START_S, _BATCH_S = 120.0, 600.0
 
 
@@ -89,8 +87,7 @@ class Show:
             file = client.upload(source)["id"]
             batch_id = client.create(file, "/v1/completions", "24h", None, "chaos-demo")["id"]
             self.say(f"$ laddertron batch submit {source.name}   ({self._lines} lines: {batch_id})", "bold")
-            with Live(self._bar(), console=self._console, refresh_per_second=10, transient=True) as live:
-                self._under_fire(client, batch_id, live)
+            self._under_fire(client, batch_id)
             status = self._count(client, batch_id)
             last = daemon.below()
             code = end(daemon.process, 30.0)  # it drains
@@ -106,9 +103,8 @@ class Show:
     def _wait_ready(self) -> None:
         wait_until("the daemon", self._daemon.ready, _START_S, self._daemon.process, self._daemon.log)
 
-    def _under_fire(self, client: BatchClient, batch_id: str, live: Live) -> None:
+    def _under_fire(self, client: BatchClient, batch_id: str) -> None:
         def ended() -> bool:
-            live.update(self._bar())
             if (status := self._daemon.process.poll()) is not None:
                 raise RuntimeError(f"the daemon ended with status {status}:\n{self._daemon.log.read_text()[-3000:]}")
             if not self._daemon.ready():
@@ -150,15 +146,6 @@ class Show:
                 raise RuntimeError(f"the daemon did not notice that its {what} was killed")
             time.sleep(0.005)
         self.say(f"noticed after {time.monotonic() - now:.2f} s: /ready is 503, the job is ended and launched again")
-
-    def _bar(self) -> Text:
-        full = round(BAR * self._done / self._lines)
-        text = Text(no_wrap=True)
-        text.append(f"{time.monotonic() - self._began:6.1f} s  ")
-        text.append("█" * full, "green").append("░" * (BAR - full), "dim")
-        text.append(f" {self._done}/{self._lines} answered  ")
-        text.append("down" if self._down_since is not None else "serving", "red" if self._down_since else "green")
-        return text
 
     def _count(self, client: BatchClient, batch_id: str) -> int:
         batch, files = client.batch(batch_id), []
