@@ -13,12 +13,10 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ... import __version__
@@ -27,8 +25,9 @@ from ..control import messages, processes
 from ..control.channel_thread import ControlThread
 from ..control.control import ENV_ADDRESS, ENV_SECRET, new_secret
 from .detect import Evidence, JobFailure
-from .rank_board import NODE_LOST, JobTimeouts, News, RankBoard
-from .rank_logs import RankWords
+from .keeper import under_keeper
+from .options import JobOptions
+from .rank_board import NODE_LOST, News, RankBoard
 
 log = logging.getLogger(__name__)
 
@@ -45,39 +44,6 @@ class StartCommand(Protocol):
     def argv(self) -> tuple[str, ...]: ...
     @property
     def env(self) -> Mapping[str, str]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class JobOptions:
-    """Times in seconds. `control_host`: loopback if every rank is on this host, else the address of the interface
-    that the ranks' nodes reach. `restart=False`: the first failure is final (`laddertron run`)."""
-
-    world_size: int
-    replica: int = 0
-    control_host: str = "127.0.0.1"
-    restart: bool = True
-    stage_ranks: int = 0
-    """Ranks of each pipeline stage; 0 or world_size without stages."""
-    max_failures: int = 3
-    """Failures in a row, without progress between them, after which the job is launched again; the next is final."""
-    patience: JobTimeouts = field(default_factory=JobTimeouts)
-    settle_s: float = 0.5
-    """From the first sign of failure until one is blamed: what explains it may come after it."""
-    shutdown_s: float = 10.0
-    """For ranks that were told to shut down, to do so."""
-    kill_grace_s: float = 2.0
-    """For mpirun, from SIGTERM to SIGKILL."""
-    gone_s: float = 15.0
-    """For killed processes to be gone; those that are not quarantine their node."""
-    healthy_s: float = 60.0
-    """Being ready for so long counts as progress."""
-    standby: bool = False
-    """Whether a second launch stands by, to take over from one that fails."""
-    hold: bool = False
-    """Whether the first launch stands by itself until `load`."""
-    longest_backoff_s: float = 30.0
-    words: RankWords = field(default_factory=RankWords)
-    """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
 
 
 Said = News | messages.Tokens | messages.Running | RankHeartbeat
@@ -131,11 +97,8 @@ class Launch:
         address = await self._server.start()
         environment = {**os.environ, **self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
         self._scratch = tempfile.mkdtemp(prefix="laddertron-")
-        keeper = (sys.executable, "-P", "-m", f"{__package__}.keeper", str(self._options.kill_grace_s), self._scratch)
         self._keeper = await asyncio.create_subprocess_exec(
-            *keeper,
-            "--",
-            *self._command.argv,
+            *under_keeper(self._command.argv, self._options.kill_grace_s, self._scratch),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -17,27 +17,12 @@ from ...engine.request import ModelLimits
 from ..control.control import SILENCE_S
 from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
+from .options import JobTimeouts
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's words on the rank whose end made it end the others."""
 NODE_LOST = "lost communication with a remote daemon"
 """mpirun's words on a node that it does not reach any more: it ends the ranks on all the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobTimeouts:
-    """Bounds in seconds on what may take how long."""
-
-    launch_s: float = 120.0
-    """From mpirun's start until every rank has greeted."""
-    load_stall_s: float = 600.0
-    """Without any rank's loading getting on."""
-    suspect_s: float = 3.0
-    dead_s: float = 10.0
-    """Without a sign of life from a rank."""
-    first_step_s: float = 120.0
-    least_step_s: float = 10.0
-    """See StepWatch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, cast
 
+from .keeper import SCRATCH, under_keeper
+
 GRACE_S = 5.0
 """Between asking the command to end and killing what is left of it."""
-_SCRATCH = 5
-"""Where the keeper's words name its folder."""
 
 
 def start(
@@ -31,13 +30,9 @@ def start(
     """The keeper of the command, which ends as the command does. Its standard input is the life line: the command is
     ended when that closes. orders: a file descriptor for the command's own standard input, which is otherwise empty."""
     scratch = tempfile.mkdtemp(prefix="laddertron-")
-    words = [sys.executable, "-P", "-m", f"{__package__}.keeper", str(GRACE_S), scratch]
-    assert words[_SCRATCH] == scratch
-    if orders is not None:
-        words.append(str(orders))
     try:
         return subprocess.Popen(
-            [*words, "--", *argv],
+            under_keeper(argv, GRACE_S, scratch, orders),
             env={**os.environ, **env},
             stdin=subprocess.PIPE,
             stdout=stdout,
@@ -63,5 +58,5 @@ def end(keeper: subprocess.Popen[str], patience_s: float = 0.0) -> None:
     except BaseException:
         keeper.kill()  # its child goes with it, its folder does not
         keeper.wait()
-        shutil.rmtree(cast(Sequence[str], keeper.args)[_SCRATCH], ignore_errors=True)
+        shutil.rmtree(cast(Sequence[str], keeper.args)[SCRATCH], ignore_errors=True)
         raise

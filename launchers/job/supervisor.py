@@ -23,8 +23,9 @@ from ...engine.request import ModelLimits, Request, TokensEvent
 from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
 from .detect import Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
 from .in_flight import InFlight
-from .job_launch import JobOptions, Launch, LaunchOwner, Said, StartCommand
-from .rank_board import JobTimeouts, Recovered, Suspect
+from .job_launch import Launch, LaunchOwner, Said, StartCommand
+from .options import JobOptions, JobTimeouts
+from .rank_board import Recovered, Suspect
 from .standby import Standby
 
 __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob", "StartCommand"]

@@ -21,7 +21,8 @@ from laddertron.launchers.job.detect import (
     by_a_request,
     differing,
 )
-from laddertron.launchers.job.rank_board import JobTimeouts, RankBoard, Recovered, Suspect
+from laddertron.launchers.job.options import JobTimeouts
+from laddertron.launchers.job.rank_board import RankBoard, Recovered, Suspect
 
 LIMITS = ModelLimits(4096, 50000, 8, 65536)
 

@@ -14,7 +14,8 @@ from laddertron import __version__
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.messages import Hello, Loading, Standing
 from laddertron.launchers.job import standby
-from laddertron.launchers.job.rank_board import JobTimeouts, RankBoard
+from laddertron.launchers.job.options import JobTimeouts
+from laddertron.launchers.job.rank_board import RankBoard
 from laddertron.launchers.rank.standing_by import StandbyRefused, require_memory
 from waiting import FOR_EVER_S
 

@@ -1,0 +1,56 @@
+"""What a job is told: how many ranks, which address, and how long anything may take. Seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .rank_logs import RankWords
+
+
+@dataclass(frozen=True, slots=True)
+class JobTimeouts:
+    """Bounds in seconds on what may take how long."""
+
+    launch_s: float = 120.0
+    """From mpirun's start until every rank has greeted."""
+    load_stall_s: float = 600.0
+    """Without any rank's loading getting on."""
+    suspect_s: float = 3.0
+    dead_s: float = 10.0
+    """Without a sign of life from a rank."""
+    first_step_s: float = 120.0
+    least_step_s: float = 10.0
+    """See StepWatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """Times in seconds. `control_host`: loopback if every rank is on this host, else the address of the interface
+    that the ranks' nodes reach. `restart=False`: the first failure is final (`laddertron run`)."""
+
+    world_size: int
+    replica: int = 0
+    control_host: str = "127.0.0.1"
+    restart: bool = True
+    stage_ranks: int = 0
+    """Ranks of each pipeline stage; 0 or world_size without stages."""
+    max_failures: int = 3
+    """Failures in a row, without progress between them, after which the job is launched again; the next is final."""
+    patience: JobTimeouts = field(default_factory=JobTimeouts)
+    settle_s: float = 0.5
+    """From the first sign of failure until one is blamed: what explains it may come after it."""
+    shutdown_s: float = 10.0
+    """For ranks that were told to shut down, to do so."""
+    kill_grace_s: float = 2.0
+    """For mpirun, from SIGTERM to SIGKILL."""
+    gone_s: float = 15.0
+    """For killed processes to be gone; those that are not quarantine their node."""
+    healthy_s: float = 60.0
+    """Being ready for so long counts as progress."""
+    standby: bool = False
+    """Whether a second launch stands by, to take over from one that fails."""
+    hold: bool = False
+    """Whether the first launch stands by itself until `load`."""
+    longest_backoff_s: float = 30.0
+    words: RankWords = field(default_factory=RankWords)
+    """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
