@@ -142,17 +142,17 @@ class BatchClient:
         shown: Callable[[dict[str, Any]], None],
         away: Callable[[ApiError], None] = lambda error: None,
         pause: Callable[[float], None] = time.sleep,
-        patience: float = 600.0,
+        away_s: float = 600.0,
     ) -> dict[str, Any]:
         """The batch once it has ended, asking at growing intervals of at most 5 s. `away` is called while the server
-        does not answer; ApiError after `patience` seconds of that."""
+        does not answer; ApiError after `away_s` seconds of that."""
         seconds = 0.2
         silent = 0.0
         while True:
             try:
                 batch = self._json("GET", f"/batches/{batch_id}")
             except ApiError as error:
-                if error.status not in _AWAY or silent >= patience:
+                if error.status not in _AWAY or silent >= away_s:
                     raise
                 away(error)
                 silent += seconds

@@ -1,4 +1,4 @@
-"""A process on the cores of its seat: `launch.bind_to: placement`. Called by a rank before torch starts its threads."""
+"""A process on the cores of its seat: `launch.bind_to: placement`. Before torch starts its threads."""
 
 from __future__ import annotations
 

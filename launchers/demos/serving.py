@@ -83,12 +83,12 @@ def started(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
         end(process)
 
 
-def end(process: subprocess.Popen[bytes], patience_s: float = 20.0) -> int:
+def end(process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> int:
     """SIGTERM, the exit status; SIGKILL to its whole group where that does not help."""
     if process.poll() is None:
         process.terminate()
     try:
-        return process.wait(patience_s)
+        return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.wait()

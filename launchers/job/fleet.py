@@ -122,7 +122,7 @@ class Fleet:
         """What MpiJob needs to know of times, sizes and addresses."""
         daemon, parallel = self.deployment.daemon, self.deployment.parallel
         usual = JobTimeouts()
-        patience = replace(
+        timeouts = replace(
             usual,
             load_stall_s=daemon.load_timeout,
             suspect_s=min(usual.suspect_s, daemon.heartbeat_timeout / 2),
@@ -137,7 +137,7 @@ class Fleet:
             restart=restart,
             standby=restart and daemon.standby > 0,
             max_failures=daemon.max_restarts,
-            patience=patience,
+            timeouts=timeouts,
             words=self._words,
         )
 

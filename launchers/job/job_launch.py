@@ -69,7 +69,7 @@ class Launch:
         welcome = messages.Welcome(config_json, options.replica, options.world_size, __version__, standby)
         self._secret_hex = secret.hex()
         self._server = ControlThread(self, secret, welcome, options.control_host)
-        self._board = RankBoard(options.world_size, options.patience, time.monotonic(), options.stage_ranks)
+        self._board = RankBoard(options.world_size, options.timeouts, time.monotonic(), options.stage_ranks)
         self._keeper: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._trouble, self._exited = asyncio.Event(), asyncio.Event()

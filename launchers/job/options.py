@@ -36,7 +36,7 @@ class JobOptions:
     """Ranks of each pipeline stage; 0 or world_size without stages."""
     max_failures: int = 3
     """Failures in a row, without progress between them, after which the job is launched again; the next is final."""
-    patience: JobTimeouts = field(default_factory=JobTimeouts)
+    timeouts: JobTimeouts = field(default_factory=JobTimeouts)
     settle_s: float = 0.5
     """From the first sign of failure until one is blamed: what explains it may come after it."""
     shutdown_s: float = 10.0

@@ -62,12 +62,12 @@ class RankState:
 class RankBoard:
     """`began` is when mpirun was started. stage_ranks: of each stage, where there are several; 0: one group."""
 
-    def __init__(self, world_size: int, patience: JobTimeouts, began: float, stage_ranks: int = 0) -> None:
+    def __init__(self, world_size: int, timeouts: JobTimeouts, began: float, stage_ranks: int = 0) -> None:
         self._stage_ranks = stage_ranks if stage_ranks < world_size else 0
         self.ranks = {rank: RankState() for rank in range(world_size)}
         self.evidence: list[Evidence] = []
-        self._patience = patience
-        self._steps = StepWatch(patience.first_step_s, patience.least_step_s)
+        self._timeouts = timeouts
+        self._steps = StepWatch(timeouts.first_step_s, timeouts.least_step_s)
         self._began = self._moved = began
         self._ready = self.loads = False
 
@@ -183,24 +183,24 @@ class RankBoard:
     def look(self, now: float, spoke: Mapping[int, float] = MappingProxyType({})) -> list[News]:
         """What the clock alone says; to be asked a few times a second. `spoke`: when ranks said what has not been taken
         yet, because this process was busy; that is no silence of theirs."""
-        patience, greeted = self._patience, [rank for rank, state in self.ranks.items() if state.hello is not None]
+        timeouts, greeted = self._timeouts, [rank for rank, state in self.ranks.items() if state.hello is not None]
         news: list[News] = []
         if len(greeted) < len(self.ranks):
-            if now - self._began > patience.launch_s:
+            if now - self._began > timeouts.launch_s:
                 missing = ", ".join(str(rank) for rank in self.ranks if rank not in greeted)
-                text = f"rank {missing} did not come up within {patience.launch_s:g} s"
+                text = f"rank {missing} did not come up within {timeouts.launch_s:g} s"
                 news.append(self.sign(Evidence("launch", None, text)))
-        elif not self._ready and (self.loads or not self._standing()) and now - self._moved > patience.load_stall_s:
+        elif not self._ready and (self.loads or not self._standing()) and now - self._moved > timeouts.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
-            text = f"loading has not got on for {patience.load_stall_s:g} s"
+            text = f"loading has not got on for {timeouts.load_stall_s:g} s"
             news.append(self.sign(Evidence("load_stalled", slowest, text)))
         for rank in greeted:
             state = self.ranks[rank]
             silent = now - max(state.heard, spoke.get(rank, 0.0))
             text = f"no heartbeat for {silent:.1f} s (stopped, swapped out or cut off)"
-            if silent >= patience.dead_s:
+            if silent >= timeouts.dead_s:
                 news.append(self.sign(Evidence("silent", rank, text)))
-            elif silent >= patience.suspect_s and not state.suspect:
+            elif silent >= timeouts.suspect_s and not state.suspect:
                 state.suspect = True
                 news.append(Suspect(rank, text))
         return news + self._stall(now)

@@ -47,12 +47,12 @@ def start(
         raise
 
 
-def end(keeper: subprocess.Popen[str], patience_s: float = 0.0) -> None:
+def end(keeper: subprocess.Popen[str], timeout_s: float = 0.0) -> None:
     """Waits for the command to end by itself, then ends it; returns once nothing of it is left."""
     assert keeper.stdin is not None
     try:
         with suppress(subprocess.TimeoutExpired):
-            keeper.wait(patience_s)
+            keeper.wait(timeout_s)
         keeper.stdin.close()
         keeper.wait(GRACE_S + 10.0)
     except BaseException:

@@ -94,8 +94,8 @@ class BenchJob:
         said = (Path(self._folder.name) / "log").read_text()[-4000:]
         raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{said}")
 
-    def close(self, patience_s: float = 0.0) -> None:
-        """`patience_s`: for the ranks to end by themselves."""
+    def close(self, timeout_s: float = 0.0) -> None:
+        """`timeout_s`: for the ranks to end by themselves."""
         orders, self._orders = self._orders, None
         process, self._process = self._process, None
         try:
@@ -103,7 +103,7 @@ class BenchJob:
                 with suppress(BrokenPipeError), orders:
                     orders.write('{"kind": "end"}\n')  # Open MPI 5.0's mpirun keeps the end of its input to itself
             if process is not None:
-                kept.end(process, patience_s)
+                kept.end(process, timeout_s)
         finally:
             if process is not None and process.stdout is not None:
                 process.stdout.close()

@@ -1,6 +1,6 @@
 """A rank that stands by: all that a start does but for weights and KV, then the wait for the word to load.
 
-Called by rank.py. What follows on Load is every rank's own start.
+What follows on Load is every rank's own start.
 """
 
 from __future__ import annotations

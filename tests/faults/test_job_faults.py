@@ -50,7 +50,7 @@ def test_sigstop_under_mpirun_within_the_bars(rank: int) -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        async with story(real_mpirun(), hooks=JobHooks(failed=failures.append), patience=JobTimeouts()) as s:
+        async with story(real_mpirun(), hooks=JobHooks(failed=failures.append), timeouts=JobTimeouts()) as s:
             await s.phase("ready")
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.tokens)
@@ -77,7 +77,7 @@ def test_a_kill_within_the_bars(whom: str) -> None:
     within 5 s."""
 
     async def run() -> None:
-        async with story(patience=JobTimeouts()) as s:
+        async with story(timeouts=JobTimeouts()) as s:
             await s.phase("ready")
             ranks = await s.pids()
             mpirun = parent(ranks[0])
@@ -99,7 +99,7 @@ def test_a_rank_that_raises_fails_a_run_within_the_bars() -> None:
     """`laddertron run`: failed within 5 s, nothing left."""
 
     async def run() -> None:
-        async with story(restart=False, patience=JobTimeouts()) as s:
+        async with story(restart=False, timeouts=JobTimeouts()) as s:
             await s.phase("ready")
             ranks = await s.pids()
             began = time.monotonic()
@@ -157,7 +157,7 @@ def test_seeded_kills_lose_and_repeat_nothing(command: Command) -> None:
         owner = Owner(requests)
         config = {"max_num_seqs": 8, "step_s": 0.02}
         options: dict[str, Any] = {"max_failures": 10**6, "longest_backoff_s": 0.0}
-        async with story(command, config, listener=owner, patience=JobTimeouts(), **options) as s:
+        async with story(command, config, listener=owner, timeouts=JobTimeouts(), **options) as s:
             busy = asyncio.create_task(feed(s, owner))
             while len(struck) < points and owner.open:
                 await asyncio.sleep(rng.expovariate(2.0))

@@ -192,7 +192,7 @@ def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
     client, pauses, errors = BatchClient(url), [], []  # type: ignore[var-annotated]
     with pytest.raises(ApiError, match="refused"):
-        client.wait("batch_1", lambda batch: None, errors.append, pauses.append, patience=60.0)
+        client.wait("batch_1", lambda batch: None, errors.append, pauses.append, away_s=60.0)
     assert sum(pauses) >= 60.0
     assert len(errors) == len(pauses)
 

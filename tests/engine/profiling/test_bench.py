@@ -182,7 +182,7 @@ def test_a_sweep_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     end, the ranks do so by themselves: what mpirun does with the end of its input is not waited for."""
     statuses, end = list[int](), kept.end
 
-    def ended(keeper: Any, patience_s: float) -> None:
+    def ended(keeper: Any, timeout_s: float) -> None:
         statuses.append(keeper.wait(HANG_S))
         end(keeper)
 

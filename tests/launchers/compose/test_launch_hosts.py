@@ -204,7 +204,7 @@ def test_a_fleet_is_ready_for_the_supervisor() -> None:
     assert command.env["OMP_NUM_THREADS"] == "1"
     options = fleet.options(0, restart=False)
     assert (options.world_size, options.control_host, options.max_failures) == (2, "127.0.0.1", 1)
-    assert (options.patience.dead_s, options.patience.suspect_s) == (4.0, 2.0)
+    assert (options.timeouts.dead_s, options.timeouts.suspect_s) == (4.0, 2.0)
     with pytest.raises(LaunchError, match="out of use"):
         fleet.command(0, frozenset({"laptop"}))
 

@@ -155,14 +155,14 @@ async def story(
     config: dict[str, Any] | None = None,
     world_size: int = 2,
     hooks: JobHooks | None = None,
-    patience: JobTimeouts | None = None,
+    timeouts: JobTimeouts | None = None,
     listener: Listener | None = None,
     **options: Any,
 ) -> AsyncIterator[Story]:
     """A job of fake ranks, started; closed at the end whatever happens."""
     chosen = fake_mpirun(world_size) if command is None else command
     factory = chosen if callable(chosen) else (lambda excluded: chosen)
-    settings = JobOptions(world_size, patience=patience or PATIENT, **options)
+    settings = JobOptions(world_size, timeouts=timeouts or PATIENT, **options)
     job, listener = MpiJob(factory, json.dumps(config or {}), settings, hooks), listener or Listener()
     await job.start(listener)
     try:

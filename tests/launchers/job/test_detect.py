@@ -31,9 +31,9 @@ def hello(rank: int, version: str = __version__) -> Hello:
     return Hello(rank, rank, f"node-{rank}", 100 + rank, 5, "boot", version)
 
 
-def ready_board(world_size: int = 3, patience: JobTimeouts | None = None) -> RankBoard:
+def ready_board(world_size: int = 3, timeouts: JobTimeouts | None = None) -> RankBoard:
     """Every rank is ready and has beaten at second 10."""
-    board = RankBoard(world_size, patience or JobTimeouts(), began=0.0)
+    board = RankBoard(world_size, timeouts or JobTimeouts(), began=0.0)
     for rank in range(world_size):
         board.heard(rank, hello(rank), 1.0)
         board.heard(rank, Announce({"weights": "feed"}), 2.0)
@@ -360,8 +360,8 @@ def test_idle_ranks_never_stall() -> None:
 
 
 def test_ranks_that_never_come_up_and_loading_that_stands_still() -> None:
-    patience = JobTimeouts(launch_s=30, load_stall_s=60)
-    board = RankBoard(3, patience, 0.0)
+    timeouts = JobTimeouts(launch_s=30, load_stall_s=60)
+    board = RankBoard(3, timeouts, 0.0)
     board.heard(1, hello(1), 29.0)
     assert board.look(29.5) == []
     board.heard(1, Beat(), 30.0)
@@ -369,7 +369,7 @@ def test_ranks_that_never_come_up_and_loading_that_stands_still() -> None:
     assert isinstance(sign, Evidence)
     assert sign.text == "rank 0, 2 did not come up within 30 s"
 
-    board = RankBoard(2, patience, 0.0)
+    board = RankBoard(2, timeouts, 0.0)
     for rank, fraction in ((0, 0.5), (1, 0.25)):
         board.heard(rank, hello(rank), 1.0)
         board.heard(rank, Loading(fraction), 10.0)

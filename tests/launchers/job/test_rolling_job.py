@@ -213,7 +213,7 @@ def test_fake_ranks_are_exchanged(room: bool) -> None:
 
     async def run() -> None:
         def job(hold: bool, **config: Any) -> MpiJob:
-            options = JobOptions(2, patience=PATIENT, hold=hold, standby=True)
+            options = JobOptions(2, timeouts=PATIENT, hold=hold, standby=True)
             return MpiJob(lambda excluded: fake_mpirun(), json.dumps({"room": room, **config}), options)
 
         listener = Listener()

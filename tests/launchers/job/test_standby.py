@@ -157,10 +157,10 @@ def test_one_that_fails_as_it_takes_over(caplog: pytest.LogCaptureFixture) -> No
 def test_a_starved_one_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """A rank of it is stopped: it no longer counts as ready, and the failure that follows is answered by a cold
     start."""
-    patience = JobTimeouts(suspect_s=1.3, dead_s=FOR_EVER_S, first_step_s=FOR_EVER_S, least_step_s=FOR_EVER_S)
+    timeouts = JobTimeouts(suspect_s=1.3, dead_s=FOR_EVER_S, first_step_s=FOR_EVER_S, least_step_s=FOR_EVER_S)
 
     async def run() -> None:
-        async with story(Launches(), patience=patience, standby=True) as s:
+        async with story(Launches(), timeouts=timeouts, standby=True) as s:
             waiting = await stands(s)
             os.kill(waiting[1], signal.SIGSTOP)
             await s.listener.until(lambda: s.job.state.standby != "ready")

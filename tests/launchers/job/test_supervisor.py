@@ -143,7 +143,7 @@ def test_a_stopped_rank_is_suspected_named_and_killed() -> None:
 
     async def run() -> None:
         hooks = JobHooks(failed=failures.append)
-        async with story(patience=IMPATIENT, hooks=hooks, settle_s=2.0) as s:
+        async with story(timeouts=IMPATIENT, hooks=hooks, settle_s=2.0) as s:
             await s.phase("ready")
             pid = await s.pid(1)
             stopped = process_id(pid)
@@ -163,7 +163,7 @@ def test_a_short_stop_is_forgiven() -> None:
     """A rank that is suspect and beats again is ready again, and nothing is relaunched."""
 
     async def run() -> None:
-        async with story(patience=JobTimeouts(suspect_s=1.3, dead_s=FOR_EVER_S)) as s:
+        async with story(timeouts=JobTimeouts(suspect_s=1.3, dead_s=FOR_EVER_S)) as s:
             await s.phase("ready")
             pid = await s.pid(1)
             os.kill(pid, signal.SIGSTOP)
@@ -180,8 +180,8 @@ def test_a_hanging_step_is_found_by_its_progress() -> None:
     failures: list[JobFailure] = []
 
     async def run() -> None:
-        patience, hooks = replace(IMPATIENT, dead_s=FOR_EVER_S), JobHooks(failed=failures.append)
-        async with story(patience=patience, hooks=hooks, settle_s=HANG_S) as s:
+        timeouts, hooks = replace(IMPATIENT, dead_s=FOR_EVER_S), JobHooks(failed=failures.append)
+        async with story(timeouts=timeouts, hooks=hooks, settle_s=HANG_S) as s:
             await s.phase("ready")
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.tokens)
@@ -576,7 +576,7 @@ def test_ranks_that_do_not_come_up_are_numbered() -> None:
     sleeper = Command((sys.executable, "-c", "import signal; signal.pause()"))
 
     async def run() -> None:
-        async with story(sleeper, restart=False, patience=JobTimeouts(launch_s=0.3)) as s:
+        async with story(sleeper, restart=False, timeouts=JobTimeouts(launch_s=0.3)) as s:
             await s.phase("failed")
             assert "rank 0, 1 did not come up within 0.3 s" in s.job.state.reason
 
