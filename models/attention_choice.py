@@ -12,7 +12,7 @@ from .attention import AttentionBackend, TorchAttention
 from .config.model_config import ModelConfig
 from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kernels
 from .cpu.ops import Kernels
-from .cuda.flashinfer import FlashInferAttention, Store, store_by_torch, unfit
+from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, unfit
 from .cuda.workspace import kernels_missing
 from .kv_cache import KVCache
 from .rank_shard import RankShard
@@ -27,7 +27,7 @@ def make_attention(
     wanted: str, shard: RankShard, cache: KVCache, dtype: torch.dtype, deterministic: bool = False
 ) -> tuple[AttentionBackend, str]:
     """The backend, and why it is this one in a few words for the log. wanted: auto, torch or flashinfer. deterministic:
-    on a CPU a token's result must not depend on the step's other tokens. Raises AttentionError where flashinfer or
+    a token's result must not depend on the step's other tokens. Raises AttentionError where flashinfer or
     deterministic is wanted and cannot be had."""
     config, device = shard.config, cache.keys[0].device
     windows, scale = _windows(config), _scale(config)
@@ -40,6 +40,16 @@ def make_attention(
                 f"{MOST_HEAD_DIM}; or use false"
             )
         return RowAttention(cache, windows, scale, kernels), "cpu kernels, each token by itself: deterministic"
+    if deterministic:
+        library = _library(device, dtype, config.head_dim)
+        if isinstance(library, str) or wanted == "torch" or cache.keys[0].dtype != dtype:
+            why = f" ({library})" if isinstance(library, str) else ""
+            raise AttentionError(
+                f"parallel.deterministic with engine.attention={wanted}, keys and values {cache.keys[0].dtype}: on a "
+                f"GPU it needs flashinfer{why}, and keys and values in the model's type; or use false"
+            )
+        rows = FlashInferRows(cache, windows, scale, shard.num_heads, dtype, library, _store(cache) or store_by_torch)
+        return rows, f"flashinfer {library.__version__}, each token by itself: deterministic"
     if wanted == "torch":
         return TorchAttention(cache, windows, scale), "torch, as configured"
     if device.type == "cpu" and wanted == "auto":

@@ -84,10 +84,18 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def tree_product(weight: Tensor, bias: Tensor | None, tree: Tree) -> Product:
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x.float(), weight.float())
+
+
+def tree_product(
+    weight: Tensor, bias: Tensor | None, tree: Tree, multiply: Callable[[Tensor, Tensor], Tensor] = wide_product
+) -> Product:
+    """multiply(x [T, in], weight [out, in]): a share's sum in fp32."""
+
     def product(x: Tensor) -> Tensor:
         shares = zip(x.chunk(tree.leaves, 1), weight.chunk(tree.leaves, 1), strict=True)
-        sums = torch.stack([functional.linear(a.float(), b.float()) for a, b in shares])
+        sums = torch.stack([multiply(a, b) for a, b in shares])
         if bias is not None:
             sums[0] += bias
         level = (sums * tree.factor).to(x.dtype)

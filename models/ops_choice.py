@@ -22,10 +22,8 @@ class WeightsError(Refusal, ValueError):
 def make_ops(
     device: torch.device, dtype: torch.dtype, weights: str = "stored", deterministic: Deterministic = False
 ) -> TorchOps:
-    """The fastest operators that are right on this device; `weights` as `model.weights`. deterministic: on a CPU a
-    row's result must not depend on the other rows. Raises WeightsError."""
-    if deterministic == "everywhere" and device.type != "cpu":
-        raise WeightsError(f"parallel.deterministic=everywhere: this rank computes on {device.type}: use true or false")
+    """The fastest operators that are right on this device; `weights` as `model.weights`. deterministic: a row's result
+    must not depend on the other rows. Raises WeightsError."""
     kernels = Kernels.find(bool(deterministic)) if device.type == "cpu" else None
     if weights == "stored":
         if device.type == "cpu":
@@ -35,6 +33,8 @@ def make_ops(
                 )
             return CpuOps(kernels)
         triton = _triton_ops()
+        if deterministic:
+            return _needed(triton, deterministic).RowOps()
         return TorchOps() if triton is None else triton.TritonOps()
     if kernels is None or not kernels.int8 or dtype != torch.bfloat16:
         if device.type != "cpu":
@@ -47,14 +47,31 @@ def make_ops(
     return CpuOps(kernels, int8=True)
 
 
-def make_stored_products(source: Source, shard: RankShard, device: torch.device) -> Fp8 | None:
+def make_stored_products(
+    source: Source, shard: RankShard, device: torch.device, deterministic: Deterministic = False
+) -> Fp8 | None:
     """How quantised weights are computed; None where they are widened while loading, as on CPUs: there a widened copy
-    is quicker than widening at each use by far, and memory is what there is most of."""
+    is quicker than widening at each use by far, and memory is what there is most of. Raises WeightsError."""
     if source.quantisation is None or device.type != "cuda":
         return None
+    if deterministic == "everywhere":
+        raise WeightsError(
+            "parallel.deterministic=everywhere: fp8 products on a GPU scale a token by the largest value that its rank "
+            "sees, which another tensor_parallel_size changes: use true, or weights in bfloat16"
+        )
     q, first = source.quantisation, 0 if shard.stage is None else shard.stage.first_layer
     native = q.activations and multiplies_fp8(device)
-    return Fp8(source.quantised_products(shard.config, first), native, q.activation_bound, _triton_ops())
+    triton, products = _triton_ops(), source.quantised_products(shard.config, first)
+    if deterministic:
+        triton = _needed(triton, deterministic)
+    return Fp8(products, native, q.activation_bound, triton, bool(deterministic))
+
+
+def _needed(triton: Any, deterministic: Deterministic) -> Any:
+    if triton is None:
+        value = str(deterministic).lower()
+        raise WeightsError(f"parallel.deterministic={value} on a GPU needs Triton: make env ACCEL=cuda, or use false")
+    return triton
 
 
 def _triton_ops() -> Any:

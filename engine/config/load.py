@@ -163,12 +163,12 @@ def rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
         )
     if parallel.backend == "nccl" and engine.device == "cpu":
         yield ("parallel.backend", "engine.device"), "nccl needs engine.device: cuda; on a CPU use auto"
-    if parallel.deterministic == "everywhere" and engine.device == "cuda":
+    if parallel.deterministic and engine.kv_cache_dtype == "fp8":
         yield (
-            ("parallel.deterministic", "engine.device"),
-            "everywhere is had on CPUs alone; on a GPU use true, which fixes the order of sums between ranks, or false",
+            ("parallel.deterministic", "engine.kv_cache_dtype"),
+            "it needs keys and values in the model's type, not fp8: use kv_cache_dtype: auto",
         )
-    if parallel.deterministic and engine.attention == "torch" and engine.device == "cpu":
+    if parallel.deterministic and engine.attention == "torch":
         yield (
             ("parallel.deterministic", "engine.attention"),
             "attention torch computes a row as its step's other rows have it: use engine.attention: auto",

@@ -125,7 +125,7 @@ def model_length(config: ModelConfig, wanted: int | None) -> int:
 
 
 def drawn_on_device(
-    communicator: Communicator, device: torch.device, attention: AttentionBackend
+    communicator: Communicator, device: torch.device, attention: AttentionBackend, deterministic: bool
 ) -> tuple[OnDevice | None, str]:
     """How plain rows are drawn without the host, so that a step may be set off before the ids of the one before are
     known; None where every id passes through the host; why, in a few words."""
@@ -134,6 +134,8 @@ def drawn_on_device(
     gather = device_gather(communicator.gathers, communicator.size)
     if device.type != "cuda":
         return None, f"through the host: it is the {device.type} that computes"
+    if deterministic:
+        return None, "through the host: there the masses of top_p and log-probabilities have one order of summation"
     if not isinstance(attention, Capturable):
         return None, f"through the host: attention {attention.name} may read what lies behind a sequence's end"
     if gather is None:
@@ -201,7 +203,7 @@ def _share(deployment: Deployment, communicator: Communicator, device: torch.dev
     stage = stage_here(deployment, config, communicator)
     shard = RankShard.of(stage, communicator.size, communicator.rank)
     source = open_source(Path(deployment.model.path), shard, config)
-    stored = make_stored_products(source, shard, device)
+    stored = make_stored_products(source, shard, device, deployment.parallel.deterministic)
     ops = make_ops(device, dtype, deployment.model.weights, deployment.parallel.deterministic)
     mine = None if shard.stage is None else {fill.tensor for fill in plan_fills(shard) if fill.tensor is not None}
     needed = source.rank_bytes(dtype.itemsize, shard.size, stored is not None, ops.matrix_bytes, mine)
@@ -248,8 +250,8 @@ def build(
     warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
         warnings.append(
-            "parallel.deterministic=true fixes no more than the order of sums between ranks on a GPU: a row's last "
-            "bits may depend on the other rows of its step"
+            f"parallel.deterministic={str(deterministic).lower()} was never tried on a GPU of this kind: prove it by "
+            "`laddertron verify` with this deployment"
         )
     if keys.speculation and device.type != "cpu":
         raise CapacityError(
@@ -300,7 +302,7 @@ def build(
     cache = KVCache(shard, num_blocks + spare, keys.block_size, kv_dtype, device)
     attention, why = make_attention(keys.attention, shard, cache, dtype, bool(deterministic))
     (warn if fell_back(device, keys.attention, attention.name != "torch") else say)(f"attention: {why}")
-    on_device, why = drawn_on_device(communicator, device, attention)
+    on_device, why = drawn_on_device(communicator, device, attention, bool(deterministic))
     if device.type == "cuda":
         say(f"drawn ids: {why}")
     sampler: Any = NoDraws()

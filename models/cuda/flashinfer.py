@@ -8,7 +8,8 @@ padded size whose buffers stay where they are. Called as models/attention.py say
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ TENSOR_CORES_FROM = 4
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
 Pages = tuple[Tensor, Tensor, Tensor]
+Contexts = tuple[np.ndarray[Any, np.dtype[Any]], np.ndarray[Any, np.dtype[Any]]]
+"""The block table's row, and the positions, of each of n."""
 Norms = tuple[Norm | None, Norm | None]
 Store = Callable[[KVCache, int, Tensor, Norms, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
 """What models/attention.py's rotate_and_store does; the queries are all it returns."""
@@ -48,17 +51,27 @@ def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype,
     return None
 
 
-def pages(layout: StepLayout, first: int, last: int, size: int, device: torch.device) -> Pages:
-    """FlashInfer's page table of the sequences [first, last) with blocks of `size` positions, int32: indptr [n + 1] and
-    the positions in each one's last page [n] on the host, pinned for `device`; the page indices [indptr[n]] where the
-    block table lies."""
-    lengths = np.asarray(layout.kv_len[first:last], np.int64)
+def contexts(layout: StepLayout) -> Contexts:
+    """Of each sequence."""
+    return np.arange(len(layout.kv_len)), np.asarray(layout.kv_len, np.int64)
+
+
+def contexts_of_tokens(layout: StepLayout) -> Contexts:
+    """Of each token by itself: what is known up to it."""
+    counts = np.diff(layout.query_start)
+    behind = np.repeat(np.asarray(layout.kv_len) - layout.query_start[1:], counts)
+    return np.repeat(np.arange(len(counts)), counts), behind + np.arange(1, layout.query_start[-1] + 1)
+
+
+def pages(table: Tensor, contexts: Contexts, size: int, device: torch.device) -> Pages:
+    """FlashInfer's page table of n contexts in blocks of `size` positions, int32: indptr [n + 1] and the positions in
+    each one's last page [n] on the host, pinned for `device`; the page indices [indptr[n]] where the block table
+    lies."""
+    rows, lengths = contexts
     held = -(-lengths // size)
     indptr = np.concatenate(([0], np.cumsum(held)))
     # Page j of sequence i is entry (i, j) of the block table; picked by flat index, since a mask would ask the device.
-    row = np.arange(first, last) * layout.block_table.shape[1]
-    flat = np.arange(indptr[-1]) + np.repeat(row - indptr[:-1], held)
-    table = layout.block_table
+    flat = np.arange(indptr[-1]) + np.repeat(rows * table.shape[1] - indptr[:-1], held)
     indices = table.flatten()[upload(flat, table.device)].int()
     last_page = lengths - (held - 1) * size
     return pinned(indptr.astype(np.int32), device), indices, pinned(last_page.astype(np.int32), device)
@@ -68,6 +81,8 @@ class FlashInferAttention(TorchAttention):
     """Decodes through the decode wrapper, everything longer through the prefill wrapper; one of each a window."""
 
     name = "flashinfer"
+    by_row = False
+    """Whether every token attends by itself."""
 
     def __init__(
         self,
@@ -85,7 +100,7 @@ class FlashInferAttention(TorchAttention):
         kv_heads, dim = cache.keys[0].shape[1::2]
         self._shape = heads, kv_heads, dim, cache.block_size
         self._dtypes = {"q_data_type": dtype, "kv_data_type": cache.keys[0].dtype}
-        self._tensor_cores = heads // kv_heads >= TENSOR_CORES_FROM
+        self._tensor_cores = self.by_row or heads // kv_heads >= TENSOR_CORES_FROM
         device = cache.keys[0].device
         self._workspace = torch.zeros(
             WORKSPACE_BYTES if device.type == "cuda" else 1024, dtype=torch.uint8, device=device
@@ -119,12 +134,14 @@ class FlashInferAttention(TorchAttention):
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin = layout, cos, sin
-        decode, sequences, device = layout.decode, len(layout.kv_len), self.cache.keys[0].device
+        device, (rows, lengths) = self.cache.keys[0].device, contexts(layout)
+        decode, sequences = layout.decode, len(lengths)
         self._wait_for_last_plan()
         if decode:
-            self._plan_decodes(self._decoders, layout)
+            self._plan_decodes((rows[:decode], lengths[:decode]))
         if decode < sequences:
-            table = pages(layout, decode, sequences, self.cache.block_size, device)
+            after = rows[decode:], lengths[decode:]
+            table = pages(layout.block_table, after, self.cache.block_size, device)
             starts = np.asarray(layout.query_start[decode:], np.int32) - layout.query_start[decode]
             for window, wrapper in self._prefillers.items():
                 wrapper.plan(pinned(starts, device), *table, *self._shape, causal=True, **self._options(window))
@@ -140,12 +157,12 @@ class FlashInferAttention(TorchAttention):
         if self._planned is not None:
             self._planned.record()
 
-    def _plan_decodes(self, decoders: Mapping[int | None, Any], layout: StepLayout) -> None:
+    def _plan_decodes(self, contexts: Contexts) -> None:
         device = self.cache.keys[0].device
-        indptr, indices, last_page = pages(layout, 0, layout.decode, self.cache.block_size, device)
+        indptr, indices, last_page = pages(self._layout().block_table, contexts, self.cache.block_size, device)
         # From the host a captured wrapper would copy them after all that the device has still to do.
         table = indptr, carry(indices, device), last_page
-        for window, wrapper in decoders.items():
+        for window, wrapper in self._decoders.items():
             wrapper.plan(*table, *self._shape, **self._options(window))
 
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
@@ -183,3 +200,21 @@ class FlashInferAttention(TorchAttention):
             return recorded
 
         return {size: of(size) for size in sizes}
+
+
+class FlashInferRows(FlashInferAttention):
+    """`parallel.deterministic`: every token by itself through the decode wrapper, by the tensor cores' kernel, its
+    context never split among multiprocessors: what FlashInfer keeps independent of the batch."""
+
+    name = "flashinfer, a row by itself"
+    by_row = True
+
+    def _options(self, window: int | None) -> dict[str, Any]:
+        return {**super()._options(window), "disable_split_kv": True}
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        tokens = layout.query_start[-1]
+        self.layout, self._cos, self._sin = replace(layout, decode=tokens), cos, sin
+        self._wait_for_last_plan()
+        self._plan_decodes(contexts_of_tokens(layout))
+        self._note_plan()

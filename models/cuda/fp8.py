@@ -7,6 +7,7 @@ scales, bf16 out); elsewhere the weight is widened at each use. Knows tensors, n
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ class Fp8:
     """A token's largest value counts as at most this; what is beyond is clipped."""
     fused: Any = None
     """models/cuda/ops.py, where there is Triton: norm or gate and quantisation in one kernel."""
+    by_row: bool = False
+    """`parallel.deterministic`: products by `fused.row_product`."""
 
     @property
     def widens(self) -> bool:
@@ -78,7 +81,7 @@ class Fp8:
         """weight [out, in] in fp8, scale [out]; norm and gate as models/ops.py means them."""
         if self.native:
             return self._native(weight, scale, bias, norm, gated, hands_on)
-        matmul = _widened(weight, scale, bias)
+        matmul = _widened(weight, scale, bias, self.fused.row_linear if self.by_row else functional.linear)
         around = TorchOps().around if self.fused is None else self.fused.TritonOps().around
         return around(matmul, norm, gated=gated)
 
@@ -86,8 +89,16 @@ class Fp8:
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, hands_on: bool
     ) -> Product:
         transposed, columns = weight.t(), scale.view(1, -1)
-        bound, fused = self.activation_bound, self.fused
+        bound, fused, by_row = self.activation_bound, self.fused, self.by_row
         gates = silu_and_mul if fused is None else fused.silu_and_mul
+
+        def multiplied(rows: Rows) -> Tensor:
+            if by_row:
+                y: Tensor = fused.row_product(rows.values, weight, torch.bfloat16, rows.scale, scale)
+                return y
+            return torch._scaled_mm(
+                rows.values, transposed, rows.scale, columns, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
 
         def quantised(x: Tensor | RunningSum) -> Rows:
             if fused is not None and transposed.shape[0] <= fused.MOST_QUANTISED:
@@ -99,9 +110,7 @@ class Fp8:
 
         def multiply(x: Any) -> Any:
             rows = x if isinstance(x, Rows) else quantised(x)
-            y = torch._scaled_mm(
-                rows.values, transposed, rows.scale, columns, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
+            y = multiplied(rows)
             y = (y if bias is None else y + bias).to(rows.dtype)
             if gated and hands_on and fused is not None and y.shape[1] // 2 <= fused.MOST_QUANTISED:
                 values, scale = fused.quantise(y, bound, True)
@@ -131,11 +140,11 @@ def quantise_rows(x: Tensor, bound: float = math.inf) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 
-def _widened(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Product:
+def _widened(weight: Tensor, scale: Tensor, bias: Tensor | None, linear: Callable[..., Tensor]) -> Product:
     """Beside the weight there is one copy of it in x's type (engine/estimate/memory.py counts it): scaled in place it
     is rounded as a product in fp32 would be, and a GPU keeps no such product in memory."""
     columns = scale.view(-1, 1)
-    return lambda x: functional.linear(x, weight.to(x.dtype).mul_(columns), bias)
+    return lambda x: linear(x, weight.to(x.dtype).mul_(columns), bias)
 
 
 def multiplies_fp8(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ Importing this needs Triton, which comes with CUDA builds of torch: models/cuda/
 # Triton takes annotations of kernels for types of its own: there are none for others.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from functools import partial
 from typing import Any
 
 import triton
@@ -57,6 +58,37 @@ def rms_norm(
         _store_fp8(out, scales, normed, row, column, inside, width, bound)
     else:
         tl.store(out + at, normed.to(out.dtype.element_ty), inside)
+
+
+TILE = 64
+"""Tokens, outputs and inputs that a program of row_product multiplies at once: of every product alike, since another
+tile is another instruction, and another order of summation."""
+
+
+@partial(jit, do_not_specialize=["tokens"])
+def row_product(
+    out, x, weight, x_scale, weight_scale, tokens, outputs, x_row, weight_row, INPUTS: tl.constexpr,
+    SCALED_X: tl.constexpr, SCALED_WEIGHT: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (t, o): tile (t, o) of x [T, in] @ weight [out, in].T in fp32, times x_scale [T] and weight_scale
+    [out]. Rows lie x_row and weight_row apart. Along the inputs there is one loop for each token, whatever T."""
+    row = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    column = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    here, there = row < tokens, column < outputs
+    kind: tl.constexpr = x.dtype.element_ty if x.dtype.element_ty.primitive_bitwidth > 8 else tl.bfloat16
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for start in range(0, INPUTS, SIZE):
+        at = start + tl.arange(0, SIZE)
+        inside = at < INPUTS
+        a = tl.load(x + row[:, None] * x_row + at[None, :], here[:, None] & inside[None, :], other=0.0)
+        b = tl.load(weight + column[None, :] * weight_row + at[:, None], there[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(a.to(kind), b.to(kind), total, input_precision="ieee")
+    if SCALED_X:
+        total *= tl.load(x_scale + row, here, other=0.0)[:, None]
+    if SCALED_WEIGHT:
+        total *= tl.load(weight_scale + column, there, other=0.0)[None, :]
+    to = out + row[:, None] * outputs + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), here[:, None] & there[None, :])
 
 
 @jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kv_cache import KVCache
-from ..ops import Norm, Product, RunningSum, TorchOps
+from ..ops import Norm, Product, RunningSum, TorchOps, Tree, tree_product
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels
 
@@ -27,6 +27,48 @@ class TritonOps(TorchOps):
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
         normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
         return (lambda x: silu_and_mul(normed(x))) if gated else normed
+
+
+class RowOps(TritonOps):
+    """`parallel.deterministic`: one order of summation for every token, whatever its company (kernels.row_product)."""
+
+    name = "triton, a row by itself"
+
+    def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
+        return lambda x: row_linear(x, weight, bias)
+
+    def product(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
+    ) -> Product:
+        if tree is None:
+            return super().product(weight, bias, norm)
+        return tree_product(weight, bias, tree, lambda a, b: row_product(a, b, torch.float32))
+
+
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """functional.linear of x [T, in] and weight [out, in] by row_product, rounded once."""
+    return row_product(x, weight, x.dtype) if bias is None else (row_product(x, weight) + bias).to(x.dtype)
+
+
+def row_product(
+    x: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype = torch.float32,
+    x_scale: Tensor | None = None,
+    weight_scale: Tensor | None = None,
+) -> Tensor:
+    """x [T, in] @ weight [out, in].T, summed in fp32, times x_scale [T] and weight_scale [out] -> [T, out]. A row
+    has the same bits whatever the other rows are and how many. Both may be in fp8, and columns of something wider."""
+    (tokens, inputs), outputs = x.shape, len(weight)
+    out = x.new_empty((tokens, outputs), dtype=dtype)
+    tile = gpu_kernels.TILE
+    # Tiles of tokens first: those that run together read the same weights.
+    gpu_kernels.row_product[(-(-tokens // tile), -(-outputs // tile))](
+        out, x, weight, x if x_scale is None else x_scale, weight if weight_scale is None else weight_scale,
+        tokens, outputs, x.stride(0), weight.stride(0), INPUTS=inputs,
+        SCALED_X=x_scale is not None, SCALED_WEIGHT=weight_scale is not None, SIZE=tile,
+    )  # fmt: skip
+    return out
 
 
 def _power(width: int) -> int:

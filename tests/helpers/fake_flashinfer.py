@@ -51,6 +51,8 @@ def paged_attention(
 
 
 class _Wrapper:
+    invariant = False
+
     def __init__(self, workspace: Tensor, kv_layout: str, graph: bool, buffers: tuple[Tensor | None, ...]) -> None:
         if kv_layout != "HND" or workspace.dtype != torch.uint8:
             raise ValueError(f"layout {kv_layout}, workspace of {workspace.dtype}")
@@ -99,7 +101,8 @@ class _Wrapper:
         assert out.shape == q.shape
         assert out.dtype == q.dtype
         paged_attention(out, q, k, v, self._qo, *self._table, causal, self._window, self._scale)
-        return out
+        # Contexts are split by how full the device is, so that bits depend on the batch.
+        return out if self.invariant else out.add_(1e-7 * len(q))
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -131,7 +134,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         sm_scale: float | None = None,
+        disable_split_kv: bool = False,
     ) -> None:
+        self.invariant = self._tensor_cores and disable_split_kv
         if not self._tensor_cores and num_qo_heads // num_kv_heads not in (1, 2, 3, 4, 6, 8, 16):
             raise RuntimeError(f"Unsupported group_size: {num_qo_heads // num_kv_heads}")
         types = q_data_type, kv_data_type or q_data_type, window_left, sm_scale or head_dim**-0.5

@@ -262,9 +262,9 @@ def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str)
         ),
         ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
         (
-            "parallel: {deterministic: everywhere}\nengine: {device: cuda}",
+            "parallel: {deterministic: everywhere}\nengine: {device: cuda, kv_cache_dtype: fp8}",
             "parallel.deterministic",
-            "everywhere is had on CPUs alone",
+            "not fp8: use kv_cache_dtype: auto",
         ),
         (
             "parallel: {deterministic: true}\nengine: {device: cpu, attention: torch}",

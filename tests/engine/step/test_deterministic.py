@@ -15,6 +15,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
+from laddertron.models import ops_choice
 from laddertron.models.attention_choice import AttentionError, make_attention
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.cpu.ops import CpuOps, Kernels, OddInputsError
@@ -166,8 +167,10 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         make_attention("auto", shard, cache, torch.bfloat16, True)
     with pytest.raises(AttentionError, match="heads of at most 1024; or use false"):
         make_attention("auto", RankShard(replace(config, head_dim=1040), 1, 0), cache, torch.float32, True)
-    with pytest.raises(WeightsError, match="deterministic=everywhere: this rank computes on cuda"):
-        make_ops(torch.device("cuda"), torch.bfloat16, "stored", "everywhere")
+    with monkeypatch.context() as patch:
+        patch.setattr(ops_choice, "_triton_ops", lambda: None)
+        with pytest.raises(WeightsError, match="deterministic=everywhere on a GPU needs Triton"):
+            make_ops(torch.device("cuda"), torch.bfloat16, "stored", "everywhere")
     with monkeypatch.context() as patch:
         patch.setattr(Kernels, "find", lambda deterministic=False: None)
         with pytest.raises(WeightsError, match="deterministic=true: the C kernels were not built here"):

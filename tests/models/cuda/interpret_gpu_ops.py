@@ -7,6 +7,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from laddertron.models import attention, ops
 from laddertron.models.cuda import ops as gpu_ops
@@ -14,6 +15,7 @@ from laddertron.models.cuda.fp8 import quantise_rows
 from laddertron.models.ops import Norm, RunningSum
 from laddertron.models.weights.tensor_reader import FP8
 from test_flashinfer import CPU, make_cache
+from triton.runtime import interpreter
 
 DICE = torch.Generator().manual_seed(7)
 
@@ -88,6 +90,51 @@ def store(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rotary: int, norm
     }
 
 
+class RowWise:
+    """numpy, whose product of a tile has a row's bits depend on where in the tile it lies, which a GPU's has not; and
+    of bfloat16 too, whose bits the interpreter multiplies as integers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        a, b = (
+            (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(dtype) for x in (a, b)
+        )
+        return np.stack([row @ b for row in a])
+
+
+def products() -> list[dict[str, Any]]:
+    """RowOps against torch, and whether a row has the same bits alone as in any company: sizes that are no multiple of
+    a tile, a bias, a tree of shares, fp8 with scales."""
+    interpreter.np = RowWise()
+    x, weight, bias = normal(130, 200), normal(90, 200), normal(90)
+    values, scales = quantise_rows(x)
+    codes, columns = quantise_rows(weight)
+    rows, plain = gpu_ops.RowOps(), ops.TorchOps()
+    tree = ops.Tree(4, 0.5)
+    fp8 = (values.float() * scales) @ (codes.float() * columns).T
+    makes: dict[str, tuple[Any, torch.Tensor]] = {
+        "plain": (rows.product(weight, None), plain.product(weight, None)(x)),
+        "bias": (rows.product(weight, bias), plain.product(weight, bias)(x)),
+        "tree": (rows.product(weight, bias, None, tree), plain.product(weight, bias, None, tree)(x)),
+    }
+    found = []
+    for name, (product, want) in makes.items():
+        whole = product(x)
+        same = all(
+            torch.equal(product(x[first : first + n].clone()), whole[first : first + n])
+            for first in (0, 3)
+            for n in (1, 7, 64, 65, 127)
+        )
+        found.append({"name": name, "distance": distance(whole, want), "same": same})
+    one = [gpu_ops.row_product(values[i : i + 1], codes, torch.float32, scales[i : i + 1], columns) for i in range(130)]
+    whole = gpu_ops.row_product(values, codes, torch.float32, scales, columns)
+    found.append({"name": "fp8", "distance": distance(whole, fp8), "same": torch.equal(torch.cat(one), whole)})
+    return found
+
+
 def main() -> None:
     half, full, wide = torch.float16, torch.float32, torch.bfloat16
     cases = [
@@ -96,7 +143,12 @@ def main() -> None:
         store(wide, FP8, 16, 16, True),
     ]  # fmt: skip
     fp8 = [quantised(wide, bound) for bound in (math.inf, 1.5)]
-    found = {"layers": {str(kind): layers(kind) for kind in (full, wide, half)}, "stores": cases, "fp8": fp8}
+    found = {
+        "layers": {str(kind): layers(kind) for kind in (full, wide, half)},
+        "stores": cases,
+        "fp8": fp8,
+        "products": products(),
+    }
     print(json.dumps(found))
 
 

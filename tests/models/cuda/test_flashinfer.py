@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laddertron.models.attention import Capturable, StepLayout, TorchAttention
-from laddertron.models.cuda.flashinfer import FlashInferAttention, pages, unfit
+from laddertron.models.cuda.flashinfer import (
+    FlashInferAttention,
+    FlashInferRows,
+    contexts,
+    contexts_of_tokens,
+    pages,
+    unfit,
+)
 from laddertron.models.kv_cache import KVCache
 from laddertron.models.ops import Norm
 from laddertron.models.weights.tensor_reader import FP8
@@ -67,6 +75,7 @@ def make_layout(counts: list[int], before: list[int], size: int, device: torch.d
 def compare(
     library: Any, dtype: torch.dtype, kv_dtype: torch.dtype, shape: tuple[int, int, int, int], layout: StepLayout,
     windows: tuple[int | None, ...], device: torch.device = CPU, norms: bool = False, within: float = 1e-5,
+    kind: type[FlashInferAttention] = FlashInferAttention,
 ) -> None:  # fmt: skip
     """Both backends through a step of two layers: the same outputs, the same cache."""
     heads, kv_heads, dim, size = shape
@@ -74,7 +83,7 @@ def compare(
     caches = [make_cache(kv_heads, dim, blocks, size, kv_dtype, device) for _ in range(2)]
     scale = 0.7 * dim**-0.5
     portable = TorchAttention(caches[0], windows, scale)
-    ours = FlashInferAttention(caches[1], windows, scale, heads, dtype, library)
+    ours = kind(caches[1], windows, scale, heads, dtype, library)
     tokens = len(layout.positions)
     dice = torch.Generator().manual_seed(2)
     angles = torch.rand(tokens, 1, dim // 2, generator=dice).to(device)
@@ -130,10 +139,44 @@ def test_page_tables() -> None:
         block_table=torch.tensor([[7, 1, 99], [4, 99, 99], [3, 0, 8]]), blocks=torch.zeros(3), offsets=torch.zeros(3),
         decode=3,
     )  # fmt: skip
-    indptr, indices, last = pages(layout, 0, 3, 4, CPU)
+    indptr, indices, last = pages(layout.block_table, contexts(layout), 4, CPU)
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 2, 3, 6], [7, 1, 4, 3, 0, 8], [1, 4, 1])
-    indptr, indices, last = pages(layout, 1, 2, 4, CPU)
+    rows, lengths = contexts(layout)
+    indptr, indices, last = pages(layout.block_table, (rows[1:2], lengths[1:2]), 4, CPU)
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 1], [4], [4])
+
+
+def test_tokens_by_themselves() -> None:
+    """A decode, a prompt's last two tokens, a whole prompt of three: each token's row and what it knows."""
+    rows, lengths = contexts_of_tokens(make_layout([1, 2, 3], [7, 5, 0], 4, CPU))
+    assert (rows.tolist(), lengths.tolist()) == ([0, 1, 1, 2, 2, 2], [8, 6, 7, 1, 2, 3])
+
+
+def parts_equal_the_whole(kind: type[FlashInferAttention]) -> bool:
+    """A prompt of five tokens beside a decode, and the same tokens one by one: whether all bits are the same."""
+    layout, found = make_layout([1, 5], [7, 2], 4, CPU), []
+    qkv, angles = torch.randn(6, 64, generator=torch.Generator().manual_seed(3)), torch.zeros(6, 1, 4)
+    steps = [(0, 6), *((at, at + 1) for at in range(6))]
+    for some in (steps[:1], steps[1:]):
+        cache, rows = make_cache(2, 8, 9, 4, torch.float32, CPU), []
+        attention = kind(cache, (None, 3), 1.0, 4, torch.float32, fake_flashinfer.LIBRARY)
+        for first, last in some:
+            mine = slice(first, last)
+            step = layout if last == 6 and first == 0 else replace(
+                layout, positions=layout.positions[mine], query_start=[0, 1], decode=1,
+                kv_len=[int(layout.positions[first]) + 1], block_table=layout.block_table[min(first, 1)][None],
+                blocks=layout.blocks[mine], offsets=layout.offsets[mine],
+            )  # fmt: skip
+            attention.plan(step, angles[mine].cos(), angles[mine].sin())
+            rows.append(torch.stack([attention.attend(layer, qkv[mine], None, None) for layer in (0, 1)], 1))
+        found.append(torch.cat(rows))
+    return torch.equal(*found)
+
+
+def test_a_row_by_itself_has_the_same_bits_in_any_step() -> None:
+    """The stand-in's bits depend on the batch, as the library's do, but of a tensor-core decode that is not split."""
+    assert parts_equal_the_whole(FlashInferRows)
+    assert not parts_equal_the_whole(FlashInferAttention)
 
 
 def test_a_step_must_be_planned() -> None:

@@ -38,6 +38,11 @@ def test_interpreted_kernels_mean_what_torch_means() -> None:
         )
     for distances in found["fp8"]:
         assert max(distances.values()) < 0.15, distances
+    assert len(found["products"]) == 4
+    for product in found["products"]:
+        assert product["same"], product
+        # The interpreter's tl.dot multiplies fp8 as bfloat16, which holds both; sums in fp32.
+        assert product["distance"] < 1e-5, product
     assert len(found["stores"]) == 7
     for case in found["stores"]:
         kind, stored = case["case"][:2]
@@ -82,6 +87,15 @@ def test_kernels_compile(capability: int, kind: str) -> None:
         _compile("rotate_and_store", capability, kind, kind, None, NORM=norm, FP8=False, **shape)
     if capability >= 90:
         assert "e4m3" in _compile("rotate_and_store", capability, kind, "fp8e4nv", None, NORM=False, FP8=True, **shape)
+    product = {"x_scale": "*fp32", "weight_scale": "*fp32", "out": "*fp32"}
+    product |= dict.fromkeys(("tokens", "outputs", "x_row", "weight_row"), "i32")
+    ptx = _compile(
+        "row_product", capability, kind, "", product, INPUTS=4096, SCALED_X=False, SCALED_WEIGHT=False, SIZE=64
+    )
+    assert "mma" in ptx or kind == "fp32"
+    if capability >= 90 and kind == "bf16":
+        product |= {"x": "*fp8e4nv", "weight": "*fp8e4nv", "out": "*bf16"}
+        _compile("row_product", capability, kind, "", product, INPUTS=4096, SCALED_X=True, SCALED_WEIGHT=True, SIZE=64)
 
 
 @pytest.mark.gpu
@@ -112,6 +126,12 @@ def test_on_a_gpu(kv_dtype: torch.dtype) -> None:
             assert (values.view(torch.uint8) != want.view(torch.uint8)).float().mean() < 0.02
         x[0, 3] = math.nan
         assert bool(gpu_ops.quantise(x, math.inf)[0].float()[0, 3].isnan())
+    rows, weight = normal(300, 4096), normal(6144, 4096)
+    whole = gpu_ops.RowOps().product(weight, None)(rows)
+    assert torch.allclose(whole.float(), torch.nn.functional.linear(rows, weight).float(), atol=2.0, rtol=0.02)
+    for first, count in ((0, 1), (17, 7), (3, 64), (5, 65), (299, 1)):
+        part = gpu_ops.RowOps().product(weight, None)(rows[first : first + count].clone())
+        assert torch.equal(part, whole[first : first + count]), (first, count)
     caches = [make_cache(8, 128, 9, 16, kv_dtype, CUDA) for _ in range(2)]
     if not gpu_ops.stores(caches[0], torch.cuda.get_device_capability()):
         pytest.skip("fp8 conversions need compute capability 8.9")

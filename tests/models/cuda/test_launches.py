@@ -79,6 +79,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     triton.jit, triton.language = lambda function=None, **_: Kernel(function), language
     for name in ("kernels", "ops"):
         monkeypatch.delitem(sys.modules, f"laddertron.models.cuda.{name}", raising=False)
+        monkeypatch.delattr(cuda, name, raising=False)
     with monkeypatch.context() as patch:  # no longer than our modules need it: torch would take it for the true one
         patch.setitem(sys.modules, "triton", triton)
         patch.setitem(sys.modules, "triton.language", language)

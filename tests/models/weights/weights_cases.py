@@ -153,7 +153,7 @@ def fp8_distance(rank: Rank, folder: str, prompts: list[list[int]], native: bool
     model = {"dtype": "bfloat16" if native else "float32"}
     wide = forward_all(build_on(rank, deployment(folder, rank.size, model)), prompts)
 
-    def kept_as_on_a_gpu(source: Any, shard: Any, device: torch.device) -> Fp8 | None:
+    def kept_as_on_a_gpu(source: Any, shard: Any, device: torch.device, *_: object) -> Fp8 | None:
         return Fp8(source.quantised_products(shard.config), native)
 
     with patch.object(building, "make_stored_products", kept_as_on_a_gpu):
