@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,3 +235,49 @@ def test_on_a_gpu(heads: tuple[int, int], kv_dtype: torch.dtype) -> None:
     layout = make_layout([1, 1, 1, 17, 40, 5], [0, 63, 200, 0, 33, 64], 16, CUDA)
     shape = (*heads, 128, 16)
     compare(library, torch.bfloat16, kv_dtype, shape, layout, (None, 50), CUDA, norms=True, within=0.05)
+
+
+def in_chunks(library: Any, device: torch.device, dtype: torch.dtype, cuts: list[int]) -> torch.Tensor:
+    """A sequence of 200 tokens in chunks that end at `cuts`, each beside another sequence's prompt of five."""
+    cache = make_cache(2, 128, 64, 16, dtype, device)
+    ours = FlashInferRows(cache, (None, None), 0.1, 8, dtype, library)
+    dice = torch.Generator().manual_seed(4)
+    qkv = torch.randn(205, 12 * 128, generator=dice).to(device, dtype)
+    angles = torch.rand(205, 1, 64, generator=dice).to(device)
+    table, outs = torch.arange(64, device=device).view(2, 32), []
+    for first, last in itertools.pairwise([0, *cuts, 200]):
+        count = last - first
+        rows = torch.tensor([*range(first, last), *range(200, 205)], device=device)
+        positions = torch.tensor([*range(first, last), *range(5)], device=device)
+        blocks = positions // 16
+        blocks[count:] += 32
+        starts, known = [0, count, count + 5], [last, 5]
+        ours.plan(
+            StepLayout(positions, starts, known, table, blocks, positions % 16, int(count == 1)),
+            angles[rows].cos(),
+            angles[rows].sin(),
+        )
+        outs.append(ours.attend(0, qkv[rows], None, None)[:count])
+    return torch.cat(outs)
+
+
+CHUNKS = [[64, 129], [1, 7, 72], list(range(1, 200))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_by_themselves_on_a_gpu(dtype: torch.dtype) -> None:
+    """The same bits from the library, a prompt whole, in chunks and token by token, and from the products' kernel,
+    rows alone and among others."""
+    library = pytest.importorskip("flashinfer")
+    from laddertron.models.cuda.ops import RowOps
+
+    whole = in_chunks(library, CUDA, dtype, [])
+    for cuts in CHUNKS:
+        assert torch.equal(in_chunks(library, CUDA, dtype, cuts), whole), cuts
+    rows = torch.randn(300, 1024, device=CUDA, dtype=dtype)
+    product = RowOps().product(torch.randn(512, 1024, device=CUDA, dtype=dtype), None)
+    every = product(rows)
+    for count in (1, 2, 7, 64, 65):
+        assert torch.equal(product(rows[17 : 17 + count].clone()), every[17 : 17 + count]), count
