@@ -2,7 +2,7 @@
 on by a hard switch, with annealing, with distillation, beside the standard model given the same extra steps.
 
     python benchmarks/adaptation.py --only demo --minutes 30     what is missing, as much as fits; call it again
-    python benchmarks/adaptation.py --report                     the tables of what there is
+    python benchmarks/adaptation.py --report                     the tables of what there is; --plot FILE draws them
 
 Held-out perplexity: of the original, of each target before any training, and after every fifth of the extra steps. A
 run is one target, one way and one seed; results lie in benchmarks/results/adaptation.json beside the budget that they
@@ -90,6 +90,24 @@ def size_table(results: dict[str, Any], size: str) -> list[str]:
     return table(" | ".join((size, "seeds", "untrained", *steps)), rows) if rows else []
 
 
+def draw_recovery(axes: Any, results: dict[str, Any]) -> None:
+    """The means of each kind over seeds, of the largest size there is."""
+    size = next(
+        (size for size in reversed(SIZES) if any(key.startswith(f"{size}/") for key in results["runs"])), "demo"
+    )
+    for kind, (target, way) in enumerate(KINDS):
+        curves = [results["runs"].get(f"{size}/{target}/{way}/{seed}") for seed in SEEDS]
+        means = [statistics.mean(points) for points in zip(*(curve for curve in curves if curve), strict=True)]
+        line = {"standard": ":", "upper half": "--", "all layers": "-"}[target]
+        axes.plot(
+            [20 * i for i in range(len(means))], means, line, marker=".", color=f"C{kind}", label=f"{target}, {way}"
+        )
+    axes.set_xlabel("% of the extra steps")
+    axes.set_ylabel("held-out perplexity")
+    axes.set_title(f"{size}: {results['tokens']:,} tokens after as many")
+    axes.legend()
+
+
 def prepare(tokens: int) -> Callable[[str], list[float]]:
     documents = corpus.python_documentation()
     words = corpus.train_tokenizer(documents, VOCAB)
@@ -114,7 +132,7 @@ def prepare(tokens: int) -> Callable[[str], list[float]]:
 def main() -> None:
     torch.set_num_threads(1)
     keys = [f"{size}/{target}/{way}/{seed}" for seed, size, (target, way) in product(SEEDS, SIZES, KINDS)]
-    results = go_on(__doc__ or "", RESULTS, 400_000, keys, prepare)
+    results = go_on(__doc__ or "", RESULTS, 400_000, keys, prepare, draw_recovery)
     print(f"{results['tokens']:,} tokens an original, and as many more a run")
     for size in SIZES:
         print("\n".join(["", *size_table(results, size)]))

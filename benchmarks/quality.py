@@ -1,7 +1,7 @@
 """What the wirings are worth at equal budget, from scratch at demo size, over seeds: held-out perplexity with spread.
 
     python benchmarks/quality.py --minutes 8     as many runs as fit, those that are missing; call it again to go on
-    python benchmarks/quality.py --report        the table of what there is
+    python benchmarks/quality.py --report        the table of what there is; --plot FILE draws it
 
 A run is one wiring and one seed, some minutes of one core; results lie in benchmarks/results/quality.json beside the
 budget that they were made with, and another budget starts anew.
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from common import table
+from laddertron.engine.profiling.picture import picture
 from laddertron.models.config.known_models import architecture
 from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.training import corpus, train
@@ -59,18 +60,42 @@ def wiring_table(results: dict[str, Any]) -> list[str]:
     return table(" | ".join(("wiring", *(f"seed {seed}" for seed in SEEDS), "mean", "deviation")), rows)
 
 
-def go_on(doc: str, path: Path, tokens: int, keys: Sequence[str], prepare: Prepare) -> dict[str, Any]:
+def draw_wirings(axes: Any, results: dict[str, Any]) -> None:
+    for at, wiring in enumerate(WIRINGS):
+        found = [results["runs"].get(f"{wiring}/{seed}") for seed in SEEDS]
+        there = [value for value in found if value is not None]
+        axes.plot([at] * len(there), there, "o", color="C0", alpha=0.5)
+        axes.plot(at, statistics.mean(there) if there else float("nan"), "_", color="C1", markersize=28)
+    axes.set_xticks(range(len(WIRINGS)), WIRINGS)
+    axes.set_ylabel("held-out perplexity")
+    axes.set_title(f"{results['tokens']:,} tokens from scratch, {len(SEEDS)} seeds and their mean")
+
+
+def go_on(
+    doc: str, path: Path, tokens: int, keys: Sequence[str], prepare: Prepare, draw: Callable[[Any, Any], None]
+) -> dict[str, Any]:
     """The results at `path` after as many of the missing runs as the command line's minutes allow, each kept as soon as
-    it is done: {"tokens": budget of a run, "runs": {key: what it found}}. `tokens`: the budget unless given."""
+    it is done: {"tokens": budget of a run, "runs": {key: what it found}}. `tokens`: the budget unless given. draw(axes,
+    results): what --plot asks for."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=60.0, help="start no run after these")
     parser.add_argument("--tokens", type=int, default=tokens, help="budget of a run; another than before starts anew")
     parser.add_argument("--only", default="", help="the runs whose key begins so")
     parser.add_argument("--report", action="store_true", help="no training: the tables of what there is")
+    parser.add_argument("--plot", type=Path, help="draw what there is, at the end: .png or .svg")
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"tokens": args.tokens, "runs": {}}
-    if args.report:
-        return results
+    if not args.report:
+        results = _train_missing(results, args, path, keys, prepare)
+    if args.plot is not None:
+        with picture(args.plot) as axes:
+            draw(axes, results)
+    return results
+
+
+def _train_missing(
+    results: dict[str, Any], args: argparse.Namespace, path: Path, keys: Sequence[str], prepare: Prepare
+) -> dict[str, Any]:
     if results["tokens"] != args.tokens:
         results = {"tokens": args.tokens, "runs": {}}
     missing = [key for key in keys if key.startswith(args.only) and key not in results["runs"]]
@@ -100,7 +125,7 @@ def prepare(tokens: int) -> Callable[[str], float]:
 def main() -> None:
     torch.set_num_threads(1)
     keys = [f"{wiring}/{seed}" for seed, wiring in product(SEEDS, WIRINGS)]
-    results = go_on(__doc__ or "", RESULTS, 1_600_000, keys, prepare)
+    results = go_on(__doc__ or "", RESULTS, 1_600_000, keys, prepare, draw_wirings)
     print("\n".join([f"{results['tokens']:,} tokens a run", *wiring_table(results)]))
 
 

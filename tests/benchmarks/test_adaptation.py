@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from laddertron.models.training.reference import Reference
@@ -29,14 +30,18 @@ def test_runs_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch: pytest.
 
     def found(*argv: str) -> dict[str, int]:
         monkeypatch.setattr(sys, "argv", ["x", *argv])
-        return dict(quality.go_on("x", path, 7, ["a", "b", "c"], prepare)["runs"])
+        return dict(quality.go_on("x", path, 7, ["a", "b", "c"], prepare, draw)["runs"])
+
+    def draw(axes: Any, results: dict[str, Any]) -> None:
+        axes.plot(sorted(results["runs"].values()))
 
     assert found("--report") == {}
     with pytest.raises(KeyboardInterrupt):
         found()
     assert found() == {"a": 7, "b": 7, "c": 7}
     assert done == ["a", "b", "c", "c"]
-    assert found("--tokens", "8", "--only", "b") == found("--report") == {"b": 8}
+    assert found("--tokens", "8", "--only", "b") == found("--report", "--plot", str(tmp_path / "a.svg")) == {"b": 8}
+    assert (tmp_path / "a.svg").stat().st_size > 1000
 
 
 def test_sizes_are_what_they_are_called() -> None:
