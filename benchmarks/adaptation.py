@@ -100,7 +100,12 @@ def draw_recovery(axes: Any, results: dict[str, Any]) -> None:
         means = [statistics.mean(points) for points in zip(*(curve for curve in curves if curve), strict=True)]
         line = {"standard": ":", "upper half": "--", "all layers": "-"}[target]
         axes.plot(
-            [20 * i for i in range(len(means))], means, line, marker=".", color=f"C{kind}", label=f"{target}, {way}"
+            [20 * i for i in range(len(means))],
+            means,
+            line,
+            marker=".",
+            color=f"C{kind}",
+            label="standard, trained on" if target == "standard" else f"{target}, {way}",
         )
     axes.set_xlabel("% of the extra steps")
     axes.set_ylabel("held-out perplexity")
