@@ -17,7 +17,7 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA secure_delete = ON")
-    db.execute("PRAGMA cache_size = -8192")
+    db.execute("PRAGMA cache_size = -2048")  # KiB: it fills up with results, on every connection
     db.execute("PRAGMA journal_size_limit = 67108864")
     db.row_factory = sqlite3.Row
     return db

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import json
 import os
@@ -84,6 +85,27 @@ def test_what_raises_undoes_itself_alone(tmp_path: Path) -> None:
         )
         assert isinstance(done[1], LookupError)
         assert await numbers(store) == {1, 3}
+
+    with_store(tmp_path / "data", work)
+
+
+def test_memory_does_not_grow_with_what_is_stored(tmp_path: Path) -> None:
+    """SQLite keeps pages of what was written, on each connection, for as long as its cache has room."""
+    rows = Path("/proc/self/maps").read_text().splitlines()
+    found = next((row.split()[-1] for row in rows if "libsqlite3" in row), None)
+    if found is None:
+        pytest.skip("SQLite is part of Python's own library here: nothing to ask")
+    sqlite = ctypes.CDLL(found)
+    sqlite.sqlite3_memory_used.restype = ctypes.c_int64
+
+    async def work(store: Store) -> None:
+        await store.write(lambda rows: records.add_batch(rows, batch()))
+        for first in range(0, 12_000, 500):
+            await put(store, *(Result(f"c-{n}", n, True, "x" * 1000) for n in range(first, first + 500)))
+            await asyncio.gather(*(numbers(store) for _ in range(8)))
+        assert (store.folder / "store.db").stat().st_size > 12 << 20
+        # the writer's cache, and of what readers have the newest transaction's alone
+        assert sqlite.sqlite3_memory_used() < 6 << 20
 
     with_store(tmp_path / "data", work)
 
