@@ -110,7 +110,7 @@ def make_runner(
     cache = KVCache(shard, blocks + 1, BLOCK, dtype, device)  # the last is nobody's: see make_graphs
     backend, _ = make_attention(attention, shard, cache, dtype)
     keys = EngineConfig(max_num_seqs=seats, cuda_graphs=cuda_graphs)
-    on_device, _ = drawn_on_device(communicator, device, backend)
+    on_device, _ = drawn_on_device(communicator, device, backend, deterministic=False)
     sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
     deployment = Deployment(ModelSection("random"), engine=keys)
     graphs = make_graphs(deployment, communicator, model, backend, cache, sampler.latest)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from common import table
+from laddertron.engine.estimate.step_simulator import law
 from laddertron.engine.profiling.picture import picture
 from laddertron.models.config.known_models import architecture
 from laddertron.models.config.model_config import ModelConfig, make_wiring
@@ -28,7 +29,7 @@ from laddertron.models.training.fit import Settings
 
 RESULTS = Path(__file__).resolve().parent / "results" / "quality.json"
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, CONTEXT = 6, 96, 4, 256, 2048, 256
-WIRINGS = ("standard", "parallel", "ladder", "hybrid", "desync-2", "desync-4", "delay-2")
+WIRINGS = ("standard", "parallel", "ladder", "hybrid", "desync-2", "desync-4", "delay-2", "delay-3", "delay-4")
 SEEDS = (0, 1, 2)
 
 Prepare = Callable[[int], Callable[[str], Any]]
@@ -62,13 +63,40 @@ def wiring_table(results: dict[str, Any]) -> list[str]:
 
 def draw_wirings(axes: Any, results: dict[str, Any]) -> None:
     for at, wiring in enumerate(WIRINGS):
-        found = [results["runs"].get(f"{wiring}/{seed}") for seed in SEEDS]
-        there = [value for value in found if value is not None]
+        there = [value for seed in SEEDS if (value := results["runs"].get(f"{wiring}/{seed}")) is not None]
         axes.plot([at] * len(there), there, "o", color="C0", alpha=0.5)
-        axes.plot(at, statistics.mean(there) if there else float("nan"), "_", color="C1", markersize=28)
-    axes.set_xticks(range(len(WIRINGS)), WIRINGS)
+        axes.plot(at, _mean(results, wiring), "_", color="C1", markersize=28)
+    axes.set_xticks(range(len(WIRINGS)), WIRINGS, rotation=30)
     axes.set_ylabel("held-out perplexity")
     axes.set_title(f"{results['tokens']:,} tokens from scratch, {len(SEEDS)} seeds and their mean")
+
+
+def draw_delays(axes: Any, results: dict[str, Any]) -> None:
+    """Quality against speed over d: the law's gain over standard for several L/c, each line from standard through
+    ladder (d = 1) to the deepest delay."""
+    delays = [wiring for wiring in WIRINGS if wiring == "ladder" or wiring.startswith("delay-")]
+    for at, ratio in enumerate((4.0, 2.0, 1.0, 0.5)):
+        points = [(1.0, _mean(results, "standard"))]
+        points += [(law(1.0, ratio, d), _mean(results, wiring)) for d, wiring in enumerate(delays, 1)]
+        width = 8 - 2 * at  # lines that run together stay visible
+        axes.plot(*zip(*points, strict=True), "o-", linewidth=width, markersize=width + 4, label=f"L = {ratio:g} c")
+    axes.grid(alpha=0.3)
+    axes.set_title("the same over the speed that the law allows")
+    axes.set_xlabel("the law's decode speed over standard's; at the points d = 0, 1, 2 ...")
+    axes.legend()
+
+
+def _mean(results: dict[str, Any], wiring: str) -> float:
+    found = [results["runs"][key] for seed in SEEDS if (key := f"{wiring}/{seed}") in results["runs"]]
+    return statistics.mean(found) if found else float("nan")
+
+
+def draw(axes: Any, results: dict[str, Any]) -> None:
+    grid = axes.figure.add_gridspec(1, 2)
+    axes.figure.set_size_inches(13, 4.5)
+    axes.set_subplotspec(grid[0])
+    draw_wirings(axes, results)
+    draw_delays(axes.figure.add_subplot(grid[1]), results)
 
 
 def go_on(
@@ -125,7 +153,7 @@ def prepare(tokens: int) -> Callable[[str], float]:
 def main() -> None:
     torch.set_num_threads(1)
     keys = [f"{wiring}/{seed}" for seed, wiring in product(SEEDS, WIRINGS)]
-    results = go_on(__doc__ or "", RESULTS, 1_600_000, keys, prepare, draw_wirings)
+    results = go_on(__doc__ or "", RESULTS, 1_600_000, keys, prepare, draw)
     print("\n".join([f"{results['tokens']:,} tokens a run", *wiring_table(results)]))
 
 

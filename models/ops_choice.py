@@ -34,7 +34,8 @@ def make_ops(
             return CpuOps(kernels)
         triton = _triton_ops()
         if deterministic:
-            return _needed(triton, deterministic).RowOps()
+            ops: TorchOps = _needed(triton, deterministic).RowOps()
+            return ops
         return TorchOps() if triton is None else triton.TritonOps()
     if kernels is None or not kernels.int8 or dtype != torch.bfloat16:
         if device.type != "cpu":

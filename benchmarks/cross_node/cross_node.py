@@ -28,6 +28,7 @@ sys.path[:0] = [str(TESTS), str(HERE.parent)]
 
 from cluster.nodes import Cluster, kill, why_not  # noqa: E402
 from cross_report import bars, tables, write_docs  # noqa: E402
+from cross_wirings import LATER  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "cross_node.json"
 MS = 1e-3
@@ -116,7 +117,7 @@ def wiring_runs(nice: int) -> list[dict[str, Any]]:
     spec = {
         "task": "decode",
         "size": WIDE,
-        "wirings": [*WIRINGS, "carried"],
+        "wirings": [*WIRINGS, "carried", LATER],
         "batches": [1, 8],
         "delays_s": [0.0, 0.1 * MS, 0.5 * MS, 1 * MS, 2 * MS],
         "ratios": [0.5, 0.66, 1.0],

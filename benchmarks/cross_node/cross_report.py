@@ -10,7 +10,7 @@ from common import renewed, table
 from cross_cost import BAR as MODEL_BAR
 from cross_cost import cost_table, fits
 from cross_picture import picture
-from cross_wirings import cases, law_points, wiring_bars, wiring_tables
+from cross_wirings import cases, later_table, law_points, wiring_bars, wiring_tables
 
 Results = Mapping[str, Any]
 Line = Mapping[str, Any]
@@ -107,7 +107,11 @@ def _prefill(line: Line) -> str:
 
 TABLES = {
     "reduce": reduce_tables,
-    "wirings": lambda results: wiring_tables(results["wirings"]["lines"]),
+    "wirings": lambda results: [
+        *wiring_tables(results["wirings"]["lines"]),
+        "",
+        *later_table(results["wirings"]["lines"]),
+    ],
     "llama150m": llama_tables,
 }
 

@@ -11,6 +11,8 @@ from cross_law import Case, of_the_law, predicted_step, prices
 
 Line = Mapping[str, Any]
 WIRINGS = ("standard", "parallel", "ladder", "carried", "no-communication")
+LATER = "delay-2"
+"""Its outputs are read a sub-block later than ladder's: for delays that ladder cannot hide."""
 LAW_BAR, FROM_RATIO = 0.85, 0.2
 """Of the law, wherever an all-reduce takes at least that share of a sub-block's computation."""
 SPEED_BAR, REST_BAR = 1.5, 0.98
@@ -111,6 +113,25 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
         f"The switch between the nodes, which a real cluster does not have, took {min(shares):.1%} to "
         f"{max(shares):.1%} of one core, and a rank's threads beside its main one {min(others):.1%} to "
         f"{max(others):.1%}: both on the cores that compute.",
+    ]
+
+
+def later_table(lines: Sequence[Line]) -> list[str]:
+    """Markdown: LATER beside ladder, where it ran."""
+    rows = []
+    for (delay, batch), runs in cells([line for line in lines if line["delay_s"] > 0]).items():
+        if all(LATER in case for case in runs):
+            rates = (f"{batch / median(step_of(w), runs):.1f}" for w in ("standard", "ladder", LATER))
+            gain = range_of(lambda case: step_of("standard")(case) / step_of(LATER)(case), runs)
+            ratio = median(lambda case: prices(case).ratio, runs)
+            rows.append((f"{delay}, {batch}", f"{ratio:.2f}", *rates, gain, range_of(of_law(LATER), runs)))
+    if not rows:
+        return []
+    return [
+        f"{LATER.capitalize()} beside ladder: each output is read a sub-block later, so two of them travel at once, and"
+        " the law's step is max(c, (c + L) / 3). Decode tokens/s; in brackets the slowest and the fastest run.",
+        "",
+        *table(f"one way, batch | L/c | standard | ladder | {LATER} | over standard | of the law", rows),
     ]
 
 

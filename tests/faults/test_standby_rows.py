@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import threading
 import time
@@ -21,7 +22,7 @@ from job_tools import MPIRUN
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
 
-from faults.night import ROOT, Night, line, until
+from faults.night import ROOT, Night, Stream, line, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,6 +104,46 @@ def test_a_rank_is_lost_while_a_launch_stands_by(struck: str, night: Night) -> N
     known = night.everyone()
     assert night.stop() == 0
     assert not any(processes.is_alive(p) for p in known)
+
+
+def test_a_stream_goes_on_by_the_standby_and_says_the_same(night: Night) -> None:
+    """FAULT_TAKEOVERS (20) times a serving rank, its mpirun or its keeper is killed amid a stream, the next once a
+    launch stands by again: each stream is whole, and says what an undisturbed one says, digests of all logits too.
+    Prints how long the next token took from the kill on, and where that time went."""
+    rng, body = random.Random(SEED), {"prompt": "def f(", "max_tokens": 200, "seed": 5, "logprobs": 1}
+    night.argv += ["--set", "parallel.deterministic=true"]
+    night.start()
+    stands(night)
+    body["return_digest"] = True
+    undisturbed = Stream(night.port, "completions", body)
+    undisturbed.join()
+    assert undisturbed.whole, undisturbed.said
+    took: list[float] = []
+    for number in range(int(os.environ.get("FAULT_TAKEOVERS", "20"))):
+        stands(night)
+        stream = Stream(night.port, "completions", body)
+        until("tokens", lambda: len(stream.events) > 8, 30, 0.001)  # noqa: B023 (called before the next)
+        what = rng.choice(("rank", "rank", "mpirun", "keeper"))
+        serving = min(night.victims("keeper"), key=lambda p: (p.started, p.pid))
+        below = {p.pid for p in processes.descendants(serving.pid)} | {serving.pid}
+        assert processes.kill(rng.choice([p for p in night.victims(what) if p.pid in below]))
+        began = time.monotonic()
+        until("recovery", lambda: len(night.events("recovered")) > number, 120, 0.005)  # noqa: B023
+        seen = len(stream.events)
+        until("the next token", lambda: len(stream.events) > seen or stream.whole, 60, 0.001)  # noqa: B023
+        took.append(time.monotonic() - began)
+        stream.join()
+        assert stream.whole
+        assert stream.said == undisturbed.said, what
+    told = night.events("recovered")
+    assert all(event["standby"] for event in told), told
+    took.sort()
+    middle, most, last = statistics.median(took), took[int(0.99 * len(took))], took[-1]
+    print(f"\nFAULT_SEED={SEED}: {len(took)} takeovers, next token after {middle:.2f} s in the median,", end=" ")
+    print(f"{most:.2f} s at the 99th percentile, {last:.2f} s at most")
+    print(*(event["message"] for event in told[-3:]), sep="\n")
+    assert not night.events("quarantined")
+    assert night.stop() == 0
 
 
 def test_a_changed_file_serves_and_no_request_is_lost(night: Night) -> None:
