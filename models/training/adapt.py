@@ -45,6 +45,7 @@ def adapt(
     *,
     frozen: Collection[int] = (),
     recomputes: bool = False,
+    compiles: bool = False,
     saving: Saving | None = None,
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
     on_model: Callable[[Reference], None] = lambda model: None,
@@ -59,7 +60,7 @@ def adapt(
     compute = getattr(torch, settings.dtype)
     teacher = load_all(source, ranks, compute)
     original = held_out(teacher, held_out_N, settings.context, ranks)
-    model = build(config, ranks, compute, stored_as.wiring if settings.anneal else None, frozen, recomputes)
+    model = build(config, ranks, compute, stored_as.wiring if settings.anneal else None, frozen, recomputes, compiles)
     load(model, source, ranks)
     untrained = held_out(model, held_out_N, settings.context, ranks, teacher)
     distils = settings.distil.weight > 0

@@ -28,8 +28,10 @@ def build(
     before: Wiring | None = None,
     frozen: Collection[int] = (),
     recomputes: bool = False,
+    compiles: bool = False,
 ) -> Reference:
-    """fp32 parameters, not yet filled. `frozen`: layers whose weights stay (-1: embedding, final norm and head)."""
+    """fp32 parameters, not yet filled. `frozen`: layers whose weights stay (-1: embedding, final norm and head).
+    `compiles`: norms, attention and MLP go through torch.compile, each compiled once for all layers."""
     with torch.device("meta"):
         model = Reference(config, before=before)
     for layer in model.model.layers:
@@ -41,6 +43,10 @@ def build(
             if ".layers." not in name:
                 parameter.requires_grad_(False)
     ranks.shard(model, model.model.layers, compute)
+    if compiles:  # not whole layers: what they read differs by wiring, so each kind and each fade would compile anew
+        for layer in model.model.layers:
+            for part in layer.children():
+                part.compile()
     return model.to_empty(device=ranks.device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from laddertron.models.evaluation import RECORD
 from laddertron.models.training import reference, state
 from laddertron.models.training.adapt import adapt
 from laddertron.models.training.build import build, load
-from laddertron.models.training.fit import Saving, Settings
+from laddertron.models.training.fit import Saving, Settings, TrainProgress
 from laddertron.models.training.loss import Distil, divergence, held_out
 from laddertron.models.training.tokens import UNTAUGHT, Batches, read_tokens, write_tokens
 from laddertron.models.weights.checkpoint import CheckpointError
@@ -256,11 +257,56 @@ def test_held_out_counts_what_is_taught() -> None:
     assert half.divergence == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.slow
+def test_compiled_pieces_lose_what_plain_ones_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few compilations for all layers and every fade: one more would raise."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    folder, losses = checkpoints.save(tmp_path / "m", "llama"), []
+    settings = replace(SHORT, tokens=8 * 4 * 16, anneal=8)
+    for compiles in (False, True):
+        found: list[float] = []
+
+        def note(progress: TrainProgress, found: list[float] = found) -> None:
+            found.append(progress.loss)
+
+        with torch._dynamo.config.patch(disable=False, recompile_limit=3, fail_on_recompile_limit_hit=True):
+            adapt(
+                folder, make_wiring("delay-2", checkpoints.LAYERS), settings, IDS, IDS[:200], DataParallel(),
+                compiles=compiles, on_step=note,
+            )  # fmt: skip
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_killed_command_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    """SIGKILL once a state is there: --resume loses at most --save-every steps, and nothing of the result."""
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Rung {i} bears the next.\n\n" * 9 for i in range(60)))
+    program = [sys.executable, "-m", "laddertron.launchers.cli", "adapt", str(folder), "--text", str(text)]
+    program += ["--tokens", "6400", "--batch", "2", "--context", "16", "--save-every", "7", "--threads", "1"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    with subprocess.Popen([*program, "-o", str(killed)], stderr=subprocess.PIPE) as process:
+        try:
+            while state.newest(killed / "training") is None:
+                assert process.poll() is None, process.communicate()[1].decode()
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+    reached = state.newest(killed / "training")
+    assert reached is not None
+    assert not (killed / "config.json").exists()
+    for out, more in ((killed, ["--resume"]), (whole, [])):
+        done = subprocess.run([*program, "-o", str(out), *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
 def test_the_command_adapts_a_folder(tmp_path: Path) -> None:
     """From a stock folder to one that declares its wiring, with card and record; under mpirun, too."""
     folder = checkpoints.save(tmp_path / "m", "llama")
     (tmp_path / "text.txt").write_text(
-        "".join(f"The rung {i} of a ladder carries the climber.\n\n" * 9 for i in range(80))
+        "".join(f"The rung {i} of a ladder carries the climber.\n\n" * 9 for i in range(60))
     )
     words = ["--text", str(tmp_path / "text.txt"), "--held-out", str(tmp_path / "text.txt"), "--held-out-tokens", "300"]
     words += ["--tokens", "640", "--batch", "2", "--context", "16", "--save-every", "5", "--threads", "1"]

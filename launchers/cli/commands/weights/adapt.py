@@ -44,6 +44,7 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 @click.option("--anneal", type=click.IntRange(0), default=0, help="Steps over which the old wiring fades out.")
 @click.option("--freeze", callback=parse_layers, help="Layers that stay as they are; -1: embedding and head.")
 @click.option("--recompute", is_flag=True, help="Compute activations again in the backward pass, in place of keeping.")
+@click.option("--compile", "compiles", is_flag=True, help="Through torch.compile: slower to begin, then quicker.")
 @click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
@@ -118,6 +119,7 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
             ranks,
             frozen=frozen,
             recomputes=o["recompute"],
+            compiles=o["compiles"],
             saving=Saving(states, o["save_every"], o["resume"], about),
             on_step=show,
             on_model=lambda model: adapt.write(out, source, model, settings.save_dtype, ranks),
