@@ -76,11 +76,11 @@ class JobListener(Protocol):
         """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: whatever
         had no `finish` is reported through `on_lost`."""
 
-    def on_lost(self, request_ids: list[str], reason: str, suspects: int) -> None:
-        """Requests that were in flight in a job that died. The owner submits them again (with the next epoch, and what
-        they have emitted) or gives them up. The first `suspects` of them were in the step, and the death may be the
-        doing of one of them; none where its cause is known to be another. Called when the job's processes are gone: no
-        token of theirs follows."""
+    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
+        """Requests, by id with their epochs, that were in flight in a job that died. The owner submits them again (with
+        the next epoch, and what they have emitted) or gives them up. The first `suspects` of them were in the step, and
+        the death may be the doing of one of them; none where its cause is known to be another. Called when the job's
+        processes are gone: no token of theirs follows."""
 
     def on_state(self, state: JobState) -> None: ...
 

@@ -57,8 +57,8 @@ class _Replica:
         self._dispatcher.observer.tokens(self.index, events, counted)
         self._dispatcher.pump()
 
-    def on_lost(self, request_ids: list[str], reason: str, suspects: int) -> None:
-        self._dispatcher.lost(self, request_ids, reason, suspects)
+    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
+        self._dispatcher.lost(self, lost, reason, suspects)
 
     def on_state(self, state: JobState) -> None:
         self._dispatcher.moved(self, state)
@@ -294,13 +294,14 @@ class Dispatcher:
             flight.again()
             self._queue_of(flight).appendleft(flight)
 
-    def lost(self, replica: _Replica, request_ids: list[str], reason: str, suspects: int) -> None:
+    def lost(self, replica: _Replica, lost: dict[str, int], reason: str, suspects: int) -> None:
         """Queues all of it again; who is found guilty is given up."""
         if not self._relaunches:
             return
-        flights = replica.flights
-        aboard = dict.fromkeys(flights[name] for name in request_ids if name in flights)
-        there = {flights.get(name) for name in request_ids[:suspects]}  # None: what nobody wants any more
+        # by id and epoch: what was cancelled and goes on in a newer launch is aboard too
+        known = {(name, flight.epoch): flight for name, flight in replica.flights.items()}
+        flights = [known.get(one) for one in lost.items()]  # None: what nobody wants here any more
+        aboard, there = dict.fromkeys(filter(None, flights)), set(flights[:suspects])
         in_step = [flight for flight in aboard if flight in there]
         log.warning(
             "%d requests were lost, %d of them possibly the cause: %s",

@@ -77,9 +77,8 @@ class InFlight:
                     await self._idle.wait()
         return not self._held
 
-    def lose(self) -> tuple[list[str], int]:
-        """Takes all out: their ids, what entered a step last first, and how many were in it."""
-        lost, self._held = self._held, {}
+    def lose(self) -> tuple[dict[str, int], int]:
+        """Takes all out: their ids and epochs, what entered a step last first, and how many were in it."""
+        lost, self._held = sorted(self._held.items(), key=lambda one: -one[1].entered), {}
         self._idle.set()
-        order = sorted(lost, key=lambda request_id: -lost[request_id].entered)
-        return order, sum(held.entered > 0 for held in lost.values())
+        return {name: held.epoch for name, held in lost}, sum(held.entered > 0 for _, held in lost)

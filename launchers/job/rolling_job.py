@@ -44,8 +44,8 @@ class _Member:
     def on_tokens(self, events: list[TokensEvent]) -> None:
         self._owner.listener.on_tokens(events)
 
-    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None:
-        self._owner.listener.on_lost(request_ids, reason, running)
+    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
+        self._owner.listener.on_lost(lost, reason, suspects)
 
     def on_state(self, state: JobState) -> None:
         self._moved.set()

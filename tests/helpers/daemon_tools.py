@@ -197,7 +197,8 @@ class MortalJob(FakeJob):
         ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
         running = min(len(ids), self.limits.max_num_seqs)
         self.company.append(running)
-        order = ids[:running][::-1] + ids[running:]
+        epochs = {s.request.request_id: s.request.epoch for s in self._sequences}
+        order = {name: epochs[name] for name in ids[:running][::-1] + ids[running:]}
         self._sequences.clear()
         self.deaths += 1
         self.in_a_row += 1

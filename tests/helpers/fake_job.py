@@ -113,12 +113,12 @@ class FakeJob:
 
     def lose(self, reason: str) -> None:
         """The job dies now."""
-        ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
-        running = min(len(ids), self.limits.max_num_seqs)
+        lost = {s.request.request_id: s.request.epoch for s in self._sequences}
+        running = min(len(lost), self.limits.max_num_seqs)
         self._sequences.clear()
         assert self._listener is not None
         self._to("failed", reason)
-        self._listener.on_lost(ids, reason, running)
+        self._listener.on_lost(lost, reason, running)
 
     def _to(self, phase: Any, reason: str = "") -> None:
         self._state = JobState(phase, reason, limits=self.limits)

@@ -16,6 +16,7 @@ from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, TokensEvent
+from laddertron.launchers.job.rolling_job import RollingJob
 
 
 class Job:
@@ -24,6 +25,7 @@ class Job:
     def __init__(self) -> None:
         self.state = JobState("ready", limits=LIMITS)
         self.aboard: list[str] = []
+        self.epochs: dict[str, int] = {}
         self.listener: Any = None
 
     async def start(self, listener: Any) -> None:
@@ -32,6 +34,7 @@ class Job:
 
     def submit(self, request: Request) -> None:
         self.aboard.append(request.request_id)
+        self.epochs[request.request_id] = request.epoch
 
     def cancel(self, request_id: str) -> None:
         self.aboard.remove(request_id)
@@ -45,8 +48,8 @@ class Job:
         self.listener.on_state(self.state)
 
     def lose(self, suspects: int = 0) -> None:
-        ids, self.aboard = self.aboard, []
-        self.listener.on_lost(ids, "as the test says", suspects)
+        lost, self.aboard = {name: self.epochs.get(name, 0) for name in self.aboard}, []
+        self.listener.on_lost(lost, "as the test says", suspects)
 
 
 class Owner:
@@ -185,6 +188,55 @@ def test_suspects_run_one_after_the_other_past_their_place() -> None:
         advance(job, flights["a"], NEAR + 1)
         assert sorted(job.aboard) == ["a", "b", "c"]
         assert [one.owner.deaths for one in flights.values()] == [2, 2, 0]  # type: ignore[attr-defined]
+
+    asyncio.run(scene())
+
+
+class Leaving(Job):
+    """One of two launches amid a reload: it loads at once, and what is cancelled has not ended yet."""
+
+    room = True
+
+    def load(self) -> None:
+        self.to("ready")
+
+    def cancel(self, request_id: str) -> None:
+        pass
+
+    async def drain(self, timeout_s: float) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+
+def test_what_went_on_in_a_new_launch_is_not_queued_again_when_the_old_one_dies() -> None:
+    """b makes room for a on the old launch, and both run on the new one by the time the old one dies."""
+
+    async def scene() -> None:
+        old, new = Leaving(), Leaving()
+        new.state = JobState("standby")
+        launches: list[Any] = [old, new]
+        rolling = RollingJob(launches[0])
+        flights = {name: flight(name, priority=BATCH) for name in "ab"}
+        dispatcher = Dispatcher([rolling], Observer())
+        await dispatcher.start()
+        for one in flights.values():
+            dispatcher.submit(one)
+        for _ in range(2):
+            old.lose(suspects=2)
+        assert old.aboard == ["b"]
+        reload = asyncio.create_task(rolling.replace(launches[1], lambda: launches[0]))
+        while rolling.job is not launches[1]:
+            await asyncio.sleep(0)
+        advance(old, flights["b"], NEAR + 1)
+        assert new.aboard == ["a"]
+        advance(new, flights["a"], NEAR + 1)
+        assert (old.aboard, new.aboard) == (["b"], ["a", "b"])
+        old.lose(suspects=1)
+        assert new.aboard == ["a", "b"]
+        assert flights["b"].suspicion.alone == 0
+        new.lose(suspects=1)
+        assert new.aboard == ["a", "b"], "its own are"
+        reload.cancel()
 
     asyncio.run(scene())
 

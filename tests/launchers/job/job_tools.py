@@ -81,9 +81,9 @@ class Listener:
                 self.finished[event.request_id, event.choice] = event.finish
         self._news.set()
 
-    def on_lost(self, request_ids: list[str], reason: str, suspects: int) -> None:
-        self.lost.append((request_ids, reason, suspects))
-        for request_id in request_ids:
+    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
+        self.lost.append((list(lost), reason, suspects))
+        for request_id in lost:
             for key in [key for key in self.tokens if key[0] == request_id]:
                 del self.tokens[key]
         self._news.set()
