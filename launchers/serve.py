@@ -65,10 +65,12 @@ def serve(
         set_up(sys.stderr, daemon.log_format, daemon.log_level, data_dir / "audit.jsonl")
         keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
         watcher = observer or _observer(deployment)
-        bundles = FailureBundles(deployment, data_dir / "bundles", logs=data_dir)
-        failed = _teller(watcher, bundles)
         in_use = dict[str, int]()
-        jobs = [RollingJob(job) for job in replicas_of(deployment, failed, in_use=in_use)]
+
+        def make(changed: Deployment, hold: bool) -> list[MpiJob]:
+            return replicas_of(changed, _teller(watcher, changed), hold=hold, in_use=in_use)
+
+        jobs = [RollingJob(job) for job in make(deployment, False)]
     except (OSError, ValueError, KeyFileError) as error:
         raise ServeError(str(error)) from error
     with contextlib.ExitStack() as sockets:
@@ -77,13 +79,9 @@ def serve(
         if (metrics := deployment.metrics).enabled and metrics.port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         parts = Parts(jobs, text, text_folder, __version__, watcher, StoreOptions(adopt=adopt), keys)
-
-        def make(changed: Deployment, hold: bool) -> list[MpiJob]:
-            return replicas_of(changed, failed, hold=hold, in_use=in_use)
-
         reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
         try:
-            return asyncio.run(_run(deployment, parts, bundles, reloader, listener, scraped))
+            return asyncio.run(_run(deployment, parts, reloader, listener, scraped))
         except (DiskError, TextError, OSError) as error:
             raise ServeError(str(error)) from error
 
@@ -101,7 +99,6 @@ def _listen(host: str, port: int, key: str) -> socket.socket:
 async def _run(
     deployment: Deployment,
     parts: Parts,
-    bundles: FailureBundles,
     reloader: Reloader,
     listener: socket.socket,
     scraped: socket.socket | None,
@@ -121,7 +118,7 @@ async def _run(
 
     async def write_bundles() -> None:
         for replica, told in enumerate(await daemon.dispatcher.bundle()):
-            await asyncio.to_thread(bundles.write, told, None, replica)
+            await asyncio.to_thread(_bundles(reloader.deployments[replica]).write, told, None, replica)
 
     def asked_for_bundle() -> None:
         task = asyncio.ensure_future(write_bundles())
@@ -183,7 +180,14 @@ def _spans(deployment: Deployment) -> Callable[[AnswerTimes], None]:
         raise ServeError(f"metrics.traces_endpoint: {error}") from error
 
 
-def _teller(observer: Observer, bundles: FailureBundles) -> Callable[[int, JobFailure], None]:
+def _bundles(deployment: Deployment) -> FailureBundles:
+    data_dir = Path(deployment.daemon.data_dir)
+    return FailureBundles(deployment, data_dir / "bundles", logs=data_dir)
+
+
+def _teller(observer: Observer, deployment: Deployment) -> Callable[[int, JobFailure], None]:
+    bundles = _bundles(deployment)
+
     def tell(replica: int, failure: JobFailure) -> None:
         observer.failure(replica, failure.kind, failure.reason, failure.culprit)
         bundles.failed(replica, failure)

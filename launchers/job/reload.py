@@ -72,7 +72,9 @@ class Reloader:
         jobs: Sequence[RollingJob],
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        self._deployment, self._jobs = loaded.deployment, jobs
+        self._began, self._jobs = loaded.deployment, jobs
+        self.deployments = [loaded.deployment] * len(jobs)
+        """What each replica serves."""
         self._read, self._make, self._on_outcome = read, make, on_outcome
         self._text = text_digest(Path(loaded.deployment.text_folder))
         self._asked = asyncio.Event()
@@ -101,8 +103,7 @@ class Reloader:
             loaded = await asyncio.to_thread(self._read)
             new = loaded.deployment
             found = [
-                loaded.fault(key, f"cannot change by a reload, {why}")
-                for key, why in unchangeable(self._deployment, new)
+                loaded.fault(key, f"cannot change by a reload, {why}") for key, why in unchangeable(self._began, new)
             ]
             if await asyncio.to_thread(text_digest, Path(new.text_folder)) != self._text:
                 key = "model.tokenizer" if new.model.tokenizer else "model.path"
@@ -123,15 +124,15 @@ class Reloader:
             if reason is not None:
                 kept = f"replica {index} keeps the configuration before"
                 return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]
-        self._deployment = new
+            self.deployments[index] = new
         return "done", []
 
     def _again(self, index: int) -> HeldJob:
         """A replica as it was."""
-        return self._make(self._deployment, False)[index]
+        return self._make(self.deployments[index], False)[index]
 
     def _write(self, outcome: dict[str, Any]) -> None:
-        path = Path(self._deployment.daemon.data_dir) / OUTCOME
+        path = Path(self._began.daemon.data_dir) / OUTCOME
         part = path.with_suffix(".part")
         try:
             part.write_text(json.dumps(outcome) + "\n")

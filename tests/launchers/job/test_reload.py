@@ -19,9 +19,14 @@ from click.testing import CliRunner
 from job_tools import bounded
 from laddertron.engine.config.load import Deployment, LoadedDeployment, read
 from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
+from laddertron.engine.metrics.observer import Observer
+from laddertron.launchers import serve
 from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.job.bundle import newest
+from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.reload import OUTCOME, Reloader, text_digest, unchangeable
 from laddertron.launchers.job.rolling_job import RollingJob
+from test_bundle import contents
 from test_rolling_job import Job, turns
 from waiting import HANG_S, until
 
@@ -138,9 +143,89 @@ def test_it_refuses_with_each_reason_and_takes_what_it_can(tmp_path: Path, caplo
     bounded(run)
 
 
+def test_each_replica_is_restored_to_what_it_has(tmp_path: Path) -> None:
+    """The second of two replicas does not come up: the first has the new configuration, and that is what it would be
+    brought back with."""
+
+    async def run() -> None:
+        daemon = Daemon(tmp_path)
+        jobs = [daemon.now, Job("beside")]
+        replicas = [RollingJob(job) for job in jobs]
+        made, daemon.made = list[Deployment](), [Job("next"), _Broken("broken")]
+
+        def make(deployment: Deployment, hold: bool) -> Sequence[Job]:
+            made.append(deployment)
+            return daemon.made
+
+        daemon.reloader = Reloader(daemon.read(), daemon.read, make, replicas, daemon.outcomes.append)
+        for replica, job in zip(replicas, jobs, strict=True):
+            await replica.start(_Deaf())
+            job.to("ready")
+        task = asyncio.create_task(daemon.reloader.run())
+        try:
+            daemon.sets.append("engine.max_num_seqs=3")
+            await daemon.ask()
+            assert daemon.outcomes == ["failed"]
+            assert [one.engine.max_num_seqs for one in daemon.reloader.deployments] == [3, 8]
+            assert replicas[0].job is daemon.made[0]
+            daemon.made = [Job("cramped", room=False), Job("never")]
+            daemon.sets[-1] = "engine.max_num_seqs=4"
+            daemon.reloader.ask()
+            while daemon.made[0].state.phase != "starting":
+                await asyncio.sleep(0.01)
+            daemon.made[0].to("standby")
+            while len(made) < 3:
+                await asyncio.sleep(0.01)
+            assert [one.engine.max_num_seqs for one in made] == [3, 4, 3]
+        finally:
+            task.cancel()
+
+    bounded(run)
+
+
+def test_a_bundle_names_the_configuration_of_its_own_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve`, reloaded once: the launch before it and the one after it fail, each with what it was launched with."""
+    sets, jobs, tellers = [f"daemon.data_dir={tmp_path}", "daemon.port=0"], list[Job](), list[Any]()
+
+    def replicas(deployment: Deployment, failed: Any, **keys: Any) -> list[Job]:
+        tellers.append(failed)
+        jobs.append(Job("one"))
+        return jobs[-1:]
+
+    async def story(deployment: Deployment, parts: Any, reloader: Reloader, *listeners: Any) -> int:
+        (rolling,) = parts.jobs
+        await rolling.start(_Deaf())
+        jobs[0].to("ready")
+        task = asyncio.create_task(reloader.run())
+        sets.append("engine.max_num_seqs=3")
+        reloader.ask()
+        for phase, awaited in (("standby", "starting"), ("ready", "standby")):
+            while len(jobs) < 2 or jobs[1].state.phase != awaited:
+                await asyncio.sleep(0.01)
+            jobs[1].to(phase)
+            await turns()
+        while not (tmp_path / OUTCOME).exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        assert [one.engine.max_num_seqs for one in reloader.deployments] == [3]
+        for number, tell in enumerate(tellers, 1):
+            tell(0, JobFailure("silent", "rank 1 is silent"))
+            while len(newest(tmp_path / "bundles")) < number:
+                await asyncio.sleep(0.01)
+        return 0
+
+    monkeypatch.setattr(serve, "replicas_of", replicas)
+    monkeypatch.setattr(serve, "_run", story)
+    monkeypatch.setattr(serve, "set_up", lambda *to: None)
+    text: Any = None
+    assert serve.serve(read(DEMO, sets), text, tmp_path, Observer(), read_again=lambda: read(DEMO, sets)) == 0
+    found = [contents(path)["config.json"] for path in reversed(newest(tmp_path / "bundles"))]
+    assert [json.loads(config)["engine"]["max_num_seqs"] for config in found] == [8, 3]
+
+
 class _Deaf:
     def on_tokens(self, events: list[Any]) -> None: ...
-    def on_lost(self, request_ids: list[str], reason: str, running: int) -> None: ...
+    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None: ...
     def on_state(self, state: Any) -> None: ...
     def on_report(self, report: Any) -> None: ...
 
