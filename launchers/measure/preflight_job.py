@@ -52,16 +52,16 @@ class Signs:
 
     def take(self, line: str, now: float) -> bool:
         """Whether the line is not to be shown: a sign, or, once a rank said how it ended, what the launcher says of
-        that between two rules."""
-        rule = self._over and _RULE.fullmatch(line.strip()) is not None
-        self._ruled ^= rule
-        if rule or self._ruled:
-            return True
-        found = _SIGN.search(line)
-        if found is None:
-            if _ERROR.search(line) and not self._failed:
+        that between two rules. A rank may speak there too."""
+        if _ERROR.search(line):
+            if not self._failed:
                 self._failed, self._over, self.deadline = True, True, now + END_S
             return False
+        found = _SIGN.search(line)
+        if found is None:
+            rule = self._over and _RULE.fullmatch(line.strip()) is not None
+            self._ruled ^= rule
+            return rule or self._ruled
         if found[2] == "done":
             self._over, self.deadline = True, now + DONE_S
             return True

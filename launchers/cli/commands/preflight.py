@@ -72,8 +72,10 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> in
 
 
 def end(identity: Identity, text: str, code: int) -> NoReturn:
-    """Ends this process at once: MPI's own end waits for the other ranks."""
-    click.echo(f"error: rank {identity.rank} on {identity.node}: {text}", err=True)
+    """Ends this process at once: MPI's own end waits for the other ranks. Every line says whose it is, as others' words
+    come between them."""
+    head = f"error: rank {identity.rank} on {identity.node}: "
+    click.echo("\n".join(head + line for line in text.splitlines()), err=True)
     sys.stderr.flush()
     os._exit(code)
 

@@ -6,11 +6,14 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from laddertron.launchers.cli.commands.preflight import end
 from laddertron.launchers.job import supervised_process
 from laddertron.launchers.measure import preflight_job
 from laddertron.launchers.measure.preflight_job import DONE_S, END_S, MEET_S, SIGNS, START_S, Signs, Watch, hold, sign
+from laddertron.topology.placement.identity import Identity
 from waiting import FOR_EVER_S, HANG_S
 
 WORDS = "laddertron preflight: rank {} {}\n"
@@ -25,6 +28,31 @@ def test_what_a_launcher_says_of_an_end_is_not_shown() -> None:
         signs = Signs(["n0", "n1"], 0.0)
         signs.take(said, 1.0)
         assert [signs.take(line, 2.0) for line in (rule, words, rule, "and this\n")] == [True, True, True, False]
+
+
+def test_what_ranks_say_between_a_launchers_rules_is_shown_and_counts() -> None:
+    """Rank 1's error and rank 0's last sign come in the middle of the launcher's words, or after a rule that is never
+    closed."""
+    rule, words = "-" * 74 + "\n", "Primary job  terminated normally, but 1 process returned\n"
+    signs = Signs(["n0", "n1"], 0.0)
+    signs.take(WORDS.format(0, "done"), 1.0)
+    said = (rule, words, "error: rank 1 on n1: broken\n", words, WORDS.format(0, "done"), words)
+    assert [signs.take(line, 2.0) for line in said] == [True, True, False, True, True, True]
+    assert signs.deadline == 2.0 + DONE_S
+    assert signs.missing() == ""
+
+
+def test_every_line_of_an_error_says_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def left(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", left)
+    with pytest.raises(SystemExit):
+        end(Identity(2, 1, 0, 1, "n1", "openmpi"), "Traceback:\n  File x\nOops", 1)
+    shown = capsys.readouterr().err
+    assert shown.splitlines() == [f"error: rank 1 on n1: {line}" for line in ("Traceback:", "  File x", "Oops")]
 
 
 def test_signs_say_how_long_to_wait() -> None:
