@@ -8,6 +8,7 @@ object:
   vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
   warns: {rank: text} that it logs as a warning while it loads,
   raise_standing: rank, raise_taking_over: rank, stand_until: a file that must be there for a rank to stand by,
+  no_room_to_stand: rank that refuses for want of memory,
   room: whether there is room (true),
   poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
 Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of choice c is
@@ -197,6 +198,9 @@ def stand_by(client: ControlClient, config: dict[str, Any], rank: int) -> bool:
     """Until Load; False: Shutdown."""
     if config.get("raise_standing") == rank:
         raise AskedToRaise("asked to raise while it comes up")
+    if config.get("no_room_to_stand") == rank:
+        client.fail("no memory to stand by: 2 ranks here", refused=True)
+        os._exit(1)
     while config.get("stand_until") and not os.path.exists(config["stand_until"]):
         time.sleep(0.01)
     client.send_state(Standing(1_000_000, config.get("room", True)))

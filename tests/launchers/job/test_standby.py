@@ -187,6 +187,23 @@ def test_one_of_another_version_is_refused_while_the_job_serves_on(caplog: pytes
     assert "runs laddertron 9.9" in said(caplog)
 
 
+def test_without_memory_for_one_a_failure_costs_a_cold_start(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank of it refuses, as `require_memory` has it: the job serves on; killed, it comes back by another launch."""
+
+    async def run() -> None:
+        async with story(Launches(), {"no_room_to_stand": 1}, standby=True) as s:
+            await s.listener.until(lambda: "no memory to stand by" in said(caplog))
+            assert (s.job.state.phase, s.job.state.restarts) == ("ready", 0)
+            os.kill(await s.pid(0), signal.SIGKILL)
+            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
+
+    caplog.set_level(logging.INFO)
+    bounded(run)
+    assert "standby: lost (refused): rank 1" in said(caplog)
+    assert "takes over" not in said(caplog)
+    assert "a cold start ready" in caplog.text
+
+
 def test_it_waits_longer_from_try_to_try(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It fails each time as it comes up."""
     monkeypatch.setattr(standby, "FIRST_WAIT_S", 0.01)

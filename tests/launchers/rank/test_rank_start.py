@@ -21,8 +21,10 @@ from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConf
 from laddertron.engine.step.build import has_room
 from laddertron.launchers.compose.rank_mapping import ENV_CORES
 from laddertron.launchers.control.messages import Command, Drain, Load, Shutdown, Standing, StateMessage
-from laddertron.launchers.rank.rank import DeviceError, comm_options, insist_on_transport, set_threads
-from laddertron.launchers.rank.standing_by import stand_by
+from laddertron.launchers.rank import rank
+from laddertron.launchers.rank.rank import DeviceError, comm_options, insist_on_transport, run_rank, set_threads
+from laddertron.launchers.rank.rank_status import Status
+from laddertron.launchers.rank.standing_by import StandbyRefused, stand_by
 from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.connect import connect
@@ -115,6 +117,14 @@ def test_a_rank_refuses_a_tier_that_its_processor_has_not(monkeypatch: pytest.Mo
     monkeypatch.setenv(VARIABLE, "avx1024")
     with pytest.raises(DeviceError, match="LADDERTRON_CPU_TIER='avx1024' is no CPU tier: this processor can play"):
         set_threads(deployment("any"), ME)
+
+
+def test_a_rank_without_memory_does_not_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before it takes any: torch is not asked for threads, no group is joined."""
+    monkeypatch.setattr(rank, "available_bytes", lambda sysfs: 500 << 20)
+    monkeypatch.setattr(rank, "set_threads", lambda deployment, identity: pytest.fail("it went on"))
+    with pytest.raises(StandbyRefused, match="2 ranks here hold some 300 MiB each, 500 MiB are free"):
+        run_rank(deployment("any"), replace(ME, local_size=2), None, Status(), standby=True)
 
 
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}])
