@@ -1,4 +1,4 @@
-/* Attention of sequences with one new token, bf16, for AVX-512 with BF16: what kernels.c's attend_head does, 16
+/* Attention of sequences with one new token, bf16, for AVX-512 with BF16: what plain_loops.h does, 16
  * positions at a time, 64 between two looks at the best score. Scores and weights are fp32; a row's result does not
  * depend on the other rows.
  */

@@ -87,6 +87,9 @@ void kernels_parallel(body run, void *args, int threads) {
 
 /* ---- norm, gating, attention of sequences with one new token ---- */
 
+/* Of tokens of one sequence, that go through its context together. */
+enum { QUERIES = 16 };
+
 void kernels_rms_norm(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps) {
     kernels_loops->rms_norm(type, out, x, weight, rows, cols, eps);
 }
@@ -97,16 +100,18 @@ void kernels_silu_and_mul(int type, void *out, const void *gate_up, int64_t rows
 
 static void attention_body(void *p, int thread, int threads) {
     struct attention *a = p;
-    const int64_t group = a->heads / a->kv_heads, jobs = a->rows * a->kv_heads;
-    const int64_t first = jobs * thread / threads, last = jobs * (thread + 1) / threads;
-    if (a->type == BF16 && kernels_wide_attention(a, first, last)) return;
-    const int64_t scratch = a->block_size > a->dim ? a->block_size : a->dim;
-    float *space = malloc(sizeof(float) * (size_t)(2 * group * a->dim + 2 * group + scratch));
+    const int64_t group = a->heads / a->kv_heads, all = a->rows * a->kv_heads;
+    if (a->type == BF16 && kernels_wide_attention(a, all * thread / threads, all * (thread + 1) / threads)) return;
+    const int64_t rows = a->stage == 2 && group < QUERIES ? QUERIES / group : 1, tiles = (a->rows + rows - 1) / rows;
+    float *space = malloc(sizeof(float) * (size_t)(rows * group * (2 * a->dim + a->block_size + 16)));
     if (!space) {
         *a->failed = 1;
         return;
     }
-    kernels_loops->attention(a, first, last, space);
+    for (int64_t job; (job = tiles * a->kv_heads - 1 - __atomic_fetch_add(a->next, 1, __ATOMIC_RELAXED)) >= 0;) {
+        const int64_t row = job / a->kv_heads * rows;
+        kernels_loops->attention(a, row, row + rows < a->rows ? rows : a->rows - row, job % a->kv_heads, space);
+    }
     free(space);
 }
 
@@ -117,8 +122,9 @@ int kernels_attend(int type, void *out, const void *qkv, void *keys, void *value
                    int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary, int64_t block_size, int64_t table_stride,
                    int64_t window, float scale, float eps, int stage, int threads) {
     int failed = 0;
+    int64_t next = 0;
     struct attention a = {type, out,    qkv,   keys,       values,       cos,    sin,   q_norm, k_norm, table,  length,
-                          rows, heads,  kv_heads, dim,     rotary,       block_size, table_stride, window, scale, eps, stage, &failed};
+                          rows, heads,  kv_heads, dim,     rotary,       block_size, table_stride, window, scale, eps, stage, &next, &failed};
     kernels_parallel(attention_body, &a, threads);
     return failed;
 }

@@ -97,6 +97,7 @@ struct attention {
     int64_t rows, heads, kv_heads, dim, rotary, block_size, table_stride, window;
     float scale, eps;
     int stage; /* 0: all; where rows are tokens of one sequence, which see one another, 1: store alone, then 2: attend alone */
+    int64_t *next; /* tile of rows to take, the longest contexts first */
     int *failed;
 };
 
@@ -129,7 +130,7 @@ struct loops {
     int lanes; /* fp32 values of a vector: half the rows of a panel of packed weights */
     void (*rms_norm)(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps);
     void (*silu_and_mul)(int type, void *out, const void *gate_up, int64_t rows, int64_t n);
-    void (*attention)(const struct attention *a, int64_t from, int64_t to, float *space);
+    void (*attention)(const struct attention *a, int64_t row, int64_t rows, int64_t kv, float *space);
     const struct product_loops *products[4]; /* by type of weights; NULL: none */
 };
 

@@ -1,4 +1,4 @@
-/* Norm, gating, and attention of sequences with one new token, as plain loops: what compilers turn into vector code.
+/* Norm, gating, and attention token by token, as plain loops: what compilers turn into vector code.
  *
  * Included once a tier, with TARGET the attribute of its instructions (empty: the compiler's default). Arithmetic is fp32;
  * a row's result does not depend on the other rows of the batch.
@@ -131,102 +131,223 @@ INLINE TARGET plain plain_load(const int type, const void *row, int64_t at) {
 #endif
 }
 
-INLINE TARGET float dot_row(const int type, const float *q, const void *key, int64_t dim) {
-    plain even = {0}, odd = {0};
+/* EVERY(f, w): f(k, w) of every lane k. */
+#if LANES == 16
+#define EVERY(f, w) f(0, w), f(1, w), f(2, w), f(3, w), f(4, w), f(5, w), f(6, w), f(7, w), \
+                    f(8, w), f(9, w), f(10, w), f(11, w), f(12, w), f(13, w), f(14, w), f(15, w)
+#elif LANES == 8
+#define EVERY(f, w) f(0, w), f(1, w), f(2, w), f(3, w), f(4, w), f(5, w), f(6, w), f(7, w)
+#else
+#define EVERY(f, w) f(0, w), f(1, w), f(2, w), f(3, w)
+#endif
+#define OWN(k, w) ((k) & (w) ? LANES + (k) : (k))
+#define OTHER(k, w) ((k) & (w) ? LANES + ((k) ^ (w)) : (k) ^ (w))
+#define ACROSS(k, w) ((k) ^ (w))
+/* Lanes w apart, added: a's where the lane number has no bit w, else b's. */
+#define FOLD(a, b, w) (__builtin_shuffle(a, b, (plain_bits){EVERY(OWN, w)}) + __builtin_shuffle(a, b, (plain_bits){EVERY(OTHER, w)}))
+#define FOLD_ALL(sum, w) \
+    for (int j = 0; j < (w); j++) sum[j] = FOLD(sum[j], sum[j + (w)], w)
+
+/* Products of q and LANES keys [count][dim], the first's again where there are fewer. */
+INLINE TARGET plain dot_keys(const int type, const float *q, const void *keys, int64_t count, int64_t dim) {
+    plain sum[LANES];
     int64_t i = 0;
-    for (; i + 2 * LANES <= dim; i += 2 * LANES) {
-        even = plain_add(even, plain_load(FP32, q, i), plain_load(type, key, i));
-        odd = plain_add(odd, plain_load(FP32, q, i + LANES), plain_load(type, key, i + LANES));
+#pragma GCC unroll 16
+    for (int j = 0; j < LANES; j++) sum[j] = (plain){0};
+    for (; i + LANES <= dim; i += LANES) {
+        const plain part = plain_load(FP32, q, i);
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) sum[j] = plain_add(sum[j], part, plain_load(type, keys, (j < count ? j : 0) * dim + i));
     }
-    float lane[LANES];
-    even += odd;
-    memcpy(lane, &even, sizeof lane);
-    for (; i < dim; i++) lane[0] += q[i] * read_one(type, key, i);
-    for (int l = LANES / 2; l; l >>= 1)
-        for (int j = 0; j < l; j++) lane[j] += lane[j + l];
-    return lane[0];
-}
-
-/* K vectors (a constant) of sum, from `at` on, += weight [count] x values [count][dim]. */
-INLINE TARGET void add_some(const int type, const int K, float *sum, const float *weight, const void *values, int64_t count, int64_t dim,
-                            int64_t at) {
-    plain part[K];
-#pragma GCC unroll 4
-    for (int k = 0; k < K; k++) part[k] = plain_load(FP32, sum, at + k * LANES);
-    for (int64_t j = 0; j < count; j++)
-#pragma GCC unroll 4
-        for (int k = 0; k < K; k++) part[k] = plain_add(part[k], plain_all(weight[j]), plain_load(type, values, j * dim + at + k * LANES));
-    memcpy(sum + at, part, sizeof part);
-}
-
-INLINE TARGET void add_values(const int type, float *sum, const float *weight, const void *values, int64_t count, int64_t dim) {
-    int64_t i = 0;
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) add_some(type, 4, sum, weight, values, count, dim, i);
-    for (; i + LANES <= dim; i += LANES) add_some(type, 1, sum, weight, values, count, dim, i);
     for (; i < dim; i++)
-        for (int64_t j = 0; j < count; j++) sum[i] += weight[j] * read_one(type, values, j * dim + i);
+        for (int j = 0; j < LANES; j++) sum[j][0] += q[i] * read_one(type, keys, (j < count ? j : 0) * dim + i);
+#if LANES > 8
+    FOLD_ALL(sum, 8);
+#endif
+#if LANES > 4
+    FOLD_ALL(sum, 4);
+#endif
+    FOLD_ALL(sum, 2);
+    FOLD_ALL(sum, 1);
+    return sum[0];
 }
 
-/* One row and one KV head: rotate, store the new key and value, attend with the head's group of queries. Online softmax
- * in blocks, so that memory does not grow with the context. */
-INLINE TARGET void attend_head(const struct attention *a, const int type, int64_t row, int64_t kv, float *space) {
+/* The greater of each lane; NaN if b has it there. */
+INLINE TARGET plain plain_most(plain a, plain b) {
+    const plain_bits take = (plain_bits)(b > a) | (plain_bits)(b != b);
+    return (plain)((take & (plain_bits)b) | (~take & (plain_bits)a));
+}
+
+#define MOST_ACROSS(v, w) v = plain_most(v, __builtin_shuffle(v, (plain_bits){EVERY(ACROSS, w)}))
+INLINE TARGET float most_of(plain v) {
+#if LANES > 8
+    MOST_ACROSS(v, 8);
+#endif
+#if LANES > 4
+    MOST_ACROSS(v, 4);
+#endif
+    MOST_ACROSS(v, 2);
+    MOST_ACROSS(v, 1);
+    return v[0];
+}
+
+INLINE TARGET plain plain_exp(plain v) {
+#ifdef OF
+    return exp_lanes(v);
+#else
+    for (int l = 0; l < LANES; l++) v[l] = exp_fast(v[l]);
+    return v;
+#endif
+}
+
+/* One query on its way through a context: the best score, the sum of weights by lane, that of weighted values. */
+struct walk {
+    float *q, *sum; /* [dim] */
+    plain total;
+    float best, *weight; /* of a block's positions, to a whole vector */
+    int64_t from, to;    /* of a block's positions, those that it sees */
+    int64_t first, length;
+};
+
+/* Of G queries (a constant) that see the same positions: K vectors (a constant) of the sums, from `at` on, += weights x values
+ * [][dim]. The arrays' sizes are constant, too: else they would not live in registers. */
+INLINE TARGET void add_some(const int type, const int G, const int K, struct walk *const *w, const void *values, int64_t dim, int64_t at) {
+    plain part[4 * 4];
+    const int64_t from = w[0]->from, to = w[0]->to;
+    const float *weight[4];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; g++) weight[g] = w[g]->weight - from;
+#pragma GCC unroll 16
+    for (int n = 0; n < G * K; n++) part[n] = plain_load(FP32, w[n / K]->sum, at + n % K * LANES);
+    for (int64_t j = from; j < to; j++) {
+        plain value[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < K; k++) value[k] = plain_load(type, values, j * dim + at + k * LANES);
+#pragma GCC unroll 16
+        for (int n = 0; n < G * K; n++) part[n] = plain_add(part[n], plain_all(weight[n / K][j]), value[n % K]);
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < G * K; n++) memcpy(w[n / K]->sum + at + n % K * LANES, part + n, sizeof part[n]);
+}
+
+INLINE TARGET void add_values(const int type, const int G, struct walk *const *w, const void *values, int64_t dim) {
+    enum { K = LANES == 16 ? 4 : 2 };
+    int64_t i = 0;
+    for (; i + K * LANES <= dim; i += K * LANES) add_some(type, G, K, w, values, dim, i);
+    for (; i + LANES <= dim; i += LANES) add_some(type, G, 1, w, values, dim, i);
+    for (int g = 0; g < G; g++)
+        for (int64_t at = i; at < dim; at++)
+            for (int64_t j = w[g]->from; j < w[g]->to; j++) w[g]->sum[at] += w[g]->weight[j - w[g]->from] * read_one(type, values, j * dim + at);
+}
+
+/* The scores of a block's positions become weights. */
+INLINE TARGET void weigh(const int type, struct walk *w, const void *keys, int64_t dim, float scale) {
+    plain most = plain_all(w->best);
+    const int64_t count = w->to - w->from;
+    for (int64_t j = 0; j < count; j += LANES) {
+        plain s = dot_keys(type, w->q, (const char *)keys + (size_t)((w->from + j) * dim) * size_of(type), count - j, dim) * scale;
+        for (int l = 0; l < LANES && count - j < LANES; l++) s[l] = l < count - j ? s[l] : -INFINITY;
+        most = plain_most(most, s);
+        memcpy(w->weight + j, &s, sizeof s);
+    }
+    const float peak = most_of(most);
+    if (peak != w->best) {
+        const float shrink = exp_fast(w->best - peak);
+        w->total *= shrink;
+        for (int64_t i = 0; i < dim; i++) w->sum[i] *= shrink;
+        w->best = peak;
+    }
+    for (int64_t j = 0; j < count; j += LANES) {
+        plain weight;
+        memcpy(&weight, w->weight + j, sizeof weight);
+        weight = plain_exp(weight - peak);
+        memcpy(w->weight + j, &weight, sizeof weight);
+        w->total += weight;
+    }
+}
+
+/* The new key and value of a row, rotated. */
+INLINE TARGET void store_new(const struct attention *a, const int type, int64_t row, int64_t kv, float *key) {
     const size_t item = size_of(type);
-    const int64_t dim = a->dim, group = a->heads / a->kv_heads, width = (a->heads + 2 * a->kv_heads) * dim;
-    const char *line = (const char *)a->qkv + (size_t)(row * width) * item;
-    const float *cos = a->cos + row * (a->rotary / 2), *sin = a->sin + row * (a->rotary / 2);
-    const int64_t length = a->length[row], at = length - 1, *table = a->table + row * a->table_stride;
-    float *q = space, *sum = q + group * dim, *best = sum + group * dim, *total = best + group, *score = total + group;
-    for (int64_t g = 0; g < group; g++) {
-        rotate_head(type, q + g * dim, line + (size_t)((kv * group + g) * dim) * item, a->q_norm, cos, sin, dim, a->rotary,
-                    a->eps);
-        best[g] = -INFINITY;
-        total[g] = 0;
+    const int64_t dim = a->dim, at = a->length[row] - 1, *table = a->table + row * a->table_stride;
+    const char *own = (const char *)a->qkv + (size_t)((row * (a->heads + 2 * a->kv_heads) + a->heads + kv) * dim) * item;
+    const int64_t slot = ((table[at / a->block_size] * a->kv_heads + kv) * a->block_size + at % a->block_size) * dim;
+    rotate_head(type, key, own, a->k_norm, a->cos + row * (a->rotary / 2), a->sin + row * (a->rotary / 2), dim, a->rotary, a->eps);
+    for (int64_t i = 0; i < dim; i++) write_one(type, a->keys, slot + i, key[i]);
+    memcpy((char *)a->values + (size_t)slot * item, own + (size_t)(a->kv_heads * dim) * item, (size_t)dim * item);
+}
+
+/* Rows of one block table, and one KV head: each row's group of queries, rotated, goes through its context block by block,
+ * so that memory does not grow with it, and all of them together, so that a block is fetched once. Softmax online. */
+INLINE TARGET void attend_rows(const struct attention *a, const int type, int64_t row, int64_t rows, int64_t kv, float *space) {
+    const size_t item = size_of(type);
+    const int64_t dim = a->dim, group = a->heads / a->kv_heads, count = rows * group, *table = a->table + row * a->table_stride;
+    const int64_t room = 2 * dim + (a->block_size + LANES - 1) / LANES * LANES;
+    struct walk walks[count], *seeing[count];
+    int64_t first = INT64_MAX, length = 0;
+    for (int64_t n = 0; n < count; n++) {
+        const int64_t r = row + n / group, head = kv * group + n % group;
+        struct walk *w = walks + n;
+        *w = (struct walk){.q = space + n * room, .best = -INFINITY, .length = a->length[r]};
+        w->sum = w->q + dim, w->weight = w->sum + dim;
+        w->first = a->window > 0 && w->length > a->window ? w->length - a->window : 0;
+        first = w->first < first ? w->first : first;
+        length = w->length > length ? w->length : length;
+        rotate_head(type, w->q, (const char *)a->qkv + (size_t)((r * (a->heads + 2 * a->kv_heads) + head) * dim) * item, a->q_norm,
+                    a->cos + r * (a->rotary / 2), a->sin + r * (a->rotary / 2), dim, a->rotary, a->eps);
+        memset(w->sum, 0, sizeof(float) * (size_t)dim);
     }
-    memset(sum, 0, sizeof(float) * (size_t)(group * dim));
-    if (a->stage != 2) { /* the new key and value */
-        const size_t slot = (size_t)(((table[at / a->block_size] * a->kv_heads + kv) * a->block_size + at % a->block_size) * dim);
-        float *key = score; /* big enough: see attention_body's scratch */
-        rotate_head(type, key, line + (size_t)((a->heads + kv) * dim) * item, a->k_norm, cos, sin, dim, a->rotary, a->eps);
-        for (int64_t i = 0; i < dim; i++) write_one(type, a->keys, (int64_t)slot + i, key[i]);
-        memcpy((char *)a->values + slot * item, line + (size_t)((a->heads + a->kv_heads + kv) * dim) * item, (size_t)dim * item);
-    }
-    if (a->stage == 1) return;
-    int64_t first = a->window > 0 && length > a->window ? length - a->window : 0;
     for (int64_t block = first / a->block_size; block * a->block_size < length; block++) {
-        const int64_t base = block * a->block_size;
-        const int64_t from = first > base ? first - base : 0;
-        const int64_t to = length - base < a->block_size ? length - base : a->block_size;
-        const size_t head = (size_t)((table[block] * a->kv_heads + kv) * a->block_size * dim) * item;
-        const char *keys = (const char *)a->keys + head, *values = (const char *)a->values + head;
-        for (int64_t g = 0; g < group; g++) {
-            float peak = best[g];
-            for (int64_t j = from; j < to; j++) {
-                score[j] = dot_row(type, q + g * dim, keys + (size_t)(j * dim) * item, dim) * a->scale;
-                if (score[j] > peak || score[j] != score[j]) peak = score[j];
-            }
-            if (peak > best[g] && total[g] > 0) {
-                float shrink = exp_fast(best[g] - peak);
-                total[g] *= shrink;
-                for (int64_t i = 0; i < dim; i++) sum[g * dim + i] *= shrink;
-            }
-            best[g] = peak;
-            for (int64_t j = from; j < to; j++) score[j] = exp_fast(score[j] - peak);
-            for (int64_t j = from; j < to; j++) total[g] += score[j];
-            add_values(type, sum + g * dim, score + from, values + (size_t)(from * dim) * item, to - from, dim);
+        const int64_t base = block * a->block_size, end = base + a->block_size;
+        const size_t offset = (size_t)((table[block] * a->kv_heads + kv) * a->block_size * dim) * item;
+        const char *keys = (const char *)a->keys + offset, *values = (const char *)a->values + offset;
+        int64_t here = 0;
+        for (struct walk *w = walks; w < walks + count; w++) {
+            w->from = w->first > base ? w->first - base : 0, w->to = (w->length < end ? w->length : end) - base;
+            if (w->from >= w->to) continue;
+            weigh(type, w, keys, dim, a->scale);
+            seeing[here++] = w;
+        }
+        for (int64_t n = 0; n < here;) {
+            int64_t same = 1;
+            while (n + same < here && seeing[n + same]->from == seeing[n]->from && seeing[n + same]->to == seeing[n]->to) same++;
+            for (; same >= 4; n += 4, same -= 4) add_values(type, 4, seeing + n, values, dim);
+            for (; same; n++, same--) add_values(type, 1, seeing + n, values, dim);
         }
     }
-    for (int64_t g = 0; g < group; g++)
+    for (int64_t n = 0; n < count; n++) {
+        float total[LANES];
+        memcpy(total, &walks[n].total, sizeof total);
+        for (int l = LANES / 2; l; l >>= 1)
+            for (int j = 0; j < l; j++) total[j] += total[j + l];
         for (int64_t i = 0; i < dim; i++)
-            write_one(type, a->out, (row * a->heads + kv * group + g) * dim + i, sum[g * dim + i] / total[g]);
+            write_one(type, a->out, ((row + n / group) * a->heads + kv * group + n % group) * dim + i, walks[n].sum[i] / total[0]);
+    }
 }
 
-TARGET static void attention(const struct attention *a, int64_t from, int64_t to, float *space) {
-    for (int64_t i = from; i < to; i++) {
-        if (a->type == FP32)
-            attend_head(a, FP32, i / a->kv_heads, i % a->kv_heads, space);
-        else if (a->type == BF16)
-            attend_head(a, BF16, i / a->kv_heads, i % a->kv_heads, space);
-        else
-            attend_head(a, FP16, i / a->kv_heads, i % a->kv_heads, space);
+/* Rows from `row` on that share the block table of the first. */
+INLINE int64_t alike(const struct attention *a, int64_t row, int64_t rows) {
+    const int64_t *table = a->table + row * a->table_stride;
+    int64_t n = 1;
+    while (n < rows && !memcmp(table, table + n * a->table_stride,
+                               sizeof *table * (size_t)((a->length[row + n] + a->block_size - 1) / a->block_size)))
+        n++;
+    return n;
+}
+
+INLINE TARGET void attention_of(const struct attention *a, const int type, int64_t row, int64_t rows, int64_t kv, float *space) {
+    for (int64_t n; rows; row += n, rows -= n) {
+        n = alike(a, row, rows);
+        for (int64_t r = row; r < row + n && a->stage != 2; r++) store_new(a, type, r, kv, space);
+        if (a->stage != 1) attend_rows(a, type, row, n, kv, space);
     }
+}
+
+TARGET static void attention(const struct attention *a, int64_t row, int64_t rows, int64_t kv, float *space) {
+    if (a->type == FP32)
+        attention_of(a, FP32, row, rows, kv, space);
+    else if (a->type == BF16)
+        attention_of(a, BF16, row, rows, kv, space);
+    else
+        attention_of(a, FP16, row, rows, kv, space);
 }

@@ -81,12 +81,13 @@ def served(rank: Rank, folder: str, dtype: str, cases: int, seed: int, threads: 
         built = build(with_rows(folder, rank.size, dtype, **how), communicator, CPU)
         wrong, preempted, cached = [], 0.0, 0.0
         for case in range(cases):
-            some = random.sample(requests, random.randrange(2, len(requests)))
+            crowded = case == 0  # all at once in too few blocks: somebody is preempted, whatever the seed
+            some = requests if crowded else random.sample(requests, random.randrange(2, len(requests)))
             limits = replace(
                 built.scheduler_limits,
-                max_num_batched_tokens=random.choice((20, 33, 64, 512)),
-                max_num_seqs=random.choice((5, 20)),
-                num_blocks=random.choice((18, 40)),
+                max_num_batched_tokens=512 if crowded else random.choice((20, 33, 64, 512)),
+                max_num_seqs=20 if crowded else random.choice((5, 20)),
+                num_blocks=18 if crowded else random.choice((18, 40)),
                 enable_prefix_caching=random.random() < 0.8,
             )
             found, counters = _answers(rank, replace(built, scheduler_limits=limits), communicator, some, random)
