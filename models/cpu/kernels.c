@@ -102,7 +102,7 @@ static void attention_body(void *p, int thread, int threads) {
     struct attention *a = p;
     const int64_t group = a->heads / a->kv_heads, all = a->rows * a->kv_heads;
     if (a->type == BF16 && kernels_wide_attention(a, all * thread / threads, all * (thread + 1) / threads)) return;
-    const int64_t rows = a->stage == 2 && group < QUERIES ? QUERIES / group : 1, tiles = (a->rows + rows - 1) / rows;
+    const int64_t rows = a->stage && group < QUERIES ? QUERIES / group : 1, tiles = (a->rows + rows - 1) / rows;
     float *space = malloc(sizeof(float) * (size_t)(rows * group * (2 * a->dim + a->block_size + 16)));
     if (!space) {
         *a->failed = 1;

@@ -337,7 +337,7 @@ INLINE int64_t alike(const struct attention *a, int64_t row, int64_t rows) {
 
 INLINE TARGET void attention_of(const struct attention *a, const int type, int64_t row, int64_t rows, int64_t kv, float *space) {
     for (int64_t n; rows; row += n, rows -= n) {
-        n = alike(a, row, rows);
+        n = a->stage == 1 ? rows : alike(a, row, rows);
         for (int64_t r = row; r < row + n && a->stage != 2; r++) store_new(a, type, r, kv, space);
         if (a->stage != 1) attend_rows(a, type, row, n, kv, space);
     }
