@@ -117,8 +117,8 @@ gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU
 bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; a quarter of an hour, quiet machine)
 	@$(PY) benchmarks/cross_node/cross_node.py --write
 
-fault-test: env ## Faults row by row, 160 + 40 seeded kill points (FAULT_SEED, FAULT_FAKE, FAULT_REAL; at most 30 minutes)
-	@timeout -k 30 1800 $(VENV)/bin/pytest tests/faults --ignore tests/faults/test_soak.py tests/launchers/job/test_supervisor.py tests/launchers/test_app_serve.py -s
+fault-test: env ## Faults row by row, 440 seeded kill points (FAULT_SEED, FAULT_FAKE, _REAL, _STANDBY, _NODES; at most 90 minutes)
+	@FAULT_STANDBY=$${FAULT_STANDBY:-200} FAULT_NODES=$${FAULT_NODES:-40} timeout -k 30 5400 $(VENV)/bin/pytest tests/faults --ignore tests/faults/test_soak.py tests/launchers/job/test_supervisor.py tests/launchers/test_app_serve.py -s
 
 .PHONY: soak
 soak: env ## Half an hour of everything at once: clients of every kind, kills, a full disk, clock steps (SOAK_SECONDS, SOAK_SEED)

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster.nodes import Cluster
+from laddertron.engine.openai import body_worker
 from laddertron.launchers.cli.batch_client import BatchClient
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
@@ -58,11 +60,20 @@ def line(name: str, tokens: int, seed: int, prompt: Any = "def f(") -> dict[str,
 
 
 class Night:
-    """`real`: mpirun and ranks of the demo model; else the stand-ins. `sets`: overrides of the configuration."""
+    """`real`: mpirun and ranks of the demo model; else the stand-ins. `sets`: overrides of the configuration.
+    `cluster`: the daemon runs on its first node; all calls come from that node's network."""
 
     def __init__(
-        self, folder: Path, *, real: bool, step_s: float = 0.01, sets: tuple[str, ...] = (), config: Path = DEMO
+        self,
+        folder: Path,
+        *,
+        real: bool,
+        step_s: float = 0.01,
+        sets: tuple[str, ...] = (),
+        config: Path = DEMO,
+        cluster: Cluster | None = None,
     ) -> None:
+        self._cluster = cluster
         # bound as long as this lives: one port for all daemons of the night, and nobody else's in between
         self._seat = socket.socket()
         self._seat.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -86,7 +97,10 @@ class Night:
 
     def start(self, **environment: str) -> None:
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(self.argv, stderr=log, env={**os.environ, **environment})
+            if self._cluster is not None:
+                self.process = self._cluster.start(0, self.argv, environment, stderr=log)
+            else:
+                self.process = subprocess.Popen(self.argv, stderr=log, env={**os.environ, **environment})
 
     def status(self, path: str = "/ready") -> int:
         """Of HTTP; 0 while nobody answers."""
@@ -105,6 +119,21 @@ class Night:
 
         return until("ready", is_ready, seconds)
 
+    def replica(self) -> dict[str, Any]:
+        """The only one, as /ready tells of it."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=5) as answer:
+                body = json.load(answer)
+        except urllib.error.HTTPError as error:
+            body = json.load(error)
+        found: dict[str, Any] = body["replicas"][0]
+        return found
+
+    def stands(self, seconds: float = 120) -> None:
+        """Waits for a launch that serves and one that stands by."""
+        self.ready()
+        until("a standby", lambda: self.replica()["standby"] == "ready", seconds)
+
     def tail(self) -> str:
         return self.log_path.read_text()[-4000:]
 
@@ -115,29 +144,39 @@ class Night:
 
     # whom to strike
 
-    def victims(self, what: str) -> list[ProcessId]:
-        """Processes of that kind as of now: daemon, keeper, mpirun, rank."""
-        if what == "daemon":
-            return [here] if (here := _identity(self.process.pid)) else []
-        found = processes.descendants(self.process.pid)
-        keepers = [p for p in found if "laddertron.launchers.job.keeper" in words(p.pid)]
-        if what == "keeper":
-            return keepers
-        under = {p.pid for keeper in keepers for p in processes.descendants(keeper.pid)}
-        children = {p.pid for p in found if p.pid in under and _parent(p.pid) in {k.pid for k in keepers}}
-        if what == "mpirun":
-            return [p for p in found if p.pid in children]
-        return [
-            p for p in found if p.pid in under - children and any(word.endswith(WORKERS) for word in words(p.pid)[1:4])
-        ]
+    @property
+    def daemon(self) -> int:
+        """Its pid: on a node it is the child of what entered the node."""
+        child = [] if self._cluster is None else [p.pid for p in self.everyone() if _parent(p.pid) == self.process.pid]
+        return child[0] if child else self.process.pid
 
-    def strike(self, what: str, rng: random.Random, signum: int = signal.SIGKILL) -> ProcessId | None:
-        """Signals one of them; None if there was none."""
-        found = sorted(self.victims(what), key=lambda p: p.pid)
+    def launches(self) -> list[list[ProcessId]]:
+        """Processes of each launch, its keeper first; the oldest launch, which serves, first."""
+        known, daemon = self.everyone(), self.daemon
+        keepers = [p for p in known if _parent(p.pid) == daemon and "laddertron.launchers.job.keeper" in words(p.pid)]
+        return [[k, *processes.descendants(k.pid)] for k in sorted(keepers, key=lambda k: (k.started, k.pid))]
+
+    def victims(self, what: str, launches: list[list[ProcessId]] | None = None) -> list[ProcessId]:
+        """Processes of that kind as of now (daemon, text worker, or keeper, mpirun, rank of all launches or these)."""
+        if what == "daemon":
+            return [here] if (here := _identity(self.daemon)) else []
+        if what == "text worker":
+            return [p for p in self.everyone() if body_worker.MODULE in words(p.pid)]
+        launches = self.launches() if launches is None else launches
+        if what == "keeper":
+            return [keeper for keeper, *_ in launches]
+        if what == "mpirun":
+            return [p for keeper, *below in launches for p in below if _parent(p.pid) == keeper.pid]
+        below = [p for keeper, *below in launches for p in below if _parent(p.pid) != keeper.pid]
+        return [p for p in below if any(word.endswith(WORKERS) for word in words(p.pid)[1:4])]
+
+    def strike(self, what: str, rng: random.Random, launches: list[list[ProcessId]] | None = None) -> ProcessId | None:
+        """Kills one of them; None if there was none."""
+        found = sorted(self.victims(what, launches), key=lambda p: p.pid)
         if not found:
             return None
         victim = rng.choice(found)
-        return victim if processes.kill(victim, signum) else None
+        return victim if processes.kill(victim) else None
 
     def everyone(self) -> list[ProcessId]:
         return processes.descendants(self.process.pid)
@@ -174,7 +213,7 @@ class Night:
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+            os.kill(self.daemon, signal.SIGTERM)
         return self.process.wait(180)
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from job_tools import MPIRUN
@@ -43,26 +42,9 @@ def night(tmp_path: Path) -> Iterator[Night]:
     made.close()
 
 
-def replica(night: Night) -> dict[str, Any]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{night.port}/ready", timeout=5) as answer:
-            body = json.load(answer)
-    except urllib.error.HTTPError as error:
-        body = json.load(error)
-    found: dict[str, Any] = body["replicas"][0]
-    return found
-
-
-def stands(night: Night) -> None:
-    night.ready()
-    until("a standby", lambda: replica(night)["standby"] == "ready", 120)
-
-
-def launches(night: Night) -> list[list[ProcessId]]:
-    """Ranks of each launch, the oldest first: that one serves."""
-    ranks = {p.pid for p in night.victims("rank")}
-    keepers = sorted(night.victims("keeper"), key=lambda p: (p.started, p.pid))
-    return [[p for p in processes.descendants(keeper.pid) if p.pid in ranks] for keeper in keepers]
+def ranks(night: Night) -> list[list[ProcessId]]:
+    """Of each launch."""
+    return [night.victims("rank", [launch]) for launch in night.launches()]
 
 
 def complete(night: Night, batch: str) -> None:
@@ -78,20 +60,20 @@ def test_a_rank_is_lost_while_a_launch_stands_by(struck: str, night: Night) -> N
     launches is left, and nothing at all at the end."""
     rng = random.Random(f"{SEED} {struck}")
     night.start()
-    stands(night)
+    night.stands()
     batch = night.submit([line(f"line-{n}", 64, n) for n in range(LINES)])
     until("answers", lambda: len(night.committed()) >= 20, 60)
-    serving, waiting = launches(night)
+    serving, waiting = ranks(night)
     if struck == "both":
         assert processes.kill(rng.choice(waiting))
-        until("no standby", lambda: replica(night)["standby"] != "ready", 10)
+        until("no standby", lambda: night.replica()["standby"] != "ready", 10)
     assert processes.kill(rng.choice(serving))
     began, before = time.monotonic(), len(night.committed())
     until("recovery", lambda: night.events("recovered"), 120)
     until("the next answer", lambda: len(night.committed()) > before, 60)
     again = time.monotonic() - began
     (told,) = night.events("recovered")
-    now = launches(night)[0]
+    now = ranks(night)[0]
     assert told["standby"] == (struck == "serving"), told
     assert ({p.pid for p in now} == {p.pid for p in waiting}) == (struck == "serving")
     assert not any(processes.is_alive(p) for p in serving)
@@ -99,7 +81,7 @@ def test_a_rank_is_lost_while_a_launch_stands_by(struck: str, night: Night) -> N
     assert ("standby: takes over" in said) == (struck == "serving")
     assert ("standby: lost (rank_lost)" in said) == (struck == "both")
     complete(night, batch)
-    stands(night)
+    night.stands()
     print(f"\nFAULT_SEED={SEED} {struck}: the next answer after {again:.2f} s; {told['message']}")
     known = night.everyone()
     assert night.stop() == 0
@@ -113,20 +95,18 @@ def test_a_stream_goes_on_by_the_standby_and_says_the_same(night: Night) -> None
     rng, body = random.Random(SEED), {"prompt": "def f(", "max_tokens": 200, "seed": 5, "logprobs": 1}
     night.argv += ["--set", "parallel.deterministic=true"]
     night.start()
-    stands(night)
+    night.stands()
     body["return_digest"] = True
     undisturbed = Stream(night.port, "completions", body)
     undisturbed.join()
     assert undisturbed.whole, undisturbed.said
     took: list[float] = []
     for number in range(int(os.environ.get("FAULT_TAKEOVERS", "20"))):
-        stands(night)
+        night.stands()
         stream = Stream(night.port, "completions", body)
         until("tokens", lambda: len(stream.events) > 8, 30, 0.001)  # noqa: B023 (called before the next)
         what = rng.choice(("rank", "rank", "mpirun", "keeper"))
-        serving = min(night.victims("keeper"), key=lambda p: (p.started, p.pid))
-        below = {p.pid for p in processes.descendants(serving.pid)} | {serving.pid}
-        assert processes.kill(rng.choice([p for p in night.victims(what) if p.pid in below]))
+        assert night.strike(what, rng, night.launches()[:1]) is not None
         began = time.monotonic()
         until("recovery", lambda: len(night.events("recovered")) > number, 120, 0.005)  # noqa: B023
         seen = len(stream.events)
@@ -151,9 +131,9 @@ def test_a_changed_file_serves_and_no_request_is_lost(night: Night) -> None:
     changes: refused, 1. 3. The weights are damaged: failed, 1, and what serves goes on. Every request is answered with
     200, every line of the batch once; none of the first ranks is left."""
     night.start()
-    stands(night)
+    night.stands()
     batch = night.submit([line(f"line-{n}", 64, n) for n in range(LINES)])
-    first = launches(night)[0]
+    first = ranks(night)[0]
     config = night.folder / "demo.yaml"
     original = config.read_text()
     over, statuses = threading.Event(), list[int]()
