@@ -96,7 +96,8 @@ def parts_of(
         stacks = dump.get("stacks", {})
         out[f"ranks/{rank}/stacks.txt"] = "\n".join(f"--- {name}\n{text}" for name, text in stacks.items()).encode()
         out[f"ranks/{rank}/collectives.json"] = _json({k: v for k, v in dump.items() if k != "stacks"})
-    out["host/topology.json"] = _tried(lambda: _json(json.loads(_fabric().to_json())))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    out["host/topology.json"] = _tried(lambda: _json(json.loads(Fabric((discover(seen).node,)).to_json())))
     out["host/ports.json"] = _tried(lambda: _json(port_counters(Sysfs())))
     if deployment.engine.device != "cpu":
         for path in nccl_records(os.environ):
@@ -211,10 +212,6 @@ def _readme(first: str, replica: int, job: Mapping[str, Any], parts: Iterable[st
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, indent=1, default=str).encode() + b"\n"
-
-
-def _fabric() -> Fabric:
-    return Fabric((discover(os.environ.get("CUDA_VISIBLE_DEVICES")).node,))
 
 
 def _tried(make: Callable[[], bytes]) -> bytes:
