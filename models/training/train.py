@@ -86,9 +86,17 @@ def train(
     return Trained(model, tokens, len(held_out_N), found.perplexity, found.agreement)
 
 
-def save(folder: Path, trained: Trained, settings: Settings, tokenizer: Tokenizer, about: dict[str, Any]) -> None:
+def save(
+    folder: Path,
+    trained: Trained,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    about: dict[str, Any],
+    ranks: DataParallel | None = None,
+) -> None:
     """The model as a Hugging Face folder of a Llama that declares its wiring; `about` (what it was trained on) goes
-    into training.json beside the settings and the outcome."""
+    into training.json beside the settings and the outcome. Rank 0 writes; all ranks call it."""
+    ranks = ranks or DataParallel()
     folder.mkdir(parents=True, exist_ok=True)
     bos, *eos = map(special_ids(tokenizer).__getitem__, (BOS, EOS, END))
     export(
@@ -96,7 +104,10 @@ def save(folder: Path, trained: Trained, settings: Settings, tokenizer: Tokenize
         trained.model,
         settings.save_dtype,
         stock_json(trained.model.config, {"bos_token_id": bos, "eos_token_id": eos}),
+        ranks,
     )
+    if ranks.rank:
+        return
     write_json(folder / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     words = {

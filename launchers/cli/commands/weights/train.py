@@ -1,9 +1,10 @@
-"""`laddertron train`: a few-million-parameter Llama of any wiring, on this machine's CPU. Turns options into settings,
-shows progress; models/training/train.py trains."""
+"""`laddertron train`: a Llama of any wiring from fresh weights. Turns options into settings, shows progress;
+models/training/train.py trains."""
 
 from __future__ import annotations
 
 import platform
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...errors import ended_by
-from ...training import MODEL, TEXT, training_bar
+from ...training import MODEL, STATES, TEXT, training_bar, training_ranks
 
 if TYPE_CHECKING:
     from .....models.config.model_config import ModelConfig
+    from .....topology.comm.data_parallel import DataParallel
 
 EPILOG = """\b
 Examples:
@@ -23,9 +25,11 @@ Examples:
   laddertron train -o models/late --wiring hybrid --ladder-layers 4,5,6,7
   laddertron train -o models/mine --text notes/ --tokens 10000000
   laddertron train -o models/draft --teacher models/mine --text answers.jsonl --layers 2 --hidden 64
+  mpirun -n 8 laddertron train -o models/wide --text data/ --hidden 2048 --heads 16 --save-every 500
 
-Without --text it learns from the documentation strings of Python's standard library. A model can only be compared
-with another that had the same text, tokenizer, budget and seed."""
+Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks, which must see -o on one
+filesystem. Without --text it learns from the documentation strings of Python's standard library. A model can only be
+compared with another that had the same text, tokenizer, budget and seed."""
 
 
 def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -96,43 +100,46 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option(
     "--save-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", help="Of the weights."
 )
-@click.option("--threads", type=click.IntRange(1), default=None, help="CPU threads.  [default: torch's choice]")
-@ended_by(ValueError, FloatingPointError, end=click.ClickException)
-def command(
-    out: Path, text: tuple[Path, ...], tokenizer: Path | None, teacher: Path | None, threads: int | None, **options: Any
-) -> None:
-    """Train a small Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
-    import torch
-    from rich.console import Console
-    from tokenizers import Tokenizer
-
-    from .....models.training import corpus, reference, train
-    from .....models.training.fit import Settings
-    from .....models.training.loss import Distil
-    from .....topology.comm.data_parallel import DataParallel
-
+@click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
+@click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
+@click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
+@click.option("--resume", is_flag=True, help="Go on from the last state, on any number of ranks.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
+def command(out: Path, **o: Any) -> None:
+    """Train a Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
     if (out / "model.safetensors").exists():
         raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
-    if threads:
-        torch.set_num_threads(threads)
-    console = Console(stderr=True)
+    with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
+        _train(out, ranks, o)
+
+
+def _train(out: Path, ranks: DataParallel, o: dict[str, Any]) -> None:
+    import torch
+    from tokenizers import Tokenizer
+
+    from .....models.training import corpus, reference, state, train
+    from .....models.training.fit import Saving, Settings
+    from .....models.training.loss import Distil
+
+    _model(o, o["vocab"])  # what cannot be is refused before anything is written
+    text, teacher, states = o["text"], o["teacher"], out / STATES
     named = ("tokens", "batch", "context", "learning_rate", "seed", "dtype", "save_dtype")
-    settings = Settings(**{key: options[key] for key in named}, distil=Distil(1.0 if teacher else 0.0))
-    tokenizer = tokenizer or teacher
+    settings = Settings(**{key: o[key] for key in named}, distil=Distil(1.0 if teacher else 0.0))
     documents = corpus.text_files(text) if text else corpus.python_documentation()
-    words = (
-        Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-        if tokenizer
-        else corpus.train_tokenizer(documents, options["vocab"])
-    )
-    config = _model(options, words.get_vocab_size())
-    console.print(
-        f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
-        f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens"
-    )
-    with training_bar(DataParallel(), settings.batch * settings.context) as show:
-        taught_by = reference.load(teacher, torch.float32) if teacher else None
-        trained = train.train(config, settings, words, documents, show, teacher=taught_by)
+    given = o["tokenizer"] or teacher
+    own = (given or states) / "tokenizer.json"
+
+    def prepare() -> None:
+        if not o["resume"] and state.newest(states) is not None:
+            raise click.ClickException(f"{states}: an unfinished run: go on with --resume, or remove it")
+        if not given and not (o["resume"] and own.is_file()):
+            states.mkdir(parents=True, exist_ok=True)
+            corpus.train_tokenizer(documents, o["vocab"]).save(str(own))
+
+    ranks.first_does(prepare)
+    words = Tokenizer.from_file(str(own))
+    config = _model(o, words.get_vocab_size())
     about = {
         "corpus": [str(path) for path in text] or ["Python's standard library documentation"],
         "corpus_sha256": corpus.digest(documents),
@@ -141,7 +148,21 @@ def command(
         "threads": torch.get_num_threads(),
         "parameters": config.num_parameters,
     }
-    train.save(out, trained, settings, words, about)
-    agreement = "" if trained.agreement is None else f", agrees with {teacher} on {trained.agreement:.1%}"
-    found = f"held-out perplexity {trained.held_out_perplexity:.3f} over {trained.held_out_tokens:,} tokens{agreement}"
-    click.echo(f"{out}: {found}")
+    if ranks.rank == 0:
+        click.echo(
+            f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
+            f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens",
+            err=True,
+        )
+    same = {"corpus_sha256": about["corpus_sha256"], "wiring": config.wiring.name, "parameters": config.num_parameters}
+    with training_bar(ranks, settings.batch * settings.context) as show:
+        taught_by = reference.load(teacher, torch.float32).to(ranks.device) if teacher else None
+        saving = Saving(states, o["save_every"], o["resume"], same)
+        trained = train.train(config, settings, words, documents, show, ranks, saving, taught_by)
+    train.save(out, trained, settings, words, about, ranks)
+    if ranks.rank == 0:
+        shutil.rmtree(states, ignore_errors=True)
+        agreement = "" if trained.agreement is None else f", agrees with {teacher} on {trained.agreement:.1%}"
+        over = f"over {trained.held_out_tokens:,} tokens{agreement}"
+        click.echo(f"{out}: held-out perplexity {trained.held_out_perplexity:.3f} {over}")
+    ranks.barrier()
