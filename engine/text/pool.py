@@ -162,6 +162,10 @@ class TextPool:
                 if worker is None:
                     worker = await self._spawn()
                 items = await self._take()
+                if worker.ended:  # while it had nothing to do: no item's fault
+                    self._again(items)
+                    worker, items = None, []
+                    continue
                 large = items[0].large
                 self._large += large
                 try:
@@ -181,7 +185,6 @@ class TextPool:
             self._again(items)
             if sum(not task.done() for task in self._tasks) <= 1:
                 self._fail_waiting(str(error))
-            self._arrived.set()
         finally:
             if worker is not None:
                 await worker.kill()
@@ -223,12 +226,12 @@ class TextPool:
                 if not future.done():
                     future.set_exception(PromptError(f"the prompt could not be made: {died}", "prompt_too_costly"))
         self._again(left)
-        self._arrived.set()
 
     def _again(self, items: list[_Item]) -> None:
         for item in reversed(items):
             if not item.future.done():
                 self._waiting.put(item, first=True)
+        self._arrived.set()
 
     def _fail_waiting(self, why: str) -> None:
         while (item := self._waiting.next()) is not None:

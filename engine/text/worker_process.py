@@ -43,6 +43,10 @@ class WorkerProcess:
         )
         return cls(process)
 
+    @property
+    def ended(self) -> bool:
+        return self._process.returncode is not None
+
     async def send(self, value: Any) -> None:
         await self.send_raw(frame(value))
 

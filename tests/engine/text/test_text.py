@@ -328,6 +328,28 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+def test_workers_that_died_idle_are_no_texts_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are killed while nobody asks; the next text, which would meet one after the other, is made."""
+    write_folder(tmp_path)
+    kept, ready = TextPool._spawn, list[WorkerProcess]()
+
+    async def spawn(pool: TextPool) -> WorkerProcess:
+        ready.append(await kept(pool))
+        return ready[-1]
+
+    monkeypatch.setattr(TextPool, "_spawn", spawn)
+
+    async def go() -> None:
+        async with TextPool(tmp_path, PoolLimits(workers=2)) as pool:
+            while len(ready) < 2:
+                await asyncio.sleep(0.01)
+            for worker in tuple(ready):
+                await worker.kill()
+            assert len(await pool.of("").encode("x")) == 2
+
+    asyncio.run(go())
+
+
 def test_a_ten_megabyte_prompt_costs_its_request_not_the_pool(tmp_path: Path) -> None:
     """It ends in an error (too long, or too much work) while another worker goes on."""
     write_folder(tmp_path)
