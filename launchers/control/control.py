@@ -122,11 +122,10 @@ class ControlServer:
     async def close(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._server is not None:
-            self._server.close()
         for peer in [*self._ranks.values(), *self._unproven]:
             peer.drop("the channel was closed")
         if self._server is not None:
+            self._server.close()
             await self._server.wait_closed()
 
     def _tick(self) -> None:
@@ -202,9 +201,6 @@ class _Peer(asyncio.Protocol):
                 self._take(payload)
         except (FrameError, ReadError) as error:
             self.drop(str(error))
-
-    def eof_received(self) -> bool:
-        return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True

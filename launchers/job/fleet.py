@@ -114,7 +114,10 @@ class Fleet:
         if self.local:
             return "127.0.0.1"
         if (interface := self.deployment.launch.interface) is not None:
-            return _address_of(interface)
+            try:
+                return address_of(interface)
+            except ValueError as fault:
+                raise LaunchError(f"{fault}: set daemon.control_host") from fault
         hosts = [h.name for share in self.shares for h in share.hosts if not is_here(h.name, self._hostname)]
         return _address_towards((*hosts, *self._spares)[0])
 
@@ -161,13 +164,6 @@ def replicas_of(
         return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
 
     return [replica(index) for index in range(deployment.parallel.replicas)]
-
-
-def _address_of(interface: str) -> str:
-    try:
-        return address_of(interface)
-    except ValueError as fault:
-        raise LaunchError(f"{fault}: set daemon.control_host") from fault
 
 
 def _address_towards(host: str) -> str:

@@ -87,28 +87,25 @@ class Launch:
     async def begin(self) -> JobFailure | None:
         """Starts it; why not, where the channel or the keeper cannot be had."""
         try:
-            await self._start()
+            address = await self._server.start()
+            environment = {**os.environ, **self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
+            self._scratch = tempfile.mkdtemp(prefix="laddertron-")
+            self._keeper = await asyncio.create_subprocess_exec(
+                *under_keeper(self._command.argv, self._options.kill_grace_s, self._scratch),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
         except OSError as error:
             await self.end(orderly=False)
             return JobFailure("launch", f"cannot launch: {error}")
-        return None
-
-    async def _start(self) -> None:
-        address = await self._server.start()
-        environment = {**os.environ, **self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
-        self._scratch = tempfile.mkdtemp(prefix="laddertron-")
-        self._keeper = await asyncio.create_subprocess_exec(
-            *under_keeper(self._command.argv, self._options.kill_grace_s, self._scratch),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
         log.info("launched %s", self._command.argv[0], extra={"pid": self._keeper.pid})
         reading = asyncio.create_task(self._read_output(self._keeper))
         exiting = asyncio.create_task(self._wait_for_exit(self._keeper, reading))
         self._tasks = [reading, exiting, asyncio.create_task(self._watch())]
+        return None
 
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
         self._server.send(message, rank)
