@@ -147,12 +147,13 @@ async def _say_ready(
     parallel, door = deployment.parallel, _url(listener, deployment.daemon.tls_cert is not None)
     metrics = f", metrics at {door if scraped is None else _url(scraped)}/metrics" if deployment.metrics.enabled else ""
     log.info(
-        "ready: %s/v1 serves %s: %d x %d ranks%s",
+        "ready: %s/v1 serves %s: replicas: %d of %d ranks%s, page at %s/",
         door,
         deployment.served_model_name,
         parallel.replicas,
-        parallel.tensor_parallel_size,
+        parallel.ranks,
         metrics,
+        door,
         extra={"event": "ready", "model": deployment.served_model_name},
     )
 

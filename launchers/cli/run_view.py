@@ -5,6 +5,7 @@ Data in, text out; decides nothing.
 
 from __future__ import annotations
 
+import logging
 import time
 from types import TracebackType
 from typing import Self
@@ -41,6 +42,17 @@ def speed(snapshot: Snapshot) -> str:
 def say(console: Console, text: str | Text) -> None:
     """Text as it is: no markup, no colours, lines broken by the terminal alone."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class ConsoleLog(logging.Handler):
+    """Log lines above the progress bar, broken by the terminal alone: a pipe gets one line each."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self._console, self.format(record))
 
 
 def plain_line(snapshot: Snapshot) -> str:
@@ -138,5 +150,5 @@ def summary_table(summary: Summary) -> Table:
 def _communication(hidden: float | None, exposed: float | None) -> str:
     if hidden is None or exposed is None:
         return "n/a"
-    share = f" ({hidden / (hidden + exposed):.0%} hidden)" if hidden + exposed > 0 else ""
-    return f"{hidden:.2f} s hidden, {exposed:.2f} s exposed{share}"
+    share = f" ({hidden / (hidden + exposed):.0%})" if hidden + exposed > 0 else ""
+    return f"{hidden:.2f} s hidden{share}, {exposed:.2f} s exposed"

@@ -153,8 +153,10 @@ class FailureBundles:
         self._lock = threading.Lock()
         self._written_ns = 0
 
-    def failed(self, replica: int, failure: JobFailure) -> threading.Thread:
-        """For JobHooks.failed: returns at once."""
+    def failed(self, replica: int, failure: JobFailure) -> threading.Thread | None:
+        """For JobHooks.failed: returns at once. What a rank refuses is said whole by its own words: no bundle."""
+        if failure.kind == "refused":
+            return None
         thread = threading.Thread(target=self.write, args=({}, failure, replica), name="bundle")
         thread.start()
         return thread

@@ -74,7 +74,6 @@ class Launch:
         self._tasks: list[asyncio.Task[None]] = []
         self._trouble, self._exited = asyncio.Event(), asyncio.Event()
         self._ending = False
-        self._said: set[str] = set()
         self._scratch = ""
         self._dumps: dict[int, dict[str, Any]] = {}
         self._dumped = asyncio.Event()
@@ -262,9 +261,9 @@ class Launch:
                 if self._ending:
                     continue
                 who = "" if rank is None else f"{self._board.name(rank)}: "
-                # Ranks that refuse the same folder say the same: once is enough.
-                level = logging.INFO if item.text in self._said else logging.WARNING
-                self._said.add(item.text)
+                # A launch's end is told once, by its owner: what a rank refuses, and what follows from the first sign.
+                told = self._trouble.is_set() or item.kind == "refused"
+                level = logging.INFO if told else logging.WARNING
                 log.log(level, "%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
                 if self._trouble.is_set():
                     continue

@@ -192,7 +192,6 @@ class MpiJob:
             self._set_state("starting")
             return True
         self.failures.append(failure)
-        log.error("launch failed (%s): %s", failure.kind, failure.reason, extra=failure.culprit)
         self._hooks.failed(failure)
         self._leave_out(bad_node(tuple(self.failures), socket.gethostname()))
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since

@@ -125,9 +125,11 @@ class Status:
 
 
 def loading_words(done: int, total: int, seconds: float) -> str:
-    """`weights 12.3 of 50.6 GB, 2.10 GB/s, 0:18 left`; sizes in bytes."""
+    """`weights 12.3 of 50.6 GB, 2.10 GB/s, 0:18 left`; sizes in bytes. The first second tells nothing of the rest."""
     words = f"weights {done / 1e9:.1f} of {total / 1e9:.1f} GB"
-    if seconds <= 0 or not done:
+    if total < 1e9:
+        words = f"weights {done / 1e6:.1f} of {total / 1e6:.1f} MB"
+    if seconds < 1 or not done:
         return words
     left = round(seconds * (total - done) / done)
     return f"{words}, {done / seconds / 1e9:.2f} GB/s, {left // 60}:{left % 60:02d} left"

@@ -47,7 +47,9 @@ def test_a_crash_loop_ends_the_daemon(night: Night) -> None:
 def test_what_cannot_be_loaded_ends_the_daemon_at_the_first_launch(fault: str, tmp_path: Path) -> None:
     """Real ranks: a shard cut short, a cache that fits nowhere. The daemon ends with 1 after one launch, with the
     file and tensor, or need and have, as its last words; nothing is left."""
-    sets = {"truncated": (), "too large for the memory": ("engine.kv_cache_memory=64TiB",)}[fault]
+    all_of_it = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 2**20  # as much as `check` lets pass
+    too_large = ("parallel.tensor_parallel_size=1", f"engine.kv_cache_memory={all_of_it}")
+    sets = {"truncated": (), "too large for the memory": too_large}[fault]
     config = tmp_path / "demo.yaml"
     shutil.copy(ROOT / "configs" / "demo.yaml", config)
     shutil.copytree(ROOT / "configs" / "demo-ladder", tmp_path / "demo-ladder")
@@ -66,7 +68,7 @@ def test_what_cannot_be_loaded_ends_the_daemon_at_the_first_launch(fault: str, t
         last = night.events("failed")[-1]["message"]
         for words in {
             "truncated": ("model.safetensors", "model.layers.2.self_attn.k_proj.weight"),
-            "too large for the memory": ("kv_cache_memory", "64"),
+            "too large for the memory": ("kv_cache_memory", f"{all_of_it >> 20} MiB for KV"),
         }[fault]:
             assert words in last
         assert not any(processes.is_alive(p) for p in known)

@@ -117,7 +117,9 @@ def test_a_batch_outlives_a_rank_and_sigterm_drains(demo: Process, tmp_path: Pat
     its answer, once, of the same bits as that of the same request, whichever ranks computed it in what company; a chat
     streams; SIGTERM ends it with 0 and no rank is left."""
     [said] = [entry["message"] for entry in demo.wait_for("ready")]
-    assert said == f"ready: {demo.url} serves demo: 1 x 2 ranks, metrics at {demo.url.removesuffix('/v1')}/metrics"
+    door = demo.url.removesuffix("/v1")
+    want = f"ready: {demo.url} serves demo: replicas: 1 of 2 ranks, metrics at {door}/metrics, page at {door}/"
+    assert said == want
     client = OpenAI(base_url=demo.url, api_key="none", max_retries=0)
     lines = tmp_path / "in.jsonl"
     asked = {"model": "demo", "max_tokens": 48, "temperature": 0, "return_digest": True}

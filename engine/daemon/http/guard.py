@@ -141,7 +141,8 @@ class Guard:
         route = getattr(scope.get("route"), "path", "other")
         self._observer.http(route, exchange.status, seconds)
         polled = scope["path"] in (*OPEN, *_METRICS) or (route in _POLLED and scope["method"] == "GET")
-        level = logging.DEBUG if polled and exchange.status < 400 else logging.INFO
+        told = exchange.status >= 400 and scope["path"] != "/ready"  # what is not ready says so itself
+        level = logging.DEBUG if polled and not told else logging.INFO
         reason = exchange.reason()
         text = f"{said['method']} {said['path']} {said['status']}"
         shown = f"{text}: {reason}" if reason else text

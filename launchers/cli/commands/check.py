@@ -6,6 +6,7 @@ No torch, no MPI: quick enough for an editor's save hook and for CI.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from operator import attrgetter
@@ -18,6 +19,7 @@ from ....engine.daemon.http.tls import TlsFault, check_pair
 from ....models.refusal import Refusal
 from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
+from ...job.fleet import is_here
 from ..fabric_option import fabric_option
 
 FILES = (
@@ -139,8 +141,9 @@ def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
 def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """A KV cache that this host cannot hold, where all ranks are on it: found here, not by each rank."""
     d = loaded.deployment
-    launch, wanted = d.launch, d.engine.kv_cache_memory
-    elsewhere = launch.hosts or launch.hostfile or launch.fabric or "SLURM_JOB_ID" in os.environ
+    launch, wanted, own_name = d.launch, d.engine.kv_cache_memory, socket.gethostname()
+    elsewhere = not all(is_here(host.partition(":")[0], own_name) for host in launch.hosts)
+    elsewhere |= bool(launch.hostfile or launch.fabric) or "SLURM_JOB_ID" in os.environ
     if wanted is None or elsewhere or d.engine.device == "cuda":
         return
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.text import Text
 
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read
@@ -34,7 +33,7 @@ from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import UsageError, ended_by
 from ..fabric_option import fabric_option
-from ..run_view import RunView, say, summary_table
+from ..run_view import ConsoleLog, RunView, say, summary_table
 from .check import memory_faults, missing_files, model_faults
 
 _SHOWN_CAUSES = 5
@@ -268,9 +267,7 @@ def command(errors: Path | None, **options: Any) -> int:
     under way having been finished (daemon.drain_timeout). A second signal ends it at once.
     """
     console = Console(stderr=True)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)]
-    )
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", handlers=[ConsoleLog(console)])
     with ended_by(IdentityError):
         identity = identify()
     arguments = Arguments(errors=errors or default_errors(options["output"]), **options)

@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -32,7 +33,7 @@ from laddertron.launchers.cli.commands.run import (
     read_text,
     report,
 )
-from laddertron.launchers.cli.run_view import RunView, clock, plain_line, summary_table
+from laddertron.launchers.cli.run_view import ConsoleLog, RunView, clock, plain_line, summary_table
 from laddertron.launchers.job.bundle import newest
 from rich.console import Console
 from waiting import FOR_EVER_S, HANG_S, until
@@ -86,6 +87,8 @@ def test_wrong_configurations_are_exit_2_before_overwrite_empties_anything(
     assert "parallel.tensor_parallel_size" in capsys.readouterr().err
     assert run(DEMO, *files, "--set", "engine.kv_cache_memory=4000TiB") == 2
     assert capsys.readouterr().err.count("engine.kv_cache_memory: 4194304000 MiB for each of 2 ranks") == 1
+    assert run(DEMO, *files, "--set", "engine.kv_cache_memory=4000TiB", "--set", "launch.hosts=[localhost:2]") == 2
+    assert "engine.kv_cache_memory: 4194304000 MiB" in capsys.readouterr().err
     assert run(DEMO, *files, "--set", f"model.tokenizer={tmp_path}") == 2
     assert "tokenizer.json is missing" in capsys.readouterr().err
     assert run(DEMO, *files, "--set", "launch.mpirun=/nowhere/mpirun") == 2
@@ -152,9 +155,9 @@ def test_progress_and_table_say_what_matters() -> None:
     summary = Summary(80, 78, 2, 20, 1000, 4000, 10.0, 3.0, 1.0, layers, computed=computed)
     console = Console(file=(text := io.StringIO()), width=100)
     console.print(summary_table(summary))
-    for words in ("80: 78 answered, 2 failed, 20 done earlier", "400.0 tokens/s", "3.00 s hidden, 1.00 s exposed (75%"):
+    for words in ("80: 78 answered, 2 failed, 20 done earlier", "400.0 tokens/s", "3.00 s hidden (75%), 1.00 s"):
         assert words in text.getvalue()
-    assert re.search(r"ladder mlp, net +2.00 s hidden, 0.50 s exposed \(80% hidden\)", text.getvalue())
+    assert re.search(r"ladder mlp, net +2.00 s hidden \(80%\), 0.50 s exposed", text.getvalue())
     assert re.search(r"ladder attention, net +0.00 s hidden, 0.00 s exposed\n", text.getvalue())
     assert re.search(r"ranks +2 x cpu, tier avx2, 1 thread\n +1 x cuda, 8 threads\n", text.getvalue())
     console = Console(file=(text := io.StringIO()), width=100)
@@ -162,6 +165,9 @@ def test_progress_and_table_say_what_matters() -> None:
     assert "1,200 verified, 900 right (75%)" in text.getvalue()
     console.print(summary_table(Summary(0, 0, 0, 0, 0, 0, 0.0)))
     assert "n/a" in text.getvalue()
+    log = ConsoleLog(Console(file=(text := io.StringIO()), width=20))
+    log.emit(logging.makeLogRecord({"msg": "one line, however [narrow] the terminal"}))
+    assert text.getvalue() == "one line, however [narrow] the terminal\n"
 
 
 @pytest.mark.parametrize(

@@ -108,11 +108,14 @@ def test_failures_write_themselves_and_the_oldest_go(deployment: Deployment, tmp
     folder = tmp_path / "bundles"
     bundles = FailureBundles(deployment, folder)
     for number in range(KEPT + 3):
-        bundles.failed(1, JobFailure("stalled", f"failure {number}")).join(HANG_S)
+        writing = bundles.failed(1, JobFailure("stalled", f"failure {number}"))
+        assert writing is not None
+        writing.join(HANG_S)
     kept = newest(folder)
     assert len(kept) == KEPT
     assert contents(kept[0])["README.txt"].startswith(f"stalled: failure {KEPT + 2}".encode())
     assert not list(folder.glob(".*"))
+    assert bundles.failed(1, JobFailure("refused", "model.safetensors: 3 bytes are missing")) is None
 
 
 def test_the_newest_is_known_by_its_name_whatever_the_clock_does(

@@ -203,4 +203,5 @@ def test_a_folder_of_per_rank_files_stands_alone(folder: Path, tmp_path: Path) -
 
 def test_words_of_a_load() -> None:
     assert loading_words(0, 2 * 10**9, 0.0) == "weights 0.0 of 2.0 GB"
-    assert loading_words(10**9, 81 * 10**9, 0.5) == "weights 1.0 of 81.0 GB, 2.00 GB/s, 0:40 left"
+    assert loading_words(2 * 10**9, 82 * 10**9, 1.0) == "weights 2.0 of 82.0 GB, 2.00 GB/s, 0:40 left"
+    assert loading_words(100, 540_000, 0.6) == "weights 0.0 of 0.5 MB"  # no 47 minutes that never come

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -93,14 +94,18 @@ def test_ready_says_that_the_daemon_drains(folder: Path, tmp_path: Path) -> None
             daemon.jobs[0].go.set()
 
 
-def test_not_ready_without_a_free_byte(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nothing has tried to write yet."""
+def test_not_ready_without_a_free_byte(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though nothing has tried to write yet; and a probe's 503 is no line of the access log."""
+    caplog.set_level(logging.INFO, "laddertron.engine.daemon.http.guard")
     with served(deployment(tmp_path), folder) as daemon:
         assert get(daemon, "/ready")[0] == 200
         monkeypatch.setattr(probes, "free_bytes", lambda folder: 0)
         status, body = get(daemon, "/ready")
         assert (status, json.loads(body)["status"]) == (503, "not_ready")
         assert "0 bytes are free" in json.loads(body)["reason"]
+    assert not any("/ready" in record.getMessage() for record in caplog.records)
 
 
 def test_generation_tokens_are_those_of_usage(folder: Path, tmp_path: Path) -> None:
