@@ -68,8 +68,8 @@ cross-compile: ## Compile all C for aarch64, warnings are errors (Debian's gcc-a
 	@$(VENV)/bin/pytest tests/install/test_build.py -m slow -rs
 
 .PHONY: image image-test
-image: ## Build the container image laddertron:ACCEL with podman, buildah or docker
-	@$$(command -v podman || command -v buildah || command -v docker) build -t laddertron:$(ACCEL) -f Containerfile --build-arg ACCEL=$(ACCEL) .
+image: ## Build the container image laddertron:ACCEL with podman, buildah or docker (CUDA wants a BASE: see Containerfile)
+	@$$(command -v podman || command -v buildah || command -v docker) build -t laddertron:$(ACCEL) -f Containerfile $(foreach arg,ACCEL PYTHON TORCH_INDEX BASE,$(if $($(arg)),--build-arg $(arg)=$($(arg)))) .
 
 image-test: env ## Build the image and run the demo in it, as its own user (root; buildah, debootstrap; ten minutes)
 	@$(VENV)/bin/pytest tests/install/test_image.py -m slow -s
