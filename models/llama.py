@@ -146,8 +146,10 @@ class LlamaModel(nn.Module):
 
     def load(self, source: Source, progress: Progress | None = None, verify: tuple[int, int] | None = None) -> int:
         """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
-        never stands beside more than its own layer; returns the bytes read. progress, verify: see weights/load.py.
-        Raises CheckpointError."""
+        never stands beside more than its own layer; returns the bytes read. What the operators' pages are filled with
+        is not read. progress, verify: see weights/load.py. Raises CheckpointError."""
+        pages = self.ops.pages
+        filled = pages is not None and pages.filled
         read = load(
             source,
             self.shard,
@@ -155,11 +157,24 @@ class LlamaModel(nn.Module):
             replicate_embedding=self.replicate_embedding,
             kept=frozenset() if self.stored is None else self.stored.products,
             progress=progress,
-            on_module=self._prepare_layer,
+            on_module=None if filled else self._prepare_layer,
             verify=verify,
+            held=self._repacked() if filled else frozenset(),
         )
+        for number in pages.order if filled and pages is not None else ():
+            self._prepare_layer(f"layers.{number}")
         self._prepare_head()
         return read
+
+    @property
+    def order(self) -> list[int]:
+        """Of layers, in which they were prepared."""
+        return list(self._layers)
+
+    def _repacked(self) -> set[str]:
+        """Parameters that operators which repack hold a copy of."""
+        names = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Linear)}
+        return names | ({"embedding.weight"} if self.shard.samples and self.head is None else set())
 
     def prepare(self) -> None:
         """Hands parameters that were filled by other means to the operators."""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .pages import HugePages
+
 Product = Callable[[Tensor], Tensor]
 """x [T, in] -> y [T, out], contiguous."""
 Lookup = Callable[[Tensor], Tensor]
@@ -117,6 +119,8 @@ class TorchOps:
     """What an element of a layer's matrix takes there; None: what it takes in the model's type."""
     sums_late = False
     """Whether products behind a norm take a RunningSum."""
+    pages: HugePages | None = None
+    """Where repacked weights lie."""
 
     @property
     def exact(self) -> TorchOps:

@@ -10,6 +10,7 @@ from ..topology.comm.groups import Deterministic
 from .cpu.ops import CpuOps, Kernels
 from .cuda.fp8 import Fp8, multiplies_fp8
 from .ops import TorchOps
+from .pages import HugePages
 from .rank_shard import RankShard
 from .refusal import Refusal
 from .weights.mapping import Source
@@ -20,10 +21,14 @@ class WeightsError(Refusal, ValueError):
 
 
 def make_ops(
-    device: torch.device, dtype: torch.dtype, weights: str = "stored", deterministic: Deterministic = False
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: str = "stored",
+    deterministic: Deterministic = False,
+    pages: HugePages | None = None,
 ) -> TorchOps:
     """The fastest operators that are right on this device; `weights` as `model.weights`. deterministic: a row's result
-    must not depend on the other rows. Raises WeightsError."""
+    must not depend on the other rows. pages: as CpuOps takes them. Raises WeightsError."""
     kernels = Kernels.find(bool(deterministic)) if device.type == "cpu" else None
     if weights == "stored":
         if device.type == "cpu":
@@ -31,7 +36,7 @@ def make_ops(
                 raise WeightsError(
                     "parallel.deterministic=true: the C kernels were not built here: build them, or use false"
                 )
-            return CpuOps(kernels)
+            return CpuOps(kernels, pages=pages)
         triton = _triton_ops()
         if deterministic:
             ops: TorchOps = _needed(triton, deterministic).RowOps()
@@ -45,7 +50,7 @@ def make_ops(
         else:
             why = "this processor has no AVX2" if kernels else "the C kernels were not built here"
         raise WeightsError(f"model.weights={weights} needs bfloat16 on a CPU with AVX2; {why}: use stored")
-    return CpuOps(kernels, int8=True)
+    return CpuOps(kernels, int8=True, pages=pages)
 
 
 def make_stored_products(

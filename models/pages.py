@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import mmap
+import os
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -14,6 +18,12 @@ class HugePages:
     long context a tenth slower, as every page misses the TLB. Grows; what was given out lives as long as its tensor."""
 
     CHUNK = 64 << 20
+    filled = False
+    """Whether what is taken holds already what belongs there."""
+    whole = True
+    """Set to False by who keeps a weight elsewhere."""
+    order: Sequence[int] = ()
+    """Of layers, in which what is filled was taken."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -22,9 +32,58 @@ class HugePages:
         """uint8 [size], zeros, aligned to a cache line."""
         room = -(-size // 64) * 64
         if room > len(self._room):
-            pages = mmap.mmap(-1, max(room, self.CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = self._map(max(room, self.CHUNK))
             with suppress(OSError):  # a kernel built without them
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._room = torch.frombuffer(pages, dtype=torch.uint8)
         taken, self._room = self._room[:size], self._room[room:]
         return taken
+
+    def _map(self, length: int) -> mmap.mmap:
+        return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class HeldPages(HugePages):
+    """The same in a file that lies in memory (memfd_create): what it holds outlives this process for as long as another
+    has the file open, and takes no more memory for that. It begins with what `seal` says of it; what is taken in the
+    same order lies at the same places."""
+
+    CHUNK = 1 << 30
+    """Reserved, not held, until it is written to."""
+    _HEAD = 2 << 20
+
+    def __init__(self, file: int | None = None) -> None:
+        """file: a descriptor of one that was sealed, whose contents are taken as they are; closed with this object.
+        Raises OSError."""
+        super().__init__()
+        self.file = os.memfd_create("laddertron-weights") if file is None else file
+        self.filled, self.label = file is not None, ""  # label: what the contents are
+        if head := os.pread(self.file, self._HEAD, 0).rstrip(b"\0"):
+            self.label, *self.order = json.loads(head)
+        self._end = self._HEAD
+        self._chunks: list[tuple[int, int]] = []
+
+    def _map(self, length: int) -> mmap.mmap:
+        at, length = self._end, -(-length // self._HEAD) * self._HEAD
+        self._end += length
+        if self.filled:  # private: whatever is written stays with the writer
+            return mmap.mmap(self.file, length, flags=mmap.MAP_PRIVATE, offset=at)
+        os.ftruncate(self.file, self._end)
+        pages = mmap.mmap(self.file, length, offset=at)
+        self._chunks.append((ctypes.addressof(ctypes.c_char.from_buffer(pages)), length))
+        return pages
+
+    def seal(self, order: Sequence[int]) -> None:
+        """All is there. From here on a stray write ends this process, instead of the next one's answers being wrong."""
+        os.pwrite(self.file, json.dumps([self.label, *order]).encode(), 0)
+        for address, length in self._chunks:
+            ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.PROT_READ)
+
+    @property
+    def nbytes(self) -> int:
+        """What the file takes."""
+        return os.fstat(self.file).st_blocks * 512
+
+    def __del__(self) -> None:
+        with suppress(OSError, AttributeError):
+            os.close(self.file)

@@ -26,6 +26,7 @@ from ...models.kv_cache import KVCache, block_bytes
 from ...models.llama import LlamaModel
 from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
+from ...models.pages import HeldPages
 from ...models.rank_shard import RankShard
 from ...models.stages import Stage, choose_layers, make_stages
 from ...models.transfer import download
@@ -55,7 +56,7 @@ from .kv_capacity import (
     describe_budget,
     working_bytes,
 )
-from .loading import load_weights
+from .loading import held_weights, load_weights
 from .runner import Runner
 from .stage_runner import NoDraws, StageRunner
 from .timeouts import CollectiveTimeouts
@@ -87,6 +88,8 @@ class Built:
     digest: str
     """Of the checkpoint's tensors by name, type, shape and place (and bytes, with a manifest): ranks that read
     different files differ here."""
+    weights_file: int
+    """The descriptor of HeldPages that a launch which stands by may go on with; -1: there are none."""
 
 
 def model_config(deployment: Deployment) -> tuple[ModelConfig, list[str]]:
@@ -195,8 +198,9 @@ class _Share:
     needed: int
 
 
-def _share(deployment: Deployment, communicator: Communicator, device: torch.device) -> _Share:
-    """By the checkpoint's headers; no weight is read. Raises as `build`."""
+def _share(deployment: Deployment, communicator: Communicator, device: torch.device, file: int | None = None) -> _Share:
+    """By the checkpoint's headers; no weight is read. file: of held weights, -1 where there is none; None: nothing will
+    be loaded. Raises as `build`."""
     config, warnings = model_config(deployment)
     dtype = DTYPES[config.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
     length = model_length(config, deployment.model.max_model_len)
@@ -204,9 +208,14 @@ def _share(deployment: Deployment, communicator: Communicator, device: torch.dev
     shard = RankShard.of(stage, communicator.size, communicator.rank)
     source = open_source(Path(deployment.model.path), shard, config)
     stored = make_stored_products(source, shard, device, deployment.parallel.deterministic)
-    ops = make_ops(device, dtype, deployment.model.weights, deployment.parallel.deterministic)
+    pages = None
+    if file is not None and device.type == "cpu" and deployment.daemon.standby:
+        pages = held_weights(source, deployment, communicator, file)
+    ops = make_ops(device, dtype, deployment.model.weights, deployment.parallel.deterministic, pages)
     mine = None if shard.stage is None else {fill.tensor for fill in plan_fills(shard) if fill.tensor is not None}
     needed = source.rank_bytes(dtype.itemsize, shard.size, stored is not None, ops.matrix_bytes, mine)
+    if pages is not None:
+        needed = max(0, needed - pages.nbytes)
     return _Share(config, warnings, dtype, length, stage, shard, source, stored, ops, needed)
 
 
@@ -227,17 +236,18 @@ def build(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
+    weights_file: int = -1,
 ) -> Built:
     """Loads this rank's share, and on a GPU runs first steps. progress(done, total) in bytes of weights; tell: what it
-    does afterwards. Raises CheckpointError, CapacityError, ShapeError,
-    StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
+    does afterwards; weights_file: of weights that are held, see Built. Raises CheckpointError, CapacityError,
+    ShapeError, StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
     heap.give_back_freed()
     pipeline = communicator.pipeline
     say: Callable[[str], None] = log.info if communicator.rank == 0 else lambda line: None
     warn: Callable[[str], None] = log.warning if communicator.rank == 0 else lambda line: None
     if device.type == "cpu":
         say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
-    share = _share(deployment, communicator, device)
+    share = _share(deployment, communicator, device, weights_file)
     config, dtype, length, stage, shard = share.config, share.dtype, share.length, share.stage, share.shard
     source, stored, ops = share.source, share.stored, share.ops
     keys, deterministic = deployment.engine, deployment.parallel.deterministic
@@ -358,4 +368,5 @@ def build(
     runner.warmed_up(patience, graphs)
     scheduler_limits = replace(scheduler_limits, split=split_rule(deployment, communicator, config, device, graphs))
     digest = source.digest if draft is None else f"{source.digest}, draft model {draft.digest}"
-    return Built(runner, config, limits, scheduler_limits, tuple(warnings), digest)
+    held = ops.pages.file if isinstance(ops.pages, HeldPages) and ops.pages.whole else -1
+    return Built(runner, config, limits, scheduler_limits, tuple(warnings), digest, held)

@@ -1,17 +1,49 @@
-"""The load of a group's weights, with the line of the log that says what it took."""
+"""The load of a group's weights, with the line of the log that says what it took; and where they lie on a CPU beside
+which another launch stands by: its ranks may go on with them as they are.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
 from collections.abc import Callable
 
 import numpy as np
 
+from ... import __version__
 from ...models.llama import LlamaModel
+from ...models.pages import HeldPages
 from ...models.weights.load import Progress
 from ...models.weights.mapping import Source
 from ...topology.comm.groups import Communicator
+from ...topology.hardware import cpu_tier
+from ..config.load import digest
 from ..config.schema import Deployment
+
+log = logging.getLogger(__name__)
+
+
+def held_weights(source: Source, deployment: Deployment, communicator: Communicator, file: int) -> HeldPages:
+    """Where this rank's packed weights go, or lie: in `file` (-1: none), if they are what this rank would make of the
+    checkpoint now."""
+    files = sorted({stored.file for stored in source.tensors.values()})
+    stats = [(str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
+    place = communicator.rank, communicator.pipeline and communicator.pipeline.stage
+    made = __version__, digest(deployment), source.digest, stats, place, cpu_tier.current()
+    label = hashlib.sha256(repr(made).encode()).hexdigest()
+    if file >= 0:
+        try:
+            held = HeldPages(file)
+        except (OSError, ValueError) as error:
+            log.warning("weights are loaded, as what was held of them cannot be had: %s", error)
+        else:
+            if held.label == label:
+                return held
+            log.warning("weights are loaded, as those held are of another checkpoint, deployment or CPU tier")
+    fresh = HeldPages()
+    fresh.label = label
+    return fresh
 
 
 def load_weights(
@@ -29,7 +61,9 @@ def load_weights(
     per_node, nodes, began = communicator.layout.per_node, len(communicator.layout.nodes), time.monotonic()
     # Nodes may have different copies: each verifies all of its own, divided between its ranks.
     read = model.load(source, progress, (communicator.rank % per_node, per_node))
-    took = time.monotonic() - began
+    took, pages = time.monotonic() - began, model.ops.pages
+    if isinstance(pages, HeldPages) and pages.whole and not pages.filled:
+        pages.seal(model.order)
     every = communicator.gather(np.array([read], np.int64).view(np.uint8))
     total = int(np.ascontiguousarray(every).view(np.int64).sum())
     if communicator.pipeline is not None:
@@ -37,4 +71,5 @@ def load_weights(
     on = f"{communicator.size} ranks on {nodes} node{'s' * (nodes > 1)}"
     if communicator.pipeline is not None:
         on = f"stage {communicator.pipeline.stage}: {on}"
-    say(f"weights: {on} read {total / 1e9:.2f} GB in {took:.1f} s")
+    held = ", the rest lay in memory" if pages is not None and pages.filled else ""
+    say(f"weights: {on} read {total / 1e9:.2f} GB in {took:.1f} s{held}")

@@ -37,6 +37,8 @@ LOWEST_LOGPROB = -9999.0
 """JSON has no infinity: a logprob of a masked token is written as this, as OpenAI's API does."""
 
 Index = Annotated[int, Ge(0), Lt(65536)]
+Pid = Annotated[int, Ge(1), Lt(2**31)]
+Descriptor = Annotated[int, Ge(-1), Lt(2**31)]
 ShortText = Annotated[str, MaxLen(64)]
 Hex = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
@@ -82,6 +84,17 @@ class Load:
     """Server -> every rank that stands by, or will: load the weights and serve."""
 
     type: Literal["load"] = field(default="load", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Server -> a rank that stands by: the process on its host that has its weights, packed, in a file of memory, and
+    by which descriptor (see Ready)."""
+
+    type: Literal["held_weights"] = field(default="held_weights", kw_only=True)
+    pid: Pid
+    start_time: Count
+    file: Descriptor
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +161,7 @@ class Hello:
     rank: Index
     local_rank: Index
     hostname: Name
-    pid: Annotated[int, Ge(1), Lt(2**31)]
+    pid: Pid
     start_time: Count
     boot_id: ShortText
     version: ShortText
@@ -183,10 +196,12 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Rank -> server: loaded and waiting for steps."""
+    """Rank -> server: loaded and waiting for steps. `file`: its descriptor of a file of memory with its packed weights,
+    for ranks of another launch that stands by; -1: there is none."""
 
     type: Literal["ready"] = field(default="ready", kw_only=True)
     limits: ModelLimits
+    file: Descriptor = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +263,9 @@ class DumpReply:
 
 StateMessage = Announce | Loading | Standing | Ready | Running
 """What a rank says of where it stands."""
-Command = Load | Submit | Cancel | StopChoice | Drain | Shutdown
+Command = Load | HeldWeights | Submit | Cancel | StopChoice | Drain | Shutdown
 """What `ControlClient.poll` returns."""
-ServerMessage = Welcome | Load | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
+ServerMessage = Welcome | Load | HeldWeights | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
 RankMessage = Hello | Announce | Loading | Standing | Ready | Tokens | Running | Beat | Failure | DumpReply
 Message = ServerMessage | RankMessage
 Direction = Literal["server", "rank"]

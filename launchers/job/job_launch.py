@@ -119,6 +119,13 @@ class Launch:
         self._board.load(time.monotonic())
         self.send(messages.Load())
 
+    def share_weights(self, other: Launch) -> None:
+        """Has the ranks of `other`, which stands by, keep this one's packed weights, where both are on one host."""
+        for rank, state in self._board.ranks.items():
+            mine, theirs = state.hello, other._board.ranks[rank].hello
+            if state.file >= 0 and mine and theirs and mine.boot_id == theirs.boot_id:
+                other.send(messages.HeldWeights(mine.pid, mine.start_time, state.file), rank)
+
     async def failure(self) -> JobFailure:
         """Waits for the first sign of the end, then a moment for what explains it."""
         await self._trouble.wait()

@@ -55,6 +55,7 @@ class RankState:
     standing: Standing | None = None
     digests: dict[str, str] | None = None
     limits: ModelLimits | None = None
+    file: int = -1
     suspect: bool = False
     ended: bool = False
 
@@ -126,7 +127,8 @@ class RankBoard:
                 if not self.evidence and (standing := self._standing()):
                     most = max(one.resident for one in standing)
                     news.append(Standing(most, all(one.room for one in standing)))
-            case Ready(limits):
+            case Ready(limits, file):
+                state.file = file
                 state.limits, state.fraction, self._moved = limits, 1.0, now
                 news += self._agreement()
             case Failure(text, consequence, refused):

@@ -277,6 +277,8 @@ class MpiJob:
                 self._tell(self._listener.on_state, state)
 
     def _standby_changed(self) -> None:
+        if self._standby.phase == "ready" and self._launch is not None:
+            self._standby.share_weights_of(self._launch)
         self._take_state(dataclasses.replace(self.state, standby=self._standby.phase))
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:

@@ -207,7 +207,7 @@ def lead(engine: Engine, channel: Channel, status: Status) -> None:
                     engine.cancel(request_id)
                 case messages.StopChoice(request_id, choice, n_tokens):
                     engine.stop_choice(request_id, choice, n_tokens)
-                case messages.Drain() | messages.Load():
+                case messages.Drain() | messages.Load() | messages.HeldWeights():
                     pass  # the owner sends no more, and what is here goes on to its end; what runs has loaded
                 case messages.Shutdown():
                     ending = True
@@ -249,12 +249,14 @@ def run_rank(
         status.health.start()
     say(messages.Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret, bootstrap) as communicator:
-        status.communicator = communicator
+        status.communicator, weights_file = communicator, -1
         if standby and channel is not None:
             communicator.set_timeout(deployment.daemon.load_timeout)
             sharers = identity.local_size
-            if not stand_by(channel, communicator, lambda: has_room(deployment, communicator, device, sharers)):
+            found = stand_by(channel, communicator, lambda: has_room(deployment, communicator, device, sharers))
+            if found is None:
                 return
+            weights_file = found
         begun, last_said = time.monotonic(), 0.0
 
         def loaded(done: int, total: int) -> None:
@@ -263,7 +265,10 @@ def run_rank(
                 last_said = time.monotonic()
                 say(messages.Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_said - begun)))
 
-        built = build(deployment, communicator, device, loaded, lambda doing: say(messages.Loading(1.0, doing)))
+        built = build(
+            deployment, communicator, device, loaded, lambda doing: say(messages.Loading(1.0, doing)), weights_file
+        )
+        ready = messages.Ready(built.limits, built.weights_file)
         leads = communicator.leads
         for warning in built.warnings:
             if leads:
@@ -273,7 +278,7 @@ def run_rank(
         gc.freeze()
         say(messages.Announce({"config": deploy.digest(deployment), "weights": built.digest}))
         if not leads:
-            say(messages.Ready(built.limits))
+            say(ready)
             follow(built.runner, communicator.plans, status.progress)
             return
         if channel is None:
@@ -285,6 +290,6 @@ def run_rank(
             status.progress,
             lambda started, parked: say(messages.Running(tuple(started), tuple(parked))),
         )
-        say(messages.Ready(built.limits))
+        say(ready)
         lead(engine, channel, status)
         engine.close()

@@ -5,6 +5,8 @@ What follows on Load is every rank's own start.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,7 +17,10 @@ from ...engine.request import TokensEvent
 from ...models.refusal import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.hardware.sysfs import Sysfs, resident_bytes
-from ..control.messages import Command, Load, Shutdown, Standing, StateMessage
+from ..control.messages import Command, HeldWeights, Load, Shutdown, Standing, StateMessage
+from ..control.processes import start_time
+
+log = logging.getLogger(__name__)
 
 
 class StandbyRefused(Refusal, RuntimeError):
@@ -42,13 +47,35 @@ def require_memory(available: int, ranks: int) -> None:
         )
 
 
-def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[], bool]) -> bool:
-    """Until Load; False: Shutdown came in its place. The group meets once, so that what its first collective sets up is
-    there. `has_room`: see Standing."""
+def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[], bool]) -> int | None:
+    """Until Load: the descriptor of held weights (HeldWeights), -1 without; None: Shutdown came in its place. The group
+    meets once, so that what its first collective sets up is there. `has_room`: see Standing."""
     communicator.gather(np.zeros(1, np.uint8))
     channel.send_state(Standing(resident_bytes(Sysfs()), has_room()))
+    file = -1
     while commands := channel.poll(None):
         for command in commands:
-            if isinstance(command, Load | Shutdown):
-                return isinstance(command, Load)
-    return False
+            match command:
+                case HeldWeights():
+                    if file >= 0:
+                        os.close(file)
+                    file = open_held(command)
+                case Load():
+                    return file
+                case Shutdown():
+                    return None
+    return None
+
+
+def open_held(held: HeldWeights) -> int:
+    """The file, open here: from now on it outlives that process. -1 where it cannot be had, with a line that says
+    why."""
+    try:
+        file = os.open(f"/proc/{held.pid}/fd/{held.file}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        log.warning("weights are not shared with the serving launch, a failure costs their load: %s", error)
+        return -1
+    if start_time(held.pid) != held.start_time:  # its pid is another's by now
+        os.close(file)
+        return -1
+    return file

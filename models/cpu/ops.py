@@ -134,16 +134,19 @@ class CpuOps(TorchOps):
 
     name = "cpu"
     repacks = True
+    pages: HugePages
 
-    def __init__(self, kernels: Kernels | None, *, int8: bool = False) -> None:
+    def __init__(self, kernels: Kernels | None, *, int8: bool = False, pages: HugePages | None = None) -> None:
+        """pages: where packed weights lie; filled ones are taken as they are, and the weights given may hold
+        anything."""
         self.kernels = kernels
         self.int8 = int8
         self.matrix_bytes = 1 if int8 else None
-        self._pages = HugePages()
+        self.pages = pages or HugePages()
 
     @property
     def exact(self) -> CpuOps:
-        return CpuOps(self.kernels) if self.int8 else self
+        return CpuOps(self.kernels, pages=self.pages) if self.int8 else self
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         """oneDNN's on a weight that is packed once. It packs bf16 for AVX-512 alone and fp16 hardly anywhere."""
@@ -166,18 +169,21 @@ class CpuOps(TorchOps):
                     f"parallel.deterministic=true: a product of {inputs} inputs on this rank, not an even number: "
                     "use another tensor_parallel_size, or false"
                 )
+            self.pages.whole = False
             return None
         outputs = rows // 2 if gated else rows
         blocks = -(-outputs // (ROWS // 2 if gated else ROWS))
         scales: Tensor | None = None
         if self.int8:
             leaves = 1 if tree is None else tree.leaves
-            scales = torch.empty(leaves * blocks * ROWS, dtype=torch.float32)
-            packed = self._pages.take(blocks * ROWS * inputs)
-            kernels.pack_int8(packed.data_ptr(), scales.data_ptr(), weight.data_ptr(), rows, inputs, gated, leaves)
+            scales = self.pages.take(4 * leaves * blocks * ROWS).view(torch.float32)
+            packed = self.pages.take(blocks * ROWS * inputs)
+            if not self.pages.filled:
+                kernels.pack_int8(packed.data_ptr(), scales.data_ptr(), weight.data_ptr(), rows, inputs, gated, leaves)
         else:
-            packed = self._pages.take(weight.element_size() * blocks * ROWS * inputs)
-            kernels.pack(TYPES[weight.dtype], packed.data_ptr(), weight.data_ptr(), rows, inputs, gated)
+            packed = self.pages.take(weight.element_size() * blocks * ROWS * inputs)
+            if not self.pages.filled:
+                kernels.pack(TYPES[weight.dtype], packed.data_ptr(), weight.data_ptr(), rows, inputs, gated)
         return self._call(TYPES[weight.dtype], packed, scales, bias, norm, inputs, outputs, gated, tree)
 
     def _call(
@@ -246,10 +252,12 @@ class CpuOps(TorchOps):
         """One packed table serves both: of a row, each input (bf16: pair of inputs) lies a panel's width apart."""
         kernels, table, (rows, inputs) = self.kernels, table.contiguous(), table.shape
         if kernels is None or inputs % 2 or table.dtype not in kernels.served:
+            self.pages.whole = False
             return super().tied(table, norm)
         blocks, width, kind = -(-rows // ROWS), 2 * kernels.lanes, TYPES[table.dtype]
-        packed = self._pages.take(table.element_size() * blocks * ROWS * inputs)
-        kernels.pack(kind, packed.data_ptr(), table.data_ptr(), rows, inputs, False)
+        packed = self.pages.take(table.element_size() * blocks * ROWS * inputs)
+        if not self.pages.filled:
+            kernels.pack(kind, packed.data_ptr(), table.data_ptr(), rows, inputs, False)
         together = 2 if table.dtype == torch.bfloat16 else 1
         panels = packed.view(table.dtype).view(-1, inputs // together, width, together)
 

@@ -34,6 +34,7 @@ def load(
     progress: Progress | None = None,
     on_module: Callable[[str], None] | None = None,
     verify: tuple[int, int] | None = None,
+    held: Set[str] = frozenset(),
 ) -> int:
     """Fills every parameter (in its own dtype, on its own device), on a few threads (parallel_reader.py), and returns
     the bytes of stored tensors that were read.
@@ -41,7 +42,8 @@ def load(
     progress(done, total): in bytes of this rank's parameters. on_module("layers.3"): all parameters below that name are
     filled, and may be repacked and given up before more than a few pieces of the next ones are read. verify (part,
     parts): if the folder has a manifest, the part-th of `parts` equal shares of all files is verified; the ranks of a
-    node verify one each. Raises CheckpointError.
+    node verify one each. held: parameters that are not filled, as this node holds what becomes of them, verified
+    before. Raises CheckpointError.
     """
     if source.sharded_over:
         fills, verify = _own_fills(source, shard, replicate_embedding, parameters), (0, 1)
@@ -49,6 +51,7 @@ def load(
         fills = plan_fills(shard, replicate_embedding)
         fills += scale_fills(fills, kept)
     check_cover(fills, parameters)
+    fills = [fill for fill in fills if fill.parameter not in held]
     row_bytes = {name: p[:1].numel() * p.element_size() for name, p in parameters.items()}
     ordered = _in_order(fills, source.tensors)
     pieces = [piece for fill in ordered for piece in cut(fill, row_bytes[fill.parameter])]
@@ -73,7 +76,8 @@ def load(
                 on_module(module)
             if progress is not None:
                 progress(done, total)
-        check.finish()
+        if not held:
+            check.finish()
         return readers.taken
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -22,3 +26,29 @@ def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch: pytest.Monkey
     one, other = room.take(100), room.take(1)
     assert (len(one), len(other), int(one.sum())) == (100, 1, 0)
     assert other.data_ptr() - one.data_ptr() == 128
+
+
+def test_held_pages_outlive_who_filled_them() -> None:
+    """Taken again in the same order they hold what they held, as another's private copy, in no more memory."""
+    first = pages.HeldPages()
+    pieces = [first.take(size).fill_(number) for number, size in enumerate((100, pages.HeldPages.CHUNK + 1, 7), 1)]
+    first.label = "what they are"
+    first.seal([1, 0])
+    assert 0 < first.nbytes < 2 * pages.HeldPages.CHUNK
+    file = os.open(f"/proc/self/fd/{first.file}", os.O_RDONLY)
+    del first, pieces
+    for _ in range(2):
+        second = pages.HeldPages(os.dup(file))
+        assert (second.filled, second.label, second.order) == (True, "what they are", [1, 0])
+        again = [second.take(size) for size in (100, pages.HeldPages.CHUNK + 1, 7)]
+        assert [(int(piece[0]), int(piece[-1])) for piece in again] == [(1, 1), (2, 2), (3, 3)]
+        again[0].fill_(9)
+    os.close(file)
+    with pytest.raises(OSError, match="Bad file"):
+        pages.HeldPages(file)
+
+
+def test_a_stray_write_to_held_pages_ends_its_process() -> None:
+    code = "from laddertron.models.pages import HeldPages\np = HeldPages()\nt = p.take(8)\np.seal([])\nt.fill_(1)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert done.returncode == -signal.SIGSEGV

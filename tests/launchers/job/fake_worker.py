@@ -37,6 +37,7 @@ from laddertron.launchers.control.messages import (
     Beat,
     Cancel,
     Command,
+    HeldWeights,
     Load,
     Loading,
     Ready,
@@ -205,6 +206,10 @@ def stand_by(client: ControlClient, config: dict[str, Any], rank: int) -> bool:
         time.sleep(0.01)
     client.send_state(Standing(1_000_000, config.get("room", True)))
     while commands := client.poll(None):
+        for command in commands:
+            if isinstance(command, HeldWeights):
+                with open(config["keeps"], "a") as keeps:
+                    keeps.write(f"{rank} {command.pid} {command.start_time} {command.file}\n")
         if any(isinstance(command, Load | Shutdown) for command in commands):
             break
     if config.get("raise_taking_over") == rank:
@@ -232,7 +237,7 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
         client.fail("model.safetensors: 3 bytes are missing", refused=True)
         os._exit(1)
     limits = ModelLimits(4096, int(config.get("vocab", VOCAB)), int(config.get("max_num_seqs", 8)), 65536, (2,))
-    client.send_state(Ready(limits))
+    client.send_state(Ready(limits, int(config.get("weights_file", -1))))
     print(f"fake rank {rank} is ready", flush=True)
     engine = FakeEngine(client, config, beats)
     pace, step_s = threading.Event(), float(config.get("step_s", 0.005))

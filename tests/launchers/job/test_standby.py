@@ -3,9 +3,11 @@ follows. Fake ranks; what real ones do while they stand by is in tests/launchers
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,33 @@ def test_one_that_still_comes_up_takes_over_too(tmp_path: Path) -> None:
             await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
             await stands(s)
             assert launches.count == 3
+
+    bounded(run)
+
+
+def test_it_is_told_where_the_serving_ranks_keep_their_weights(tmp_path: Path) -> None:
+    """Each rank of its own rank's process; after a takeover the next one of those that took over."""
+    keeps = tmp_path / "keeps"
+
+    def told(pids: list[int]) -> bool:
+        lines = {f"{rank} {pid} {processes.start_time(pid)} 7" for rank, pid in enumerate(pids)}
+        return keeps.exists() and lines <= set(keeps.read_text().splitlines())
+
+    async def run() -> None:
+        async with story(Launches(), {"weights_file": 7, "keeps": str(keeps)}, standby=True) as s:
+            await stands(s)
+            pids = await s.pids()
+            await until(lambda: told(pids))
+            os.kill(pids[1], signal.SIGKILL)
+            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
+            await stands(s)
+            later = await s.pids()
+            await until(lambda: told(later))
+            assert not set(pids) & set(later)
+
+    async def until(met: Callable[[], bool]) -> None:
+        while not met():  # a file is written, by processes that tell nobody
+            await asyncio.sleep(0.01)
 
     bounded(run)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -20,7 +21,8 @@ from laddertron.engine.config.load import load
 from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConfig, ModelSection, ParallelConfig
 from laddertron.engine.step.build import has_room
 from laddertron.launchers.compose.rank_mapping import ENV_CORES
-from laddertron.launchers.control.messages import Command, Drain, Load, Shutdown, Standing, StateMessage
+from laddertron.launchers.control.messages import Command, Drain, HeldWeights, Load, Shutdown, Standing, StateMessage
+from laddertron.launchers.control.processes import start_time
 from laddertron.launchers.rank import rank
 from laddertron.launchers.rank.rank import DeviceError, comm_options, insist_on_transport, run_rank, set_threads
 from laddertron.launchers.rank.rank_status import Status
@@ -273,18 +275,39 @@ class Channel:
 
 
 @pytest.mark.parametrize(
-    ("commands", "loads"), [((Drain(), Load()), True), ((Shutdown(),), False), ((), False)], ids=["load", "end", "lost"]
+    ("commands", "told"), [((Drain(), Load()), -1), ((Shutdown(),), None), ((), None)], ids=["load", "end", "lost"]
 )
-def test_a_rank_stands_by_until_it_is_told(commands: tuple[Command, ...], loads: bool) -> None:
+def test_a_rank_stands_by_until_it_is_told(commands: tuple[Command, ...], told: int | None) -> None:
     """It says what it holds, and whether the demo's weights and cache have room here: not a million times."""
     demo = load(Path(__file__).resolve().parents[3] / "configs" / "demo.yaml", ["parallel.tensor_parallel_size=1"])
     bootstrap = StoreBootstrap(open_store("127.0.0.1", 0, True), 0, 1)
     with connect(bootstrap, GroupLayout(((0,),)), CommOptions(process_groups=False)) as communicator:
         cpu = torch.device("cpu")
         channel = Channel(*commands)
-        assert stand_by(channel, communicator, lambda: has_room(demo, communicator, cpu, 1)) is loads
+        assert stand_by(channel, communicator, lambda: has_room(demo, communicator, cpu, 1)) == told
         (said,) = channel.said
         assert isinstance(said, Standing)
         assert said.room
         assert said.resident > 50_000_000
         assert not has_room(demo, communicator, cpu, 1_000_000)
+
+
+def test_a_rank_that_stands_by_keeps_the_weights_of_the_one_that_serves(caplog: pytest.LogCaptureFixture) -> None:
+    """The newest that it was told of; not those of a process that is gone, or whose pid is another's by now."""
+    code = "import os, sys\nos.write(f := os.memfd_create('w'), b'weights')\nprint(f, flush=True)\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as serving:
+        assert serving.stdin is not None
+        assert serving.stdout is not None
+        there = HeldWeights(serving.pid, start_time(serving.pid) or 0, int(serving.stdout.readline()))
+        other = replace(there, start_time=there.start_time + 1)
+        alone: Any = SimpleNamespace(gather=lambda payload: payload)
+        said = (there, other), (other, there, there), (there,)
+        kept = [stand_by(Channel(*commands, Load()), alone, lambda: True) for commands in said]
+        serving.stdin.close()
+    gone = stand_by(Channel(there, Load()), alone, lambda: True)
+    assert [kept[0], gone] == [-1, -1]
+    assert "a failure costs their load" in caplog.text
+    for file in kept[1:]:
+        assert file is not None
+        assert os.pread(file, 16, 0) == b"weights"
+        os.close(file)

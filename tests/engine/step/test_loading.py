@@ -1,0 +1,127 @@
+"""Packed weights that outlive their process: who takes them over computes the same bits, and reads nearly nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import torch
+from engine_cases import CPU, deployment, forward_all
+from laddertron.engine.config.schema import DaemonConfig, Deployment
+from laddertron.engine.step import loading
+from laddertron.engine.step.build import Built, build
+from laddertron.models.cpu.ops import Kernels
+from laddertron.models.llama import LlamaModel
+from laddertron.models.pages import HeldPages
+from laddertron.models.weights.manifest import make_manifest, write_manifest
+from rank_pool import Rank
+
+Ranks = Callable[..., list[Any]]
+needs_kernels = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built (no compiler)")
+
+
+def standing(folder: str, size: int, weights: str, deterministic: Any) -> Deployment:
+    d = deployment(folder, size, {"weights": weights})
+    return replace(d, parallel=replace(d.parallel, deterministic=deterministic), daemon=DaemonConfig(standby=1))
+
+
+def bits(built: Built) -> str:
+    logits = forward_all(built, checkpoints.prompts(4))
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def case_held(rank: Rank, folder: str, weights: str, deterministic: Any) -> dict[str, Any]:
+    """Loads, goes on twice with what is held, and once after the checkpoint was touched."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    d, c = standing(folder, rank.size, weights, deterministic), rank.communicator
+    read, load, patch = list[int](), LlamaModel.load, pytest.MonkeyPatch()
+
+    def count(*args: Any) -> int:
+        read.append(load(*args))
+        return read[-1]
+
+    patch.setattr(LlamaModel, "load", count)
+    try:
+        own = build(replace(d, daemon=DaemonConfig()), c, CPU)
+        first = build(d, c, CPU)
+        found, files = [bits(own), bits(first)], [own.weights_file, first.weights_file]
+        before = first
+        for _ in range(2 if first.weights_file >= 0 else 0):
+            again = build(d, c, CPU, weights_file=os.open(f"/proc/self/fd/{before.weights_file}", os.O_RDONLY))
+            pages: Any = again.runner.model.ops.pages
+            assert pages.filled
+            found.append(bits(again))
+            before = again  # the other one is gone
+        if before.weights_file >= 0:
+            c.gather(torch.zeros(1, dtype=torch.uint8).numpy())
+            if rank.rank == 0:
+                os.utime(Path(folder) / "model.safetensors", (1, 1))
+            c.gather(torch.zeros(1, dtype=torch.uint8).numpy())
+            anew = build(d, c, CPU, weights_file=os.dup(before.weights_file))
+            pages = anew.runner.model.ops.pages
+            assert not pages.filled
+            found.append(bits(anew))
+    finally:
+        patch.undo()
+    return {"bits": found, "files": files, "read": read}
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "weights", "deterministic"),
+    [
+        ("llama", "bfloat16", "stored", False),
+        ("qwen3", "bfloat16", "stored", True),
+        ("qwen3_bias", "bfloat16", "int8", False),
+        ("parallel", "float32", "stored", "everywhere"),
+        ("llama", "float16", "stored", False),
+    ],
+)
+def test_weights_that_are_held_compute_the_same_bits(
+    ranks: Ranks, tmp_path: Path, recipe: str, dtype: str, weights: str, deterministic: Any
+) -> None:
+    """Two ranks: tied and untied heads, biases, int8, a joint product; with a manifest. What another process packed is
+    not read again, in a second generation neither; a checkpoint that was touched since is."""
+    folder = checkpoints.save(tmp_path / "model", recipe, dtype=dtype)
+    write_manifest(folder, make_manifest(folder))
+    args = {"folder": str(folder), "weights": weights, "deterministic": deterministic}
+    for answer in ranks(2, "test_loading:case_held", args):
+        assert answer["files"][0] == -1
+        if answer["files"][1] < 0:
+            pytest.skip("this CPU tier leaves the products to torch")
+        assert len(answer["bits"]) == 5
+        assert len(set(answer["bits"])) == 1
+        own, first, held, again, anew = answer["read"]
+        assert own == first == anew
+        assert held == again < own / 2
+
+
+def test_what_torch_packs_is_not_held(ranks: Ranks, tmp_path: Path) -> None:
+    """fp32 products are oneDNN's, whose copies lie where it wants them."""
+    folder = checkpoints.save(tmp_path / "model", "llama")
+    args = {"folder": str(folder), "weights": "stored", "deterministic": False}
+    if any(answer["files"] != [-1, -1] for answer in ranks(1, "test_loading:case_held", args)):
+        pytest.skip("this CPU tier leaves no product to torch")
+
+
+def test_what_is_no_file_of_weights_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another's descriptor, or one of weights that were never finished: loaded, with a line that says so."""
+    source: Any = type("Source", (), {"tensors": {}, "digest": "d"})()
+    alone: Any = type("Alone", (), {"rank": 0, "pipeline": None})()
+    (tmp_path / "other").write_text("{}")
+    d = standing("nowhere", 1, "stored", False)
+    for file in (os.open(tmp_path / "other", os.O_RDONLY), os.memfd_create("unfinished"), 1 << 20):
+        fresh = loading.held_weights(source, d, alone, file)
+        assert not fresh.filled
+    assert caplog.text.count("weights are loaded, as") == 3
+    fresh.seal([])
+    held = loading.held_weights(source, d, alone, os.dup(fresh.file))
+    assert held.filled
+    assert isinstance(held, HeldPages)
