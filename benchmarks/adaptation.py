@@ -108,6 +108,7 @@ def draw_recovery(axes: Any, results: dict[str, Any]) -> None:
             label="standard, trained on" if target == "standard" else f"{target}, {way}",
         )
     axes.set_xlabel("% of the extra steps")
+    axes.set_yscale("log")
     axes.set_ylabel("held-out perplexity")
     axes.set_title(f"{size}: {results['tokens']:,} tokens after as many")
     axes.legend()
