@@ -89,6 +89,9 @@ class Daemon:
             stack.push_async_callback(self.dispatcher.close)
             store.on_change = lambda: self._look(store, batches)
             self.dispatcher.on_over = lambda reason: self._fail(reason, batches)
+            if self._stop.is_set():
+                log.info("stopped before anything was launched", extra={"event": "drain"})
+                return 0
             await self.dispatcher.start()
             await batches.start()
             stack.push_async_callback(batches.close)

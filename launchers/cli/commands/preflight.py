@@ -35,12 +35,9 @@ def launch(loaded: LoadedDeployment, words: list[str]) -> int:
         program = (fleet.site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
         whole = together(fleet.shares)
         job = compose(loaded.deployment, fleet.site, whole, program, (SIGNS,))
-    try:
-        hosts = [host.name for host in whole.hosts for _ in range(host.slots)]
-        code = hold(job.argv, {**job.env, SIGNS: "1"}, hosts, lambda line: click.echo(line, nl=False, err=True))
-        return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
-    except KeyboardInterrupt:
-        return 130
+    hosts = [host.name for host in whole.hosts for _ in range(host.slots)]
+    code = hold(job.argv, {**job.env, SIGNS: "1"}, hosts, lambda line: click.echo(line, nl=False, err=True))
+    return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
 
 
 def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> int:

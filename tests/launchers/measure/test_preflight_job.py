@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli.commands import preflight
 from laddertron.launchers.cli.commands.preflight import end
 from laddertron.launchers.job import supervised_process
 from laddertron.launchers.measure import preflight_job
@@ -16,6 +18,7 @@ from laddertron.launchers.measure.preflight_job import DONE_S, END_S, MEET_S, SI
 from laddertron.topology.placement.identity import Identity
 from waiting import FOR_EVER_S, HANG_S
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WORDS = "laddertron preflight: rank {} {}\n"
 
 
@@ -89,6 +92,15 @@ def test_a_rank_gives_signs_only_where_somebody_listens(
     monkeypatch.setenv(SIGNS, "1")
     sign(3, "started")
     assert capsys.readouterr().err == WORDS.format(3, "started")
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preflight, "hold", interrupted)
+    assert cli.main(["preflight", str(CONFIGS / "demo.yaml")]) == 130
+    assert capsys.readouterr().err.split() == ["interrupted"]
 
 
 def held(program: str) -> tuple[int, str]:
