@@ -90,6 +90,8 @@ class BenchJob:
         for line in process.stdout:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
+                if "refused" in answer:
+                    raise BenchError(f"{self.name}: {answer['refused']}")
                 return answer
         said = (Path(self._folder.name) / "log").read_text()[-4000:]
         raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{said}")

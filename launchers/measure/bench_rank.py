@@ -21,6 +21,7 @@ from ...engine.config import load as deploy
 from ...engine.profiling.bench import Case, Item, random_mix, run_case, run_mix
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, StepProgress, follow
+from ...models.refusal import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Entry
 from ...topology.placement.identity import Identity, IdentityError, identify
@@ -172,6 +173,9 @@ def main(work: Callable[[Any, Communicator], None] = _bench) -> int:
         if identity is None:
             raise IdentityError("not a rank: `laddertron bench`, `profile` and `verify` start this under a launcher")
         _be_rank(identity, Path(sys.argv[1]), work)
+    except Refusal as refusal:
+        say({"refused": str(refusal)})  # once, whoever else refuses it
+        os._exit(1)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

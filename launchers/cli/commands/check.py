@@ -204,9 +204,9 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
 
 
 def read_model(config: str, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment, its model having been looked at. Raises ConfigError."""
+    """The deployment, its model and its hosts' memory having been looked at. Raises ConfigError."""
     loaded = read(config, overrides)
-    if faults := list(model_faults(loaded)):
+    if faults := [*model_faults(loaded), *memory_faults(loaded)]:
         raise ConfigError(faults)
     return loaded.deployment
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from ....engine.config.load import load
 from ...control.processes import ended_by_term
 from ...measure.bench_job import BenchError, BenchJob
 from ..errors import ended_by
 from ..fabric_option import fabric_option
+from .check import read_model
 
 
 @click.command()
@@ -35,7 +35,7 @@ def command(config: str, overrides: tuple[str, ...], output: Path, **options: An
 
     Every span is named by layer and sub-block. On GPUs the host's spans are launches: add --ops for the kernels.
     """
-    deployment = load(config, overrides)
+    deployment = read_model(config, overrides)
     size = deployment.parallel.ranks
     if unknown := [rank for rank in options["ranks"] if not 0 <= rank < size]:
         raise click.UsageError(f"--rank {unknown[0]}: the deployment has ranks 0 to {size - 1}")
