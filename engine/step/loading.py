@@ -24,9 +24,9 @@ from ..config.schema import Deployment
 log = logging.getLogger(__name__)
 
 
-def held_weights(source: Source, deployment: Deployment, communicator: Communicator, file: int) -> HeldPages:
+def held_weights(source: Source, deployment: Deployment, communicator: Communicator, file: int) -> HeldPages | None:
     """Where this rank's packed weights go, or lie: in `file` (-1: none), if they are what this rank would make of the
-    checkpoint now."""
+    checkpoint now. None where the system has no such files."""
     files = sorted({stored.file for stored in source.tensors.values()})
     stats = [(str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
     place = communicator.rank, communicator.pipeline and communicator.pipeline.stage
@@ -41,7 +41,11 @@ def held_weights(source: Source, deployment: Deployment, communicator: Communica
             if held.label == label:
                 return held
             log.warning("weights are loaded, as those held are of another checkpoint, deployment or CPU tier")
-    fresh = HeldPages()
+    try:
+        fresh = HeldPages()
+    except OSError as error:  # a container that forbids the call
+        log.warning("a launch that stands by will have to load: weights cannot lie in a file of memory: %s", error)
+        return None
     fresh.label = label
     return fresh
 

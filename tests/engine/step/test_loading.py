@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -18,7 +20,6 @@ from laddertron.engine.step import loading
 from laddertron.engine.step.build import Built, build
 from laddertron.models.cpu.ops import Kernels
 from laddertron.models.llama import LlamaModel
-from laddertron.models.pages import HeldPages
 from laddertron.models.weights.manifest import make_manifest, write_manifest
 from rank_pool import Rank
 
@@ -113,15 +114,28 @@ def test_what_torch_packs_is_not_held(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_what_is_no_file_of_weights_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another's descriptor, or one of weights that were never finished: loaded, with a line that says so."""
-    source: Any = type("Source", (), {"tensors": {}, "digest": "d"})()
-    alone: Any = type("Alone", (), {"rank": 0, "pipeline": None})()
+    source: Any = SimpleNamespace(tensors={}, digest="d")
+    alone: Any = SimpleNamespace(rank=0, pipeline=None)
     (tmp_path / "other").write_text("{}")
     d = standing("nowhere", 1, "stored", False)
     for file in (os.open(tmp_path / "other", os.O_RDONLY), os.memfd_create("unfinished"), 1 << 20):
-        fresh = loading.held_weights(source, d, alone, file)
+        fresh: Any = loading.held_weights(source, d, alone, file)
         assert not fresh.filled
     assert caplog.text.count("weights are loaded, as") == 3
     fresh.seal([])
-    held = loading.held_weights(source, d, alone, os.dup(fresh.file))
+    held: Any = loading.held_weights(source, d, alone, os.dup(fresh.file))
     assert held.filled
-    assert isinstance(held, HeldPages)
+
+
+def test_a_system_without_files_of_memory_loads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source: Any = SimpleNamespace(tensors={}, digest="d")
+    alone: Any = SimpleNamespace(rank=0, pipeline=None)
+
+    def forbidden(name: str) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    assert loading.held_weights(source, standing("nowhere", 1, "stored", False), alone, -1) is None
+    assert "will have to load" in caplog.text
