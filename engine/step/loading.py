@@ -18,7 +18,6 @@ from ...models.weights.load import Progress
 from ...models.weights.mapping import Source
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
-from ..config.load import digest
 from ..config.schema import Deployment
 
 log = logging.getLogger(__name__)
@@ -28,9 +27,11 @@ def held_weights(source: Source, deployment: Deployment, communicator: Communica
     """Where this rank's packed weights go, or lie: in `file` (-1: none), if they are what this rank would make of the
     checkpoint now. None where the system has no such files."""
     files = sorted({stored.file for stored in source.tensors.values()})
-    stats = [(str(path), (found := path.stat()).st_size, found.st_mtime_ns) for path in files]
-    place = communicator.rank, communicator.pipeline and communicator.pipeline.stage
-    made = __version__, digest(deployment), source.digest, stats, place, cpu_tier.current()
+    stats = [(str(path), (found := path.stat()).st_size, found.st_ctime_ns, found.st_ino) for path in files]
+    p, pipeline = deployment.parallel, communicator.pipeline
+    layout = p.tensor_parallel_size, p.pipeline_parallel_size, p.pipeline_layers, p.deterministic, p.embedding
+    place = communicator.rank, None if pipeline is None else pipeline.stage
+    made = __version__, deployment.model, layout, place, cpu_tier.current(), source.digest, stats
     label = hashlib.sha256(repr(made).encode()).hexdigest()
     if file >= 0:
         try:

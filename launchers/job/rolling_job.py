@@ -23,6 +23,9 @@ class HeldJob(EngineJob, Protocol):
 
     def load(self) -> None: ...
 
+    def share_weights(self, other: Any) -> None:
+        """Has the ranks of another of its kind, which stands by, keep its packed weights, should theirs be the same."""
+
     async def freed(self) -> None:
         """Once closed: waits for its devices' memory. Raises RuntimeError."""
 
@@ -108,6 +111,7 @@ class RollingJob:
         await new.start(member)
         if not await member.until("standby"):
             return await self._dismiss(new)
+        old.share_weights(new)
         if new.room:
             new.load()
             if not await member.until("ready"):

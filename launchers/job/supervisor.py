@@ -117,6 +117,11 @@ class MpiJob:
         if self._task is not None:
             await self._task
 
+    def share_weights(self, other: MpiJob) -> None:
+        """Has the ranks of `other`, which stands by, keep this one's packed weights, should theirs be the same."""
+        if self._launch is not None and other._launch is not None:
+            self._launch.share_weights(other._launch)
+
     async def freed(self) -> None:
         """Once closed: waits as a relaunch would for the devices' memory (JobHooks). Raises RuntimeError."""
         if self._hooks.devices_free is not None:

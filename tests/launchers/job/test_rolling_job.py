@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ class Job:
         self.name, self.room, self.state = name, room, JobState("stopped")
         self.aboard: list[str] = []
         self.done: list[str] = []
+        self.shares: list[str] = []
         self.listener: JobListener
         self._empty = asyncio.Event()
 
@@ -62,6 +64,9 @@ class Job:
         self.done.append("close")
         if self.state.phase != "failed":
             self.to("stopped")
+
+    def share_weights(self, other: Any) -> None:
+        self.shares.append(other.name)
 
     async def freed(self) -> None:
         self.done.append("freed")
@@ -105,7 +110,7 @@ def test_with_room_it_loads_beside_and_the_old_one_finishes_its_own() -> None:
         scene = Scene(room=True)
         task = await scene.begin()
         old, new, rolling = scene.old, scene.new, scene.rolling
-        assert (new.done, old.done) == (["load"], [])
+        assert (new.done, old.done, old.shares) == (["load"], [], ["new"])
         rolling.submit(request("b"))
         assert old.aboard == ["a", "b"]
         new.to("ready")
@@ -207,14 +212,16 @@ def test_closing_in_the_middle_closes_both() -> None:
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_fake_ranks_are_exchanged(room: bool) -> None:
-    """Six long requests run on the old ranks and are answered whole; those after go to the new ones; nothing of the old
-    launch is left, and nothing of either at the end."""
+def test_fake_ranks_are_exchanged(room: bool, tmp_path: Path) -> None:
+    """Six long requests run on the old ranks and are answered whole; those after go to the new ones, which were told
+    where the old ones keep their weights, as the old standby was; nothing of the old launch is left, and nothing of
+    either at the end."""
 
     async def run() -> None:
         def job(hold: bool, **config: Any) -> MpiJob:
             options = JobOptions(2, timeouts=PATIENT, hold=hold, standby=True)
-            return MpiJob(lambda excluded: fake_mpirun(), json.dumps({"room": room, **config}), options)
+            said = {"room": room, "weights_file": 7, "keeps": str(tmp_path / "keeps"), **config}
+            return MpiJob(lambda excluded: fake_mpirun(), json.dumps(said), options)
 
         listener = Listener()
         rolling = RollingJob(job(False))
@@ -229,6 +236,8 @@ def test_fake_ranks_are_exchanged(room: bool) -> None:
             assert await rolling.replace(job(True, vocab=40000), lambda: job(False)) is None
             assert all(listener.answered(one) for one in asked)
             assert left(before) == []
+            kept = [line.split()[:2] for line in (tmp_path / "keeps").read_text().splitlines()]
+            assert all(kept.count([str(rank), str(pid)]) >= 2 for rank, pid in enumerate(before))
             assert rolling.state.limits is not None
             assert rolling.state.limits.vocab_size == 40000
             more = request("more", 20)
