@@ -97,5 +97,6 @@ def kills(night: Night, model: Path, standby: bool) -> list[tuple[str, float]]:
         assert stream.said == undisturbed.said
         print(*(event["message"] for event in night.events("recovered")[number:]), f"{found[-1][1]:.2f} s in all")
     assert all(event["standby"] == standby for event in night.events("recovered"))
+    assert ("the rest lay in memory" in night.log_path.read_text()) == standby
     assert night.stop() == 0
     return found

@@ -117,6 +117,7 @@ def test_a_stream_goes_on_by_the_standby_and_says_the_same(night: Night) -> None
         assert stream.said == undisturbed.said, what
     told = night.events("recovered")
     assert all(event["standby"] for event in told), told
+    assert night.log_path.read_text().count("the rest lay in memory") >= len(took)
     took.sort()
     middle, most, last = statistics.median(took), took[int(0.99 * len(took))], took[-1]
     print(f"\nFAULT_SEED={SEED}: {len(took)} takeovers, next token after {middle:.2f} s in the median,", end=" ")
@@ -129,7 +130,9 @@ def test_a_stream_goes_on_by_the_standby_and_says_the_same(night: Night) -> None
 def test_a_changed_file_serves_and_no_request_is_lost(night: Night) -> None:
     """Clients ask all the while. 1. max_num_seqs changes: `laddertron reload` returns 0 once new ranks serve. 2. A port
     changes: refused, 1. 3. The weights are damaged: failed, 1, and what serves goes on. Every request is answered with
-    200, every line of the batch once; none of the first ranks is left."""
+    200, every line of the batch once; none of the first ranks is left. The weights that the first launch packed serve
+    the second."""
+    night.argv += ["--set", "parallel.deterministic=true"]
     night.start()
     night.stands()
     batch = night.submit([line(f"line-{n}", 64, n) for n in range(LINES)])
@@ -158,6 +161,7 @@ def test_a_changed_file_serves_and_no_request_is_lost(night: Night) -> None:
         assert "max_num_seqs: 4" in config.read_text()
         assert reload(night) == 0
         assert not any(processes.is_alive(p) for p in first)
+        assert "the rest lay in memory" in night.log_path.read_text()
         config.write_text(f"{original}\nmetrics:\n  port: 9\n")
         assert reload(night) == 1
         config.write_text(original)
