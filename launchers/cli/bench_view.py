@@ -44,7 +44,7 @@ def case_table(rows: Sequence[Row]) -> Table:
 
 def mix_table(rows: Sequence[Row]) -> Table:
     """A column a variant."""
-    title = "a mix of requests: median, ± half the spread of the runs"
+    title = "a mix of requests: median, ± half the spread"
     table = Table("", title=title, title_style="dim", title_justify="left", box=SIMPLE)
     for row in rows:
         table.add_column(row["variant"], justify="right")
@@ -60,7 +60,8 @@ def mix_table(rows: Sequence[Row]) -> Table:
         "between tokens, ms, p50 / p99": lambda row: _pair(row["between_s"]),
     }
     for name, figure in figures.items():
-        table.add_row(name, *map(figure, rows))
+        if any(cells := [figure(row) for row in rows]):
+            table.add_row(name, *cells)
     return table
 
 

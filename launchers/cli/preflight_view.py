@@ -41,7 +41,7 @@ def sweep_table(fitted: Fit, backend: str) -> Table:
     """Microseconds of every strategy, the fastest of a size marked, and what the fitted model says of it."""
     residuals = fitted.residuals
     strategies = list(dict.fromkeys(r.point.strategy for r in residuals))
-    title = f"All-reduces, {backend}, microseconds (the cost model's in brackets)"
+    title = f"All-reduces, {backend}, us (the cost model's)"
     table = Table("size", *strategies, title=title, title_justify="left")
     for nbytes in sorted({r.point.nbytes for r in residuals}):
         row = {r.point.strategy: r for r in residuals if r.point.nbytes == nbytes}

@@ -165,7 +165,9 @@ def test_the_clients_commands(tmp_path: Path) -> None:
         assert len(out.read_bytes().splitlines()) == 150
         assert len((tmp_path / "out.errors.jsonl").read_bytes().splitlines()) == 1
         assert json.loads(run_cli(*url, "status", batch_id)[1])["metadata"] == {"who": "me"}
-        assert batch_id in run_cli(*url, "list")[1]
+        listed = run_cli(*url, "list")[1]
+        assert batch_id in listed
+        assert max(map(len, listed.splitlines())) <= 80
         again = tmp_path / "again.jsonl"
         assert run_cli(*url, "fetch", batch_id, "-o", str(again))[0] == 0
         assert again.read_bytes() == out.read_bytes()

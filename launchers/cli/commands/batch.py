@@ -132,10 +132,10 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
 def show(client: BatchClient, limit: int) -> None:
     """Your batches, newest first."""
     titles = ("id", "status", "lines", "done", "failed", "made")
-    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, pad_edge=False)
+    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for batch in client.list(limit):
         counts = batch.get("request_counts") or {}
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
+        made = time.strftime("%m-%d %H:%M", time.localtime(batch["created_at"]))
         numbers = [str(counts.get(name, 0)) for name in ("total", "completed", "failed")]
         table.add_row(batch["id"], batch["status"], *numbers, made)
     Console(width=max(Console().width, _LIST_WIDTH)).print(table)  # a cut id is no use, in a pipe least of all

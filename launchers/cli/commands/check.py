@@ -231,8 +231,9 @@ def summary(loaded: LoadedDeployment) -> str:
 def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     """Validate CONFIG, the files it names, how its model splits over the ranks, its tokenizer and its weights' headers.
 
-    \b
     Every fault is one line, FILE:LINE: KEY: what is wrong, what is allowed; exit code 2.
+
+    \b
       laddertron check deploy.yaml
       laddertron check configs/llama-3.1-405b-tp16.yaml --no-model
       laddertron check deploy.yaml --set parallel.tensor_parallel_size=4

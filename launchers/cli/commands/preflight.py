@@ -97,7 +97,6 @@ def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
 
     The tuning file tells `collective: auto` which all-reduce to use for which size: name it as parallel.tuning_file.
 
-    \b
     Exit codes: 0 all is well; 1 something is broken, and the culprit is named; 2 the command line or CONFIG is wrong.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

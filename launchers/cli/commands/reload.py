@@ -26,13 +26,13 @@ from .run import read_text
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Check CONFIG, then have the daemon that holds its daemon.data_dir read it again, as SIGHUP does, and wait.
 
-    \b
     New ranks come up beside the old ones where memory allows; running requests finish on the old ones, others wait
     where it does not. What belongs to the daemon itself (ports, data folder, keys, tokenizer) needs a restart: the
     reload is refused then, and nothing changes. A daemon reads its own file with its own --set: give the same ones.
-      laddertron reload deploy.yaml
 
     \b
+      laddertron reload deploy.yaml
+
     Exit codes: 0 the new configuration serves; 1 refused or failed by the daemon, which serves on as before; 2 the
     command line or CONFIG is wrong, or no daemon of this host holds the data folder.
     """

@@ -254,14 +254,14 @@ def command(errors: Path | None, **options: Any) -> int:
       {"custom_id": "r-1", "method": "POST", "url": "/v1/completions",
        "body": {"model": "NAME", "prompt": "Once upon", "max_tokens": 32}}
 
-    \b
     A line that cannot be answered goes to the error file, the rest runs. Launches its ranks as CONFIG's launch
     section says; under mpirun it takes its place among them:
+
+    \b
       laddertron run deploy.yaml -i in.jsonl -o out.jsonl
       laddertron run deploy.yaml -i in.jsonl -o out.jsonl --resume
       mpirun -np 2 laddertron run deploy.yaml -i in.jsonl -o out.jsonl
 
-    \b
     Exit codes: 0 every line has its answer or error line; 1 the job failed, no line was answered, or with --strict
     one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by TERM, what was
     under way having been finished (daemon.drain_timeout). A second signal ends it at once.

@@ -45,4 +45,4 @@ def command(
     which: int | Literal["median", "shortest"] = step if step is not None else "shortest" if shortest else "median"
     with ended_by(PlotError, ValueError, OSError, end=click.ClickException):
         draw([timeline(read_trace(path), rank, which, wanted) for path in traces], output)
-    click.echo(f"{output}: {len(traces)} timelines")
+    click.echo(f"{output}: {len(traces)} timeline{'s' * (len(traces) > 1)}")

@@ -90,9 +90,10 @@ def command(
 ) -> None:  # fmt: skip
     """Say whether this deployment's daemon or another OpenAI-compatible server does your work better.
 
-    \b
     Both must be up: this one where CONFIG says (daemon.host, daemon.port), with the key in LADDERTRON_API_KEY; the
     other at --against, with OPENAI_API_KEY. They are asked the same streamed requests in turns, each round new ones.
+
+    \b
       laddertron trial deploy.yaml --against http://vllm:8000/v1 --price 98.4 49.2
       laddertron trial deploy.yaml --against http://vllm:8000/v1 -i prompts.jsonl --at-once 32
 
@@ -103,7 +104,7 @@ def command(
         sets = mix(rounds, requests, prompt, generate, seed) if file is None else deal(_lines(file), rounds)
     except ValueError as error:
         raise UsageError(f"{file}: {error}") from error
-    work = f"from {file}" if file is not None else f"{prompt} words in, {generate} tokens out, --seed {seed}"
+    work = f"from {file}" if file is not None else f"{prompt} words in, {generate} out, --seed {seed}"
     click.echo(f"{rounds} rounds of {len(sets[0])} requests, {at_once} at once: {work}")
     ours, theirs = _servers(deployment, against, model, sets[0][0])
     pairs: list[tuple[Round, Round]] = []

@@ -24,10 +24,11 @@ from laddertron.engine.profiling.bench import (
 from laddertron.engine.request import Request, TokensEvent
 from laddertron.engine.step.engine import StepProgress
 from laddertron.launchers.cli.__main__ import group
-from laddertron.launchers.cli.bench_view import case_table, plot
+from laddertron.launchers.cli.bench_view import case_table, mix_table, plot
 from laddertron.launchers.job import supervised_process as kept
 from laddertron.launchers.measure import bench_job
 from laddertron.launchers.measure.bench_job import BenchError, BenchJob
+from rich.console import Console
 from waiting import FOR_EVER_S, HANG_S
 
 CONFIG = Path(__file__).parents[3] / "configs" / "demo-standard.yaml"
@@ -209,6 +210,17 @@ def test_a_sweep_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert said in result.stderr  # no terminal: lines
     case_table(rows)
     plot(rows, tmp_path / "rows.png")
+
+
+def test_the_table_of_a_mix_has_its_title_in_one_line_and_no_empty_row() -> None:
+    row: dict[str, Any] = {"variant": "tp 2, ladder", "requests": 500, "pure_decode_share": 0.5, "drafts_right": None}
+    row |= dict.fromkeys(("generated_tok_s", "total_tok_s"), (664.3, 660.0, 670.0))
+    row |= dict.fromkeys(("first_s", "between_s"), (0.011, 0.02))
+    console = Console(width=80)
+    with console.capture() as said:
+        console.print(mix_table([row]))
+    assert said.get().splitlines()[0].strip() == "a mix of requests: median, ± half the spread"
+    assert "drafts" not in said.get()
 
 
 def test_a_pipeline_on_real_ranks(tmp_path: Path) -> None:

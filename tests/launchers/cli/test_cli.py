@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pwd
+import re
 import resource
 import struct
 import subprocess
@@ -82,11 +83,13 @@ def test_help_teaches_by_role_and_lists_only_what_exists() -> None:
 
 
 def test_every_command_teaches() -> None:
-    """Each command that is there has a help text of its own."""
+    """Each command that is there has a help text of its own; its sentences fit 80 columns, whatever examples need."""
     for name in cli.group.list_commands(None):  # type: ignore[arg-type]
         done = invoke(name, "--help")
         assert done.exit_code == 0, done.output
         assert len(done.output) > 150
+        sentences = [line for line in done.output.splitlines() if re.match("  [^ -]", line)]
+        assert max(map(len, sentences)) <= 80, name
 
 
 def test_version_and_misspelling(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,10 @@ def command(source: Path, target: Path, dialect: str) -> None:
       llama-ladder     model_type llamaLadder, `ladder_layers`: a Llama that is ladder in all or some layers
       ladder-residual  model_type ladder_residual (dolomite-engine, lm-engine): ladder throughout, fused tensors
 
-    \b
     All but hf carry a modeling file, by which transformers and lm-eval compute the wiring with trust_remote_code. What
     a format cannot say is refused.
+
+    \b
       laddertron convert models/from-dolomite models/mine --format laddertron
     """
     from rich.console import Console

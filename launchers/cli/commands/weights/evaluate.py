@@ -27,9 +27,10 @@ def command(folders: tuple[Path, ...], **o: Any) -> None:
     """Perplexity of each of FOLDERS on the text; with --original, also the mean KL of what it and each folder expect
     next, and how often both would say the same.
 
-    \b
     Folders must share one tokenizer: losses a token are not comparable otherwise. In fp32, under each folder's declared
     wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
+
+    \b
       laddertron evaluate models/standard models/ladder --text notes/ --original models/standard --record
     """
     with training_ranks(threads=o["threads"]) as ranks:

@@ -18,9 +18,10 @@ from ...errors import ended_by
 def command(model: Path, check: bool) -> None:
     """Write MODEL/laddertron.manifest.json, or verify MODEL against it.
 
-    \b
     A checksum (CRC-32) for each 8 MiB of the weights and of what is read beside them. Once it is there, ranks verify
     while they load: each takes a share, and a flipped bit ends the start naming file and tensor.
+
+    \b
       laddertron manifest /models/Llama-3.1-8B
       laddertron manifest /models/Llama-3.1-8B --check
     """

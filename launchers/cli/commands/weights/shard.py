@@ -28,9 +28,10 @@ def command(
 ) -> None:
     """Write MODEL/laddertron-tpN/rank-*.safetensors: each rank's slices, in the order of loading.
 
-    \b
     A deployment with as many ranks finds them by itself; they are refused once MODEL has changed. With -o they go to
     a folder of their own, with config.json and tokenizer, which needs the checkpoint no more.
+
+    \b
       laddertron shard /models/Llama-3.1-70B --tp 8
       laddertron shard /models/Llama-3.1-405B --tp 8 --pp 2
       laddertron shard /models/Llama-3.1-405B --tp 16 -o /nvme/llama-405b-tp16
