@@ -53,7 +53,8 @@ class Draft:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
     """The deployment that the file and the overrides (`engine.max_num_seqs=8`) describe, defaults filled in. Relative
     paths stand against the file's folder, those in overrides against the working directory. A model's folder in place
-    of a file is a deployment of that model with every other key at its default. Raises ConfigError."""
+    of a file is a deployment of that model with every other key at its default, and its data in the working directory.
+    Raises ConfigError."""
     return read(path, overrides).deployment
 
 
@@ -69,15 +70,16 @@ def draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     """As `read`, but what is wrong is listed, so that whoever looks further can report all errors at once. Raises
     ConfigError only where nothing can be read."""
     file = Path(path)
+    folder = Path(os.path.abspath(file)).parent
     if (file / "config.json").is_file():
-        file = file / "config.json"
-        tree, faults = read_text("model: {path: .}", str(path))
+        folder = Path.cwd()
+        tree, faults = read_text(f"model: {{path: {json.dumps(str(file), ensure_ascii=False)}}}", str(path))
     else:
         tree, faults = read_file(file, str(path))
     for override in overrides:
         tree, more = graft(tree, override)
         faults += more
-    deployment, places, errors, bad = bind(tree, Path(os.path.abspath(file)).parent, Path.cwd())
+    deployment, places, errors, bad = bind(tree, folder, Path.cwd())
     loaded, faults = LoadedDeployment(deployment, str(path), places), [*faults, *errors]
     for keys, text in rules(deployment):
         if bad.isdisjoint(keys):

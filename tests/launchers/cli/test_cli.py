@@ -375,11 +375,16 @@ def test_the_shipped_files_come_with_the_command(tmp_path: Path) -> None:
     assert {CONFIGS / f"{name}.yaml" for name in names} <= packed
 
 
-def test_a_models_folder_is_a_deployment(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every key at its default; --set works as with a file, and errors name the folder."""
+def test_a_models_folder_is_a_deployment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every key at its default; --set works as with a file, and errors name the folder, in which nothing is written."""
     folder = str(CONFIGS / "demo-standard")
     loaded = load(folder, ["engine.max_num_seqs=8"])
     assert loaded.model.path == folder
+    monkeypatch.chdir(tmp_path)
+    assert load(folder).daemon.data_dir == str(tmp_path / "laddertron-data")
+    assert load(os.path.relpath(folder)).model.path == folder
     assert (loaded.parallel.tensor_parallel_size, loaded.engine.max_num_seqs) == (1, 8)
     assert cli.main(["check", folder]) == 0
     assert "OK: demo-standard, tp 1" in capsys.readouterr().out
