@@ -7,6 +7,7 @@ before anything is allocated.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -219,10 +220,12 @@ def _share(deployment: Deployment, communicator: Communicator, device: torch.dev
     return _Share(config, warnings, dtype, length, stage, shard, source, stored, ops, needed)
 
 
-def has_room(deployment: Deployment, communicator: Communicator, device: torch.device, ranks_here: int) -> bool:
+def has_room(
+    deployment: Deployment, communicator: Communicator, device: torch.device, ranks_here: int, weights_file: int = -1
+) -> bool:
     """Whether the weights and KV caches of this host's ranks fit beside what is there now. On a GPU they never do: who
-    serves there has taken what engine.gpu_memory_utilization allows. Raises as `build`."""
-    share = _share(deployment, communicator, device)
+    serves there has taken what engine.gpu_memory_utilization allows. weights_file: as of `build`. Raises as `build`."""
+    share = _share(deployment, communicator, device, None if weights_file < 0 else os.dup(weights_file))
     needed = share.needed
     if (draft := deployment.engine.draft_model) is not None:
         needed += DraftWeights(Path(draft), share.config, share.dtype, share.length).bytes

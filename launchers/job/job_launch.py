@@ -61,13 +61,20 @@ class Launch:
     """Once started it runs until `failure` returns or `end` is called; `end` is always called."""
 
     def __init__(
-        self, owner: LaunchOwner, command: StartCommand, config_json: str, options: JobOptions, standby: bool = False
+        self,
+        owner: LaunchOwner,
+        command: StartCommand,
+        config_json: str,
+        options: JobOptions,
+        standby: bool = False,
+        serving: Launch | None = None,
     ) -> None:
-        """standby: its ranks wait without weights until `load`. `owner` may be another one later."""
+        """standby: its ranks wait without weights until `load`, and are told where those of `serving` keep theirs.
+        `owner` may be another one later."""
         self.owner, self._command, self._options = owner, command, options
         secret = new_secret()
         welcome = messages.Welcome(config_json, options.replica, options.world_size, __version__, standby)
-        self._secret_hex = secret.hex()
+        self._secret_hex, self._serving = secret.hex(), serving
         self._server = ControlThread(self, secret, welcome, options.control_host)
         self._board = RankBoard(options.world_size, options.timeouts, time.monotonic(), options.stage_ranks)
         self._keeper: asyncio.subprocess.Process | None = None
@@ -117,14 +124,15 @@ class Launch:
     def load(self) -> None:
         """Has the ranks load that stand by; those that are not up yet do once they are."""
         self._board.load(time.monotonic())
+        self._serving = None
         self.send(messages.Load())
 
-    def share_weights(self, other: Launch) -> None:
-        """Has the ranks of `other`, which stands by, keep this one's packed weights, where both are on one host."""
-        for rank, state in self._board.ranks.items():
-            mine, theirs = state.hello, other._board.ranks[rank].hello
-            if state.file >= 0 and mine and theirs and mine.boot_id == theirs.boot_id:
-                other.send(messages.HeldWeights(mine.pid, mine.start_time, state.file), rank)
+    def weights_of(self, rank: int, boot_id: str) -> messages.HeldWeights | None:
+        """Of a rank that serves on this host."""
+        state = self._board.ranks.get(rank)
+        if state is None or state.file < 0 or state.hello is None or state.hello.boot_id != boot_id:
+            return None
+        return messages.HeldWeights(state.hello.pid, state.hello.start_time, state.file)
 
     async def failure(self) -> JobFailure:
         """Waits for the first sign of the end, then a moment for what explains it."""
@@ -248,6 +256,8 @@ class Launch:
         elif isinstance(message, messages.Hello):
             where = {"rank": rank, "node": message.hostname}
             log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
+            if self._serving is not None and (held := self._serving.weights_of(rank, message.boot_id)) is not None:
+                self.send(held, rank)
             if self._board.loads:
                 self.send(messages.Load(), rank)
         elif isinstance(message, messages.DumpReply) and message.dump_id == self._dump_id:

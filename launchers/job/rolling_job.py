@@ -20,11 +20,9 @@ class HeldJob(EngineJob, Protocol):
     """An EngineJob that, made so, stands by until `load`; MpiJob is one."""
 
     room: bool
+    before: Any
 
     def load(self) -> None: ...
-
-    def share_weights(self, other: Any) -> None:
-        """Has the ranks of another of its kind, which stands by, keep its packed weights, should theirs be the same."""
 
     async def freed(self) -> None:
         """Once closed: waits for its devices' memory. Raises RuntimeError."""
@@ -108,10 +106,10 @@ class RollingJob:
         Raises ValueError or OSError of `restore`'s, with the job as it was."""
         old, member = self.job, _Member(self, new)
         self._others.append(new)
+        new.before = old
         await new.start(member)
         if not await member.until("standby"):
             return await self._dismiss(new)
-        old.share_weights(new)
         if new.room:
             new.load()
             if not await member.until("ready"):

@@ -62,11 +62,6 @@ class Standby:
         launch.load()
         return launch
 
-    def share_weights_of(self, serving: Launch) -> None:
-        """Its ranks keep those of `serving`, each on its host, and need not load when they take over."""
-        if self._launch is not None:
-            serving.share_weights(self._launch)
-
     def stop(self) -> None:
         """None is wanted any more."""
         self._over.set()

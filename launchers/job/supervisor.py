@@ -63,6 +63,8 @@ class MpiJob:
         self._closing = asyncio.Event()
         self._draining = self._progress = False
         self._held = options.hold
+        self.before: MpiJob | None = None
+        """The job that a held one takes the place of: whose weights may be its own."""
         self.room = False
         """Whether a held job's ranks, standing by, have room for their weights beside what is there."""
         self._ready_since: float | None = None
@@ -97,7 +99,7 @@ class MpiJob:
         """Has a held job go on from `standby`. Raises RuntimeError in another phase."""
         if self.state.phase != "standby" or self._launch is None:
             raise RuntimeError(f"the job is {self.state.phase}, it loads when its ranks stand by")
-        self._held = False
+        self._held, self.before = False, None
         self._set_state("loading")
         self._launch.load()
 
@@ -116,11 +118,6 @@ class MpiJob:
         await self._standby.close()
         if self._task is not None:
             await self._task
-
-    def share_weights(self, other: MpiJob) -> None:
-        """Has the ranks of `other`, which stands by, keep this one's packed weights, should theirs be the same."""
-        if self._launch is not None and other._launch is not None:
-            self._launch.share_weights(other._launch)
 
     async def freed(self) -> None:
         """Once closed: waits as a relaunch would for the devices' memory (JobHooks). Raises RuntimeError."""
@@ -188,7 +185,8 @@ class MpiJob:
 
     def _make_launch(self, owner: LaunchOwner, excluded: frozenset[str], standby: bool = True) -> Launch:
         """Raises ValueError."""
-        return Launch(owner, self._command(excluded), self._config_json, self._options, standby)
+        serving = self._launch if self.before is None else self.before._launch
+        return Launch(owner, self._command(excluded), self._config_json, self._options, standby, serving)
 
     async def _goes_on(self, failure: JobFailure) -> bool:
         """Counts the failure; waits as the policy says. False: it was the last."""
@@ -282,8 +280,6 @@ class MpiJob:
                 self._tell(self._listener.on_state, state)
 
     def _standby_changed(self) -> None:
-        if self._standby.phase == "ready" and self._launch is not None:
-            self._standby.share_weights_of(self._launch)
         self._take_state(dataclasses.replace(self.state, standby=self._standby.phase))
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:

@@ -253,7 +253,9 @@ def run_rank(
         if standby and channel is not None:
             communicator.set_timeout(deployment.daemon.load_timeout)
             sharers = identity.local_size
-            found = stand_by(channel, communicator, lambda: has_room(deployment, communicator, device, sharers))
+            found = stand_by(
+                channel, communicator, lambda file: has_room(deployment, communicator, device, sharers, file)
+            )
             if found is None:
                 return
             weights_file = found

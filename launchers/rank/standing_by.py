@@ -47,23 +47,19 @@ def require_memory(available: int, ranks: int) -> None:
         )
 
 
-def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[], bool]) -> int | None:
+def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[int], bool]) -> int | None:
     """Until Load: the descriptor of held weights (HeldWeights), -1 without; None: Shutdown came in its place. The group
-    meets once, so that what its first collective sets up is there. `has_room`: see Standing."""
+    meets once, so that what its first collective sets up is there. `has_room`, with such a descriptor: see Standing."""
     communicator.gather(np.zeros(1, np.uint8))
-    channel.send_state(Standing(resident_bytes(Sysfs()), has_room()))
-    file = -1
-    while commands := channel.poll(None):
+    file, commands = -1, channel.poll(0.0)
+    if commands and isinstance(held := commands[0], HeldWeights):
+        file = open_held(held)
+    channel.send_state(Standing(resident_bytes(Sysfs()), has_room(file)))
+    while commands := commands or channel.poll(None):
         for command in commands:
-            match command:
-                case HeldWeights():
-                    if file >= 0:
-                        os.close(file)
-                    file = open_held(command)
-                case Load():
-                    return file
-                case Shutdown():
-                    return None
+            if isinstance(command, Load | Shutdown):
+                return file if isinstance(command, Load) else None
+        commands = []
     return None
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine_cases import CPU, deployment, forward_all
 from laddertron.engine.config.schema import DaemonConfig, Deployment
+from laddertron.engine.step import build as building
 from laddertron.engine.step import loading
 from laddertron.engine.step.build import Built, build
 from laddertron.models.cpu.ops import Kernels
@@ -54,6 +55,12 @@ def case_held(rank: Rank, folder: str, weights: str, deterministic: Any) -> dict
         own = build(replace(d, daemon=DaemonConfig()), c, CPU)
         first = build(d, c, CPU)
         found, files = [bits(own), bits(first)], [own.weights_file, first.weights_file]
+        if first.weights_file >= 0:  # what lies there needs no room
+            least = building._share(d, c, CPU).needed + (d.engine.kv_cache_memory or 0)
+            with pytest.MonkeyPatch.context() as short:
+                short.setattr(building, "available_bytes", lambda device: least - 1)
+                assert not building.has_room(d, c, CPU, 1)
+                assert building.has_room(d, c, CPU, 1, first.weights_file)
         before = first
         for _ in range(2 if first.weights_file >= 0 else 0):
             again = build(d, c, CPU, weights_file=os.open(f"/proc/self/fd/{before.weights_file}", os.O_RDONLY))

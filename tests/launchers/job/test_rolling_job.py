@@ -24,7 +24,7 @@ class Job:
         self.name, self.room, self.state = name, room, JobState("stopped")
         self.aboard: list[str] = []
         self.done: list[str] = []
-        self.shares: list[str] = []
+        self.before: Any = None
         self.listener: JobListener
         self._empty = asyncio.Event()
 
@@ -64,9 +64,6 @@ class Job:
         self.done.append("close")
         if self.state.phase != "failed":
             self.to("stopped")
-
-    def share_weights(self, other: Any) -> None:
-        self.shares.append(other.name)
 
     async def freed(self) -> None:
         self.done.append("freed")
@@ -110,7 +107,7 @@ def test_with_room_it_loads_beside_and_the_old_one_finishes_its_own() -> None:
         scene = Scene(room=True)
         task = await scene.begin()
         old, new, rolling = scene.old, scene.new, scene.rolling
-        assert (new.done, old.done, old.shares) == (["load"], [], ["new"])
+        assert (new.done, old.done, new.before) == (["load"], [], old)
         rolling.submit(request("b"))
         assert old.aboard == ["a", "b"]
         new.to("ready")

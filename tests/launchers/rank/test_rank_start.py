@@ -284,7 +284,7 @@ def test_a_rank_stands_by_until_it_is_told(commands: tuple[Command, ...], told: 
     with connect(bootstrap, GroupLayout(((0,),)), CommOptions(process_groups=False)) as communicator:
         cpu = torch.device("cpu")
         channel = Channel(*commands)
-        assert stand_by(channel, communicator, lambda: has_room(demo, communicator, cpu, 1)) == told
+        assert stand_by(channel, communicator, lambda file: has_room(demo, communicator, cpu, 1, file)) == told
         (said,) = channel.said
         assert isinstance(said, Standing)
         assert said.room
@@ -293,7 +293,7 @@ def test_a_rank_stands_by_until_it_is_told(commands: tuple[Command, ...], told: 
 
 
 def test_a_rank_that_stands_by_keeps_the_weights_of_the_one_that_serves(caplog: pytest.LogCaptureFixture) -> None:
-    """The newest that it was told of; not those of a process that is gone, or whose pid is another's by now."""
+    """Not those of a process that is gone, or whose pid is another's by now."""
     code = "import os, sys\nos.write(f := os.memfd_create('w'), b'weights')\nprint(f, flush=True)\nsys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as serving:
         assert serving.stdin is not None
@@ -301,13 +301,17 @@ def test_a_rank_that_stands_by_keeps_the_weights_of_the_one_that_serves(caplog: 
         there = HeldWeights(serving.pid, start_time(serving.pid) or 0, int(serving.stdout.readline()))
         other = replace(there, start_time=there.start_time + 1)
         alone: Any = SimpleNamespace(gather=lambda payload: payload)
-        said = (there, other), (other, there, there), (there,)
-        kept = [stand_by(Channel(*commands, Load()), alone, lambda: True) for commands in said]
+        room = list[int]()
+
+        def has_room(file: int) -> bool:
+            room.append(file)
+            return True
+
+        kept, another = (stand_by(Channel(held, Load()), alone, has_room) for held in (there, other))
         serving.stdin.close()
-    gone = stand_by(Channel(there, Load()), alone, lambda: True)
-    assert [kept[0], gone] == [-1, -1]
+    gone = stand_by(Channel(there, Load()), alone, has_room)
+    assert (another, gone, room) == (-1, -1, [kept, -1, -1])
     assert "a failure costs their load" in caplog.text
-    for file in kept[1:]:
-        assert file is not None
-        assert os.pread(file, 16, 0) == b"weights"
-        os.close(file)
+    assert kept is not None
+    assert os.pread(kept, 16, 0) == b"weights"
+    os.close(kept)
