@@ -279,8 +279,8 @@ class Launch:
                     continue
                 who = "" if rank is None else f"{self._board.name(rank)}: "
                 # A launch's end is told once, by its owner: what a rank refuses, and what follows from the first sign.
-                told = self._trouble.is_set() or item.kind == "refused"
-                level = logging.INFO if told else logging.WARNING
+                follows = logging.INFO if self._trouble.is_set() else logging.WARNING
+                level = logging.DEBUG if item.kind == "refused" else follows
                 log.log(level, "%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
                 if self._trouble.is_set():
                     continue

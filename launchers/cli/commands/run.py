@@ -179,7 +179,8 @@ def _interrupted(arguments: Arguments, number: signal.Signals, console: Console)
 
 def report(summary: Summary, arguments: Arguments, console: Console) -> int:
     """Prints what the run did; its exit code."""
-    console.print(summary_table(summary))
+    if began := summary.reason is None or summary.ok + summary.failed + summary.skipped + summary.lost:
+        console.print(summary_table(summary))
     if summary.failed:
         say(console, f"errors: {arguments.errors}")
     for cause in summary.causes[:_SHOWN_CAUSES]:
@@ -190,8 +191,9 @@ def report(summary: Summary, arguments: Arguments, console: Console) -> int:
             return 1
         return 1 if summary.failed and arguments.strict else 0
     say(console, Text.assemble(("failed:", "red"), f" {summary.reason}"))
-    lost = f"{summary.lost} requests under way were lost, what was answered is kept; resume with"
-    say(console, f"{lost}\n  {arguments.resume_line()}")
+    if began:
+        lost = f"{summary.lost} requests under way were lost, what was answered is kept; resume with"
+        say(console, f"{lost}\n  {arguments.resume_line()}")
     return 1
 
 

@@ -186,6 +186,17 @@ def test_failed_lines_and_the_exit_code(ok: int, failed: int, skipped: int, stri
     assert ("no line was answered" in text.getvalue()) == (failed > 0 and ok + skipped == 0)
 
 
+def test_a_run_that_never_began_says_why_and_no_more() -> None:
+    """No table of zeros, no way to resume what would be refused again; with something lost, both."""
+    arguments = Arguments("d.yaml", Path("i"), Path("o"), Path("e"), False, False, (), False)
+    for lost, more in ((0, False), (3, True)):
+        console = Console(file=(text := io.StringIO()), width=80)
+        summary = Summary(16, 0, 0, 0, 0, 0, 0.0, reason="a rank needs more memory", lost=lost)
+        assert report(summary, arguments, console) == 1
+        assert "failed: a rank needs more memory\n" in text.getvalue()
+        assert ("tokens" in text.getvalue(), "--resume" in text.getvalue()) == (more, more)
+
+
 def workers(of: int) -> list[int]:
     """Ranks below a process, by /proc."""
     found = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -231,8 +232,10 @@ def test_the_fourth_failure_without_progress_is_the_last() -> None:
     bounded(run)
 
 
-def test_what_a_rank_refuses_is_not_tried_again() -> None:
-    """Weights that cannot be read, a model that does not fit: one launch, and the rank's own words are the reason."""
+def test_what_a_rank_refuses_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that cannot be read, a model that does not fit: one launch, and the rank's own words are the reason,
+    which is the owner's to log."""
+    caplog.set_level(logging.INFO)
 
     async def run() -> None:
         async with story(config={"refuse": 1}) as s:
@@ -244,6 +247,7 @@ def test_what_a_rank_refuses_is_not_tried_again() -> None:
             assert s.job.failures[0].kind == "refused"
 
     bounded(run)
+    assert "3 bytes are missing" not in caplog.text
 
 
 def test_what_was_fine_before_is_tried_again(tmp_path: Path) -> None:
