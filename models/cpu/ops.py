@@ -1,5 +1,5 @@
-"""A step on a CPU: weights packed once, models/cpu/products.c or oneDNN for the products, models/cpu/kernels.c for the
-rest.
+"""A step on a CPU: weights packed once, models/cpu/products.c for the products (without it oneDNN), and
+models/cpu/kernels.c for the rest.
 
 torch packs a weight anew at every call and needs a dozen small operators where one loop does. The kernels run the
 instructions of the tier in force (topology/hardware/cpu_tier.py) and borrow torch's own thread pool. Everything here
@@ -63,7 +63,7 @@ class Kernels:
     products models/cpu/products.c is to compute; `int8`: it can on int8 weights; `lanes`: how its packed weights lie.
 
     `deterministic`: a token's result must not depend on the step's other tokens, so that products.c serves every type;
-    otherwise it serves those for which torch's libraries are no faster."""
+    otherwise torch's libraries do where they are faster: in the tier `generic`."""
 
     def __init__(self, library: ctypes.CDLL, deterministic: bool = False) -> None:
         tiers, tier = cpu_tier.TIERS[::-1], cpu_tier.current()
@@ -78,8 +78,7 @@ class Kernels:
         self.threads = torch.get_num_threads() if _share_pool(library) else 1
         p, i, n, f = c_void_p, c_int, c_int64, c_float
         self.read = bind(library.kernels_read, c_uint64, p, n, i)
-        faster = () if tier == "generic" else (torch.bfloat16, torch.float16)
-        self.served = frozenset(TYPES if deterministic else faster)
+        self.served = frozenset(TYPES if deterministic or tier != "generic" else ())
         self.int8: bool = library.kernels_has_products(_INT8) == 1
         self.lanes: int = library.kernels_lanes()
         self.product = bind(library.kernels_product, i, p, p, p, n)

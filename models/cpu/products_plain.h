@@ -52,13 +52,13 @@ INLINE TARGET void plain_finish(const int type, const struct product *p, const v
     for (int l = 0; l < LANES && l < behind && !p->gated; l++) write_one(type, y, first + LANES + l, out[1][l]);
 }
 
-/* T tokens (a constant) of one panel. */
+/* T tokens (a constant) of one panel. The arrays' sizes are constant, too: else they would not live in registers. */
 INLINE TARGET void plain_tile(const int type, const int T, const struct product *p, const float *x, char *y, int64_t block, int panel) {
     const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, each = inputs / leaves;
     const char *weight = (const char *)p->weight + (size_t)((block * PLAIN_ROWS + panel * PLAIN_PANEL) * inputs) * size_of(type);
-    float sums[T][2 * LANES], nodes[T][TREE][2 * LANES];
+    float sums[PLAIN_MOST][2 * LANES], nodes[PLAIN_MOST][TREE][2 * LANES];
     for (int leaf = 0; leaf < leaves; leaf++) {
-        plain sum[T][2];
+        plain sum[PLAIN_MOST][2];
 #pragma GCC unroll 12
         for (int t = 0; t < T; t++) sum[t][0] = sum[t][1] = (plain){0};
         for (int64_t pair = leaf * each; pair < (leaf + 1) * each; pair += 2)

@@ -19,8 +19,9 @@ from laddertron.engine.config.schema import DaemonConfig, Deployment
 from laddertron.engine.step import build as building
 from laddertron.engine.step import loading
 from laddertron.engine.step.build import Built, build
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.ops import CpuOps, Kernels
 from laddertron.models.llama import LlamaModel
+from laddertron.models.pages import HeldPages
 from laddertron.models.weights.manifest import make_manifest, write_manifest
 from rank_pool import Rank
 
@@ -91,6 +92,7 @@ def case_held(rank: Rank, folder: str, weights: str, deterministic: Any) -> dict
         ("qwen3_bias", "bfloat16", "int8", False),
         ("parallel", "float32", "stored", "everywhere"),
         ("llama", "float16", "stored", False),
+        ("llama", "float32", "stored", False),
     ],
 )
 def test_weights_that_are_held_compute_the_same_bits(
@@ -114,12 +116,12 @@ def test_weights_that_are_held_compute_the_same_bits(
         assert held == again < own / 2
 
 
-def test_what_torch_packs_is_not_held(ranks: Ranks, tmp_path: Path) -> None:
-    """fp32 products are oneDNN's, whose copies lie where it wants them."""
-    folder = checkpoints.save(tmp_path / "model", "llama")
-    args = {"folder": str(folder), "weights": "stored", "deterministic": False}
-    if any(answer["files"] != [-1, -1] for answer in ranks(1, "test_loading:case_held", args)):
-        pytest.skip("this CPU tier leaves no product to torch")
+@needs_kernels
+def test_what_torch_packs_is_not_held() -> None:
+    """A product that our kernels do not serve: its copy lies where torch wants it."""
+    pages = HeldPages()
+    CpuOps(KERNELS, pages=pages).product(torch.ones(4, 3), None)
+    assert not pages.whole
 
 
 def test_what_is_no_file_of_weights_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
