@@ -33,9 +33,9 @@ FILES = (
 )
 
 
-def missing_files(loaded: LoadedDeployment) -> Iterator[str]:
-    """One fault for each file that the deployment names and this machine has not."""
-    for key in FILES:
+def missing_files(loaded: LoadedDeployment, keys: Sequence[str] = FILES) -> Iterator[str]:
+    """One fault for each file that the deployment names under `keys` and this machine has not."""
+    for key in keys:
         path = attrgetter(key)(loaded.deployment)
         if path is not None and not Path(path).exists():
             yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
@@ -204,10 +204,12 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
 
 
 def read_model(config: str, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment, its model and its hosts' memory having been looked at. Raises ConfigError."""
+    """The deployment; its model, the files that say where its ranks start, and its hosts' memory having been looked at.
+    Raises ConfigError."""
     loaded = read(config, overrides)
-    if faults := [*model_faults(loaded), *memory_faults(loaded)]:
-        raise ConfigError(faults)
+    absent = missing_files(loaded, ("launch.hostfile", "launch.fabric"))
+    if faults := [*model_faults(loaded), *absent, *memory_faults(loaded)]:
+        raise ConfigError(sorted(faults, key=by_line))
     return loaded.deployment
 
 

@@ -45,13 +45,8 @@ def test_a_job_is_laid_out_over_the_file_named(config: Path, capsys: pytest.Capt
     assert f"--set launch.fabric={Path.cwd()}/new.json" in out
 
 
-def test_profile_takes_it_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", str(config), "--fabric", "absent.json"]) != 0
-    assert f"{Path.cwd()}/absent.json: no such file" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    "arguments", [("check",), ("run", "-i", "in", "-o", "out"), ("serve",), ("launch",), ("preflight",)]
+    "arguments", [("check",), ("run", "-i", "in", "-o", "out"), ("serve",), ("launch",), ("preflight",), ("profile",)]
 )
 def test_faults_are_those_of_the_key(
     arguments: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str]
