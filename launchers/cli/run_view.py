@@ -76,7 +76,7 @@ class RunView:
         self._due = 0.0
         self._phase = ""
         self._last: Snapshot | None = None
-        self._printed: Snapshot | None = None
+        self._printed = ""
         if console.is_terminal:
             self._bar = Bar(
                 TextColumn("{task.description}"),
@@ -96,8 +96,8 @@ class RunView:
     def __exit__(self, kind: type[BaseException] | None, value: object, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
-        elif self._last is not None and self._last != self._printed:
-            say(self._console, plain_line(self._last))
+        elif self._last is not None:
+            self._print(plain_line(self._last))
 
     def update(self, snapshot: Snapshot) -> None:
         now = time.monotonic()
@@ -117,8 +117,13 @@ class RunView:
                 speed=speed(snapshot),
             )
         else:
-            self._due, self._printed = now + _LINE_SECONDS, snapshot
-            say(self._console, plain_line(snapshot))
+            self._due = now + _LINE_SECONDS
+            self._print(plain_line(snapshot))
+
+    def _print(self, line: str) -> None:
+        if line != self._printed:
+            say(self._console, line)
+        self._printed = line
 
 
 def summary_table(summary: Summary) -> Table:

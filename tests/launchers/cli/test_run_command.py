@@ -145,7 +145,9 @@ def test_progress_and_table_say_what_matters() -> None:
     with RunView(Console(file=text)) as view:
         for done in range(5):
             view.update(Snapshot("ready", 5, ok=done + 1))
-    assert text.getvalue().splitlines() == ["laddertron: ready: 1 of 5 lines", "laddertron: ready: 5 of 5 lines"]
+        for seconds in (1.0, 2.0):  # says nothing new
+            view.update(Snapshot("failed", 5, ok=5, seconds=seconds))
+    assert text.getvalue().splitlines() == ["laddertron: ready: 1 of 5 lines", "laddertron: failed: 5 of 5 lines"]
     text = io.StringIO()
     with RunView(Console(file=text, force_terminal=True, width=100)) as view:
         view.update(snapshot)
