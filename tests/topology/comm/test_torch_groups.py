@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,29 @@ def test_the_same_ranks_share_one_group(ranks: Ranks, per_node: int, names: list
     each of gloo's is connections and a thread that wakes beside the computation."""
     got = ranks(2, "test_torch_groups:case_groups", {"per_node": per_node, "collective": "flat"})
     assert got == [{**{name: [0, 1] for name in names}, "made": [names]}] * 2
+
+
+def case_leaves_early(rank: Rank, made: str) -> bool:
+    """Whether rank 0 had its group when this rank's `connect` returned."""
+    grid = torch_groups.hyper_comm_grid()
+    create = grid.create_pg
+
+    def late(self: Any, dims: Any, **options: Any) -> Any:
+        group = create(self, dims, **options)
+        if rank.rank == 0:
+            time.sleep(0.5)  # gloo's own connecting, which cannot be held from here
+            Path(made).touch()
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "create_pg", late)
+        with rank.connect(options=CommOptions(backend="gloo")):
+            return Path(made).exists()
+
+
+def test_nobody_has_groups_that_another_still_connects(ranks: Ranks, tmp_path: Path) -> None:
+    """gloo's `connectFullMesh` fails on a rank whose peer is connected, done, and gone before it."""
+    assert ranks(2, "test_torch_groups:case_leaves_early", {"made": str(tmp_path / "made")}) == [True, True]
 
 
 def test_a_lone_rank_has_its_group(ranks: Ranks) -> None:
