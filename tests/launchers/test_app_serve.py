@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,12 +200,16 @@ def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
     assert sum(pauses) >= 60.0
     assert len(errors) == len(pauses)
 
-    def interrupted(*_: object) -> None:
+    def interrupted(_: BatchClient, batch_id: str, shown: object, away: Callable[[ApiError], None]) -> None:
+        away(errors[0])
+        away(errors[1])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(BatchClient, "wait", interrupted)
     assert cli.main(["batch", "--url", url, "wait", "batch_1", "-o", "a.jsonl"]) == 130
-    assert f"laddertron batch --url {url} wait batch_1 -o a.jsonl" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"laddertron batch --url {url} wait batch_1 -o a.jsonl" in said
+    assert said.count("asking again") == 1, "a pipe, which has no bar, is told once"
 
 
 def test_the_pace_of_a_watched_batch() -> None:

@@ -163,7 +163,7 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
     pace = BatchPace()
     try:
-        with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("waiting", total=None, text="")
 
             def shown(batch: dict[str, Any]) -> None:
@@ -177,6 +177,8 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
                 )
 
             def away(error: ApiError) -> None:
+                if not console.is_terminal and bar.tasks[0].description != "no answer":
+                    say(console, f"no answer, asking again: {error}")
                 bar.update(task, description="no answer", text=f"asking again: {error}")
 
             return client.wait(batch_id, shown, away)
