@@ -17,14 +17,14 @@ from laddertron.engine.schedule.scheduler import SchedulerLimits
 from laddertron.engine.step.build import DTYPES, drawn_on_device
 from laddertron.engine.step.cuda_graphs import make_graphs
 from laddertron.engine.step.runner import Runner
+from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import architecture
 from laddertron.models.config.model_config import Dtype, ModelConfig, make_wiring
 from laddertron.models.config.shapes import check_shapes, replicates_embedding
-from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.topology.comm.collectives import Collective
 from laddertron.topology.comm.groups import Communicator
 

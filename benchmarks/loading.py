@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from common import say
 from laddertron.models.config.model_config import from_folder
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.models.weights.load import load
 from laddertron.models.weights.manifest import NAME, make_manifest, write_manifest
 from laddertron.models.weights.mapping import open_checkpoint, open_source

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from .attention import AttentionBackend, TorchAttention
+from .attention import AttentionBackend, KVCache, TorchAttention
+from .config.json_fields import Refusal
 from .config.model_config import ModelConfig
 from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kernels
 from .cpu.ops import Kernels
 from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, unfit
 from .cuda.workspace import kernels_missing
-from .kv_cache import KVCache
-from .rank_shard import RankShard
-from .refusal import Refusal
+from .stages import RankShard
 
 
 class AttentionError(Refusal, ValueError):

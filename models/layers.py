@@ -17,7 +17,7 @@ from .ops import Lookup, Norm, Product, TorchOps, Tree
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .rank_shard import RankShard
+    from .stages import RankShard
 
 
 class Layers(Protocol):

@@ -22,9 +22,8 @@ from .config.shapes import LEAVES
 from .cuda.fp8 import Fp8
 from .layers import Layers, Linear, VocabEmbedding, make_layers, prepare
 from .ops import Norm, Product, RunningSum, TorchOps, Tree
-from .rank_shard import RankShard
 from .rotary import RotaryTable
-from .stages import Stage
+from .stages import RankShard, Stage
 from .weights.load import Progress, load
 from .weights.mapping import Source
 

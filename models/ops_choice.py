@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from ..topology.comm.groups import Deterministic
+from .config.json_fields import Refusal
 from .cpu.ops import CpuOps, Kernels
 from .cuda.fp8 import Fp8, multiplies_fp8
 from .ops import TorchOps
 from .pages import HugePages
-from .rank_shard import RankShard
-from .refusal import Refusal
+from .stages import RankShard
 from .weights.mapping import Source
 
 

@@ -27,14 +27,13 @@ from common import say
 from gpu_shard_report import shard_table
 from laddertron.engine.step.build import DTYPES
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
-from laddertron.models.attention import AttentionBackend, Capturable, StepLayout
+from laddertron.models.attention import AttentionBackend, Capturable, KVCache, StepLayout
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig, make_wiring
-from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.topology.comm.collectives import Alone, Collective, Pending
 from laddertron.topology.comm.emulated import emulate
 from laddertron.topology.comm.ledger import Ledger

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...models.config.model_config import ModelConfig
 from ...models.config.quantisation import BYTES
 from ...models.cuda.workspace import workspace_bytes
-from ...models.rank_shard import RankShard
+from ...models.stages import RankShard
 from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 
 GIB, MIB = 1 << 30, 1 << 20

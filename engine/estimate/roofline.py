@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring
-from ...models.rank_shard import RankShard
+from ...models.stages import RankShard
 from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, untuned
 from ...topology.cost.prices import reference
 from ...topology.emulation import Emulation

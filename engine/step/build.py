@@ -17,19 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...models.attention import AttentionBackend, Capturable
+from ...models.attention import AttentionBackend, Capturable, KVCache, block_bytes
 from ...models.attention_choice import make_attention
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.shapes import check_everywhere, check_shapes, replicates_embedding
 from ...models.config.wiring import check_split, choose_wiring
 from ...models.cuda.fp8 import Fp8
-from ...models.kv_cache import KVCache, block_bytes
 from ...models.llama import LlamaModel
 from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.pages import HeldPages
-from ...models.rank_shard import RankShard
-from ...models.stages import Stage, choose_layers, make_stages
+from ...models.stages import RankShard, Stage, choose_layers, make_stages
 from ...models.transfer import download
 from ...models.weights.mapping import Source, open_source
 from ...models.weights.slices import plan_fills

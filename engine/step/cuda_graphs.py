@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...models.attention import AttentionBackend, Capturable, StepLayout
-from ...models.kv_cache import KVCache
+from ...models.attention import AttentionBackend, Capturable, KVCache, StepLayout
+from ...models.config.json_fields import Refusal
 from ...models.llama import LlamaModel
-from ...models.refusal import Refusal
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.groups import Communicator

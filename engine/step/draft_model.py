@@ -17,15 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...models.attention import StepLayout
+from ...models.attention import KVCache, StepLayout, block_bytes
 from ...models.attention_choice import make_attention
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.shapes import check_draft
 from ...models.cpu.ops import Kernels
-from ...models.kv_cache import KVCache, block_bytes
 from ...models.llama import LlamaModel
 from ...models.ops_choice import make_ops
-from ...models.rank_shard import RankShard
+from ...models.stages import RankShard
 from ...models.weights.mapping import open_source
 from ...topology.comm.collectives import Alone
 from ...topology.comm.groups import Communicator

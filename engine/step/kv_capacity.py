@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ...models.attention_choice import flashinfer_serves
+from ...models.config.json_fields import Refusal
 from ...models.config.model_config import ModelConfig
-from ...models.refusal import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import sysfs
 from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment

@@ -19,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...models.attention import AttentionBackend, StepLayout
-from ...models.kv_cache import KVCache
+from ...models.attention import AttentionBackend, KVCache, StepLayout
 from ...models.llama import LlamaModel, Stream
 from ...models.transfer import upload
 from ..batch import Batch, Chunk, StepResult, in_order, streams

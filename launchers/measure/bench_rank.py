@@ -21,7 +21,7 @@ from ...engine.config import load as deploy
 from ...engine.profiling.bench import Case, Item, random_mix, run_case, run_mix
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, StepProgress, follow
-from ...models.refusal import Refusal
+from ...models.config.json_fields import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Entry
 from ...topology.placement.identity import Identity, IdentityError, identify

@@ -22,7 +22,7 @@ from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
 from ...engine.request import Request
-from ...models.refusal import Refusal
+from ...models.config.json_fields import Refusal
 from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
 from ...topology.placement.identity import Identity
 from ..control import messages

@@ -19,7 +19,7 @@ from ...engine.config.emulation import emulated_link
 from ...engine.config.schema import PLACEMENT, Deployment
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, follow
-from ...models.refusal import Refusal
+from ...models.config.json_fields import Refusal
 from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
 from ...topology.comm.groups import CommOptions, Communicator
 from ...topology.connect import connect

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...engine.estimate.memory import STANDBY_RANK
 from ...engine.request import TokensEvent
-from ...models.refusal import Refusal
+from ...models.config.json_fields import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.hardware.sysfs import Sysfs, resident_bytes
 from ..control.messages import Command, HeldWeights, Load, Shutdown, Standing, StateMessage

@@ -15,7 +15,7 @@ import sys
 import traceback
 
 from ...engine.config import load as deploy
-from ...models.refusal import Refusal
+from ...models.config.json_fields import Refusal
 from ...topology.comm.collectives import CommunicationError
 from ...topology.placement.identity import Identity, IdentityError, identify, require_world
 from ..control.control_client import ControlClient, address_and_secret

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..refusal import Refusal
+from .json_fields import Refusal
 from .model_config import STOCK_FAMILIES, ModelConfig, description
 from .parts import declaration
 

@@ -1,5 +1,6 @@
 """Strict reading of a checkpoint folder's small JSON files: every wrong type, missing field or duplicate key is one
-ValueError that names file, key, value and rule. Knows JSON and numbers, nothing of models. No torch.
+ValueError that names file, key, value and rule. Knows JSON and numbers, nothing of models; `Refusal`, the base of the
+errors that users see, is defined here as well. No torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from typing import Any
 from ...topology import strict_json
 
 MAX_JSON_BYTES = 16 * 2**20
+
+
+class Refusal(Exception):
+    """A fault of the engine's input, not of its code. Its message gives value, rule and fix in one line, and is shown
+    without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)

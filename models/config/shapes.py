@@ -5,7 +5,7 @@ Heads and FFN must divide; KV heads divide or are replicated evenly; the vocabul
 
 from __future__ import annotations
 
-from ..refusal import Refusal
+from .json_fields import Refusal
 from .model_config import ModelConfig
 
 REPLICATED_LIMIT = 64 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..refusal import Refusal
+from .json_fields import Refusal
 from .model_config import ModelConfig, Wiring, make_wiring
 from .parts import MAX_DELAY
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...topology.hardware import cpu_tier
-from ..attention import StepLayout, TorchAttention
-from ..kv_cache import KVCache
+from ..attention import KVCache, StepLayout, TorchAttention
 from ..ops import Norm
 from .ops import TYPES, Kernels
 

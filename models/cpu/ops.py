@@ -20,9 +20,9 @@ from torch import Tensor
 from ...topology.hardware import cpu_tier
 from ...topology.transport import native
 from ...topology.transport.native import bind
+from ..config.json_fields import Refusal
 from ..ops import Lookup, Norm, Product, TorchOps, Tree, rms_norm, silu_and_mul
 from ..pages import HugePages
-from ..refusal import Refusal
 
 log = logging.getLogger(__name__)
 

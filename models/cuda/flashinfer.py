@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import AttentionBackend, StepLayout, TorchAttention, rotate_and_store
-from ..kv_cache import KVCache
+from ..attention import AttentionBackend, KVCache, StepLayout, TorchAttention, rotate_and_store
 from ..ops import Norm
 from ..transfer import carry, pinned, upload
 from .workspace import HEAD_DIMS, WORKSPACE_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kv_cache import KVCache
+from ..attention import KVCache
 from ..ops import Norm, Product, RunningSum, TorchOps, Tree, tree_product
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...topology import strict_json
 from ...topology.json_codec import MAX_CONTAINERS
-from ..refusal import Refusal
+from ..config.json_fields import Refusal
 
 ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
 """Bytes of an element of each type that is read."""

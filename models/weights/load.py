@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 
 from torch import Tensor
 
-from ..rank_shard import RankShard
+from ..stages import RankShard
 from .checkpoint import CheckpointError, StoredTensor
 from .fill import fill_target
 from .manifest import Verifier

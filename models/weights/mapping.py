@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config.model_config import ModelConfig
 from ..config.quantisation import Quantisation, read_quantisation
-from ..rank_shard import RankShard
+from ..stages import RankShard
 from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, shown
 from .manifest import weights_digest
 from .quantised import CALIBRATION, PLAIN, READABLE, check_scale, is_quantised, scale_of

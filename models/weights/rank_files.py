@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...topology.json_codec import build
-from ..rank_shard import RankShard
+from ..stages import RankShard
 from .checkpoint import CheckpointError, StoredTensor, inside, read_annotated
 
 METADATA = "laddertron"

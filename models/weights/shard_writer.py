@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...topology.json_codec import unbuild
 from ..config.dialects import MODELING_FILE
-from ..rank_shard import RankShard
+from ..stages import RankShard
 from .checkpoint import CheckpointError
 from .file_writer import write_tensors
 from .fill import fill_target

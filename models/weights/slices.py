@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config.model_config import ModelConfig
-from ..rank_shard import RankShard
+from ..stages import RankShard
 
 
 @dataclass(frozen=True, slots=True)

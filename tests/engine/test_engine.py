@@ -13,8 +13,7 @@ import checkpoints
 import pytest
 import torch
 from laddertron.engine.sampling import grammar
-from laddertron.models.attention import StepLayout, TorchAttention
-from laddertron.models.kv_cache import KVCache
+from laddertron.models.attention import KVCache, StepLayout, TorchAttention
 from tokenizers import Tokenizer
 
 Ranks = Callable[..., list[Any]]

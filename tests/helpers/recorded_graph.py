@@ -19,8 +19,8 @@ from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.step import build
 from laddertron.engine.step.build import Built
 from laddertron.engine.step.cuda_graphs import DecodeGraphs
+from laddertron.models.attention import KVCache
 from laddertron.models.cuda.flashinfer import FlashInferAttention
-from laddertron.models.kv_cache import KVCache
 from laddertron.models.ops import TorchOps
 from laddertron.topology.comm.collectives import Collective, Pending
 from overlapped import overlap, sampler, told

@@ -16,7 +16,7 @@ import click
 
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, by_line, draft, read
 from ....engine.daemon.http.tls import TlsFault, check_pair
-from ....models.refusal import Refusal
+from ....models.config.json_fields import Refusal
 from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ...job.fleet import is_here
@@ -64,8 +64,7 @@ def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """What a rank would refuse of the weights: every header is read and held to config.json. For a model and shapes
     that model_faults has accepted."""
     from ....models.config.model_config import from_folder
-    from ....models.rank_shard import RankShard
-    from ....models.stages import choose_layers, make_stages
+    from ....models.stages import RankShard, choose_layers, make_stages
     from ....models.weights.mapping import open_source
 
     folder, p = Path(loaded.deployment.model.path), loaded.deployment.parallel

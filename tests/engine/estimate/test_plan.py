@@ -24,7 +24,7 @@ from laddertron.launchers.cli.plan_page import plan_page
 from laddertron.launchers.cli.plan_source import Asked, from_deployment, from_names
 from laddertron.models.config.known_models import by_folder, known, known_names
 from laddertron.models.config.model_config import ModelConfig
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.topology.cost.emulated_fabric import emulation_of
 from laddertron.topology.hardware.presets import preset
 
@@ -122,7 +122,7 @@ def test_parts_and_kv_fill_the_device() -> None:
 def test_a_kv_position_is_as_large_as_the_cache_makes_it(size: int) -> None:
     """The plan's bytes a position are models/kv_cache.py's, KV heads that are held twice counted twice."""
     import torch
-    from laddertron.models.kv_cache import block_bytes
+    from laddertron.models.attention import block_bytes
 
     config = known("llama-3.1-405b")
     room = memory(config, size, StoredTypes(), GPU, 10**13)

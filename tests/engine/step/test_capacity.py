@@ -25,10 +25,10 @@ from laddertron.engine.step.kv_capacity import (
     kv_budget,
     working_bytes,
 )
+from laddertron.models.attention import KVCache
 from laddertron.models.config.known_models import known
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.cuda.workspace import WORKSPACE_BYTES, WRAPPER_BYTES, workspace_bytes
-from laddertron.models.kv_cache import KVCache
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB, MIB = 1 << 30, 1 << 20

@@ -16,12 +16,12 @@ import checkpoints
 import pytest
 import torch
 from laddertron.models import ops_choice
+from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import AttentionError, make_attention
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.cpu.ops import CpuOps, Kernels, OddInputsError
-from laddertron.models.kv_cache import KVCache
 from laddertron.models.ops_choice import WeightsError, make_ops
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 
 pytestmark = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
 

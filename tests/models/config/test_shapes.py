@@ -15,7 +15,7 @@ from laddertron.models.config.shapes import (
     splits,
     valid_sizes,
 )
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 
 
 def model(heads: int, kv_heads: int, ffn: int, wiring: Wiring | None = None) -> ModelConfig:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laddertron.models.attention import Capturable, StepLayout, TorchAttention
+from laddertron.models.attention import Capturable, KVCache, StepLayout, TorchAttention
 from laddertron.models.cuda.flashinfer import (
     FlashInferAttention,
     FlashInferRows,
@@ -26,7 +26,6 @@ from laddertron.models.cuda.flashinfer import (
     pages,
     unfit,
 )
-from laddertron.models.kv_cache import KVCache
 from laddertron.models.ops import Norm
 from laddertron.models.weights.tensor_reader import FP8
 

@@ -16,14 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from laddertron.models import cuda
-from laddertron.models.attention import StepLayout
+from laddertron.models.attention import KVCache, StepLayout
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import make_wiring
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.cuda.fp8 import Fp8
-from laddertron.models.kv_cache import KVCache
 from laddertron.models.llama import LlamaModel
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.topology.comm.collectives import Done, Pending
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

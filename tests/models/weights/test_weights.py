@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from laddertron.models.config.model_config import from_folder
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.load import load
 from laddertron.models.weights.mapping import open_checkpoint, open_source

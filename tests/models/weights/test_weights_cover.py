@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laddertron.models.config.model_config import ModelConfig, from_folder, make_wiring
 from laddertron.models.config.shapes import splits
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.fill import fill_target
 from laddertron.models.weights.load import check_cover

@@ -13,7 +13,7 @@ import torch
 from laddertron.launchers.cli.__main__ import main
 from laddertron.launchers.rank.rank_status import loading_words
 from laddertron.models.config.model_config import from_folder
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.models.weights import manifest
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.manifest import make_manifest, read_manifest, write_manifest

@@ -16,7 +16,7 @@ from laddertron.models.config.model_config import from_folder
 from laddertron.models.config.quantisation import Quantisation, read_quantisation
 from laddertron.models.cuda.fp8 import LARGEST, Fp8, multiplies_fp8, quantise_rows
 from laddertron.models.ops import Norm
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.load import load
 from laddertron.models.weights.mapping import open_source

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 from laddertron.models.config.model_config import ModelConfig, Rope, make_wiring
-from laddertron.models.rank_shard import RankShard
+from laddertron.models.stages import RankShard
 from laddertron.models.weights.load import load
 from laddertron.models.weights.mapping import Source
 from laddertron.topology.comm.groups import CommOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from .....models.refusal import Refusal
+from .....models.config.json_fields import Refusal
 from ...errors import ended_by
 
 
@@ -40,8 +40,7 @@ def command(
 
     from .....models.config.model_config import from_folder
     from .....models.config.shapes import check_shapes
-    from .....models.rank_shard import RankShard
-    from .....models.stages import choose_layers, make_stages
+    from .....models.stages import RankShard, choose_layers, make_stages
     from .....models.weights.mapping import open_checkpoint
     from .....models.weights.rank_files import shards_folder
     from .....models.weights.shard_writer import write_shards
