@@ -88,12 +88,18 @@ class Planner:
         return (self._seal(plan), plan) if plan.chunks else None
 
     def _decode(self, plan: StepPlan, prefills: list[Sequence]) -> None:
+        """Decode the sequences whose turn it is. Where all of these are preempted the rest takes the turn: without
+        anything in flight no commit would start the next plan."""
+        while not self._decode_turn(plan, prefills) and not plan.chunks:
+            prefills.clear()
+
+    def _decode_turn(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
         """One position for each sequence that needs one and, in a pipeline, whose turn it is. Where blocks run out, the
-        last of the order goes."""
+        last of the order goes; False if that ended the turn."""
         running, speculation = self.residency.running, self.speculation
         several = self.limits.microbatches > 1
         turn = self._turn() if several else frozenset()
-        chunks, planned, left = plan.chunks, plan.sequences, False
+        chunks, planned, left, complete = plan.chunks, plan.sequences, False, True
         spare, threshold = plan.budget - len(running), 0.0
         if speculation is not None:
             threshold = speculation.threshold(len(running))
@@ -115,9 +121,11 @@ class Planner:
             drafts = 0
             if speculation is None:
                 if at == sequence.room and not self._grow(plan, sequence):
+                    complete = False
                     break
             else:
                 if not self._reach(plan, sequence):
+                    complete = False
                     break
                 if spare > 0:
                     wanted = speculation.wanted(sequence.acceptance, threshold)
@@ -133,6 +141,7 @@ class Planner:
         if left:
             self.residency.running = [sequence for sequence in running if sequence.state == "running"]
         plan.budget -= len(chunks)
+        return complete
 
     def _turn(self) -> frozenset[Sequence]:
         """Of the sequences that decode, an even share for each micro-batch: those that have waited for the most plans.

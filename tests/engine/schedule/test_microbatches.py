@@ -7,14 +7,23 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import SchedulerLimits
 from laddertron.engine.schedule.step_planner import LEAST_CHUNK
 from schedule_play import Play, play
 
+UNEVEN_TURNS = bytes.fromhex(
+    "019a0703002b00000000030003000300030003000000f4010000010000000000000000000004000400000000040000000000"
+    "00010000000100000000000004000000bf010000020000000000000000000000000000000000000000000000000000000300"
+    "0000000004000300000000000400030000000000000000000000000000000100000000000000000100000000000000000000"
+    "0700000004000600060000000058000000000000000000000000000007000000040006"
+)
+"""Limits of 2 sequences, 13 tokens, 4 blocks of 5: the sequence whose turn it is needs a block, and is the last one."""
 
+
+@example(UNEVEN_TURNS, 2)
 @settings(max_examples=400, deadline=None, database=None)
 @given(st.binary(min_size=60, max_size=300), st.integers(2, 5))
 def test_random_schedules_keep_the_books_and_end(data: bytes, microbatches: int) -> None:
@@ -134,6 +143,20 @@ def test_nan_in_a_shared_prefix_misleads_nobody(microbatches: int, budget: int) 
     play.add(Request("again", (*beginning[:9], 41), SamplingParams(2, seed=1)))
     play.drain(microbatches)
     assert play.ledger.reported["again", 0][-1].cached_tokens == 8
+
+
+def test_the_rest_decodes_where_the_turn_is_preempted() -> None:
+    """Three blocks for two sequences: `a` has two, so that `b`, whose turn it is, preempts itself. Nothing is in
+    flight, so the same plan decodes `a`."""
+    play = Play(SchedulerLimits(2, 64, 16, 4, 3, enable_prefix_caching=False, microbatches=2))
+    play.add(ask("a", 4, 3))
+    play.add(ask("b", 4, 3))
+    for slots in ({0, 1}, {0}, {0}):
+        assert play.plan()
+        assert {chunk.slot for chunk in play.flight[0][0].chunks} == slots
+        play.commit()
+    assert play.scheduler.counters.preemptions == 1
+    play.drain(2)
 
 
 def test_chunks_of_one_prompt_go_through_consecutive_plans() -> None:
