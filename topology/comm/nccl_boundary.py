@@ -27,12 +27,14 @@ class NcclBoundary:
         self._sending, self._receiving = _STREAM(priority=-1), _STREAM(priority=-1)
 
     def send(self, x: Tensor) -> None:
-        """The share lies in memory of its own, which the stream keeps until it has gone."""
+        """Sends a copy of this rank's share, whose memory the allocator keeps until the send has ended."""
         share = self._padded(x)[self._index].clone()
         self._sending.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._sending):
             share.record_stream(self._sending)
-            self._rail.send([share], self._stage + 1, 0)
+            # NOTE: NCCL's group sends on a stream of its own, which only Work.wait() joins to this one; without it the
+            # allocator would reuse the share while it is sent.
+            self._rail.send([share], self._stage + 1, 0).wait()
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
         """Posted at once, so that the link works while the current stream computes."""
@@ -44,7 +46,7 @@ class NcclBoundary:
         self._receiving.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._receiving):
             share.record_stream(self._receiving)
-            self._rail.recv([share], self._stage - 1, 0)
+            self._rail.recv([share], self._stage - 1, 0).wait()  # else the event would be recorded before the data came
             there = _EVENT()
             there.record(self._receiving)
         self._ledger.started += 1
