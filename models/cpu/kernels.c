@@ -10,7 +10,7 @@
 #include <Python.h>
 
 #define TARGET
-#define LANES 4
+#define FLOATS 4
 #include "plain_loops.h"
 #include "products_plain.h"
 
@@ -20,7 +20,7 @@ PLAIN(fp32, FP32)
 PLAIN(bf16, BF16)
 PLAIN(fp16, FP16)
 static const struct loops generic = {
-    .lanes = LANES,
+    .floats = FLOATS,
     .rms_norm = rms_norm,
     .silu_and_mul = silu_and_mul,
     .attention = attention,

@@ -127,7 +127,7 @@ struct product_loops {
 
 /* What runs in a tier. */
 struct loops {
-    int lanes; /* fp32 values of a vector: half the rows of a panel of packed weights */
+    int floats; /* fp32 values of a vector: half the rows of a panel of packed weights */
     void (*rms_norm)(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps);
     void (*silu_and_mul)(int type, void *out, const void *gate_up, int64_t rows, int64_t n);
     void (*attention)(const struct attention *a, int64_t row, int64_t rows, int64_t kv, float *space);

@@ -60,7 +60,8 @@ class OddInputsError(Refusal, ValueError):
 
 class Kernels:
     """The built library in the tier in force. `threads` is torch's number when it is made; `served`: the types whose
-    products models/cpu/products.c is to compute; `int8`: it can on int8 weights; `lanes`: how its packed weights lie.
+    products models/cpu/products.c is to compute; `int8`: it can on int8 weights; `vector_floats`: fp32 values of a
+    vector, by which weights are packed.
 
     `deterministic`: a token's result must not depend on the step's other tokens, so that products.c serves every type;
     otherwise torch's libraries do where they are faster: in the tier `generic`."""
@@ -80,7 +81,7 @@ class Kernels:
         self.read = bind(library.kernels_read, c_uint64, p, n, i)
         self.served = frozenset(TYPES if deterministic or tier != "generic" else ())
         self.int8: bool = library.kernels_has_products(_INT8) == 1
-        self.lanes: int = library.kernels_lanes()
+        self.vector_floats: int = library.kernels_vector_floats()
         self.product = bind(library.kernels_product, i, p, p, p, n)
         self.pack = bind(library.kernels_pack, None, i, p, p, n, n, i)
         self.pack_int8 = bind(library.kernels_pack_int8, None, p, p, p, n, n, i, i)
@@ -253,7 +254,7 @@ class CpuOps(TorchOps):
         if kernels is None or inputs % 2 or table.dtype not in kernels.served:
             self.pages.whole = False
             return super().tied(table, norm)
-        blocks, width, kind = -(-rows // ROWS), 2 * kernels.lanes, TYPES[table.dtype]
+        blocks, width, kind = -(-rows // ROWS), 2 * kernels.vector_floats, TYPES[table.dtype]
         packed = self.pages.take(table.element_size() * blocks * ROWS * inputs)
         if not self.pages.filled:
             kernels.pack(kind, packed.data_ptr(), table.data_ptr(), rows, inputs, False)

@@ -5,21 +5,21 @@
  */
 #include "kernels.h"
 
-typedef float plain __attribute__((vector_size(4 * LANES)));
-typedef uint32_t plain_bits __attribute__((vector_size(4 * LANES)));
+typedef float plain __attribute__((vector_size(4 * FLOATS)));
+typedef uint32_t plain_bits __attribute__((vector_size(4 * FLOATS)));
 
 /* What an RMS norm multiplies a row by. */
 INLINE float norm_scale(const int type, const void *x, int64_t n, float eps) {
-    float lane[16] = {0};
+    float part[16] = {0};
     int64_t i = 0;
     for (; i + 16 <= n; i += 16)
         for (int l = 0; l < 16; l++) {
             const float v = read_one(type, x, i + l);
-            lane[l] += v * v;
+            part[l] += v * v;
         }
-    for (; i < n; i++) lane[0] += read_one(type, x, i) * read_one(type, x, i);
+    for (; i < n; i++) part[0] += read_one(type, x, i) * read_one(type, x, i);
     float sum = 0;
-    for (int l = 0; l < 16; l++) sum += lane[l];
+    for (int l = 0; l < 16; l++) sum += part[l];
     return 1.0f / sqrtf(sum / (float)n + eps);
 }
 
@@ -122,7 +122,7 @@ INLINE TARGET plain plain_load(const int type, const void *row, int64_t at) {
 #ifdef OF
     return widened(type, LOAD_HALVES((const uint16_t *)row + at));
 #else /* widen and widen_half */
-    uint16_t halves __attribute__((vector_size(2 * LANES)));
+    uint16_t halves __attribute__((vector_size(2 * FLOATS)));
     memcpy(&halves, (const uint16_t *)row + at, sizeof halves);
     const plain_bits bits = __builtin_convertvector(halves, plain_bits);
     if (type == BF16) return (plain)(bits << 16);
@@ -131,40 +131,40 @@ INLINE TARGET plain plain_load(const int type, const void *row, int64_t at) {
 #endif
 }
 
-/* EVERY(f, w): f(k, w) of every lane k. */
-#if LANES == 16
+/* EVERY(f, w): f(k, w) of every float k. */
+#if FLOATS == 16
 #define EVERY(f, w) f(0, w), f(1, w), f(2, w), f(3, w), f(4, w), f(5, w), f(6, w), f(7, w), \
                     f(8, w), f(9, w), f(10, w), f(11, w), f(12, w), f(13, w), f(14, w), f(15, w)
-#elif LANES == 8
+#elif FLOATS == 8
 #define EVERY(f, w) f(0, w), f(1, w), f(2, w), f(3, w), f(4, w), f(5, w), f(6, w), f(7, w)
 #else
 #define EVERY(f, w) f(0, w), f(1, w), f(2, w), f(3, w)
 #endif
-#define OWN(k, w) ((k) & (w) ? LANES + (k) : (k))
-#define OTHER(k, w) ((k) & (w) ? LANES + ((k) ^ (w)) : (k) ^ (w))
+#define OWN(k, w) ((k) & (w) ? FLOATS + (k) : (k))
+#define OTHER(k, w) ((k) & (w) ? FLOATS + ((k) ^ (w)) : (k) ^ (w))
 #define ACROSS(k, w) ((k) ^ (w))
-/* Lanes w apart, added: a's where the lane number has no bit w, else b's. */
+/* Floats w apart, added: a's where the place has no bit w, else b's. */
 #define FOLD(a, b, w) (__builtin_shuffle(a, b, (plain_bits){EVERY(OWN, w)}) + __builtin_shuffle(a, b, (plain_bits){EVERY(OTHER, w)}))
 #define FOLD_ALL(sum, w) \
     for (int j = 0; j < (w); j++) sum[j] = FOLD(sum[j], sum[j + (w)], w)
 
-/* Products of q and LANES keys [count][dim], the first's again where there are fewer. */
+/* Products of q and FLOATS keys [count][dim], the first's again where there are fewer. */
 INLINE TARGET plain dot_keys(const int type, const float *q, const void *keys, int64_t count, int64_t dim) {
-    plain sum[LANES];
+    plain sum[FLOATS];
     int64_t i = 0;
 #pragma GCC unroll 16
-    for (int j = 0; j < LANES; j++) sum[j] = (plain){0};
-    for (; i + LANES <= dim; i += LANES) {
+    for (int j = 0; j < FLOATS; j++) sum[j] = (plain){0};
+    for (; i + FLOATS <= dim; i += FLOATS) {
         const plain part = plain_load(FP32, q, i);
 #pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) sum[j] = plain_add(sum[j], part, plain_load(type, keys, (j < count ? j : 0) * dim + i));
+        for (int j = 0; j < FLOATS; j++) sum[j] = plain_add(sum[j], part, plain_load(type, keys, (j < count ? j : 0) * dim + i));
     }
     for (; i < dim; i++)
-        for (int j = 0; j < LANES; j++) sum[j][0] += q[i] * read_one(type, keys, (j < count ? j : 0) * dim + i);
-#if LANES > 8
+        for (int j = 0; j < FLOATS; j++) sum[j][0] += q[i] * read_one(type, keys, (j < count ? j : 0) * dim + i);
+#if FLOATS > 8
     FOLD_ALL(sum, 8);
 #endif
-#if LANES > 4
+#if FLOATS > 4
     FOLD_ALL(sum, 4);
 #endif
     FOLD_ALL(sum, 2);
@@ -172,7 +172,7 @@ INLINE TARGET plain dot_keys(const int type, const float *q, const void *keys, i
     return sum[0];
 }
 
-/* The greater of each lane; NaN if b has it there. */
+/* The greater at each place; NaN if b has it there. */
 INLINE TARGET plain plain_most(plain a, plain b) {
     const plain_bits take = (plain_bits)(b > a) | (plain_bits)(b != b);
     return (plain)((take & (plain_bits)b) | (~take & (plain_bits)a));
@@ -180,10 +180,10 @@ INLINE TARGET plain plain_most(plain a, plain b) {
 
 #define MOST_ACROSS(v, w) v = plain_most(v, __builtin_shuffle(v, (plain_bits){EVERY(ACROSS, w)}))
 INLINE TARGET float most_of(plain v) {
-#if LANES > 8
+#if FLOATS > 8
     MOST_ACROSS(v, 8);
 #endif
-#if LANES > 4
+#if FLOATS > 4
     MOST_ACROSS(v, 4);
 #endif
     MOST_ACROSS(v, 2);
@@ -193,14 +193,14 @@ INLINE TARGET float most_of(plain v) {
 
 INLINE TARGET plain plain_exp(plain v) {
 #ifdef OF
-    return exp_lanes(v);
+    return exp_vector(v);
 #else
-    for (int l = 0; l < LANES; l++) v[l] = exp_fast(v[l]);
+    for (int l = 0; l < FLOATS; l++) v[l] = exp_fast(v[l]);
     return v;
 #endif
 }
 
-/* One query on its way through a context: the best score, the sum of weights by lane, that of weighted values. */
+/* One query on its way through a context: the best score, the sum of weights by place, that of weighted values. */
 struct walk {
     float *q, *sum; /* [dim] */
     plain total;
@@ -218,23 +218,23 @@ INLINE TARGET void add_some(const int type, const int G, const int K, struct wal
 #pragma GCC unroll 4
     for (int g = 0; g < G; g++) weight[g] = w[g]->weight - from;
 #pragma GCC unroll 16
-    for (int n = 0; n < G * K; n++) part[n] = plain_load(FP32, w[n / K]->sum, at + n % K * LANES);
+    for (int n = 0; n < G * K; n++) part[n] = plain_load(FP32, w[n / K]->sum, at + n % K * FLOATS);
     for (int64_t j = from; j < to; j++) {
         plain value[4];
 #pragma GCC unroll 4
-        for (int k = 0; k < K; k++) value[k] = plain_load(type, values, j * dim + at + k * LANES);
+        for (int k = 0; k < K; k++) value[k] = plain_load(type, values, j * dim + at + k * FLOATS);
 #pragma GCC unroll 16
         for (int n = 0; n < G * K; n++) part[n] = plain_add(part[n], plain_all(weight[n / K][j]), value[n % K]);
     }
 #pragma GCC unroll 16
-    for (int n = 0; n < G * K; n++) memcpy(w[n / K]->sum + at + n % K * LANES, part + n, sizeof part[n]);
+    for (int n = 0; n < G * K; n++) memcpy(w[n / K]->sum + at + n % K * FLOATS, part + n, sizeof part[n]);
 }
 
 INLINE TARGET void add_values(const int type, const int G, struct walk *const *w, const void *values, int64_t dim) {
-    enum { K = LANES == 16 ? 4 : 2 };
+    enum { K = FLOATS == 16 ? 4 : 2 };
     int64_t i = 0;
-    for (; i + K * LANES <= dim; i += K * LANES) add_some(type, G, K, w, values, dim, i);
-    for (; i + LANES <= dim; i += LANES) add_some(type, G, 1, w, values, dim, i);
+    for (; i + K * FLOATS <= dim; i += K * FLOATS) add_some(type, G, K, w, values, dim, i);
+    for (; i + FLOATS <= dim; i += FLOATS) add_some(type, G, 1, w, values, dim, i);
     for (int g = 0; g < G; g++)
         for (int64_t at = i; at < dim; at++)
             for (int64_t j = w[g]->from; j < w[g]->to; j++) w[g]->sum[at] += w[g]->weight[j - w[g]->from] * read_one(type, values, j * dim + at);
@@ -244,9 +244,9 @@ INLINE TARGET void add_values(const int type, const int G, struct walk *const *w
 INLINE TARGET void weigh(const int type, struct walk *w, const void *keys, int64_t dim, float scale) {
     plain most = plain_all(w->best);
     const int64_t count = w->to - w->from;
-    for (int64_t j = 0; j < count; j += LANES) {
+    for (int64_t j = 0; j < count; j += FLOATS) {
         plain s = dot_keys(type, w->q, (const char *)keys + (size_t)((w->from + j) * dim) * size_of(type), count - j, dim) * scale;
-        for (int l = 0; l < LANES && count - j < LANES; l++) s[l] = l < count - j ? s[l] : -INFINITY;
+        for (int l = 0; l < FLOATS && count - j < FLOATS; l++) s[l] = l < count - j ? s[l] : -INFINITY;
         most = plain_most(most, s);
         memcpy(w->weight + j, &s, sizeof s);
     }
@@ -257,7 +257,7 @@ INLINE TARGET void weigh(const int type, struct walk *w, const void *keys, int64
         for (int64_t i = 0; i < dim; i++) w->sum[i] *= shrink;
         w->best = peak;
     }
-    for (int64_t j = 0; j < count; j += LANES) {
+    for (int64_t j = 0; j < count; j += FLOATS) {
         plain weight;
         memcpy(&weight, w->weight + j, sizeof weight);
         weight = plain_exp(weight - peak);
@@ -282,7 +282,7 @@ INLINE TARGET void store_new(const struct attention *a, const int type, int64_t 
 INLINE TARGET void attend_rows(const struct attention *a, const int type, int64_t row, int64_t rows, int64_t kv, float *space) {
     const size_t item = size_of(type);
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, count = rows * group, *table = a->table + row * a->table_stride;
-    const int64_t room = 2 * dim + (a->block_size + LANES - 1) / LANES * LANES;
+    const int64_t room = 2 * dim + (a->block_size + FLOATS - 1) / FLOATS * FLOATS;
     struct walk walks[count], *seeing[count];
     int64_t first = INT64_MAX, length = 0;
     for (int64_t n = 0; n < count; n++) {
@@ -316,9 +316,9 @@ INLINE TARGET void attend_rows(const struct attention *a, const int type, int64_
         }
     }
     for (int64_t n = 0; n < count; n++) {
-        float total[LANES];
+        float total[FLOATS];
         memcpy(total, &walks[n].total, sizeof total);
-        for (int l = LANES / 2; l; l >>= 1)
+        for (int l = FLOATS / 2; l; l >>= 1)
             for (int j = 0; j < l; j++) total[j] += total[j + l];
         for (int64_t i = 0; i < dim; i++)
             write_one(type, a->out, ((row + n / group) * a->heads + kv * group + n % group) * dim + i, walks[n].sum[i] / total[0]);

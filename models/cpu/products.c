@@ -2,11 +2,11 @@
  * bias, gate.
  *
  * A decode step reads every weight once, so its speed is that of the memory: weights keep their type and lie in the order
- * in which they are read. Packed: blocks of 32 output rows, each of one panel or two of 2 x lanes rows (one vector, `low`,
+ * in which they are read. Packed: blocks of 32 output rows, each of one panel or two of 2 x floats rows (one vector, `low`,
  * and another, `high`): bf16 [inputs / 2][rows][2 inputs], the others [inputs][rows]; the rows beyond the last are
  * zeros. Gated: `low` are rows of the gate and `high` those of `up` that belong to them. Int8 weights (one scale a row)
  * halve what is read; tokens stay bf16.
- * The inner loops are products_tiles.c's (AMX), products_dot.c's (AVX-512 BF16), products_lanes.h's (AVX2, AVX-512) and products_plain.h's. A token's result does not
+ * The inner loops are products_tiles.c's (AMX), products_dot.c's (AVX-512 BF16), products_vectors.h's (AVX2, AVX-512) and products_plain.h's. A token's result does not
  * depend on the other tokens of the call: every sum goes along the inputs in one order.
  *
  * With `leaves` (1, 2, 4, 8 or 16 that divide the inputs into even shares; no norm, no gate) each share is summed by itself,
@@ -33,7 +33,7 @@ struct call {
 int kernels_has_products(int type) { return kernels_loops->products[type] != NULL; }
 
 /* Rows of a vector: what kernels_pack goes by. */
-int kernels_lanes(void) { return kernels_loops->lanes; }
+int kernels_vector_floats(void) { return kernels_loops->floats; }
 
 static void product_body(void *args, int thread, int threads) {
     (void)threads;
@@ -96,15 +96,15 @@ struct place {
 };
 
 static struct place place_of(int64_t block, int64_t r, int64_t outputs, int gated) {
-    const int64_t lanes = kernels_loops->lanes, panel = r / (2 * lanes), within = r % (2 * lanes);
-    const int64_t at = gated ? block * (ROWS / 2) + panel * lanes + within % lanes : block * ROWS + r;
-    return (struct place){at >= outputs ? -1 : gated && within >= lanes ? at + outputs : at, panel, within};
+    const int64_t width = kernels_loops->floats, panel = r / (2 * width), within = r % (2 * width);
+    const int64_t at = gated ? block * (ROWS / 2) + panel * width + within % width : block * ROWS + r;
+    return (struct place){at >= outputs ? -1 : gated && within >= width ? at + outputs : at, panel, within};
 }
 
 /* Row-major weight [rows, inputs] -> packed, as the head of this file says. `rows` counts gate and up together. */
 void kernels_pack(int type, char *packed, const char *weight, int64_t rows, int64_t inputs, int gated) {
     const int64_t outputs = gated ? rows / 2 : rows, each = gated ? ROWS / 2 : ROWS, blocks = (outputs + each - 1) / each;
-    const int64_t width = 2 * kernels_loops->lanes, bytes = inputs * (int64_t)size_of(type);
+    const int64_t width = 2 * kernels_loops->floats, bytes = inputs * (int64_t)size_of(type);
     const int64_t unit = type == FP16 ? 2 : 4; /* bytes of a row that stay together */
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t r = 0; r < ROWS; r++) {
@@ -141,7 +141,7 @@ static void codes_of(uint8_t *to, const bf16 *row, int64_t n, float unit) {
 void kernels_pack_int8(uint8_t *packed, float *scale, const bf16 *weight, int64_t rows, int64_t inputs, int gated, int leaves) {
     const int64_t leaf = inputs / leaves;
     const int64_t outputs = gated ? rows / 2 : rows, each = gated ? ROWS / 2 : ROWS, blocks = (outputs + each - 1) / each;
-    const int64_t width = 2 * kernels_loops->lanes;
+    const int64_t width = 2 * kernels_loops->floats;
     const int by_table = kernels_loops->products[INT8]->by_table;
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t r = 0; r < ROWS; r++) {

@@ -1,34 +1,34 @@
 /* The products' inner loops for what has no faster ones of our own: fp32, and in the tier `generic` every type. Included
- * once a tier, behind plain_loops.h; LANES fp32 values are a vector.
+ * once a tier, behind plain_loops.h; FLOATS fp32 values are a vector.
  */
 #include "kernels.h"
 
-enum { PLAIN_ROWS = 32, PLAIN_PANEL = 2 * LANES, PLAIN_PANELS = PLAIN_ROWS / PLAIN_PANEL, PLAIN_MOST = LANES == 16 ? 12 : LANES == 8 ? 6 : 4 };
+enum { PLAIN_ROWS = 32, PLAIN_PANEL = 2 * FLOATS, PLAIN_PANELS = PLAIN_ROWS / PLAIN_PANEL, PLAIN_MOST = FLOATS == 16 ? 12 : FLOATS == 8 ? 6 : 4 };
 
 /* Input i's weights of half a panel. */
 INLINE TARGET plain plain_weights(const int type, const char *panel, int64_t i, int half) {
     plain v;
     plain_bits pair;
     if (type == FP32)
-        memcpy(&v, panel + 4 * (i * PLAIN_PANEL + half * LANES), sizeof v);
+        memcpy(&v, panel + 4 * (i * PLAIN_PANEL + half * FLOATS), sizeof v);
     else if (type == BF16) {
-        memcpy(&pair, panel + 4 * (i / 2 * PLAIN_PANEL + half * LANES), sizeof pair);
+        memcpy(&pair, panel + 4 * (i / 2 * PLAIN_PANEL + half * FLOATS), sizeof pair);
         pair = i % 2 ? pair & 0xffff0000u : pair << 16;
         memcpy(&v, &pair, sizeof v);
     } else
-        for (int l = 0; l < LANES; l++) v[l] = widen_half(((const uint16_t *)panel)[i * PLAIN_PANEL + half * LANES + l]);
+        for (int l = 0; l < FLOATS; l++) v[l] = widen_half(((const uint16_t *)panel)[i * PLAIN_PANEL + half * FLOATS + l]);
     return v;
 }
 
-/* A leaf's sums [2][LANES] of one token of a panel join the nodes [TREE] that wait for them, and wait there themselves. */
-INLINE TARGET void plain_join(const int type, const struct product *p, int leaf, float sums[2 * LANES], float nodes[][2 * LANES], int64_t block,
+/* A leaf's sums [2][FLOATS] of one token of a panel join the nodes [TREE] that wait for them, and wait there themselves. */
+INLINE TARGET void plain_join(const int type, const struct product *p, int leaf, float sums[2 * FLOATS], float nodes[][2 * FLOATS], int64_t block,
                               int panel) {
     const int64_t first = block * PLAIN_ROWS + panel * PLAIN_PANEL;
-    for (int l = 0; l < 2 * LANES; l++)
+    for (int l = 0; l < 2 * FLOATS; l++)
         sums[l] = rounded(type, (sums[l] + (p->bias && leaf == 0 && first + l < p->outputs ? read_one(type, p->bias, first + l) : 0.f)) * p->factor);
     for (; leaf & 1; leaf >>= 1, nodes++) {
         __asm__ volatile("" ::"r"(sums) : "memory"); /* rounded before it is added: no FMA over both */
-        for (int l = 0; l < 2 * LANES; l++) sums[l] = rounded(type, nodes[0][l] + sums[l]);
+        for (int l = 0; l < 2 * FLOATS; l++) sums[l] = rounded(type, nodes[0][l] + sums[l]);
     }
     memcpy(nodes[0], sums, sizeof nodes[0]);
 }
@@ -36,27 +36,27 @@ INLINE TARGET void plain_join(const int type, const struct product *p, int leaf,
 /* What one token of a panel is once it is summed: bias, gate, out. */
 INLINE TARGET void plain_finish(const int type, const struct product *p, const void *bias, const float *low, const float *high, char *y,
                                 int64_t block, int panel) {
-    const int64_t first = p->gated ? (block * PLAIN_PANELS + panel) * LANES : block * PLAIN_ROWS + panel * PLAIN_PANEL;
-    const int64_t left = p->outputs - first, behind = p->gated ? left : left - LANES, beyond = p->gated ? p->outputs : LANES;
-    float out[2][LANES];
-    for (int l = 0; l < LANES; l++) {
+    const int64_t first = p->gated ? (block * PLAIN_PANELS + panel) * FLOATS : block * PLAIN_ROWS + panel * PLAIN_PANEL;
+    const int64_t left = p->outputs - first, behind = p->gated ? left : left - FLOATS, beyond = p->gated ? p->outputs : FLOATS;
+    float out[2][FLOATS];
+    for (int l = 0; l < FLOATS; l++) {
         out[0][l] = low[l] + (bias && l < left ? read_one(type, bias, first + l) : 0.f);
         out[1][l] = high[l] + (bias && l < behind ? read_one(type, bias, first + beyond + l) : 0.f);
     }
     if (p->gated)
-        for (int l = 0; l < LANES; l++) {
+        for (int l = 0; l < FLOATS; l++) {
             const float gate = rounded(type, out[0][l]);
             out[0][l] = rounded(type, gate / (1.0f + exp_fast(-gate))) * rounded(type, out[1][l]);
         }
-    for (int l = 0; l < LANES && l < left; l++) write_one(type, y, first + l, out[0][l]);
-    for (int l = 0; l < LANES && l < behind && !p->gated; l++) write_one(type, y, first + LANES + l, out[1][l]);
+    for (int l = 0; l < FLOATS && l < left; l++) write_one(type, y, first + l, out[0][l]);
+    for (int l = 0; l < FLOATS && l < behind && !p->gated; l++) write_one(type, y, first + FLOATS + l, out[1][l]);
 }
 
 /* T tokens (a constant) of one panel. The arrays' sizes are constant, too: else they would not live in registers. */
 INLINE TARGET void plain_tile(const int type, const int T, const struct product *p, const float *x, char *y, int64_t block, int panel) {
     const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, each = inputs / leaves;
     const char *weight = (const char *)p->weight + (size_t)((block * PLAIN_ROWS + panel * PLAIN_PANEL) * inputs) * size_of(type);
-    float sums[PLAIN_MOST][2 * LANES], nodes[PLAIN_MOST][TREE][2 * LANES];
+    float sums[PLAIN_MOST][2 * FLOATS], nodes[PLAIN_MOST][TREE][2 * FLOATS];
     for (int leaf = 0; leaf < leaves; leaf++) {
         plain sum[PLAIN_MOST][2];
 #pragma GCC unroll 12
@@ -78,7 +78,7 @@ INLINE TARGET void plain_tile(const int type, const int T, const struct product 
         }
     }
     for (int t = 0; t < T; t++)
-        plain_finish(type, p, p->leaves ? NULL : p->bias, sums[t], sums[t] + LANES, y + (size_t)(t * p->outputs) * size_of(type), block,
+        plain_finish(type, p, p->leaves ? NULL : p->bias, sums[t], sums[t] + FLOATS, y + (size_t)(t * p->outputs) * size_of(type), block,
                      panel);
 }
 
@@ -91,10 +91,10 @@ INLINE TARGET void plain_block(const int type, const struct product *p, const fl
             char *to = y + (size_t)(t * p->outputs) * size_of(type);
             switch (tokens - t < PLAIN_MOST ? tokens - t : PLAIN_MOST) {
                 PLAIN_CASE(1) PLAIN_CASE(2) PLAIN_CASE(3) PLAIN_CASE(4)
-#if LANES > 4
+#if FLOATS > 4
                 PLAIN_CASE(5) PLAIN_CASE(6)
 #endif
-#if LANES > 8
+#if FLOATS > 8
                 PLAIN_CASE(7) PLAIN_CASE(8) PLAIN_CASE(9) PLAIN_CASE(10) PLAIN_CASE(11) PLAIN_CASE(12)
 #endif
             }

@@ -2,16 +2,16 @@
 #include "kernels.h"
 
 #ifdef WIDE_X86
-#include "lanes.h"
+#include "vectors.h"
 
 #include "plain_loops.h"
-#include "products_lanes.h"
+#include "products_vectors.h"
 #include "products_plain.h"
 
 PLAIN(fp32, FP32)
 
 const struct loops NAME = {
-    .lanes = LANES,
+    .floats = FLOATS,
     .rms_norm = rms_norm,
     .silu_and_mul = silu_and_mul,
     .attention = attention,

@@ -1,4 +1,4 @@
 /* Processors with AVX2, FMA and F16C. */
-#define LANES 8
+#define FLOATS 8
 #define NAME kernels_avx2
 #include "tier.h"

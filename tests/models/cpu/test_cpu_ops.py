@@ -110,7 +110,7 @@ def test_without_the_right_to_use_amx_another_loop_computes(caplog: pytest.LogCa
 
     kernels: Any = Kernels(Refused())  # type: ignore[arg-type]
     assert "AMX is not to be had" in caplog.text
-    assert kernels.lanes > 0
+    assert kernels.vector_floats > 0
 
 
 @needs_kernels

@@ -1,32 +1,32 @@
 /* The products' inner loops by FMA: 16-bit and int8 weights are widened in registers, tokens once a call. Included once for
- * each LANES, behind lanes.h.
+ * each FLOATS, behind vectors.h.
  */
 
 /* Rows of a block, its panels, tokens a tile, and those with which a tile takes all panels at once. Registers: a panel's
  * two vectors for each token, the weights and a token's value. */
-enum { ROWS = 32, PANEL = 2 * LANES, PANELS = ROWS / PANEL, MOST = LANES == 16 ? 12 : 6, NARROW = 3 };
+enum { ROWS = 32, PANEL = 2 * FLOATS, PANELS = ROWS / PANEL, MOST = FLOATS == 16 ? 12 : 6, NARROW = 3 };
 
 /* fp32 values of tokens, normed first if there is a norm: statistics in fp32, rounded before the weight. */
 INLINE TARGET void prepare_rows(const int type, float *to, const struct product *p, const void *x, int64_t tokens) {
     const int64_t n = p->inputs;
     for (int64_t t = 0; t < tokens; t++, to += n) {
         const uint16_t *row = (const uint16_t *)x + t * n;
-        lanes scale = all(1.f);
+        vector scale = all(1.f);
         if (p->norm) {
-            lanes sum[4] = {all(0.f), all(0.f), all(0.f), all(0.f)};
-            for (int64_t i = 0; i < n; i += 4 * LANES)
-                for (int k = 0; k < 4 && i + k * LANES < n; k++) {
-                    const lanes v = load_some(type, row, i + k * LANES, n - i - k * LANES);
+            vector sum[4] = {all(0.f), all(0.f), all(0.f), all(0.f)};
+            for (int64_t i = 0; i < n; i += 4 * FLOATS)
+                for (int k = 0; k < 4 && i + k * FLOATS < n; k++) {
+                    const vector v = load_some(type, row, i + k * FLOATS, n - i - k * FLOATS);
                     sum[k] = OF(fmadd_ps)(v, v, sum[k]);
                 }
             const float squares = sum_of(OF(add_ps)(OF(add_ps)(sum[0], sum[1]), OF(add_ps)(sum[2], sum[3])));
             scale = all(1.0f / sqrtf(squares / (float)n + p->eps));
         }
-        for (int64_t i = 0; i < n; i += LANES) {
-            lanes v = load_some(type, row, i, n - i);
+        for (int64_t i = 0; i < n; i += FLOATS) {
+            vector v = load_some(type, row, i, n - i);
             if (p->norm)
-                v = rounded_lanes(type, OF(mul_ps)(rounded_lanes(type, OF(mul_ps)(v, scale)), load_some(type, p->norm, i, n - i)));
-            if (n - i >= LANES)
+                v = rounded_vector(type, OF(mul_ps)(rounded_vector(type, OF(mul_ps)(v, scale)), load_some(type, p->norm, i, n - i)));
+            if (n - i >= FLOATS)
                 OF(storeu_ps)(to + i, v);
             else
                 memcpy(to + i, &v, sizeof(float) * (size_t)(n - i));
@@ -35,14 +35,14 @@ INLINE TARGET void prepare_rows(const int type, float *to, const struct product 
 }
 
 /* Input i's weights of half a panel. */
-INLINE TARGET lanes weights_of(const int form, const char *panel, int64_t i, int half) {
-    if (form == FP16) return OF(cvtph_ps)(LOAD_HALVES(panel + 2 * (i * PANEL + half * LANES)));
+INLINE TARGET vector weights_of(const int form, const char *panel, int64_t i, int half) {
+    if (form == FP16) return OF(cvtph_ps)(LOAD_HALVES(panel + 2 * (i * PANEL + half * FLOATS)));
     if (form == BF16) {
-        const words pair = load_words(panel + 4 * (i / 2 * PANEL + half * LANES));
-        return as_lanes(i % 2 ? OF_INT(and)(pair, OF(set1_epi32)((int)0xffff0000)) : OF(slli_epi32)(pair, 16));
+        const words pair = load_words(panel + 4 * (i / 2 * PANEL + half * FLOATS));
+        return as_vector(i % 2 ? OF_INT(and)(pair, OF(set1_epi32)((int)0xffff0000)) : OF(slli_epi32)(pair, 16));
     }
-    const char *codes = panel + i * PANEL + half * LANES;
-#if LANES == 16
+    const char *codes = panel + i * PANEL + half * FLOATS;
+#if FLOATS == 16
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
 #else
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
@@ -52,23 +52,23 @@ INLINE TARGET lanes weights_of(const int form, const char *panel, int64_t i, int
 /* What tokens of a panel are once they are summed [tokens][PANEL]: scale, bias, gate, out. */
 INLINE TARGET void finish(const int type, const struct product *p, const float *scale, const void *bias, const float *sums, int64_t tokens,
                           uint16_t *y, int64_t block, int panel) {
-    const int64_t first = p->gated ? (block * PANELS + panel) * LANES : block * ROWS + panel * PANEL, left = p->outputs - first;
-    const int64_t beyond = p->gated ? p->outputs : LANES; /* from `low` to `high`, in the bias */
-    const int64_t behind = p->gated ? left : left - LANES;
+    const int64_t first = p->gated ? (block * PANELS + panel) * FLOATS : block * ROWS + panel * PANEL, left = p->outputs - first;
+    const int64_t beyond = p->gated ? p->outputs : FLOATS; /* from `low` to `high`, in the bias */
+    const int64_t behind = p->gated ? left : left - FLOATS;
     if (scale) scale += block * ROWS + panel * PANEL;
-    const lanes low_scale = scale ? OF(loadu_ps)(scale) : all(1.f), high_scale = scale ? OF(loadu_ps)(scale + LANES) : all(1.f);
-    const lanes low_bias = bias && left > 0 ? load_some(type, bias, first, left) : all(0.f);
-    const lanes high_bias = bias && behind > 0 ? load_some(type, bias, first + beyond, behind) : all(0.f);
+    const vector low_scale = scale ? OF(loadu_ps)(scale) : all(1.f), high_scale = scale ? OF(loadu_ps)(scale + FLOATS) : all(1.f);
+    const vector low_bias = bias && left > 0 ? load_some(type, bias, first, left) : all(0.f);
+    const vector high_bias = bias && behind > 0 ? load_some(type, bias, first + beyond, behind) : all(0.f);
     for (int64_t t = 0; t < tokens; t++, sums += PANEL, y += p->outputs) {
-        const lanes low = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums), low_scale), low_bias);
-        const lanes high = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums + LANES), high_scale), high_bias);
+        const vector low = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums), low_scale), low_bias);
+        const vector high = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums + FLOATS), high_scale), high_bias);
         if (p->gated) {
-            const lanes v = rounded_lanes(type, low), one = all(1.f);
-            const lanes gate = OF(div_ps)(v, OF(add_ps)(one, exp_lanes(OF(sub_ps)(all(0.f), v))));
-            if (left > 0) store_some(type, y, first, OF(mul_ps)(rounded_lanes(type, gate), rounded_lanes(type, high)), left);
+            const vector v = rounded_vector(type, low), one = all(1.f);
+            const vector gate = OF(div_ps)(v, OF(add_ps)(one, exp_vector(OF(sub_ps)(all(0.f), v))));
+            if (left > 0) store_some(type, y, first, OF(mul_ps)(rounded_vector(type, gate), rounded_vector(type, high)), left);
         } else {
             if (left > 0) store_some(type, y, first, low, left);
-            if (behind > 0) store_some(type, y, first + LANES, high, behind);
+            if (behind > 0) store_some(type, y, first + FLOATS, high, behind);
         }
     }
 }
@@ -78,15 +78,15 @@ INLINE TARGET void join(const int type, const struct product *p, int leaf, float
                         int64_t block, int panel) {
     const int64_t first = block * ROWS + panel * PANEL, blocks = (p->outputs + ROWS - 1) / ROWS;
     const float *scale = p->scale ? p->scale + leaf * blocks * ROWS + first : NULL;
-    for (int half = 0; half < PANEL; half += LANES) {
+    for (int half = 0; half < PANEL; half += FLOATS) {
         const int64_t left = p->outputs - first - half;
-        const lanes bias = p->bias && leaf == 0 && left > 0 ? load_some(type, p->bias, first + half, left) : all(0.f);
-        const lanes unit = scale ? OF(loadu_ps)(scale + half) : all(1.f);
+        const vector bias = p->bias && leaf == 0 && left > 0 ? load_some(type, p->bias, first + half, left) : all(0.f);
+        const vector unit = scale ? OF(loadu_ps)(scale + half) : all(1.f);
         for (int64_t i = half; i < tokens * PANEL; i += PANEL) {
             float *node = nodes + i;
-            const lanes sum = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums + i), unit), bias);
-            lanes v = rounded_lanes(type, OF(mul_ps)(sum, all(p->factor)));
-            for (int n = leaf; n & 1; n >>= 1, node += level) v = rounded_lanes(type, OF(add_ps)(OF(loadu_ps)(node), v));
+            const vector sum = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums + i), unit), bias);
+            vector v = rounded_vector(type, OF(mul_ps)(sum, all(p->factor)));
+            for (int n = leaf; n & 1; n >>= 1, node += level) v = rounded_vector(type, OF(add_ps)(OF(loadu_ps)(node), v));
             OF(storeu_ps)(node, v);
             OF(storeu_ps)(sums + i, v);
         }
@@ -98,7 +98,7 @@ INLINE TARGET void join(const int type, const struct product *p, int leaf, float
 INLINE TARGET void tile_of(const int form, const int T, const int B, const char *weight, int64_t inputs, const float *x, int64_t count,
                            float *sums) {
     const int64_t size = form == INT8 ? 1 : 2;
-    lanes low[MOST], high[MOST];
+    vector low[MOST], high[MOST];
 #pragma GCC unroll 12
     for (int n = 0; n < B * T; n++) low[n] = high[n] = all(0.f);
     for (int64_t pair = 0; pair < count; pair += 2)
@@ -109,10 +109,10 @@ INLINE TARGET void tile_of(const int form, const int T, const int B, const char 
                 __asm__ volatile("" ::: "memory"); /* each input's weights are loaded anew: twice as many would not fit the registers */
                 const char *line = weight + (b * inputs + pair) * PANEL * size;
                 if (i == 0) fetch_ahead(line, 2 * PANEL * size);
-                const lanes low_weight = weights_of(form, line, i, 0), high_weight = weights_of(form, line, i, 1);
+                const vector low_weight = weights_of(form, line, i, 0), high_weight = weights_of(form, line, i, 1);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; t++) {
-                    const lanes v = all(x[t * inputs + pair + i]);
+                    const vector v = all(x[t * inputs + pair + i]);
                     low[b * T + t] = OF(fmadd_ps)(low_weight, v, low[b * T + t]);
                     high[b * T + t] = OF(fmadd_ps)(high_weight, v, high[b * T + t]);
                 }
@@ -120,7 +120,7 @@ INLINE TARGET void tile_of(const int form, const int T, const int B, const char 
 #pragma GCC unroll 12
     for (int n = 0; n < B * T; n++) {
         OF(storeu_ps)(sums + n * PANEL, low[n]);
-        OF(storeu_ps)(sums + n * PANEL + LANES, high[n]);
+        OF(storeu_ps)(sums + n * PANEL + FLOATS, high[n]);
     }
 }
 
@@ -130,7 +130,7 @@ INLINE TARGET void tile_of(const int form, const int T, const int B, const char 
 INLINE TARGET void tile(const int form, int64_t tokens, const char *weight, int64_t inputs, const float *x, int64_t each, float *sums) {
     switch (tokens) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if LANES == 16
+#if FLOATS == 16
         CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
