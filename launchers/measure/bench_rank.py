@@ -8,25 +8,18 @@ such jobs can take turns on one machine. Started by launchers/measure/bench_job.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
-from ...engine.config import load as deploy
 from ...engine.profiling.bench import Case, Item, random_mix, run_case, run_mix
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, StepProgress, follow
-from ...models.config.json_fields import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Entry
-from ...topology.placement.identity import Identity, IdentityError, identify
-from ..control.processes import die_with_parent
-from ..rank.rank import choose_device, join_group, set_threads
+from .rank_work import main, say
 
 LEAST_READ, MOST_READ = 256 << 20, 1 << 30
 """Bytes that a reading of the floor goes through."""
@@ -140,11 +133,6 @@ def _lead(bench: _Bench) -> None:
         bench.engine.close()
 
 
-def say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
-
-
 def _bench(built: Any, communicator: Communicator) -> None:
     if communicator.leads:
         _lead(_Bench(built, communicator))
@@ -152,36 +140,5 @@ def _bench(built: Any, communicator: Communicator) -> None:
         follow(built.runner, communicator.plans, StepProgress())
 
 
-def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator], None]) -> None:
-    from ...engine.step.build import build
-
-    deployment = deploy.from_json(json.loads(path.read_text()))
-    set_threads(deployment, identity)
-    with join_group(deployment, identity) as communicator:
-        built = build(deployment, communicator, choose_device(deployment, identity))
-        gc.collect()
-        gc.freeze()
-        work(built, communicator)
-
-
-def main(work: Callable[[Any, Communicator], None] = _bench) -> int:
-    """Loads this rank's share of the deployment that the first argument names, and does `work` with it. Any exception
-    ends the process at once, since the other ranks wait for this one: the launcher then ends the job."""
-    die_with_parent()
-    try:
-        identity = identify()
-        if identity is None:
-            raise IdentityError("not a rank: `laddertron bench`, `profile` and `verify` start this under a launcher")
-        _be_rank(identity, Path(sys.argv[1]), work)
-    except Refusal as refusal:
-        say({"refused": str(refusal)})  # once, whoever else refuses it
-        os._exit(1)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(_bench))

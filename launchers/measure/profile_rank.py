@@ -26,7 +26,7 @@ from ...engine.request import Request, SamplingParams
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Ahead, Engine, StepProgress, drain, follow
 from ...topology.comm.groups import Communicator
-from .bench_rank import main, say
+from .rank_work import main, say
 
 WARM_UP = 8
 """Steps before the first one that is recorded."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...engine.step.row_check import RowCheck
 from ...topology.comm.groups import Communicator
-from .bench_rank import main, say
+from .rank_work import main, say
 
 
 def verify(built: Any, communicator: Communicator) -> None:

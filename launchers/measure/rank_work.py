@@ -1,0 +1,58 @@
+"""What a rank does that measures: it loads its share of a deployment, does its work and answers in JSON lines.
+
+Called by the ranks' own modules (bench, profile, verify); started by launchers/measure/bench_job.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...engine.config import load as deploy
+from ...models.config.json_fields import Refusal
+from ...topology.comm.groups import Communicator
+from ...topology.placement.identity import Identity, IdentityError, identify
+from ..control.processes import die_with_parent
+from ..rank.rank import choose_device, join_group, set_threads
+
+
+def say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator], None]) -> None:
+    from ...engine.step.build import build
+
+    deployment = deploy.from_json(json.loads(path.read_text()))
+    set_threads(deployment, identity)
+    with join_group(deployment, identity) as communicator:
+        built = build(deployment, communicator, choose_device(deployment, identity))
+        gc.collect()
+        gc.freeze()
+        work(built, communicator)
+
+
+def main(work: Callable[[Any, Communicator], None]) -> int:
+    """Loads this rank's share of the deployment that the first argument names, and does `work` with it. Any exception
+    ends the process at once, since the other ranks wait for this one: the launcher then ends the job."""
+    die_with_parent()
+    try:
+        identity = identify()
+        if identity is None:
+            raise IdentityError("not a rank: `laddertron bench`, `profile` and `verify` start this under a launcher")
+        _be_rank(identity, Path(sys.argv[1]), work)
+    except Refusal as refusal:
+        say({"refused": str(refusal)})  # once, whoever else refuses it
+        os._exit(1)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    return 0
