@@ -15,6 +15,7 @@ from math import ceil
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
 from ...models.residual import collectives_per_step
+from ...models.stages import Stage
 from ...topology.cost.cost import Backend, Costs, Shape, sent_bytes
 from ...topology.emulation import Emulation
 from ...topology.hardware.fabric import Fabric
@@ -160,7 +161,7 @@ def group_in(q: Question) -> SimulatedGroup:
     """The question's tensor-parallel group, ready to be asked for steps; of a pipeline, its slowest stage's."""
     rates = devices_of(q).rates(q.stored.weights)
     size = q.placement.tensor_parallel_size
-    group = group_of(part_of(q), size, q.stored, rates, _links(q, q.shape), q.keys.replicate_embedding)
+    group = group_of(_part(q), size, q.stored, rates, _links(q, q.shape), q.keys.replicate_embedding)
     return group if q.overlap else replace(group, overlap=False)
 
 
@@ -187,6 +188,10 @@ def memory_in(q: Question) -> Memory:
 
 def part_of(q: Question) -> ModelConfig:
     """What the group computes: the model, or of a pipeline its slowest stage."""
+    return _part(q).config
+
+
+def _part(q: Question) -> Stage:
     return fullest_stage(q.config, q.placement.stages, q.layers)
 
 

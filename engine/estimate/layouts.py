@@ -211,21 +211,23 @@ def depth(
 
 
 def group_of(
-    config: ModelConfig,
+    stage: Stage,
     tp: int,
     stored: StoredTypes,
     rates: ComputeRates,
     links: Links,
     replicate_embedding: bool = False,
 ) -> SimulatedGroup:
-    """A group whose numbers lie in memory as `stored` says."""
+    """A group that computes a stage, with its numbers in memory as `stored` says."""
+    wide = stored.kept()[stage.first_layer : stage.first_layer + stage.config.num_layers]
     return SimulatedGroup(
-        config, tp, rates, links, BYTES[stored.weights], BYTES[stored.kv], BYTES[stored.values], replicate_embedding
-    )
+        stage.config, tp, rates, links, BYTES[stored.weights], BYTES[stored.kv], BYTES[stored.values],
+        replicate_embedding, wide=wide,
+    )  # fmt: skip
 
 
-def fullest_stage(config: ModelConfig, stages: int, layers: Sequence[int] = ()) -> ModelConfig:
-    """The stage that sets a pipeline's pace, as a model of its own: the one with most layers that wait for their
+def fullest_stage(config: ModelConfig, stages: int, layers: Sequence[int] = ()) -> Stage:
+    """The stage that sets a pipeline's pace: the one with most layers that wait for their
     all-reduces, and among those alike with most layers. Its head is counted, too, though only the last stage has one:
     what the split gives that one less in layers. `layers`: as configured."""
     parts = make_stages(config, choose_layers(config, stages, layers))
@@ -234,7 +236,7 @@ def fullest_stage(config: ModelConfig, stages: int, layers: Sequence[int] = ()) 
         head = head_in_layers(config) if part.last else 0.0
         return part.config.wiring.kinds.count("standard"), part.config.num_layers + head
 
-    return max(parts, key=pace).config
+    return max(parts, key=pace)
 
 
 def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int, stages: int) -> Callable[[int], float]:

@@ -4,13 +4,15 @@ for keys and values. Pure arithmetic over shapes; no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 
 from ...models.config.model_config import ModelConfig
 from ...models.config.quantisation import BYTES
 from ...models.cuda.workspace import workspace_bytes
 from ...models.stages import RankShard
+from ...models.weights.slices import PRODUCTS
 from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -29,6 +31,17 @@ class StoredTypes:
     weights: str = "bfloat16"
     values: str = "bfloat16"
     kv: str = "bfloat16"
+    wide: tuple[tuple[str, ...], ...] = ()
+    """The products of each layer that an fp8 checkpoint keeps in `values`; empty: none."""
+
+    def kept(self) -> tuple[tuple[str, ...], ...]:
+        """`wide` where the weights are fp8."""
+        return self.wide if self.weights == "fp8" else ()
+
+    def summary(self) -> dict[str, object]:
+        """For JSON: `wide` as the number of layers for each product."""
+        counts = {product: sum(product in layer for layer in self.kept()) for product in PRODUCTS}
+        return {**asdict(self), "wide": {product: count for product, count in counts.items() if count}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +159,15 @@ def memory(
     linear, other, kv = BYTES[stored.weights], BYTES[stored.values], BYTES[stored.kv]
     d, dim = c.hidden_size, c.head_dim
     outputs = (shard.num_heads + 2 * shard.num_kv_heads) * dim
-    attention = d * outputs + shard.num_heads * dim * d
+    elements = {
+        "qkv": d * outputs,
+        "o": shard.num_heads * dim * d,
+        "gate_up": 2 * d * shard.ffn_size,
+        "down": d * shard.ffn_size,
+    }
+    wide = _fullest_part([sum(elements[p] for p in layer) for layer in stored.kept()], stored.kept(), layers)
+    wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
+    held = {p: n * (layers * linear + wide_layers[p] * (other - linear)) for p, n in elements.items()}
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
     norms = sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d
     rows = shard.padded_vocab // size
@@ -155,13 +176,14 @@ def memory(
     head = rows if not c.tied_embeddings or keys.replicate_embedding else 0
     if stages > 1:
         embedding, head = max(embedding, head), 0
-    scales = 4 * (outputs + d + 2 * shard.ffn_size + d) * layers if linear == 1.0 else 0
+    scaled = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d} if linear == 1.0 else {}
+    scales = sum(4 * n * (layers - wide_layers[product]) for product, n in scaled.items())
     working = working_memory(config, size, other, keys)
     rotary = (keys.max_model_len + 1) * dim * 4 * 2
     parts = {
         "weights: embedding": int(embedding * d * other),
-        "weights: attention": int(layers * attention * linear),
-        "weights: MLP": int(layers * 3 * d * shard.ffn_size * linear),
+        "weights: attention": int(held["qkv"] + held["o"]),
+        "weights: MLP": int(held["gate_up"] + held["down"]),
         "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
         "weights: head": int(head * d * other),
         **working | {"activations": working["activations"] + rotary},
@@ -182,3 +204,10 @@ def memory(
     budget = max(0, left if wanted is None else min(left, wanted))
     tokens_held = budget // (per_token * keys.block_size) * keys.block_size
     return Memory(device_bytes, parts, budget, per_token, tokens_held, keys.max_model_len, keys.max_num_seqs)
+
+
+def _fullest_part(sizes: Sequence[int], wide: Sequence[tuple[str, ...]], layers: int) -> Sequence[tuple[str, ...]]:
+    """The `layers` consecutive entries of `wide` that keep most, by their `sizes`."""
+    sums = [0, *accumulate(sizes)]
+    first = max(range(max(0, len(sizes) - layers) + 1), key=lambda i: sums[min(i + layers, len(sizes))] - sums[i])
+    return wide[first : first + layers]

@@ -73,6 +73,8 @@ class ComputeRates:
     call_one_s: float
     call_many_s: float
     source: str
+    value_flops: float | None = None
+    """FLOP/s where neither factor is fp8; None: `flops`."""
 
     def __post_init__(self) -> None:
         if min(self.flops, self.weight_bytes_per_s, self.kv_bytes_per_s) <= 0:
@@ -91,6 +93,7 @@ def gpu_rates(device: Device, weight_dtype: str = "bfloat16") -> ComputeRates:
         CALL_ONE_S,
         CALL_MANY_S,
         f"{device.name}: nominal rates x shares fitted to published H100 runs",
+        device.bf16_flops * FLOPS_SHARE if device.bf16_flops else None,
     )
 
 
@@ -198,6 +201,8 @@ class SimulatedGroup:
     replicate_head: bool = False
     kv_reads: float = 1.0
     overlap: bool = True
+    wide: tuple[tuple[str, ...], ...] = ()
+    """The products of each layer whose weights take `value_bytes` each; empty: none."""
     split: bool = False
     """A step may be computed in two streams, and is where that is quicker."""
 
@@ -213,19 +218,20 @@ class SimulatedGroup:
         """Seconds of a step's parts."""
         c, shard, r = self.config, self.shard, self.rates
         call = r.call_one_s if load.tokens == 1 else r.call_many_s
-        projections = c.hidden_size * c.head_dim * (2 * shard.num_heads + 2 * shard.num_kv_heads)
         windows = c.sliding_window or (None,) * c.num_layers
         attend = {window: self._attend(load, window) for window in set(windows)}
         calls = 2 * call * ATTENTION_CALLS, 2 * call * (1 - ATTENTION_CALLS)
-        fixed = self._product(projections, load.tokens, self.weight_bytes) + calls[0]
-        mlp = self._product(3 * c.hidden_size * shard.ffn_size, load.tokens, self.weight_bytes) + calls[1]
+        kept = self.wide or ((),) * c.num_layers
+        times = {wide: self._products(load.tokens, wide) for wide in set(kept)}
         vocabulary = c.vocab_size if self.replicate_head else shard.padded_vocab // self.size
-        head = self._product(c.hidden_size * vocabulary, load.rows, self.value_bytes) if load.rows else 0.0
+        head = self._product(c.hidden_size * vocabulary, load.rows, True) if load.rows else 0.0
         message = self.message_bytes(load)
         apart = not self.replicate_embedding and self.size > 1
         return StepCost(
-            attention_s=[fixed + attend[window] for window in windows],
-            mlp_s=[mlp] * c.num_layers,
+            attention_s=[
+                times[wide][0] + calls[0] + attend[window] for wide, window in zip(kept, windows, strict=True)
+            ],
+            mlp_s=[times[wide][1] + calls[1] for wide in kept],
             all_reduce=self.links.wire(message),
             after_s=head + (r.call_one_s if load.rows else 0.0),
             before=self.links.wire(message) if apart else Wire(0.0),
@@ -234,8 +240,26 @@ class SimulatedGroup:
             shared_norm_saves_s=0.25 * call,
         )
 
-    def _product(self, weights: float, rows: int, bytes_each: float) -> float:
-        return max(2.0 * rows * weights / self.rates.flops, weights * bytes_each / self.rates.weight_bytes_per_s)
+    def _products(self, rows: int, wide: tuple[str, ...]) -> tuple[float, float]:
+        """Seconds of a layer's attention projections and of its MLP, with these products wide."""
+        c, shard = self.config, self.shard
+        each = c.hidden_size * c.head_dim
+        attention = {"qkv": each * (shard.num_heads + 2 * shard.num_kv_heads), "o": each * shard.num_heads}
+        mlp = {"gate_up": 2 * c.hidden_size * shard.ffn_size, "down": c.hidden_size * shard.ffn_size}
+
+        def seconds(weights: dict[str, int]) -> float:
+            widely = sum(n for product, n in weights.items() if product in wide)
+            return self._product(sum(weights.values()) - widely, rows) + self._product(widely, rows, True)
+
+        return seconds(attention), seconds(mlp)
+
+    def _product(self, weights: float, rows: int, wide: bool = False) -> float:
+        flops, each = (self._value_flops, self.value_bytes) if wide else (self.rates.flops, self.weight_bytes)
+        return max(2.0 * rows * weights / flops, weights * each / self.rates.weight_bytes_per_s)
+
+    @property
+    def _value_flops(self) -> float:
+        return self.rates.value_flops or self.rates.flops
 
     def _attend(self, load: Load, window: int | None) -> float:
         c, shard = self.config, self.shard
@@ -244,8 +268,8 @@ class SimulatedGroup:
         per_position = 2 * shard.num_kv_heads * c.head_dim * self.kv_bytes * self.kv_reads
         read = load.decodes * seen * per_position / self.rates.kv_bytes_per_s
         flops = 4.0 * shard.num_heads * c.head_dim
-        decode = max(read, load.decodes * seen * flops / self.rates.flops)
-        return decode + load.prompt * prompt_seen * flops / self.rates.flops
+        decode = max(read, load.decodes * seen * flops / self._value_flops)
+        return decode + load.prompt * prompt_seen * flops / self._value_flops
 
     def step(self, load: Load, wiring: Wiring | None = None) -> StepTime:
         """The step on the virtual clock, wired as the model is or as `wiring`."""

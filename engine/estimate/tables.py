@@ -220,7 +220,7 @@ def as_json(plan: CapacityEstimate) -> dict[str, Any]:
         "model": q.name,
         "parameters": q.config.num_parameters,
         "wiring": q.config.wiring.name,
-        "stored": asdict(q.stored),
+        "stored": q.stored.summary(),
         "tensor_parallel_size": q.placement.tensor_parallel_size,
         "replicas": q.placement.replicas,
         "stages": q.placement.stages,
@@ -239,7 +239,7 @@ def as_json(plan: CapacityEstimate) -> dict[str, Any]:
         "layouts": [
             {
                 "layout": describe(x), "tp": x.tp, "replicas": x.replicas, "stages": x.stages, "gpus": x.gpus,
-                "stored": asdict(x.stored), "wiring": x.wiring.name, "fits": bool(x.speeds),
+                "stored": x.stored.summary(), "wiring": x.wiring.name, "fits": bool(x.speeds),
                 "weight_bytes": x.memory.weight_bytes, "kv_tokens": x.memory.kv_tokens,
                 "speeds": [asdict(s) for s in x.speeds],
                 "contexts": [{**asdict(d), "tokens_per_s": d.tokens_per_s} for d in x.depths],

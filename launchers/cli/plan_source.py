@@ -20,7 +20,7 @@ from ...engine.estimate.estimate import Question
 from ...engine.estimate.layouts import Work
 from ...engine.estimate.memory import MemoryKeys, StoredTypes, memory
 from ...engine.schedule.speculation import MOST
-from ...models.config.known_models import by_folder, half_ladder, known
+from ...models.config.known_models import by_folder, half_ladder, known, published_fp8
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.parts import make_wiring
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
@@ -28,6 +28,9 @@ from ...models.config.shapes import ShapeError, check_draft, check_shapes, repli
 from ...models.config.wiring import choose_wiring
 from ...models.cuda.workspace import HEAD_DIMS
 from ...models.stages import StageError, choose_layers
+from ...models.weights.checkpoint import CheckpointError
+from ...models.weights.mapping import open_checkpoint
+from ...models.weights.slices import PRODUCTS
 from ...topology.cost.cost import Backend, Costs, Shape, shape_of
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
@@ -69,7 +72,7 @@ def question(
 def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     """The deployment's plan. Raises ConfigError, PlacementError, ValueError, OSError."""
     d = loaded.deployment
-    config, quantised, notes = _model(loaded)
+    config, quantised, wide, notes = _model(loaded)
     try:
         check_shapes(config, d.parallel.tensor_parallel_size)
         choose_layers(config, d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers)
@@ -95,7 +98,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     shape = shape_of(fabric, placement)
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
-    stored = StoredTypes(_form(d.model.weights, values, quantised is not None or asked.fp8, gpu), values, kv)
+    form = _form(d.model.weights, values, quantised is not None or asked.fp8, gpu)
+    stored = StoredTypes(form, values, kv, wide if gpu else ())
     keys = MemoryKeys(
         max_num_seqs=d.engine.max_num_seqs,
         max_num_batched_tokens=d.engine.max_num_batched_tokens,
@@ -141,7 +145,9 @@ def from_names(
     fabric = asked.fabric or preset("1x8xH100")
     notes = [] if asked.fabric else ["no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)"]
     gpu = any(n.devices for n in fabric.nodes)
-    stored = StoredTypes("fp8" if asked.fp8 else config.dtype, config.dtype, config.dtype)
+    wide = published_fp8(name) if gpu else ()
+    notes += _kept_wide(wide, "the published checkpoint keeps")
+    stored = StoredTypes("fp8" if asked.fp8 else config.dtype, config.dtype, config.dtype, wide)
     keys = MemoryKeys(
         max_num_seqs=512 if gpu else 256,
         max_num_batched_tokens=8192 if gpu else 2048,
@@ -193,8 +199,11 @@ def _multiplies_fp8(fabric: Fabric) -> bool:
     return all(device.fp8_flops for node in fabric.nodes for device in node.devices)
 
 
-def _model(loaded: LoadedDeployment) -> tuple[ModelConfig, Quantisation | None, list[str]]:
-    """The model that the file names, wired as it says; how its weights are quantised; what had to be assumed."""
+def _model(
+    loaded: LoadedDeployment,
+) -> tuple[ModelConfig, Quantisation | None, tuple[tuple[str, ...], ...], list[str]]:
+    """The model that the file names, wired as it says; how its weights are quantised, and which products of each layer
+    are not; what had to be assumed."""
     d = loaded.deployment
     folder, notes = Path(d.model.path), list[str]()
     if (folder / "config.json").is_file():
@@ -210,9 +219,39 @@ def _model(loaded: LoadedDeployment) -> tuple[ModelConfig, Quantisation | None, 
             f"{', fp8 weights' if guess.fp8 else ''}{'' if guess.how == 'stock' else f', {config.wiring.name} wiring'}"
         )
         notes.append(f"{folder} is not on this machine: taken for {guess.name}{form} by its name")
+    wide = _wide(folder, config, quantised, notes)
     # Whether weights suit their wiring is for `check` and the ranks: a plan may ask what if.
     config, _ = choose_wiring(config, d.model.wiring, d.model.ladder_layers, allow_untrained=True)
-    return config, quantised, notes
+    return config, quantised, wide, notes
+
+
+def _wide(
+    folder: Path, config: ModelConfig, quantised: Quantisation | None, notes: list[str]
+) -> tuple[tuple[str, ...], ...]:
+    """The products of each layer that fp8 weights leave wide: by the headers of the folder's files, else as the
+    published checkpoint of its name has it. Appends to `notes` which of the two."""
+    if quantised is not None and any(folder.glob("*.safetensors")):
+        try:
+            kept = open_checkpoint(folder, config).quantised_products(config)
+        except (CheckpointError, OSError) as fault:
+            notes.append(f"the headers of {folder} cannot be read ({fault}): fp8 weights are assumed by its name")
+        else:
+            layers = range(config.num_layers)
+            wide = tuple(tuple(p for p in PRODUCTS if f"layers.{i}.{p}" not in kept) for i in layers)
+            notes += _kept_wide(wide, f"{folder} keeps")
+            return wide if any(wide) else ()
+    guess = by_folder(folder.name)
+    wide = published_fp8(guess.name) if guess else ()
+    if len(wide) != config.num_layers:
+        return ()
+    notes += _kept_wide(wide, "the published checkpoint keeps")
+    return wide
+
+
+def _kept_wide(wide: tuple[tuple[str, ...], ...], who: str) -> list[str]:
+    counts = [(product, sum(product in layer for layer in wide)) for product in PRODUCTS]
+    words = ", ".join(f"{product} of {count}" for product, count in counts if count)
+    return [f"fp8 weights: {who} {words} of {len(wide)} layers wide"] if words else []
 
 
 def _form(weights: str, values: str, fp8: bool, gpu: bool) -> str:

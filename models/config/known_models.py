@@ -87,6 +87,15 @@ def known(name: str) -> ModelConfig:
     return found
 
 
+def published_fp8(name: str) -> tuple[tuple[str, ...], ...]:
+    """The products of each layer that the fp8 checkpoint published for the architecture `name` keeps in bfloat16; empty
+    where none is known. Meta's of 405B keeps attention, and the MLP of the first and the last layer."""
+    if name.lower() != "llama-3.1-405b":
+        return ()
+    ends = {0, known(name).num_layers - 1}
+    return tuple(("qkv", "o", "gate_up", "down") if i in ends else ("qkv", "o") for i in range(max(ends) + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Guess:
     """What a folder's name says: the architecture, how its weights are stored, and how layers are wired."""

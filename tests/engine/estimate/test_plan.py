@@ -15,16 +15,19 @@ from click.testing import CliRunner, Result
 from laddertron.engine.config.load import ConfigError, read
 from laddertron.engine.estimate.advice import deployment_text, describe
 from laddertron.engine.estimate.answer import basis, headline
-from laddertron.engine.estimate.estimate import CapacityEstimate, Question, make_plan
+from laddertron.engine.estimate.estimate import CapacityEstimate, Question, group_in, make_plan, memory_in
 from laddertron.engine.estimate.layouts import Work
 from laddertron.engine.estimate.memory import MemoryKeys, StoredTypes, memory
+from laddertron.engine.estimate.roofline import ATTENTION_CALLS, Load, SimulatedGroup, gpu_rates, links
 from laddertron.engine.estimate.tables import as_json, markdown, sheets
 from laddertron.launchers.cli.__main__ import group, main
 from laddertron.launchers.cli.plan_page import plan_page
 from laddertron.launchers.cli.plan_source import Asked, from_deployment, from_names
-from laddertron.models.config.known_models import by_folder, known, known_names
+from laddertron.models.config.known_models import architecture, by_folder, known, known_names, published_fp8
 from laddertron.models.config.model_config import ModelConfig
 from laddertron.models.stages import RankShard
+from laddertron.models.weights.slices import expected_shapes
+from laddertron.topology.cost.cost import Shape
 from laddertron.topology.cost.emulated_fabric import emulation_of
 from laddertron.topology.hardware.presets import preset
 
@@ -175,6 +178,39 @@ def test_fp8_frees_half() -> None:
     assert half.weight_bytes == pytest.approx(whole.weight_bytes / 2, rel=0.02)
     assert half.fits
     assert not whole.fits
+
+
+def test_the_published_fp8_checkpoint_is_planned_as_it_is_stored() -> None:
+    """Attention and the MLPs of the first and the last layer stay in bfloat16: 56.7 GiB of weights and 14.0 GiB of KV
+    on eight GPUs of 80 GB; steps read those bytes, and each stage of a pipeline its own."""
+    question = deployed(ROOT / "configs" / "llama-3.1-405b-fp8-tp8.yaml")
+    room, group = memory_in(question), group_in(question)
+    assert (round(room.weight_bytes / 2**30, 1), round(room.kv_bytes / 2**30, 1)) == (56.7, 14.0)
+    assert 233_000 <= room.kv_tokens < 233_100
+    cost, all_fp8 = group.cost(Load(decodes=1)), replace(group, wide=()).cost(Load(decodes=1))
+    shard, d = group.shard, question.config.hidden_size
+    read = group.rates.weight_bytes_per_s
+    attention = d * question.config.head_dim * (2 * shard.num_heads + 2 * shard.num_kv_heads)
+    assert [cost.attention_s[i] - all_fp8.attention_s[i] for i in (0, 5, 125)] == pytest.approx([attention / read] * 3)
+    mlp = [now - before for now, before in zip(cost.mlp_s, all_fp8.mlp_s, strict=True)]
+    assert mlp == pytest.approx([3 * d * shard.ffn_size / read, *[0.0] * 124, 3 * d * shard.ffn_size / read])
+    assert any("gate_up of 2, down of 2 of 126 layers wide" in note for note in question.notes)
+    halves = memory(question.config, 8, question.stored, question.keys, H100, stages=2)
+    assert halves.parts["weights: MLP"] == 64 * 3 * d * shard.ffn_size
+    assert published_fp8("llama-3.1-70b") == ()
+
+
+def test_large_steps_compute_wide_products_at_the_rate_of_bfloat16() -> None:
+    config = known("llama-3.1-405b")
+    rates = gpu_rates(preset("1x8xH100").nodes[0].devices[0], "fp8")
+    group = SimulatedGroup(config, 8, rates, links("nccl", Shape(1, 8)), 1.0, 2.0, 2.0)
+    load = Load(prompt=4096)
+    narrow, wide = group.cost(load), replace(group, wide=published_fp8("llama-3.1-405b")).cost(load)
+    assert rates.value_flops is not None
+    calls = 2 * rates.call_many_s * (1 - ATTENTION_CALLS)
+    ratio = (wide.mlp_s[0] - calls) / (narrow.mlp_s[0] - calls)
+    assert ratio == pytest.approx(rates.flops / rates.value_flops)
+    assert wide.mlp_s[1] == narrow.mlp_s[1]
 
 
 def test_what_is_exposed_is_what_ladder_wins() -> None:
@@ -520,3 +556,50 @@ def test_fp8_weights_that_are_here_are_read_off_their_config(tmp_path: Path) -> 
     assert deployed(file).stored.weights == "bfloat16"
     (tmp_path / "config.json").write_text(json.dumps({**words, "quantization_config": {"quant_method": "fbgemm_fp8"}}))
     assert deployed(file).stored == StoredTypes("fp8", "bfloat16", "bfloat16")
+
+
+def _fp8_folder(folder: Path, wide: set[str]) -> Path:
+    """A checkpoint of two layers whose products are fp8, but for the layers' modules in `wide`; its deployment."""
+    config = architecture("llama", 2, 64, 4, 2, 128, 256, 512)
+    words = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fbgemm_fp8"},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(words))
+    header: dict[str, object] = {}
+    end = 0
+
+    def add(name: str, dtype: str, shape: tuple[int, ...], itemsize: int) -> None:
+        nonlocal end
+        begin, end = end, end + itemsize * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+    for name, shape in expected_shapes(config).items():
+        if "_proj" in name and not any(part in name for part in wide):
+            add(name, "F8_E4M3", shape, 1)
+            add(f"{name}_scale", "F32", (shape[0], 1), 4)
+        else:
+            add(name, "BF16", shape, 2)
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    file = folder / "d.yaml"
+    file.write_text(f"model:\n  path: {folder}\n")
+    return file
+
+
+def test_fp8_weights_that_are_here_are_read_off_their_headers(tmp_path: Path) -> None:
+    """Which products are wide, of which layer; the plan's bytes are those of the files. Broken files are noted."""
+    file = _fp8_folder(tmp_path, {"self_attn", "layers.1.mlp"})
+    question = deployed(file, "1x8xH100")
+    assert question.stored.wide == (("qkv", "o"), ("qkv", "o", "gate_up", "down"))
+    assert question.stored.summary()["wide"] == {"qkv": 2, "o": 2, "gate_up": 1, "down": 1}
+    assert any(f"{tmp_path} keeps qkv of 2" in note for note in question.notes)
+    room = memory(question.config, 1, question.stored, GPU, H100)
+    assert room.weight_bytes == len((tmp_path / "model.safetensors").read_bytes()) - 8 - int.from_bytes(
+        (tmp_path / "model.safetensors").read_bytes()[:8], "little"
+    )
+    _fp8_folder(tmp_path, set())
+    assert deployed(file, "1x8xH100").stored == StoredTypes("fp8", "bfloat16", "bfloat16")
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    assert any("cannot be read" in note for note in deployed(file, "1x8xH100").notes)
