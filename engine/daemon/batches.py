@@ -12,14 +12,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..openai.batch_input import MAX_ERRORS, BatchLine, FileCheck, check_file
 from ..openai.errors import ApiError
 from .batch_feed import BatchFeed, Gate, rules_of
 from .core import Core
 from .store import records
-from .store.outputs import make_outputs
+from .store.outputs import Outputs, size_of
 from .store.retention import Cleaner
 from .store.rows import BatchRow, FileRow, Status, new_id
 from .store.schema import Rows
@@ -42,6 +42,7 @@ class Batches:
     def __init__(self, core: Core, retention: float | None = None) -> None:
         self._core, self._store, self._clock = core, core.store, core.store.clock
         self._cleaner = Cleaner(core.store, retention)
+        self._outputs = Outputs(core.store)
         self.gate = Gate()
         self.gate.set("")
         self._stops: dict[str, asyncio.Future[str]] = {}
@@ -120,15 +121,21 @@ class Batches:
         await self._store.write(lambda rows: records.drop_file(rows, file))
         self._store.remove_bytes(file.id)
 
-    async def content(self, file: FileRow) -> Path:
-        """Where its bytes are; an output file that is gone is made again. Raises StoreUnavailable or OSError."""
-        path = self._store.path_of(file.id)
-        if not path.exists() and file.batch_id is not None:
-            batch_id = file.batch_id
+    async def content(self, file: FileRow) -> BinaryIO:
+        """Opens it; an output file that is missing, or has lost bytes, is made again first. Raises StoreUnavailable,
+        OSError, or ApiError where an upload has another size than it had."""
+        path, batch_id = self._store.path_of(file.id), file.batch_id
+        size = await self._store.in_thread(lambda: size_of(path))
+        if size != file.bytes and batch_id is not None:
             batch = await self._store.read(lambda db: records.get_batch(db, batch_id))
-            if batch is not None:
-                await make_outputs(self._store, batch)
-        return path
+            if batch is not None and file.id in (batch.output_file_id, batch.error_file_id):
+                await self._outputs.make(batch, file.id, file.bytes)
+                if await self._store.read(lambda db: records.get_file(db, file.id)) is None:  # deleted meanwhile
+                    self._store.remove_bytes(file.id)
+        elif size not in (None, file.bytes):
+            message = f"file {file.id!r} has {size} bytes on the disk, {file.bytes} were uploaded: upload it again"
+            raise ApiError(message, "file_damaged", status=500)
+        return await self._store.in_thread(lambda: path.open("rb"))
 
     # a batch's life
 
@@ -288,7 +295,7 @@ class Batches:
         return await self._store.write(work)
 
     async def _finalise(self, batch: BatchRow) -> BatchRow:
-        sizes = await make_outputs(self._store, batch)
+        sizes = await self._outputs.make_all(batch)
         now = self._clock.stamp()
         status: Status = "completed"
         if batch.errors:

@@ -107,7 +107,7 @@ class BatchClient:
 
     def download(self, file_id: str, path: Path) -> int:
         """Its bytes; the file is whole or not there."""
-        temporary = path.with_name(f".{path.name}.part")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         size = 0
         try:
             content = self._answer("GET", f"/files/{file_id}/content", f"the download of {file_id} broke off: ERROR")

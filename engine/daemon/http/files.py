@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
@@ -172,15 +172,13 @@ def files_router(services: Services) -> APIRouter:
         """The file's bytes."""
         file = await find(request, file_id)
         try:
-            path = await services.batches.content(file)
-            size = path.stat().st_size
+            opened = await services.batches.content(file)
         except FileNotFoundError:
             raise not_found("content of file", file_id) from None
         except (OSError, StoreUnavailable) as error:
             raise unstored(f"the file could not be made ({error})") from error
-        return StreamingResponse(
-            _read(services, path), media_type="application/octet-stream", headers={"content-length": str(size)}
-        )
+        headers = {"content-length": str(os.fstat(opened.fileno()).st_size)}
+        return StreamingResponse(_read(services, opened), media_type="application/octet-stream", headers=headers)
 
     async def find(request: Request, file_id: str) -> FileRow:
         owner = owner_of(request)
@@ -219,8 +217,8 @@ def _expiry(fields: dict[str, str], now: int) -> int | None:
         raise bad.within("expires_after: ", "expires_after") from None
 
 
-async def _read(services: Services, path: Path) -> AsyncIterator[bytes]:
-    with path.open("rb") as file:
+async def _read(services: Services, opened: BinaryIO) -> AsyncIterator[bytes]:
+    with opened as file:
         while chunk := await services.store.in_thread(lambda: file.read(_CHUNK)):
             yield chunk
 

@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import sqlite3
@@ -49,9 +50,9 @@ class NewFile:
 
     def __init__(self, path: Path, files: Files) -> None:
         self.path, self._files = path, files
-        self._temporary = path.with_name(f".{path.name}.part")
+        self._temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         self._descriptor: int | None = os.open(
-            self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
+            self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
         )
         self.size = 0
 

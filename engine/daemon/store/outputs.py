@@ -5,6 +5,7 @@ Knows the store's records and its disk; no requests, no HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -32,15 +33,40 @@ def write_lines(db: sqlite3.Connection, batch_id: str, ok: bool, path: Path, fil
         return file.size
 
 
-async def make_outputs(store: Store, batch: BatchRow) -> dict[str, int]:
-    """Makes the files that the batch names; bytes by file id. Raises OSError."""
-    sizes = {}
-    for file_id, ok in ((batch.output_file_id, True), (batch.error_file_id, False)):
-        if file_id is not None:
-            path = store.path_of(file_id)
+def size_of(path: Path) -> int | None:
+    """None where there is no file."""
+    return path.stat().st_size if path.exists() else None
 
-            def write(db: sqlite3.Connection, ok: bool = ok, path: Path = path) -> int:
-                return write_lines(db, batch.id, ok, path, store.disk_files)
 
-            sizes[file_id] = await store.read(write)
-    return sizes
+class Outputs:
+    """Makes each file once at a time: who asks for it meanwhile waits for the same maker. Used on the store's loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._making: dict[str, asyncio.Task[int]] = {}
+
+    async def make(self, batch: BatchRow, file_id: str, size: int | None = None) -> int:
+        """One of the two files that the batch names, unless it is there and has `size` bytes; its bytes. Raises OSError
+        or StoreUnavailable."""
+        task = self._making.get(file_id)
+        if task is None:
+            path, ok = self._store.path_of(file_id), file_id == batch.output_file_id
+
+            def write(db: sqlite3.Connection) -> int:
+                if size is not None and size_of(path) == size:  # an earlier maker was faster
+                    return size
+                return write_lines(db, batch.id, ok, path, self._store.disk_files)
+
+            task = self._making[file_id] = asyncio.create_task(self._store.read(write))
+            task.add_done_callback(lambda done: self._made(file_id, done))
+        return await asyncio.shield(task)  # a client that leaves must not take the file from the others
+
+    def _made(self, file_id: str, task: asyncio.Task[int]) -> None:
+        del self._making[file_id]
+        if not task.cancelled():
+            task.exception()  # every client may have left: asyncio would log that it was never retrieved
+
+    async def make_all(self, batch: BatchRow) -> dict[str, int]:
+        """Bytes by file id. Raises OSError or StoreUnavailable."""
+        named = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
+        return {file_id: await self.make(batch, file_id) for file_id in named}
