@@ -34,28 +34,25 @@ if TYPE_CHECKING:
 class LayerWeights(nn.Module):
     """One layer's parameters on this rank, under the names that models/weights/load.py fills."""
 
-    def __init__(self, shard: RankShard, layer: int, layers: Layers, make: _Maker) -> None:
+    def __init__(self, shard: RankShard, layer: int, layers: Layers, dtype: torch.dtype) -> None:
         super().__init__()
         c, dim = shard.config, shard.config.head_dim
         outputs = c.num_heads * dim + 2 * shard.kv_heads_in_all * dim
-        self.attention_norm = _Scale(make(c.hidden_size))
+        self.attention_norm = _Scale(c.hidden_size, dtype=dtype)
         self.qkv = layers.column(c.hidden_size, outputs, c.qkv_bias)
         if c.qk_norm:
-            self.q_norm, self.k_norm = _Scale(make(dim)), _Scale(make(dim))
+            self.q_norm, self.k_norm = _Scale(dim, dtype=dtype), _Scale(dim, dtype=dtype)
         self.o = layers.row(c.num_heads * dim, c.hidden_size, c.o_bias)
         if c.wiring.kinds[layer] != "parallel":
-            self.mlp_norm = _Scale(make(c.hidden_size))
+            self.mlp_norm = _Scale(c.hidden_size, dtype=dtype)
         self.gate_up = layers.column(c.hidden_size, 2 * c.ffn_size, c.mlp_bias)
         self.down = layers.row(c.ffn_size, c.hidden_size, c.mlp_bias)
 
 
-_Maker = Callable[..., Tensor]
-
-
 class _Scale(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +122,17 @@ class LlamaModel(nn.Module):
     def _declare_parameters(self, layers: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
 
-        def make(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=self.dtype)
-
         self.embedding: VocabEmbedding | _Scale
         if shard.embeds and self.replicate_embedding:
-            self.embedding = _Scale(make(config.vocab_size, config.hidden_size))
+            self.embedding = _Scale(config.vocab_size, config.hidden_size, dtype=self.dtype)
         elif shard.embeds:
             self.embedding = VocabEmbedding(shard, self.dtype)
-        self.layers = nn.ModuleList([LayerWeights(shard, i, layers, make) for i in range(config.num_layers)])
+        self.layers = nn.ModuleList([LayerWeights(shard, i, layers, self.dtype) for i in range(config.num_layers)])
         if stored is not None:
             for name in stored.products:
                 stored.replace_parameters(self.get_submodule(name))
         if shard.samples:
-            self.norm = _Scale(make(config.hidden_size))
+            self.norm = _Scale(config.hidden_size, dtype=self.dtype)
         self.head: nn.Module | None = None
         if shard.has_head(self.replicate_embedding):
             self.head = layers.column(config.hidden_size, shard.padded_vocab, False)
