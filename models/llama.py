@@ -296,14 +296,12 @@ class LlamaModel(nn.Module):
             first, *rest = self.boundary.receive(shape, self.dtype, 1 + self.stage.pending)
             yield
             x, pending = first.wait(), tuple(rest)
-        if wiring.desync_every:
-            x, pending = (yield from residual.flow(x, wiring, self, self.all_reduce, size)), ()
-        else:
-            start: Any = RunningSum(x) if self.ops.sums_late else x
-            end, pending = yield from residual.stage_flow(
-                start, pending, wiring, self.stage.left, self, self.all_reduce, self._at_once
-            )
-            x = end.whole() if isinstance(end, RunningSum) else end
+        # desync divides its residual, which a RunningSum is not made for.
+        start: Any = RunningSum(x) if self.ops.sums_late and not wiring.desync_every else x
+        plan = residual.plan(wiring, self.stage.pending, self.stage.left)
+        scopes: dict[residual.Scope, Collective] = {"group": self.all_reduce}
+        end, pending = yield from residual.flow(start, plan, self, scopes, size, pending, self._at_once)
+        x = end.whole() if isinstance(end, RunningSum) else end
         if self.boundary is not None and not self.shard.samples:
             self.boundary.send(x)
             for output in pending:

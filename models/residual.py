@@ -1,11 +1,12 @@
 """The residual wirings: which sub-block reads what, and when an all-reduce is waited for. The heart of laddertron.
 
-A layer is two sub-blocks (attention, MLP), each "norm, column-parallel, row-parallel": its output is a partial sum that
-an all-reduce completes. Every wiring is the same loop, *compute, start the all-reduce, take what must have arrived*;
-they differ only in how many all-reduces may still travel when the next sub-block reads the residual (its *lag*):
+A layer is a few sub-blocks (attention, MLP), each "norm, column-parallel, row-parallel": its output is a partial sum
+that an all-reduce completes. A wiring is data: a list of `SubBlock`s, each with the collective that completes it and a
+*lag*: the number of sub-blocks after it that begin without its output. One loop runs them all: *take the outputs that
+are due, compute, start the all-reduce*.
 
     standard, parallel   0   the residual is complete
-    ladder               1   the predecessor's output is still on its way (arXiv 2501.06589)
+    ladder               1   the predecessor's output is still in flight (arXiv 2501.06589)
     delay-d              d   ladder generalised: an output is read d sub-blocks later, d + 1 all-reduces in flight
 
 A hybrid changes the lag from layer to layer. desync-n reduces the residual itself, after every n-th sub-block and the
@@ -15,15 +16,40 @@ of order) and on the simulator's virtual clock.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import Protocol, Self, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 from .config.model_config import Wiring
 
 LAG = {"standard": 0, "parallel": 0, "ladder": 1}
+Scope = Literal["group", "node"]
+"""Which ranks a sum is over: all of the tensor-parallel group, or those of this rank's node."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubBlock:
+    """One step of the loop. name: the method of SubBlocks; account: what its collective is counted under; scope: None
+    where its output is added without a collective; lag: the number of sub-blocks after it that begin without its
+    output. drifts: the sum carries the residual's share, and replaces it (desync)."""
+
+    name: str
+    layer: int
+    account: str
+    scope: Scope | None
+    lag: int
+    drifts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The sub-blocks of a model or a stage, and where a stage before left outputs pending: the sub-block that each of
+    them is added before. Outputs that are due behind the last sub-block are pending where the next stage begins."""
+
+    sub_blocks: tuple[SubBlock, ...]
+    pending: tuple[int, ...] = ()
 
 
 class Summand(Protocol):
@@ -54,101 +80,88 @@ class Arriving(Protocol[R_co]):
 
 
 class AllReduce(Protocol[R]):
-    """topology's Collective, as seen from here. `layer`: wiring and sub-block, as in "ladder attention"."""
+    """topology's Collective, as seen from here. `account`: wiring and sub-block, as in "ladder attention"."""
 
-    def start(self, x: R, layer: str = "", at_once: bool = False, /) -> Arriving[R]: ...
+    def start(self, x: R, account: str = "", at_once: bool = False, /) -> Arriving[R]: ...
+
+
+class _Compute(Protocol[R]):
+    def __call__(self, layer: int, residual: R, /) -> R: ...
 
 
 def flow(
-    embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int
-) -> Generator[None, None, R]:
-    """The residual's way through all layers of a group of `size` ranks; returns the complete stream, ready for the
-    final norm.
-
-    Yields after each sub-block's all-reduce has set off: see `interleave`.
-    """
-    if wiring.desync_every:
-        return (yield from _desync_flow(embedded, wiring.desync_every, len(wiring.kinds), blocks, all_reduce, size))
-    residual, _ = yield from stage_flow(embedded, (), wiring, 0, blocks, all_reduce)
-    return residual
-
-
-def stage_flow(
     residual: R,
-    pending: Iterable[Arriving[R]],
-    wiring: Wiring,
-    left: int,
+    plan: Plan,
     blocks: SubBlocks[R],
-    all_reduce: AllReduce[R],
+    collectives: Mapping[Scope, AllReduce[R]],
+    size: int = 1,
+    pending: Iterable[Arriving[R]] = (),
     alone: bool = False,
 ) -> Generator[None, None, tuple[R, tuple[Arriving[R], ...]]]:
-    """`flow` through the layers of one pipeline stage, from the residual and the outputs pending where the stage before
-    ended, to the same where the next one begins, with `left` of them pending. Not for desync, whose stages begin and
-    end with a reduced residual: `flow` does them. alone: nothing but this flow computes, so that the sums of layers of
-    lag 0 are waited for at once."""
-    lag = _lags(wiring)
-    in_flight: deque[Arriving[R]] = deque(pending)
+    """The residual's way through all sub-blocks of a group of `size` ranks, from the outputs `pending` where the stage
+    before ended to those pending where the next one begins: of a whole model none, and the residual is ready for the
+    final norm. Yields after each sub-block's all-reduce has started: see `interleave`. alone: nothing but this flow
+    computes, so that a sum that the next sub-block reads is waited for at once."""
+    due: dict[int, list[Arriving[R]]] = {}
+    for index, output in zip(plan.pending, pending, strict=True):
+        due.setdefault(index, []).append(output)
+    drifted = False
+    for index, block in enumerate(plan.sub_blocks):
+        for output in due.pop(index, ()):
+            residual = output.wait() if drifted else residual + output.wait()
+        compute: _Compute[R] = getattr(blocks, block.name)
+        partial = compute(block.layer, residual)
+        if block.scope is None:
+            residual = residual + partial
+            continue
+        drifted = block.drifts
+        summed = partial + residual / size if drifted else partial
+        # A sum on the computing stream must not overtake those in flight.
+        at_once = alone and block.lag == 0 and not due
+        started = collectives[block.scope].start(summed, block.account, at_once)
+        due.setdefault(index + 1 + block.lag, []).append(started)
+        yield
+    end = len(plan.sub_blocks)
+    for output in due.pop(end, ()):
+        residual = output.wait() if drifted else residual + output.wait()
+    return residual, tuple(due.pop(end + 1, ()))
+
+
+@cache
+def plan(wiring: Wiring, pending: int = 0, left: int = 0) -> Plan:
+    """The sub-blocks of all layers. pending, left: how many outputs a stage takes over from the one before, and leaves
+    to the next one."""
+    found: list[tuple[str, int, str]] = []
+    lags: list[int] = []  # of the reader: how many outputs it does without
     for layer, kind in enumerate(wiring.kinds):
-        for sub_block, name in zip(_sub_blocks(kind, blocks), _names(kind), strict=True):
-            if kind == "none":
-                residual = residual + sub_block(layer, residual)
-                continue
-            while len(in_flight) > lag[kind]:
-                residual = residual + in_flight.popleft().wait()
-            in_flight.append(all_reduce.start(sub_block(layer, residual), name, alone and lag[kind] == 0))
-            yield
-    while len(in_flight) > left:
-        residual = residual + in_flight.popleft().wait()
-    return residual, tuple(in_flight)
+        names = ("attention_and_mlp",) if kind == "parallel" else ("attention", "mlp")
+        word = f"desync-{wiring.desync_every}" if wiring.desync_every else kind
+        found += [(name, layer, word if kind == "parallel" else f"{word} {name}") for name in names]
+        lags += [{**LAG, "delay": wiring.delay}.get(kind, 0)] * len(names)
+    end, every = len(found), wiring.desync_every
+
+    def due(index: int) -> int:
+        readers = (i for i in range(max(0, index + 1), end) if i - index > lags[i])
+        return next(readers, end + (index >= end - left))
+
+    def scope(index: int, layer: int) -> Scope | None:
+        reduces = (index + 1) % every == 0 or index + 1 == end if every else wiring.kinds[layer] != "none"
+        return "group" if reduces else None
+
+    return Plan(
+        tuple(
+            SubBlock(name, layer, account, scope(index, layer), due(index) - index - 1, every > 0)
+            for index, (name, layer, account) in enumerate(found)
+        ),
+        tuple(due(index) for index in range(-pending, 0)),
+    )
 
 
 def pending_at(wiring: Wiring, layer: int) -> int:
     """How many outputs are not yet in the residual where `layer` begins: 0 before the first and behind the last."""
-    if not 0 < layer < len(wiring.kinds):
-        return 0
-    lag = _lags(wiring)
-    before, after = (lag.get(wiring.kinds[at], 0) for at in (layer - 1, layer))
-    return min(after, before + 1, 2 * layer)
-
-
-def _lags(wiring: Wiring) -> dict[str, int]:
-    return {**LAG, "delay": wiring.delay}
-
-
-def _desync_flow(
-    embedded: R, every: int, num_layers: int, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int
-) -> Generator[None, None, R]:
-    """Between reduces each rank's residual drifts; a reduce sums the drifted residuals' shares and the partial sums.
-    The last sub-block always reduces."""
-    residual, last = embedded, 2 * num_layers
-    names = _names(f"desync-{every}")
-    for index in range(last):
-        sub_block = (blocks.attention, blocks.mlp)[index % 2]
-        partial = sub_block(index // 2, residual)
-        if (index + 1) % every == 0 or index + 1 == last:
-            in_flight = all_reduce.start(partial + residual / size, names[index % 2])
-            yield
-            residual = in_flight.wait()
-        else:
-            residual = partial + residual
-    return residual
-
-
-class _SubBlock(Protocol[R]):
-    def __call__(self, layer: int, residual: R, /) -> R: ...
-
-
-def _sub_blocks(kind: str, blocks: SubBlocks[R]) -> Iterator[_SubBlock[R]]:
-    if kind == "parallel":
-        yield blocks.attention_and_mlp
-    else:
-        yield blocks.attention
-        yield blocks.mlp
-
-
-@cache
-def _names(kind: str) -> tuple[str, ...]:
-    return (kind,) if kind == "parallel" else (f"{kind} attention", f"{kind} mlp")
+    blocks = plan(wiring).sub_blocks
+    first = next((index for index, block in enumerate(blocks) if block.layer == layer), 0)
+    return sum(index + 1 + block.lag > first for index, block in enumerate(blocks[:first]))
 
 
 def interleave(
@@ -170,13 +183,6 @@ def interleave(
     raise AssertionError("a flow has an end")
 
 
-def run(embedded: R, wiring: Wiring, blocks: SubBlocks[R], all_reduce: AllReduce[R], size: int) -> R:
-    """`flow` to its end."""
-    return interleave([flow(embedded, wiring, blocks, all_reduce, size)])[0]
-
-
 def collectives_per_step(wiring: Wiring) -> int:
     """All-reduces of the layers in one step (the embedding's and the gather of candidates not counted)."""
-    if wiring.desync_every:
-        return -(-2 * len(wiring.kinds) // wiring.desync_every)
-    return sum({"parallel": 1, "none": 0}.get(kind, 2) for kind in wiring.kinds)
+    return sum(block.scope is not None for block in plan(wiring).sub_blocks)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from ...models.config.parts import Wiring, make_wiring
-from ...models.residual import flow, interleave
+from ...models.residual import flow, interleave, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,8 @@ def simulate_step(
         if embedding is not None:
             embedding.wait()
         blocks = _Timed(clock, part, overlap)
-        return (yield from flow(_STREAM, wiring, blocks, blocks, size))
+        end, _ = yield from flow(_STREAM, plan(wiring), blocks, {"group": blocks}, size)
+        return end
 
     interleave([stream(part) for part in halves or (cost,)])
     clock.compute(cost.after_s)

@@ -80,9 +80,17 @@ class Arrival:
         return self.x
 
 
+def run(embedded: Any, wiring: Wiring, blocks: Any, all_reduce: Any, size: int) -> Any:
+    """The whole model's way, as one stream."""
+    flow = residual.flow(embedded, residual.plan(wiring), blocks, {"group": all_reduce}, size)
+    ((end, pending),) = residual.interleave([flow])
+    assert pending == ()
+    return end
+
+
 def play(*kinds: WiringKind, every: int = 0) -> tuple[Recorder, Stream]:
     recorder = Recorder()
-    out = residual.run(Stream(frozenset("e")), Wiring(kinds, every), recorder, recorder, 1)
+    out = run(Stream(frozenset("e")), Wiring(kinds, every), recorder, recorder, 1)
     return recorder, out
 
 
@@ -111,7 +119,7 @@ class Accounts:
 )
 def test_each_all_reduce_is_accounted_to_its_layer(kinds: tuple[WiringKind, ...], every: int, want: list[str]) -> None:
     recorder, log = Recorder(), list[tuple[str, str]]()
-    residual.run(Stream(frozenset("e")), Wiring(kinds, every), recorder, Accounts(recorder, log), 1)
+    run(Stream(frozenset("e")), Wiring(kinds, every), recorder, Accounts(recorder, log), 1)
     assert [layer for layer, _ in log] == want
     if not every and kinds[0] != "parallel":
         assert [parts for _, parts in log] == ["A0", "M0", "A1", "M1"][: len(want)]
@@ -152,7 +160,7 @@ def test_delay_reads_everything_but_the_last_d_outputs(delay: int) -> None:
     sub-blocks; the end is complete."""
     recorder = Recorder()
     wiring = Wiring(all_of("delay"), delay=delay)
-    out = residual.run(Stream(frozenset("e")), wiring, recorder, recorder, 1)
+    out = run(Stream(frozenset("e")), wiring, recorder, recorder, 1)
     order = [f"{block}{layer}" for layer in range(L) for block in "AM"]
     assert recorder.read == {name: sees(*order[: max(0, i - delay)]) for i, name in enumerate(order)}
     assert recorder.most == delay + 1
@@ -196,7 +204,7 @@ def test_desync_reduces_every_nth_and_at_the_end(every: int, starts: int) -> Non
     """Six sub-blocks: a reduce after every n-th and after the last."""
     recorder = Recorder()
     wiring = Wiring(all_of("desync"), every)
-    residual.run(Stream(frozenset("e")), wiring, recorder, recorder, 1)
+    run(Stream(frozenset("e")), wiring, recorder, recorder, 1)
     assert sum(line.startswith("start") for line in recorder.log) == starts
     assert residual.collectives_per_step(wiring) == starts
 
@@ -221,7 +229,7 @@ class Twice:
 def test_desync_loses_no_part_of_the_last_sub_block(every: int, total: int) -> None:
     """A reducing sub-block adds both ranks' partial sums (2), one between reduces its own alone (1); the last of the
     six always reduces, also where n does not divide six."""
-    assert residual.run(10.0, Wiring(all_of("desync"), every), Twice(), Twice(), 2) == total
+    assert run(10.0, Wiring(all_of("desync"), every), Twice(), Twice(), 2) == total
 
 
 def test_no_communication_starts_nothing() -> None:
@@ -233,7 +241,8 @@ def test_no_communication_starts_nothing() -> None:
 def test_two_streams_can_be_interleaved() -> None:
     """`flow` yields after every start, so that two halves of a batch may take turns through the same layers."""
     recorders = Recorder(), Recorder()
-    flows = [residual.flow(Stream(frozenset("e")), Wiring(STANDARD), r, r, 1) for r in recorders]
+    plan = residual.plan(Wiring(STANDARD))
+    flows = [residual.flow(Stream(frozenset("e")), plan, r, {"group": r}) for r in recorders]
     for _ in range(2 * L):
         for flow in flows:
             next(flow)
@@ -293,12 +302,45 @@ def test_the_real_model_issues_products_before_the_wait(ranks: Callable[..., lis
             assert log.index(f"start {k + 2}") < wait
 
 
-@pytest.mark.parametrize(("alone", "want"), [(True, ["A0", "M0"]), (False, [])])
+@pytest.mark.parametrize(("alone", "want"), [(True, ["A0", "A2", "M2"]), (False, [])])
 def test_a_collective_is_told_what_is_waited_for_at_once(alone: bool, want: list[str]) -> None:
-    """Of a hybrid the sums of standard layers, where no other stream computes meanwhile; those of ladder ones never."""
+    """Of a hybrid the sums that the next sub-block reads, where no other stream computes meanwhile: not M0's, behind
+    which the first ladder attention computes, nor any that starts while another is in flight."""
     recorder, log, at_once = Recorder(), list[tuple[str, str]](), list[str]()
-    wiring = Wiring(("standard", "ladder"))
+    plan = residual.plan(Wiring(("standard", "ladder", "standard")))
     accounts = Accounts(recorder, log, at_once)
-    assert len(list(residual.stage_flow(Stream(frozenset("e")), (), wiring, 0, recorder, accounts, alone))) == 4
-    assert [parts for _, parts in log] == ["A0", "M0", "A1", "M1"]
+    flow = residual.flow(Stream(frozenset("e")), plan, recorder, {"group": accounts}, alone=alone)
+    assert len(list(flow)) == 6
+    assert [parts for _, parts in log] == ["A0", "M0", "A1", "M1", "A2", "M2"]
     assert at_once == want
+
+
+class Shortcut(Recorder):
+    """A layer of five sub-blocks, one of which is added at the layer's end."""
+
+    def experts(self, layer: int, residual: Stream) -> Stream:
+        return self._compute(f"E{layer}", residual)
+
+    def attention_1(self, layer: int, residual: Stream) -> Stream:
+        return self._compute(f"a{layer}", residual)
+
+    def mlp_1(self, layer: int, residual: Stream) -> Stream:
+        return self._compute(f"m{layer}", residual)
+
+
+def test_sums_have_scopes_and_lags_of_their_own() -> None:
+    """The experts' sum of a layer is over all ranks and joins at the layer's end, three sub-blocks later; those of the
+    dense path stay inside the node, are read at once and overtake it."""
+    order: list[tuple[str, residual.Scope, int]] = [("attention", "node", 0), ("experts", "group", 3)]
+    order += [("mlp", "node", 0), ("attention_1", "node", 0), ("mlp_1", "node", 0)]
+    plan = residual.Plan(tuple(residual.SubBlock(n, layer, n, s, lag) for layer in range(2) for n, s, lag in order))
+    blocks, node, group = Shortcut(), Recorder(), Recorder()
+    flow = residual.flow(Stream(frozenset("e")), plan, blocks, {"node": node, "group": group})
+    ((end, pending),) = residual.interleave([flow])
+    assert [line for line in group.log if line.startswith("start")] == ["start E0", "start E1"]
+    assert blocks.read["E0"] == blocks.read["M0"] == sees("A0")
+    assert blocks.read["m0"] == sees("A0", "M0", "a0")
+    assert blocks.read["A1"] == sees("A0", "M0", "a0", "m0", "E0")
+    assert blocks.log.index("compute m0") < blocks.log.index("compute A1")
+    assert (node.most, group.most, pending) == (1, 1, ())
+    assert len(end.parts) == 1 + 10

@@ -15,7 +15,7 @@ from laddertron.engine.profiling.spans import Span, SpanRecorder, chrome_trace, 
 from laddertron.engine.profiling.timeline import TimelineError, read_trace, timeline
 from laddertron.launchers.cli.__main__ import group
 from laddertron.models.config.model_config import Wiring
-from laddertron.models.residual import run
+from laddertron.models.residual import flow, interleave, plan
 from laddertron.topology.comm.ledger import Record
 
 STAGE = SimpleNamespace(first_layer=0)
@@ -66,8 +66,8 @@ class Model:
 
 
 def forward(model: Any, kind: Any = "ladder", layers: int = 3) -> Number:
-    end: Number = run(Number(1.0), Wiring((kind,) * layers), model, model.all_reduce, 2)
-    return end
+    way = flow(Number(1.0), plan(Wiring((kind,) * layers)), model, {"group": model.all_reduce}, 2)
+    return interleave([way])[0][0]
 
 
 @pytest.mark.parametrize("kind", ["standard", "ladder", "parallel"])
