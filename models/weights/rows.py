@@ -1,14 +1,15 @@
-"""Which rows of one checkpoint layout's tensors are which rows of another's: stock names on one side, fused tensors on
-the other. Pure; models/weights/convert.py copies by it, models/training/state.py loads by it.
-"""
+"""Which rows of one checkpoint layout's tensors are which rows of another's: both fill the same parameters.
+Pure; models/weights/convert.py copies by it, models/training/state.py loads by it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from ..config.model_config import Layout, ModelConfig
-from .slices import expected_shapes
+from ..stages import RankShard
+from .slices import plan_fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Rows:
 def sources(config: ModelConfig, layout: Layout) -> dict[str, tuple[Rows, ...]]:
     """For every tensor of the model in `layout`, from its first row to its last: where the model as it is stored
     (`config.layout`) has them. What is missing on either side raises KeyError."""
-    wanted, stored = (_in_stock_names(replace(config, layout=each)) for each in (layout, config.layout))
+    wanted, stored = (_in_parameters(replace(config, layout=each)) for each in (layout, config.layout))
     where: dict[str, list[tuple[Rows, str, int]]] = {}
     for tensor, parts in stored.items():
         at = 0
@@ -55,39 +56,10 @@ def _found(part: Rows, where: Mapping[str, list[tuple[Rows, str, int]]]) -> list
     ]
 
 
-def _in_stock_names(config: ModelConfig) -> dict[str, tuple[Rows, ...]]:
-    """Each tensor of the layout as rows under stock names."""
-    shapes = expected_shapes(config)
-    if config.layout == "huggingface":
-        return {name: (Rows(name, 0, shape[0]),) for name, shape in shapes.items()}
-    return {name: _fused(config, name, shape[0]) for name, shape in shapes.items()}
-
-
-_PLAIN = {
-    "transformer.wte": "model.embed_tokens",
-    "transformer.ln_f": "model.norm",
-    "lm_head": "lm_head",
-    "ln_1": "input_layernorm",
-    "ln_2": "post_attention_layernorm",
-    "sequence_mixer.c_proj": "self_attn.o_proj",
-    "mlp_block.c_proj": "mlp.down_proj",
-}
-
-
-def _fused(config: ModelConfig, name: str, rows: int) -> tuple[Rows, ...]:
-    """dolomite's: c_attn is interleaved by key/value group (q..q, k, v), c_fc is [up; gate]."""
-    stem, _, leaf = name.rpartition(".")
-    prefix = ""
-    if stem.startswith("transformer.h."):
-        index, stem = stem.removeprefix("transformer.h.").split(".", 1)
-        prefix = f"model.layers.{index}."
-    if stem == "mlp_block.c_fc":
-        return tuple(Rows(f"{prefix}mlp.{half}_proj.{leaf}", 0, config.ffn_size) for half in ("up", "gate"))
-    if stem != "sequence_mixer.c_attn":
-        return (Rows(f"{prefix}{_PLAIN[stem]}.{leaf}", 0, rows),)
-    dim, queries = config.head_dim, config.num_heads // config.num_kv_heads * config.head_dim
-    return tuple(
-        Rows(f"{prefix}self_attn.{which}_proj.{leaf}", group * count, count)
-        for group in range(config.num_kv_heads)
-        for which, count in (("q", queries), ("k", dim), ("v", dim))
-    )
+def _in_parameters(config: ModelConfig) -> dict[str, tuple[Rows, ...]]:
+    """Each tensor of the layout as rows of the parameters that it fills."""
+    parts: dict[str, list[tuple[int, Rows]]] = {}
+    for fill in plan_fills(RankShard(config, 1, 0)):
+        if fill.tensor is not None:
+            parts.setdefault(fill.tensor, []).append((fill.source_row, Rows(fill.parameter, fill.row, fill.count)))
+    return {name: tuple(rows for _, rows in sorted(found, key=itemgetter(0))) for name, found in parts.items()}

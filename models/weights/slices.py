@@ -1,15 +1,16 @@
 """What a model needs of a checkpoint and where each of its parameters comes from: names, shapes, slices. Pure.
 
-`plan_fills` turns ModelConfig and rank into a list of Fills that tiles every parameter exactly once; `expected_shapes`
-says what the checkpoint must hold. Parameter names are those of models/llama.py. Used by models/weights*.py.
+A layout is a table of rows, one a stored tensor. `plan_fills` turns table, ModelConfig and rank into a list of Fills
+that tiles every parameter exactly once; `expected_shapes` says what the checkpoint must hold. Parameter names are those
+of models/llama.py. Used by models/weights*.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
-from ..config.model_config import ModelConfig
+from ..config.model_config import Layout, ModelConfig
 from ..stages import RankShard
 
 
@@ -28,49 +29,101 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    """How one layout calls its tensors; `{}` is the layer's index. Of products (PRODUCTS) without the suffix, several
-    where the checkpoint does not fuse them."""
+class Row:
+    """A stored matrix or vector, the parameter whose next rows it fills, and the axes of its rows and columns (None: a
+    vector), which say what of it this rank holds.
 
-    embedding: str
-    norm: str
-    head: str
-    attention_norm: str
-    mlp_norm: str
-    qkv: tuple[str, ...]
-    o: tuple[str]
-    gate_up: tuple[str, ...]
-    down: tuple[str]
+    when: whether `layer` has it. bias: the field of ModelConfig that says whether a vector ".bias" belongs to it. at:
+    where a row of the axis is stored, in whole heads for axes of heads: for tensors that hold several parts.
+    """
+
+    parameter: str
+    tensor: str
+    rows: str
+    columns: str | None = None
+    when: Callable[[ModelConfig, int], bool] = lambda config, layer: True
+    bias: str | None = None
+    at: Callable[[ModelConfig, int], int] | None = None
 
 
-_HUGGINGFACE = _Names(
-    embedding="model.embed_tokens.weight",
-    norm="model.norm.weight",
-    head="lm_head.weight",
-    attention_norm="model.layers.{}.input_layernorm.weight",
-    mlp_norm="model.layers.{}.post_attention_layernorm.weight",
-    qkv=tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
-    o=("model.layers.{}.self_attn.o_proj",),
-    gate_up=("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
-    down=("model.layers.{}.mlp.down_proj",),
-)
-_DOLOMITE = _Names(
-    embedding="transformer.wte.weight",
-    norm="transformer.ln_f.weight",
-    head="lm_head.weight",
-    attention_norm="transformer.h.{}.ln_1.weight",
-    mlp_norm="transformer.h.{}.ln_2.weight",
-    qkv=("transformer.h.{}.sequence_mixer.c_attn",),  # by group: its query heads, its key, its value
-    o=("transformer.h.{}.sequence_mixer.c_proj",),
-    gate_up=("transformer.h.{}.mlp_block.c_fc",),  # [up; gate]
-    down=("transformer.h.{}.mlp_block.c_proj",),
-)
-_QK_NORM = "model.layers.{}.self_attn.{}.weight"
+_AXES: dict[str, Callable[[RankShard], range]] = {
+    "hidden": lambda s: range(s.config.hidden_size),
+    "head": lambda s: range(s.config.head_dim),
+    "heads": lambda s: _span(s.first_head, s.num_heads, s.config.head_dim),
+    "kv_heads": lambda s: _span(s.first_kv_head, s.num_kv_heads, s.config.head_dim),
+    "ffn": lambda s: _span(s.first_ffn, s.ffn_size, 1),
+}
+"""The rows or columns of an axis on a rank, as a stored tensor of its own numbers them."""
+
+
+def _span(first: int, count: int, unit: int) -> range:
+    return range(first * unit, (first + count) * unit)
+
+
+def _has_mlp_norm(config: ModelConfig, layer: int) -> bool:
+    return config.wiring.kinds[layer] != "parallel"
+
+
+def _has_qk_norm(config: ModelConfig, layer: int) -> bool:
+    return config.qk_norm
+
+
+def _in_group(place: int | None) -> Callable[[ModelConfig, int], int]:
+    """Where dolomite's c_attn holds a row: group by group, a group's query heads, its key, its value. place: of the key
+    and the value behind the query heads; None: the query heads."""
+
+    def at(config: ModelConfig, row: int) -> int:
+        queries, (head, inside) = config.num_heads // config.num_kv_heads, divmod(row, config.head_dim)
+        group, member = divmod(head, queries) if place is None else (head, queries + place)
+        return (group * (queries + 2) + member) * config.head_dim + inside
+
+    return at
+
+
+_LAYER = "model.layers.{}."
+_FUSED = "transformer.h.{}."
+_ROWS: dict[Layout, tuple[Row, ...]] = {
+    "huggingface": (
+        Row("attention_norm", f"{_LAYER}input_layernorm", "hidden"),
+        Row("qkv", f"{_LAYER}self_attn.q_proj", "heads", "hidden", bias="qkv_bias"),
+        Row("qkv", f"{_LAYER}self_attn.k_proj", "kv_heads", "hidden", bias="qkv_bias"),
+        Row("qkv", f"{_LAYER}self_attn.v_proj", "kv_heads", "hidden", bias="qkv_bias"),
+        Row("q_norm", f"{_LAYER}self_attn.q_norm", "head", when=_has_qk_norm),
+        Row("k_norm", f"{_LAYER}self_attn.k_norm", "head", when=_has_qk_norm),
+        Row("o", f"{_LAYER}self_attn.o_proj", "hidden", "heads", bias="o_bias"),
+        Row("mlp_norm", f"{_LAYER}post_attention_layernorm", "hidden", when=_has_mlp_norm),
+        Row("gate_up", f"{_LAYER}mlp.gate_proj", "ffn", "hidden", bias="mlp_bias"),
+        Row("gate_up", f"{_LAYER}mlp.up_proj", "ffn", "hidden", bias="mlp_bias"),
+        Row("down", f"{_LAYER}mlp.down_proj", "hidden", "ffn", bias="mlp_bias"),
+    ),
+    "dolomite": (
+        Row("attention_norm", f"{_FUSED}ln_1", "hidden"),
+        Row("qkv", f"{_FUSED}sequence_mixer.c_attn", "heads", "hidden", bias="qkv_bias", at=_in_group(None)),
+        Row("qkv", f"{_FUSED}sequence_mixer.c_attn", "kv_heads", "hidden", bias="qkv_bias", at=_in_group(0)),
+        Row("qkv", f"{_FUSED}sequence_mixer.c_attn", "kv_heads", "hidden", bias="qkv_bias", at=_in_group(1)),
+        Row("o", f"{_FUSED}sequence_mixer.c_proj", "hidden", "heads", bias="o_bias"),
+        Row("mlp_norm", f"{_FUSED}ln_2", "hidden", when=_has_mlp_norm),
+        # stored as [up; gate]
+        Row("gate_up", f"{_FUSED}mlp_block.c_fc", "ffn", "hidden", bias="mlp_bias", at=lambda c, row: c.ffn_size + row),
+        Row("gate_up", f"{_FUSED}mlp_block.c_fc", "ffn", "hidden", bias="mlp_bias", at=lambda c, row: row),
+        Row("down", f"{_FUSED}mlp_block.c_proj", "hidden", "ffn", bias="mlp_bias"),
+    ),
+}
+_ENDS: dict[Layout, tuple[str, str, str]] = {
+    "huggingface": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+    "dolomite": ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"),
+}
+"""The embedding, the final norm and the head."""
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-def _names(config: ModelConfig) -> _Names:
-    return _DOLOMITE if config.layout == "dolomite" else _HUGGINGFACE
+def _tensors(config: ModelConfig, layer: int) -> Iterator[tuple[Row, str]]:
+    """The rows of the table that a layer has, with the suffix of each tensor."""
+    for row in _ROWS[config.layout]:
+        if row.when(config, layer):
+            yield row, "weight"
+            if row.bias is not None and getattr(config, row.bias):
+                yield row, "bias"
 
 
 def _vocabulary(parameter: str, tensor: str, shard: RankShard) -> Iterator[Fill]:
@@ -82,117 +135,65 @@ def _vocabulary(parameter: str, tensor: str, shard: RankShard) -> Iterator[Fill]
         yield Fill(parameter, real, len(rows) - real, None)
 
 
-def _qkv(shard: RankShard, layer: int, suffix: str) -> Iterator[Fill]:
-    """The fused projection's rows on this rank: its query heads, its key heads, its value heads."""
-    config, dim = shard.config, shard.config.head_dim
-    to = f"layers.{layer}.qkv.{suffix}"
-    q_rows, kv_rows = shard.num_heads * dim, shard.num_kv_heads * dim
-    first, *others = (f"{part.format(_stored_layer(shard, layer))}.{suffix}" for part in _names(config).qkv)
-    if others:
-        yield Fill(to, 0, q_rows, first, shard.first_head * dim)
-        for i, tensor in enumerate(others):
-            yield Fill(to, q_rows + i * kv_rows, kv_rows, tensor, shard.first_kv_head * dim)
-        return
-    per_group = config.num_heads // config.num_kv_heads
-    stride = (per_group + 2) * dim
-    for i in range(shard.num_heads):
-        group, member = divmod(shard.first_head + i, per_group)
-        yield Fill(to, i * dim, dim, first, group * stride + member * dim)
-    for i in range(shard.num_kv_heads):
-        source = (shard.first_kv_head + i) * stride + per_group * dim
-        yield Fill(to, q_rows + i * dim, dim, first, source)
-        yield Fill(to, q_rows + kv_rows + i * dim, dim, first, source + dim)
-
-
-def _gate_up(shard: RankShard, layer: int, suffix: str) -> Iterator[Fill]:
-    to, rows, at = f"layers.{layer}.gate_up.{suffix}", shard.ffn_size, shard.first_ffn
-    names = _names(shard.config).gate_up
-    gate, *others = (f"{part.format(_stored_layer(shard, layer))}.{suffix}" for part in names)
-    up = others[0] if others else gate
-    yield Fill(to, 0, rows, gate, at if others else shard.config.ffn_size + at)
-    yield Fill(to, rows, rows, up, at)
-
-
-def _stored_layer(shard: RankShard, layer: int) -> int:
-    """What the checkpoint calls a stage's own layer."""
-    return layer if shard.stage is None else shard.stage.first_layer + layer
+def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
+    config = shard.config
+    stored = layer if shard.stage is None else shard.stage.first_layer + layer
+    filled: dict[str, int] = {}
+    for row, suffix in _tensors(config, layer):
+        columns = None if row.columns is None else _AXES[row.columns](shard)
+        part = columns is not None and row.columns != "hidden"
+        if suffix == "bias" and part and shard.rank:
+            continue  # the all-reduce would add it once a rank
+        parameter, rows = f"layers.{layer}.{row.parameter}.{suffix}", _AXES[row.rows](shard)
+        step = config.head_dim if row.at is not None and "heads" in row.rows else len(rows)
+        for first in rows[::step]:
+            at, to = first if row.at is None else row.at(config, first), filled.get(parameter, 0)
+            fill = Fill(parameter, to, step, f"{row.tensor.format(stored)}.{suffix}", at)
+            if columns is not None and part and suffix == "weight":
+                fill = replace(fill, source_col=columns.start, columns=len(columns))
+            yield fill
+            filled[parameter] = to + step
 
 
 def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill]:
-    """Every parameter row of this rank, exactly once. A bias behind a row-parallel product belongs to rank 0 alone:
-    the all-reduce would otherwise add it size times."""
-    config, names = shard.config, _names(shard.config)
-    d = config.hidden_size
+    """Every parameter row of this rank, exactly once. A bias behind a row-parallel product belongs to rank 0 alone."""
+    config, (embedding, norm, head) = shard.config, _ENDS[shard.config.layout]
     fills: list[Fill] = []
     if shard.embeds and replicate_embedding:
-        fills.append(Fill("embedding.weight", 0, config.vocab_size, names.embedding))
+        fills.append(Fill("embedding.weight", 0, config.vocab_size, embedding))
     elif shard.embeds:
-        fills.extend(_vocabulary("embedding.weight", names.embedding, shard))
+        fills.extend(_vocabulary("embedding.weight", embedding, shard))
     for layer in range(config.num_layers):
-        here, stored = f"layers.{layer}.", _stored_layer(shard, layer)
-        fills.append(Fill(f"{here}attention_norm.weight", 0, d, names.attention_norm.format(stored)))
-        fills.extend(_qkv(shard, layer, "weight"))
-        if config.qkv_bias:
-            fills.extend(_qkv(shard, layer, "bias"))
-        if config.qk_norm:
-            for which in ("q_norm", "k_norm"):
-                fills.append(Fill(f"{here}{which}.weight", 0, config.head_dim, _QK_NORM.format(stored, which)))
-        heads = shard.num_heads * config.head_dim
-        (o,), (down,) = ((part.format(stored) for part in parts) for parts in (names.o, names.down))
-        fills.append(Fill(f"{here}o.weight", 0, d, f"{o}.weight", 0, shard.rank * heads, columns=heads))
-        if config.wiring.kinds[layer] != "parallel":
-            fills.append(Fill(f"{here}mlp_norm.weight", 0, d, names.mlp_norm.format(stored)))
-        fills.extend(_gate_up(shard, layer, "weight"))
-        fills.append(Fill(f"{here}down.weight", 0, d, f"{down}.weight", 0, shard.first_ffn, columns=shard.ffn_size))
-        if config.mlp_bias:
-            fills.extend(_gate_up(shard, layer, "bias"))
-        if shard.rank == 0 and config.o_bias:
-            fills.append(Fill(f"{here}o.bias", 0, d, f"{o}.bias"))
-        if shard.rank == 0 and config.mlp_bias:
-            fills.append(Fill(f"{here}down.bias", 0, d, f"{down}.bias"))
+        fills.extend(_layer_fills(shard, layer))
     if shard.samples:
-        fills.append(Fill("norm.weight", 0, d, names.norm))
+        fills.append(Fill("norm.weight", 0, config.hidden_size, norm))
     if shard.has_head(replicate_embedding):
-        head = names.embedding if config.tied_embeddings else names.head
-        fills.extend(_vocabulary("head.weight", head, shard))
+        fills.extend(_vocabulary("head.weight", embedding if config.tied_embeddings else head, shard))
     return fills
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint must hold, with its shape."""
-    names, d, dim = _names(config), config.hidden_size, config.head_dim
-    q, kv, f = config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size
-    shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, d), names.norm: (d,)}
+    (embedding, norm, head), whole = _ENDS[config.layout], RankShard(config, 1, 0)
+    shapes: dict[str, tuple[int, ...]] = {embedding: (config.vocab_size, config.hidden_size)}
+    shapes[norm] = (config.hidden_size,)
     if not config.tied_embeddings:
-        shapes[names.head] = (config.vocab_size, d)
-    products = (
-        (names.qkv, (q, kv, kv), d, config.qkv_bias),
-        (names.o, (d,), q, config.o_bias),
-        (names.gate_up, (f, f), d, config.mlp_bias),
-        (names.down, (d,), f, config.mlp_bias),
-    )
+        shapes[head] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        shapes[names.attention_norm.format(layer)] = (d,)
-        if config.wiring.kinds[layer] != "parallel":
-            shapes[names.mlp_norm.format(layer)] = (d,)
-        for parts, outputs, inputs, bias in products:
-            fused = outputs if len(parts) == len(outputs) else (sum(outputs),)
-            for part, rows in zip(parts, fused, strict=True):
-                shapes[f"{part.format(layer)}.weight"] = (rows, inputs)
-                if bias:
-                    shapes[f"{part.format(layer)}.bias"] = (rows,)
-        if config.qk_norm:
-            for which in ("q_norm", "k_norm"):
-                shapes[_QK_NORM.format(layer, which)] = (dim,)
+        for row, suffix in _tensors(config, layer):
+            name = f"{row.tensor.format(layer)}.{suffix}"
+            rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](whole))
+            columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](whole)),)
+            shapes[name] = (rows, *columns)
     return shapes
 
 
 def sources_of(config: ModelConfig, layer: int, product: str) -> tuple[str, ...]:
     """The checkpoint tensors whose rows make up one product's weight."""
-    parts: tuple[str, ...] = getattr(_names(config), product)
-    return tuple(f"{part.format(layer)}.weight" for part in parts)
+    names = (row.tensor for row, suffix in _tensors(config, layer) if (row.parameter, suffix) == (product, "weight"))
+    return tuple(dict.fromkeys(f"{name.format(layer)}.weight" for name in names))
 
 
 def head_of(config: ModelConfig) -> str:
     """The head's tensor: a tied checkpoint may carry a copy of it."""
-    return _names(config).head
+    return _ENDS[config.layout][2]
