@@ -230,6 +230,11 @@ class EngineConfig:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     priority_ageing: Duration = 30.0
 
+    @property
+    def cpu_kv_bytes(self) -> int:
+        """The KV cache of a rank on a CPU."""
+        return CPU_KV_CACHE_MEMORY if self.kv_cache_memory is None else self.kv_cache_memory
+
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:

@@ -36,7 +36,7 @@ from ...topology.comm.collectives import device_gather
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
 from ...topology.sum_check import check_sums
-from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment
+from ..config.schema import Deployment
 from ..request import ModelLimits
 from ..sampling.grammar import Grammars, GrammarSlots, NoGrammars
 from ..sampling.sampler import OnDevice, Sampler
@@ -227,8 +227,7 @@ def has_room(
     needed = share.needed
     if (draft := deployment.engine.draft_model) is not None:
         needed += DraftWeights(Path(draft), share.config, share.dtype, share.length).bytes
-    kv = deployment.engine.kv_cache_memory or CPU_KV_CACHE_MEMORY
-    return device.type == "cpu" and (needed + kv) * ranks_here <= available_bytes(device)
+    return device.type == "cpu" and (needed + deployment.engine.cpu_kv_bytes) * ranks_here <= available_bytes(device)
 
 
 def build(
@@ -275,7 +274,7 @@ def build(
         draft = DraftWeights(Path(keys.draft_model), config, dtype, length)
         check_alike(communicator)
         needed += draft.bytes
-    check_memory(deployment, shard.size, needed, available_bytes(device), working)
+    check_memory(deployment, shard.size, needed, available_bytes(device), working, device)
 
     wanted = deployment.parallel.embedding
     spans_nodes = len(communicator.layout.nodes) > 1

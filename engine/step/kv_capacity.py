@@ -16,7 +16,7 @@ from ...models.config.json_fields import Refusal
 from ...models.config.model_config import ModelConfig
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import sysfs
-from ..config.schema import CPU_KV_CACHE_MEMORY, Deployment
+from ..config.schema import Deployment
 from ..config.schema import EngineConfig as EngineKeys
 from ..estimate.memory import GIB, MemoryKeys, working_memory
 from .cuda_graphs import collectives_refuse, graphed
@@ -75,10 +75,13 @@ def working_bytes(
     return working_memory(config, size, dtype.itemsize, wanted)
 
 
-def check_memory(deployment: Deployment, size: int, weights: int, free: int, working: Mapping[str, int]) -> None:
+def check_memory(
+    deployment: Deployment, size: int, weights: int, free: int, working: Mapping[str, int], device: torch.device
+) -> None:
     """Refuses before loading what cannot fit. weights: bytes on a rank; working: what steps take besides, by name.
     Raises CapacityError with need and have."""
-    kv = deployment.engine.kv_cache_memory or 0
+    keys = deployment.engine
+    kv = keys.cpu_kv_bytes if device.type == "cpu" else keys.kv_cache_memory or 0
     if weights + kv + sum(working.values()) > free:
         others = "".join(f", {held >> 20} MiB for {name}" for name, held in working.items() if held)
         raise CapacityError(
@@ -91,8 +94,7 @@ def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[s
     """total: the GPU's memory, None on a CPU; free: bytes left after the weights; working: what steps will take of
     them, by name."""
     if keys.kv_cache_memory is not None or total is None:
-        wanted = CPU_KV_CACHE_MEMORY if keys.kv_cache_memory is None else keys.kv_cache_memory
-        return Budget(wanted, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")
+        return Budget(keys.cpu_kv_bytes, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")
     kept = int(total * (1.0 - keys.gpu_memory_utilization))
     left = max(0, free - kept - sum(working.values()))
     parts = [f"{kept / GIB:.2f} unused by engine.gpu_memory_utilization={keys.gpu_memory_utilization:g}"]

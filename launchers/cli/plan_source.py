@@ -106,7 +106,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         max_model_len=d.model.max_model_len or config.max_position_embeddings,
         block_size=d.engine.block_size,
         utilization=d.engine.gpu_memory_utilization,
-        kv_cache_memory=d.engine.kv_cache_memory or (None if gpu else CPU_KV_CACHE_MEMORY),
+        kv_cache_memory=d.engine.kv_cache_memory if gpu else d.engine.cpu_kv_bytes,
         gpu=gpu,
         graphs=d.engine.cuda_graphs is not False,
         flashinfer=d.engine.attention != "torch" and values != "float32" and config.head_dim in HEAD_DIMS,
