@@ -37,12 +37,16 @@ class LineFlights:
         """A line's output line, for the error file where there is an error; `flight=None`: it never ran."""
         raise NotImplementedError
 
+    def name(self, line: BatchLine) -> str:
+        """The id of a line's answer."""
+        return answer_id(self._run_id, line)
+
     def take(self, line: BatchLine, prompts: Prompts | ApiError, deaths: int = 0) -> None:
         """Submits a line with its prompts' ids, or answers it with why it has none."""
         if isinstance(prompts, ApiError):
             self._refuse(line, prompts)
             return
-        limits, name = self._dispatcher.limits, answer_id(self._run_id, line)
+        limits, name = self._dispatcher.limits, self.name(line)
         body, custom_id = line.body, line.custom_id
         assert limits is not None
         assert body is not None
@@ -60,7 +64,7 @@ class LineFlights:
         self._dispatcher.submit(flight)
 
     def _refuse(self, line: BatchLine, error: ApiError) -> None:
-        out = error_line(line.custom_id, answer_id(self._run_id, line), error, line.number)
+        out = error_line(line.custom_id, self.name(line), error, line.number)
         self.answered(line, out, None, error)
 
     # what the dispatcher reports
@@ -74,7 +78,7 @@ class LineFlights:
     def landed(self, flight: Flight) -> None:
         line, answer, out = self._flights.pop(flight), flight.answer, b""
         assert line.custom_id is not None
-        name = answer_id(self._run_id, line)
+        name = self.name(line)
         if answer.error is None:
             try:
                 out = answer_line(line.custom_id, name, answer.response())

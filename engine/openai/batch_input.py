@@ -31,7 +31,7 @@ _CHUNK = 1 << 20
 class BatchLine(NamedTuple):
     """One line of a batch file. `number` counts from 1, `length` (with its line break) is bytes. Exactly one of `body`,
     `error` and `raw` is set; `raw`: a large line that nobody has looked at yet. `custom_id` and `url` are there if they
-    could be read."""
+    could be read, `digest` where LineRules asks for it (not on a line whose custom_id is a duplicate)."""
 
     number: int
     length: int
@@ -40,16 +40,18 @@ class BatchLine(NamedTuple):
     body: Body | None = None
     error: ApiError | None = None
     raw: bytes | None = None
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
     """What a file's lines must keep to. `endpoint` set: every line's url must be it (a batch); `stream` is always
-    refused. `max_lines=None`: any number."""
+    refused. `max_lines=None`: any number. `digests`: lines carry their digest."""
 
     endpoint: Endpoint | None = None
     max_line_bytes: int = MAX_LINE_BYTES
     max_lines: int | None = None
+    digests: bool = False
 
 
 def read_lines(
@@ -78,6 +80,8 @@ def read_lines(
                 line = large(BatchLine(number, length, raw=raw))
             else:
                 line = check_line(raw, number, rules)
+            if rules.digests:
+                line = line._replace(digest=digest_of(raw))
             if line.custom_id is not None:
                 key = key_of(line.custom_id)
                 if key in seen:
@@ -91,6 +95,18 @@ def read_lines(
 def key_of(custom_id: str) -> bytes:
     """16 bytes that stand for a custom_id where many are remembered."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+
+
+def digest_of(raw: bytes) -> bytes:
+    """16 bytes that identify a line by its bytes, but for white space around it."""
+    return hashlib.blake2b(raw.strip(), digest_size=16).digest()
+
+
+def line_digests(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[bytes, int, bytes]]:
+    """Digest, number and bytes of every line that is neither blank nor longer than `max_line_bytes`."""
+    for number, _, raw in _raw_lines(file, max_line_bytes):
+        if raw and not raw.isspace():
+            yield digest_of(raw), number, raw
 
 
 def check_line(
@@ -168,9 +184,8 @@ def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int
 
     def digests(path: Path) -> Iterator[tuple[bytes, int]]:
         with path.open("rb") as file:
-            for number, _, raw in _raw_lines(file, max_line_bytes):
-                if raw is not None and (line := raw.strip()):
-                    yield hashlib.blake2b(line, digest_size=16).digest(), number
+            for digest, number, _ in line_digests(file, max_line_bytes):
+                yield digest, number
 
     numbers = dict(digests(earlier))
     return {numbers[digest]: number for digest, number in digests(later) if digest in numbers}

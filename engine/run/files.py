@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from ..openai.batch_input import key_of
+from ..openai.batch_input import MAX_LINE_BYTES
+from .past import LINE_BYTES, Past, RunFileError, read_past, whole_lines
 
-_LASTING = {"numerical_error", "constraint_error", "quarantined"}  # a second run would only repeat them
 _GROUP_BYTES = 1 << 18
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"PK": "zip"}
 """By a file's first two bytes; no line of JSON begins so."""
-_BEGINNING = b'{"id":"batch_req_'
-
-
-class RunFileError(ValueError):
-    """The run cannot use these files; the message names the file and the fix."""
 
 
 class LineFile:
@@ -79,13 +73,18 @@ class LineFile:
 
 @dataclass(slots=True)
 class RunFiles:
-    """Input opened for reading, both outputs for appending, and the keys (intake.key_of) of finished custom_ids."""
+    """Input opened for reading, both outputs for appending, and the digests of finished lines. `model`: digest of what
+    answers (model_digest.py). `changed`: lines that changed since they were answered; `outdated`: where
+    those answers went."""
 
     input: BinaryIO
     answers: LineFile
     errors: LineFile
-    finished: set[bytes]
+    finished: Container[bytes]
     total_lines: int
+    model: str = ""
+    changed: int = 0
+    outdated: Path | None = None
 
     def flush(self) -> None:
         self.answers.flush()
@@ -105,9 +104,25 @@ class RunFiles:
                 stack.callback(file.close)
 
 
-def open_run(source: Path, answers: Path, errors: Path, resume: bool = False, overwrite: bool = False) -> RunFiles:
-    """Checks and opens the files of a run; with `resume` reads back what is finished, cuts off a torn last line and
-    forgets error lines that are found again or may go better this time. Raises RunFileError."""
+class _Lines(frozenset[bytes]):
+    """Digests of lines, shortened as in their answers' ids."""
+
+    def __contains__(self, digest: object) -> bool:
+        return isinstance(digest, bytes) and super().__contains__(digest[:LINE_BYTES])
+
+
+def open_run(
+    source: Path,
+    answers: Path,
+    errors: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    model: str = "0" * 10,
+    max_line_bytes: int = MAX_LINE_BYTES,
+) -> RunFiles:
+    """Checks and opens the files of a run; with `resume` reads back what is finished: cuts off a torn last line, moves
+    answers to lines that changed to a file of their own, and forgets error lines that are found again or may go better
+    this time. `model`: digest of what answers; answers of another one are refused. Raises RunFileError."""
     if str(source) == "-" or str(answers) == "-":
         raise RunFileError("'-' cannot be used: a run must be able to read its files again to resume; name files")
     paths = [path.resolve() for path in (source, answers, errors)]
@@ -122,25 +137,42 @@ def open_run(source: Path, answers: Path, errors: Path, resume: bool = False, ov
             if path.exists() and path.stat().st_size > 0:
                 raise RunFileError(f"{path} exists: go on with --resume, replace it with --overwrite, or name another")
     with contextlib.ExitStack() as stack:
-        opened = []
-        for path in (answers, errors):
-            opened.append(_open_locked(path))
-            stack.callback(os.close, opened[-1])
+        file = stack.enter_context(_input(source))
+        opened = [_open_locked(answers)]
+        stack.callback(lambda: os.close(opened[0]))  # which may be replaced below
+        opened.append(_open_locked(errors))
+        stack.callback(os.close, opened[1])
         if overwrite:
             for descriptor in opened:
                 os.ftruncate(descriptor, 0)
-        finished = _finished(answers, opened[0], errors, opened[1]) if resume else set()
-        try:
-            file = source.open("rb")
-        except OSError as error:
-            raise RunFileError(f"{source} cannot be read: {error.strerror}") from error
-        stack.callback(file.close)
-        if packed := _COMPRESSED.get(file.read(4)[:2]):
-            raise RunFileError(f"{source} is compressed ({packed}): lines are read as they stand; unpack it first")
-        file.seek(0)
+        past = Past()
+        if resume:
+            past = read_past(file, answers, opened[0], errors, opened[1], model, max_line_bytes)
+        outdated = None
+        if past.outdated:
+            outdated = answers.with_name(f"{answers.name.removesuffix('.jsonl')}.outdated.jsonl")
+            opened[0] = _set_aside(answers, opened[0], outdated, past.outdated)
+        if resume:
+            # within the locked file: replacing it would lose the lock; what is lost by dying here is found again
+            os.ftruncate(opened[1], 0)
+            for raw in past.errors:
+                os.write(opened[1], raw)
         total = _count_lines(file)
         stack.pop_all()
-    return RunFiles(file, LineFile(answers, opened[0]), LineFile(errors, opened[1]), finished, total)
+    files = LineFile(answers, opened[0]), LineFile(errors, opened[1])
+    return RunFiles(file, *files, _Lines(past.finished), total, model, past.changed, outdated)
+
+
+def _input(source: Path) -> BinaryIO:
+    try:
+        file = source.open("rb")
+    except OSError as error:
+        raise RunFileError(f"{source} cannot be read: {error.strerror}") from error
+    if packed := _COMPRESSED.get(file.read(4)[:2]):
+        file.close()
+        raise RunFileError(f"{source} is compressed ({packed}): lines are read as they stand; unpack it first")
+    file.seek(0)
+    return file
 
 
 def _open_locked(path: Path) -> int:
@@ -150,62 +182,38 @@ def _open_locked(path: Path) -> int:
         raise RunFileError(f"{path} cannot be written: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise RunFileError(f"{path} is being written by another run: wait for it, or name another file") from None
+        taken = not os.path.samestat(os.fstat(descriptor), os.stat(path))  # a resume replaced it before the lock
+    except (BlockingIOError, FileNotFoundError):
+        taken = True
     except OSError:
-        pass  # a file system without locks: the run is as good as without
+        taken = False  # a file system without locks: the run is as good as without
+    if taken:
+        os.close(descriptor)
+        raise RunFileError(f"{path} is being written by another run: wait for it, or name another file")
     return descriptor
 
 
-def _finished(answers: Path, answers_fd: int, errors: Path, errors_fd: int) -> set[bytes]:
-    done = {key_of(str(line["custom_id"])) for line, _ in _whole_lines(answers, answers_fd)}
-    kept = []
-    for line, raw in _whole_lines(errors, errors_fd):
-        body = (line["response"] or {}).get("body") or {}
-        if isinstance(line["custom_id"], str) and (body.get("error") or {}).get("code") in _LASTING:
-            done.add(key_of(line["custom_id"]))
-            kept.append(raw)
-    # within the locked file: replacing it would lose the lock; what is lost by dying here is found again
-    os.ftruncate(errors_fd, 0)
-    for raw in kept:
-        os.write(errors_fd, raw)
-    return done
-
-
-def _whole_lines(path: Path, descriptor: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The good lines of an output file, in order; a torn last one is cut off, any other bad one is an error."""
-    with path.open("rb") as file:
-        good = 0
-        for number, raw in enumerate(file, 1):
-            line = _read_line(raw)
-            if line is None:
-                if not _torn(raw):
-                    fix = "remove it, or start anew with --overwrite"
-                    raise RunFileError(f"{path}:{number}: not a line of a batch's output: {fix}")
-                os.ftruncate(descriptor, good)
-                return
-            good += len(raw)
-            yield line, raw
-
-
-def _torn(raw: bytes) -> bool:
-    """Whether a file's bad line is the beginning of one of ours (or what a disk left of it: zeros)."""
-    ours = raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw) or not raw.strip(b"\0")
-    return ours and not raw.endswith(b"\n")
-
-
-def _read_line(raw: bytes) -> dict[str, Any] | None:
-    """An output line, if it is whole."""
-    if not raw.endswith(b"\n"):
-        return None
+def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str]) -> int:
+    """Appends the answers with these ids to `aside` and removes them from `path`, whole or not at all; the new file's
+    locked descriptor, the old one is closed. Raises RunFileError."""
+    home = path.resolve()
+    part = home.with_name(f".{home.name}.part")
+    replacing = _open_locked(part)
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict) or not {"custom_id", "response", "error"} <= line.keys():
-        return None
-    return line if isinstance(line["response"], dict | None) else None
+        os.ftruncate(replacing, 0)
+        with open(replacing, "wb", closefd=False) as kept, aside.open("ab") as old:
+            for line, raw in whole_lines(path, descriptor):
+                (old if line.get("id") in outdated else kept).write(raw)
+            for file in (old, kept):
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(home)
+    except OSError as error:
+        os.close(replacing)
+        part.unlink(missing_ok=True)
+        raise RunFileError(f"{path} cannot be written without its outdated answers: {error}") from error
+    os.close(descriptor)
+    return replacing
 
 
 def _count_lines(file: BinaryIO) -> int:

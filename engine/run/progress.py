@@ -72,7 +72,8 @@ class Summary:
     before the end (`stopped`: it was asked to), `lost` how many lines were under way then. Communication: seconds, mean
     over the ranks, None where no rank reported it; `layers` divides the all-reduces' share of it. `causes`: why
     lines failed, the most frequent first. `computed`: what the ranks computed with, likewise. `drafted`:
-    drafts that were verified, of which `accepted` were right (engine.speculation)."""
+    drafts that were verified, of which `accepted` were right (engine.speculation). `changed`: lines redone as their
+    input changed since they were answered."""
 
     requests: int
     ok: int
@@ -91,6 +92,7 @@ class Summary:
     reason: str | None = None
     lost: int = 0
     stopped: bool = False
+    changed: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -17,13 +17,14 @@ from ..daemon.dispatch import Dispatcher
 from ..daemon.flight import Flight
 from ..daemon.line_flights import LineFlights
 from ..job import EngineJob, JobState, RankHeartbeat
-from ..openai.batch_input import MAX_LINE_BYTES, BatchLine, LineRules, key_of, read_lines
+from ..openai.batch_input import MAX_LINE_BYTES, BatchLine, LineRules, read_lines
 from ..openai.errors import ApiError
 from ..openai.prefetch import prepared
 from ..request import TokensEvent
 from ..text.pool import Encoder
 from ..text.tokenizer import TextModel
 from .files import RunFiles
+from .past import answer_name
 from .progress import Communication, FailureCause, RunProgress, Snapshot, Summary
 
 _FLUSH_SECONDS = 0.5
@@ -167,6 +168,7 @@ class _Run(LineFlights):
             ok=self._ok - self._files.answers.unwritten,
             failed=self._failed - self._files.errors.unwritten,
             skipped=self._skipped,
+            changed=self._files.changed,
             prompt_tokens=self._prompt_tokens,
             tokens=self._tokens,
             seconds=0.0 if self._began is None else max(0.0, self._landed - self._began),
@@ -202,17 +204,19 @@ class _Run(LineFlights):
 
     def _lines(self) -> Iterator[BatchLine | None]:
         """The file's lines, None for those that are finished."""
-        for line in read_lines(self._files.input, LineRules(max_line_bytes=self._options.max_line_bytes)):
+        for line in read_lines(self._files.input, LineRules(max_line_bytes=self._options.max_line_bytes, digests=True)):
             self._requests += 1
-            twice = line.error is not None and line.error.code == "duplicate_custom_id"
-            if line.custom_id is not None and not twice and self._finished(line.custom_id):
+            if line.digest in self._files.finished:
                 self._skipped += 1
                 yield None
             else:
                 yield line
 
-    def _finished(self, custom_id: str) -> bool:
-        return bool(self._files.finished) and key_of(custom_id) in self._files.finished
+    def name(self, line: BatchLine) -> str:
+        """Says which line and which model an answer is of, for a later `--resume`."""
+        if line.error is None and line.digest:
+            return answer_name(line.digest, self._files.model)
+        return super().name(line)  # bad lines may be equal, their ids must differ
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
         if flight is not None:

@@ -6,6 +6,7 @@ long text encodes through engine/text/pool.py, which runs this file in processes
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +27,23 @@ ToolFormat = Literal["hermes", "llama", "array"]
 _LLAMA_CLASSES = {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
 
 
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
 class TextError(ValueError):
     """The checkpoint's tokenizer files cannot be used; the message names the file and the fix."""
+
+
+def text_digest(folder: Path) -> str:
+    """Hex digest of the files that decide how text becomes ids and back."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in _FILES:
+        data = (folder / name).read_bytes() if (folder / name).is_file() else b""
+        found.update(b"%d " % len(data) + data)
+    return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

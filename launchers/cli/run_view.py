@@ -136,6 +136,8 @@ def summary_table(summary: Summary) -> Table:
         answered += f", {summary.failed:,} failed"
     if summary.skipped:
         answered += f", {summary.skipped:,} done earlier"
+    if summary.changed:
+        answered += f", {summary.changed:,} redone because they changed"
     table.add_row("requests", f"{summary.requests:,}: {answered}")
     table.add_row("tokens", f"{summary.prompt_tokens:,} prompt, {summary.tokens:,} generated")
     table.add_row("speed", f"{summary.tokens_per_second:,.1f} tokens/s over {summary.seconds:,.1f} s")

@@ -6,7 +6,6 @@ Asked for by SIGHUP (`laddertron reload` sends it). Replicas follow one another;
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, to_json
+from ...engine.text.tokenizer import text_digest
 from .rolling_job import HeldJob, RollingJob
 
 log = logging.getLogger(__name__)
@@ -25,21 +25,8 @@ OUTCOME = "reload.json"
 """In daemon.data_dir: what came of the last one."""
 _OF_RANKS = ("model", "parallel", "launch", "engine")
 _OF_JOBS = ("load_timeout", "heartbeat_timeout", "max_restarts", "control_host", "standby")
-_TEXT_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 Outcome = Literal["done", "refused", "failed"]
-
-
-def text_digest(folder: Path) -> str:
-    """Of what the daemon's text workers read of a model."""
-    found = hashlib.blake2b(digest_size=16)
-    for name in _TEXT_FILES:
-        data = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        found.update(b"%d " % len(data) + data)
-    return found.hexdigest()
 
 
 def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,9 @@ from rich.text import Text
 
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read
 from ....engine.job import EngineJob
-from ....engine.run.files import RunFileError, RunFiles, open_run
+from ....engine.run.files import RunFiles, open_run
+from ....engine.run.model_digest import model_digest
+from ....engine.run.past import RunFileError
 from ....engine.run.progress import Summary
 from ....engine.run.run import RunOptions, run_batch
 from ....engine.text.pool import PoolLimits, TextPool
@@ -101,10 +103,16 @@ def read_text(loaded: LoadedDeployment) -> tuple[TextModel, Path]:
         raise ConfigError([loaded.fault(key, str(error))]) from error
 
 
-def open_files(arguments: Arguments) -> RunFiles:
+def open_files(arguments: Arguments, deployment: Deployment, console: Console) -> RunFiles:
     """The last thing before anything is launched: `--overwrite` empties here. Raises UsageError."""
-    with ended_by(RunFileError):
-        return open_run(arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite)
+    given = arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite
+    with ended_by(RunFileError, OSError):
+        files = open_run(*given, model_digest(deployment), deployment.daemon.limits.max_line_bytes)
+    if files.changed:
+        lines = "1 line has" if files.changed == 1 else f"{files.changed:,} lines have"
+        moved = f"; their earlier answers are in {files.outdated}" if files.outdated else ""
+        say(console, f"{lines} changed since the last run and will be redone{moved}")
+    return files
 
 
 def bundles_of(deployment: Deployment) -> FailureBundles:
@@ -202,7 +210,7 @@ def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Consol
     text, folder = read_text(loaded)
     with ended_by(ValueError, OSError):
         jobs = launched_jobs(loaded.deployment)
-    prepared = Prepared(loaded.deployment, text, folder, open_files(arguments))
+    prepared = Prepared(loaded.deployment, text, folder, open_files(arguments, loaded.deployment, console))
     try:
         return asyncio.run(drive(jobs, prepared, arguments, console))
     finally:
@@ -228,7 +236,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
         return 2
     if identity.rank != 0:
         return run_inside(deployment, identity, lambda jobs: asyncio.sleep(0, 0))
-    prepared = Prepared(deployment, *read_text(loaded), open_files(arguments))
+    prepared = Prepared(deployment, *read_text(loaded), open_files(arguments, deployment, console))
     try:
         bundles = bundles_of(deployment)
         return run_inside(deployment, identity, lambda jobs: drive(jobs, prepared, arguments, console, bundles))
@@ -243,7 +251,11 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go, one a line, as they end."
 )
 @click.option("--errors", type=click.Path(path_type=Path), help="Where failed lines go.  [default: OUT.errors.jsonl]")
-@click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped; finished lines are not redone.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on where an interrupted run stopped; of the finished lines, those that changed are redone.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 @click.option("--strict", is_flag=True, help="Exit with 1 where any line failed.")
 @fabric_option

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -20,10 +21,14 @@ from typing import Any, cast
 import pytest
 from fake_job import FakeJob
 from folders import FOLDERS
+from laddertron.engine.config.load import Deployment
+from laddertron.engine.config.schema import EngineConfig, ModelSection, ParallelConfig
 from laddertron.engine.job import JobListener, JobState
 from laddertron.engine.openai.responses import Answer
 from laddertron.engine.request import ModelLimits, TokensEvent
+from laddertron.engine.run import files as files_module
 from laddertron.engine.run.files import LineFile, RunFileError, RunFiles, open_run
+from laddertron.engine.run.model_digest import model_digest
 from laddertron.engine.run.progress import RankKind, Snapshot, Summary
 from laddertron.engine.run.run import RunOptions, run_batch
 from laddertron.engine.sampling import grammar
@@ -71,10 +76,10 @@ class Bench:
         raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
         self.input.write_bytes(b"".join(line + b"\n" for line in raw))
 
-    def open(self, **kind: bool) -> RunFiles:
+    def open(self, **kind: Any) -> RunFiles:
         return open_run(self.input, self.output, self.errors, **kind)
 
-    def run(self, make: Callable[[], FakeJob], options: RunOptions = OPTIONS, **kind: bool) -> Summary:
+    def run(self, make: Callable[[], FakeJob], options: RunOptions = OPTIONS, **kind: Any) -> Summary:
         async def go() -> Summary:
             self.job = make()
             return await run_batch([self.job], self.text, Direct(self.text), self.open(**kind), options, self)
@@ -231,6 +236,86 @@ def test_error_lines_of_transient_faults_run_again_lasting_ones_do_not(bench: Be
     again = bench.run(plain, resume=True)
     assert (again.skipped, again.ok, again.failed) == (2, 1, 0)
     assert [f["custom_id"] for f in bench.faults()] == ["nan"]
+
+
+def test_resume_redoes_the_lines_that_changed_and_keeps_their_old_answers_apart(bench: Bench) -> None:
+    """A prompt and a parameter changed, a line moved, one is gone, one came: only what changed and what is new runs.
+    The same for a lasting error line."""
+    lines = [completion(f"t{i}", f"go {i}") for i in range(8)] + [completion("nan", [7, 7])]
+    bench.write(*lines)
+    assert bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7}))).ok == 8
+    before = bench.answers()
+    changed = [completion("t0", "go elsewhere"), completion("t1", "go 1", max_tokens=3), completion("nan", "words")]
+    bench.write(completion("new"), *lines[3:7], *changed, lines[2])
+    bench.input.write_bytes(bench.input.read_bytes().replace(b"\n", b" \r\n"))  # white space is no change
+    summary = bench.run(plain, resume=True)
+    assert (summary.skipped, summary.ok, summary.failed, summary.changed) == (5, 4, 0, 3)
+    after = bench.answers()
+    assert after.keys() == {*before, "new", "nan"}, "the answer whose line is gone stays"
+    assert {name for name in before if after[name] != before[name]} == {"t0", "t1"}
+    assert after["t1"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    aside = [json.loads(line) for line in bench.output.with_name("out.outdated.jsonl").read_bytes().splitlines()]
+    assert aside == [before["t0"], before["t1"]]
+    again = bench.run(plain, resume=True)
+    assert (again.skipped, again.ok, again.changed) == (9, 0, 0)
+
+
+def test_answers_of_another_model_are_not_mixed(bench: Bench) -> None:
+    """Refused with both digests, every file being what it was; so are answers that do not say their model."""
+    bench.write(completion("a"), completion("bad", n=10**9), completion("c"))
+    bench.run(lambda: FakeJob(LIMITS, die_after=1), model="a" * 10)
+    before = bench.output.read_bytes(), bench.errors.read_bytes()
+    with pytest.raises(RunFileError, match=r"out.jsonl:1: .*digest aaaaaaaaaa, now bbbbbbbbbb.*--overwrite"):
+        bench.open(resume=True, model="b" * 10)
+    assert (bench.output.read_bytes(), bench.errors.read_bytes()) == before
+    assert bench.run(plain, resume=True, model="a" * 10).reason is None
+    assert len(bench.answers()) == 2
+    bench.output.write_bytes(re.sub(rb"-a{10}", b"", bench.output.read_bytes()))
+    with pytest.raises(RunFileError, match=r"out.jsonl:1: its id does not say .*--overwrite"):
+        bench.open(resume=True, model="a" * 10)
+
+
+def test_the_models_digest_follows_what_decides_an_answer(tmp_path: Path) -> None:
+    """Weights in the middle of a file, config.json, the chat template, a type or the seed change it; the
+    number of ranks does not."""
+    folder = write_folder(tmp_path / "tiny")
+    weights = bytearray(3 << 20)
+    (folder / "model.safetensors").write_bytes(weights)
+    here = Deployment(ModelSection(path=str(folder)))
+    digests = [model_digest(here)]
+    assert len(digests[0]) == 10
+    assert digests[0] == model_digest(replace(here, parallel=ParallelConfig(tensor_parallel_size=4)))
+    digests.append(model_digest(replace(here, model=replace(here.model, dtype="float32"))))
+    digests.append(model_digest(replace(here, engine=EngineConfig(seed=3))))
+    retrained = bytes(len(weights) // 3) + bytes([1]) * (len(weights) // 3) + bytes(len(weights) // 3)
+    (folder / "model.safetensors").write_bytes(retrained)
+    digests.append(model_digest(here))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    digests.append(model_digest(here))
+    (folder / "config.json").write_text("{}")
+    digests.append(model_digest(here))
+    assert len({*digests}) == len(digests)
+
+
+def test_a_resume_that_replaces_the_output_is_seen_by_the_run_that_opened_it_before(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run opens the output, a first one replaces it and ends, then the second one locks: it must not write
+    to a file that has no name any more."""
+    bench.write(completion("a"))
+    bench.run(plain)
+    lock = files_module.fcntl.flock
+
+    def replaced(descriptor: int, how: int) -> None:
+        monkeypatch.undo()
+        part = bench.output.with_name("part")
+        part.write_bytes(bench.output.read_bytes())
+        part.replace(bench.output)
+        lock(descriptor, how)
+
+    monkeypatch.setattr(files_module.fcntl, "flock", replaced)
+    with pytest.raises(RunFileError, match="another run"):
+        bench.open(resume=True)
 
 
 def test_files_that_would_be_lost_or_confused_are_refused(bench: Bench) -> None:

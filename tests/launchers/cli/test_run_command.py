@@ -321,7 +321,7 @@ def test_a_job_among_the_ranks_leaves_a_bundle_when_it_fails(tmp_path: Path, die
     asked = Asked(tmp_path, 6)
     loaded = read(str(DEMO), asked.sets)
     arguments = Arguments(str(DEMO), asked.input, asked.output, default_errors(asked.output), False, False, ())
-    prepared = Prepared(loaded.deployment, *read_text(loaded), open_files(arguments))
+    prepared = Prepared(loaded.deployment, *read_text(loaded), open_files(arguments, loaded.deployment, Console()))
     bundles, console = bundles_of(loaded.deployment), Console(file=io.StringIO())
 
     async def story() -> int:

@@ -79,6 +79,7 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
     from .....models.training import adapt
     from .....models.training.fit import Saving, Settings
     from .....models.training.loss import Distil
+    from .....models.weights.manifest import sampled_digest
     from ...model_card import write_card
 
     config = from_folder(source)
@@ -108,7 +109,13 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
     frozen = o["freeze"] or ()
     frozen = tuple(range(config.num_layers))[-frozen:] if isinstance(frozen, int) and frozen > 0 else frozen
     frozen = (frozen,) if isinstance(frozen, int) else frozen
-    about = {"source": source.name, "wiring": wiring.name, "text_sha256": digest, "frozen": list(frozen)}
+    about = {
+        "source": source.name,
+        "source_digest": sampled_digest(source, 8),
+        "wiring": wiring.name,
+        "text_sha256": digest,
+        "frozen": list(frozen),
+    }
     with training_bar(ranks, settings.batch * settings.context) as show:
         found = adapt.adapt(
             source,
