@@ -31,7 +31,7 @@ from ..engine.metrics.otel import TracingError, exporting
 from ..engine.text.tokenizer import TextError, TextModel
 from .job.bundle import FailureBundles
 from .job.fleet import replicas_of
-from .job.reload import Reloader
+from .job.reload import SERVING, Reloader, Serving
 from .job.rolling_job import RollingJob
 from .job.supervisor import JobFailure, MpiJob
 
@@ -49,9 +49,11 @@ def serve(
     observer: Observer | None = None,
     adopt: bool = False,
     read_again: Callable[[], LoadedDeployment] | None = None,
+    serving: Serving | None = None,
 ) -> int:
     """Runs the daemon to its end; the exit code. `adopt`: StoreOptions.adopt. `read_again`: reads and checks the
-    deployment anew, for a reload. Raises ServeError, or ConfigError for the files it names."""
+    deployment anew, for a reload; `serving`: what `laddertron reload` compares with. Raises
+    ServeError, or ConfigError for the files it names."""
     deployment = loaded.deployment
     daemon = deployment.daemon
     data_dir = Path(daemon.data_dir)
@@ -81,7 +83,7 @@ def serve(
         parts = Parts(jobs, text, text_folder, __version__, watcher, StoreOptions(adopt=adopt), keys)
         reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
         try:
-            return asyncio.run(_run(deployment, parts, reloader, listener, scraped))
+            return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))
         except (DiskError, TextError, OSError) as error:
             raise ServeError(str(error)) from error
 
@@ -102,6 +104,7 @@ async def _run(
     reloader: Reloader,
     listener: socket.socket,
     scraped: socket.socket | None,
+    serving: Serving | None,
 ) -> int:
     daemon = Daemon(deployment, parts)
     asked: list[int] = []
@@ -131,12 +134,23 @@ async def _run(
         asyncio.create_task(calm_collector(daemon)),
         asyncio.create_task(reloader.run()),
         asyncio.create_task(_say_ready(deployment, daemon, listener, scraped)),
+        asyncio.create_task(_say_serving(daemon, Path(deployment.daemon.data_dir), serving)),
     ]
     try:
         return await daemon.run(listener, scraped)
     finally:
         for task in beside:
             task.cancel()
+
+
+async def _say_serving(daemon: Daemon, folder: Path, serving: Serving | None) -> None:
+    """Once the folder is this daemon's: another one that failed to take it must not write there."""
+    await daemon.started.wait()
+    if serving is not None:
+        try:
+            serving.write(folder)
+        except OSError as error:
+            log.warning("%s/%s cannot be written, and `laddertron reload` is refused: %s", folder, SERVING, error)
 
 
 async def _say_ready(

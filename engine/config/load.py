@@ -58,28 +58,29 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
     return read(path, overrides).deployment
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> LoadedDeployment:
-    """As `load`, with the places of the keys."""
-    found = draft(path, overrides)
+def read(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> LoadedDeployment:
+    """As `load`, with the places of the keys. `working`: a directory to read it in, in place of the process's."""
+    found = draft(path, overrides, working)
     if found.faults:
         raise ConfigError(found.faults)
     return found.loaded
 
 
-def draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
+def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> Draft:
     """As `read`, but what is wrong is listed, so that whoever looks further can report all errors at once. Raises
     ConfigError only where nothing can be read."""
-    file = Path(path)
+    working = working or Path.cwd()
+    file = working / path
     folder = Path(os.path.abspath(file)).parent
     if (file / "config.json").is_file():
-        folder = Path.cwd()
+        folder = working
         tree, faults = read_text(f"model: {{path: {json.dumps(str(file), ensure_ascii=False)}}}", str(path))
     else:
         tree, faults = read_file(file, str(path))
     for override in overrides:
         tree, more = graft(tree, override)
         faults += more
-    deployment, places, errors, bad = bind(tree, folder, Path.cwd())
+    deployment, places, errors, bad = bind(tree, folder, working)
     loaded, faults = LoadedDeployment(deployment, str(path), places), [*faults, *errors]
     for keys, text in rules(deployment):
         if bad.isdisjoint(keys):

@@ -9,24 +9,70 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, to_json
+from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
 from ...engine.text.tokenizer import text_digest
+from ...topology.json_codec import build, write_file
 from .rolling_job import HeldJob, RollingJob
 
 log = logging.getLogger(__name__)
 
 OUTCOME = "reload.json"
 """In daemon.data_dir: what came of the last one."""
+SERVING = "serving.json"
+_MAX_SERVING = 1 << 20
 _OF_RANKS = ("model", "parallel", "launch", "engine")
 _OF_JOBS = ("load_timeout", "heartbeat_timeout", "max_restarts", "control_host", "standby")
 
 Outcome = Literal["done", "refused", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What a daemon was started with, and reads again: its file, `--set` and working directory. In daemon.data_dir,
+    for `laddertron reload` to compare with."""
+
+    pid: int
+    config: str
+    overrides: tuple[str, ...]
+    working: str
+
+    def write(self, folder: Path) -> None:
+        """Raises OSError."""
+        write_file(folder / SERVING, json.dumps(asdict(self)))
+
+    def read_again(self) -> LoadedDeployment:
+        """Raises ConfigError."""
+        return read(self.config, self.overrides, Path(self.working))
+
+    @property
+    def command(self) -> str:
+        sets = [word for override in self.overrides for word in ("--set", override)]
+        return f"{shlex.join(['laddertron', 'serve', self.config, *sets])} (in {self.working})"
+
+
+def serving_in(folder: Path, pid: int) -> Serving | None:
+    """What that process serves; None where it has not said so."""
+    try:
+        with (folder / SERVING).open("rb") as file:
+            found = build(Serving, json.loads(file.read(_MAX_SERVING)))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if found.pid == pid else None
+
+
+def different_keys(old: Deployment, new: Deployment) -> Iterator[str]:
+    """Keys that two deployments have different values of."""
+    before, after = to_json(old), to_json(new)
+    for section in before:
+        yield from (f"{section}.{key}" for key, value in before[section].items() if value != after[section][key])
 
 
 def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:

@@ -13,10 +13,12 @@ import click
 
 from ....engine.config.load import read
 from ....engine.daemon.store.disk import holder_pid
-from ...job.reload import OUTCOME
+from ...job.reload import OUTCOME, different_keys, serving_in
 from ..errors import UsageError
 from ..fabric_option import fabric_option
 from .run import read_text
+
+_SHOWN_KEYS = 5
 
 
 @click.command()
@@ -28,7 +30,8 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
 
     New ranks come up beside the old ones where memory allows; running requests finish on the old ones, others wait
     where it does not. What belongs to the daemon itself (ports, data folder, keys, tokenizer) needs a restart: the
-    reload is refused then, and nothing changes. A daemon reads its own file with its own --set: give the same ones.
+    reload is refused then, and nothing changes. A daemon reads the file and --set that it was started with: what
+    is given here must describe the same deployment.
 
     \b
       laddertron reload deploy.yaml
@@ -44,6 +47,19 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
         raise UsageError(f"no daemon of this host holds {folder}: start `laddertron serve {config}`")
     if not _hears(pid):
         raise UsageError(f"the daemon (process {pid}) is of an earlier version, which SIGHUP would end: restart it")
+    serving = serving_in(folder, pid)
+    if serving is None:
+        raise UsageError(
+            f"the daemon (process {pid}) has not said what it serves: it is starting (wait for /health), or it is of "
+            "an earlier version (restart it)"
+        )
+    if others := list(different_keys(serving.read_again().deployment, loaded.deployment)):
+        more = ", …" if len(others) > _SHOWN_KEYS else ""
+        raise UsageError(
+            f"the daemon (process {pid}) would not serve this: it reads again what it was started with, "
+            f"{serving.command}, which differs in {', '.join(others[:_SHOWN_KEYS])}{more}: edit and name that file, "
+            "with the same --set, or restart the daemon with this one"
+        )
     sent = time.time()
     os.kill(pid, signal.SIGHUP)
     while (said := _outcome(folder)).get("began", 0.0) < sent or said["pid"] != pid:

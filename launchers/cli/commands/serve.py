@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ....engine.config.load import LoadedDeployment, read
 from ....topology.placement.identity import IdentityError, identify
+from ...job.reload import Serving
 from ..errors import UsageError, ended_by
 from ..fabric_option import fabric_option
 from .check import unmeasured_weights
@@ -52,4 +55,5 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
     if (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
         click.echo(f"warning: {unmeasured}", err=True)
     with ended_by(ServeError):
-        return serve(loaded, text, folder, adopt=adopt, read_again=read_again)
+        serving = Serving(os.getpid(), config, overrides, os.getcwd())
+        return serve(loaded, text, folder, adopt=adopt, read_again=read_again, serving=serving)

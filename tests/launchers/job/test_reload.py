@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from laddertron.launchers import serve
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.job.bundle import newest
 from laddertron.launchers.job.detect import JobFailure
-from laddertron.launchers.job.reload import OUTCOME, Reloader, text_digest, unchangeable
+from laddertron.launchers.job.reload import OUTCOME, SERVING, Reloader, Serving, serving_in, text_digest, unchangeable
 from laddertron.launchers.job.rolling_job import RollingJob
 from test_bundle import contents
 from test_rolling_job import Job, turns
@@ -255,8 +255,13 @@ def test_another_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 # the command
 
 
-def reload(folder: Path, *more: str) -> tuple[int, str]:
-    words = ["reload", DEMO, "--set", f"daemon.data_dir={folder}", *more]
+def serving(folder: Path, pid: int, *more: str) -> None:
+    """As a daemon writes it that was started for this folder."""
+    Serving(pid, DEMO, (f"daemon.data_dir={folder}", *more), str(folder)).write(folder)
+
+
+def reload(folder: Path, *more: str, config: str = DEMO) -> tuple[int, str]:
+    words = ["reload", config, "--set", f"daemon.data_dir={folder}", *more]
     result = CliRunner().invoke(cli.group, words, standalone_mode=False)
     if result.exception is not None:
         return getattr(result.exception, "exit_code", 99), str(result.exception)
@@ -304,6 +309,7 @@ def test_the_command_signals_the_daemon_and_waits_for_what_came_of_it(outcome: s
     daemon = subprocess.Popen([sys.executable, "-c", script, str(tmp_path), outcome], stdin=subprocess.PIPE)
     try:
         until((tmp_path / "up").exists, lambda: "no folder lock", 0.01)
+        serving(tmp_path, daemon.pid)
         found, text = reload(tmp_path)
         assert (found, f"reload: {outcome}" in text) == (code, True)
         assert ("daemon.port: no" in text) == (outcome == "refused")
@@ -311,6 +317,60 @@ def test_the_command_signals_the_daemon_and_waits_for_what_came_of_it(outcome: s
         assert daemon.stdin is not None
         daemon.stdin.close()
         daemon.wait(HANG_S)
+
+
+@pytest.fixture
+def silent(tmp_path: Path) -> Iterator[int]:
+    """A process that holds the folder, and says on stdout if it gets SIGHUP."""
+    script = (
+        "import signal, sys\n"
+        "from pathlib import Path\n"
+        "from laddertron.engine.daemon.store.disk import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1]))\n"
+        "signal.signal(signal.SIGHUP, lambda *_: print('signalled', flush=True))\n"
+        "(Path(sys.argv[1]) / 'up').touch()\n"
+        "sys.stdin.read()\n"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path)]
+    daemon = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        until((tmp_path / "up").exists, lambda: "no folder lock", 0.01)
+        yield daemon.pid
+    finally:
+        assert daemon.communicate(timeout=HANG_S)[0] == "", "a refused reload signals nobody"
+
+
+def test_what_the_daemon_would_not_read_is_refused(tmp_path: Path, silent: int) -> None:
+    """Another file, a --set that it was not started with, one that is missing, and before it has said what it serves:
+    each refused with what the daemon reads, and no signal sent."""
+    code, text = reload(tmp_path)
+    assert (code, "has not said what it serves" in text) == (2, True)
+    serving(tmp_path, silent, "engine.max_num_seqs=3")
+    code, text = reload(tmp_path, "--set", "engine.max_num_seqs=4")
+    assert (code, "which differs in engine.max_num_seqs:" in text) == (2, True)
+    assert f"laddertron serve {DEMO} --set daemon.data_dir={tmp_path} --set engine.max_num_seqs=3" in text
+    code, text = reload(tmp_path)
+    assert (code, "which differs in engine.max_num_seqs:" in text) == (2, True)
+    other = tmp_path / "other.yaml"
+    other.write_text(Path(DEMO).read_text().replace("path: ", f"path: {Path(DEMO).parent}/"))
+    code, text = reload(
+        tmp_path, "--set", "engine.max_num_seqs=3", "--set", "parallel.split_steps=never", config=str(other)
+    )
+    assert (code, f"laddertron serve {DEMO} " in text, "parallel.split_steps" in text) == (2, True, True)
+
+
+def test_what_a_daemon_serves_is_read_in_its_own_working_directory(tmp_path: Path) -> None:
+    """Relative paths; and no other process's word is taken."""
+    (tmp_path / "d.yaml").write_text("model: {path: m}\n")
+    Serving(7, "d.yaml", ("daemon.data_dir=data",), str(tmp_path)).write(tmp_path)
+    found = serving_in(tmp_path, 7)
+    assert found is not None
+    assert found.read_again().deployment.daemon.data_dir == str(tmp_path / "data")
+    assert found.read_again().deployment.model.path == str(tmp_path / "m")
+    assert serving_in(tmp_path, 8) is None
+    for said in ("junk", "[]", '{"pid": 7}', "[" * 100_000):
+        (tmp_path / SERVING).write_text(said)
+        assert serving_in(tmp_path, 7) is None
 
 
 def test_the_command_checks_the_file_first(tmp_path: Path) -> None:
