@@ -50,10 +50,11 @@ def serve(
     adopt: bool = False,
     read_again: Callable[[], LoadedDeployment] | None = None,
     serving: Serving | None = None,
+    skip_damaged: bool = False,
 ) -> int:
-    """Runs the daemon to its end; the exit code. `adopt`: StoreOptions.adopt. `read_again`: reads and checks the
-    deployment anew, for a reload; `serving`: what `laddertron reload` compares with. Raises
-    ServeError, or ConfigError for the files it names."""
+    """Runs the daemon to its end; the exit code. `adopt`, `skip_damaged`: StoreOptions. `read_again`: reads and
+    checks the deployment anew, for a reload; `serving`: what `laddertron reload` compares with. Raises ServeError, or
+    ConfigError for the files it names."""
     deployment = loaded.deployment
     daemon = deployment.daemon
     data_dir = Path(daemon.data_dir)
@@ -80,7 +81,8 @@ def serve(
         scraped = None
         if (metrics := deployment.metrics).enabled and metrics.port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
-        parts = Parts(jobs, text, text_folder, __version__, watcher, StoreOptions(adopt=adopt), keys)
+        store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged)
+        parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys)
         reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
         try:
             return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))

@@ -6,7 +6,8 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .export import Change
+from .export import Export
+from .frames import Change
 from .schema import KEYS, columns
 
 
@@ -21,6 +22,16 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
     db.execute("PRAGMA journal_size_limit = 67108864")
     db.row_factory = sqlite3.Row
     return db
+
+
+def set_meta(db: sqlite3.Connection, key: str, value: int) -> None:
+    query = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+    db.execute(query, (key, value))
+
+
+def note_position(db: sqlite3.Connection, export: Export) -> None:
+    """What the store has of the export; within the transaction that commits it."""
+    set_meta(db, f"export:{export.claim}", export.position)
 
 
 def newest_time(db: sqlite3.Connection) -> float | None:

@@ -1,87 +1,82 @@
 """The store's second copy on a shared disk: segments of checksummed frames, fsynced before a commit counts.
 
-A generation begins with a snapshot of the whole store and goes on with one frame a commit; a later generation fences
-the earlier one off. Knows changes of rows as JSON values (store_schema.Rows), nothing of what they mean.
+A generation begins with a snapshot of the whole store, whose first frame names its owner, and goes on with a group of
+frames a commit. A daemon that claims the next generation fences the earlier one off. Which store may claim it:
+takeover.py. Knows changes of rows as JSON values, nothing of what they mean.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import struct
-import zlib
-from collections.abc import Iterable, Iterator
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
 from .disk import Files, NewFile, sync_folder
+from .frames import Change, ExportError, first_value, frames, generations
 
-_HEAD = struct.Struct("<4sIII")  # magic, bytes of the payload, its CRC-32, number of the group
-_MAGIC = b"LTX1"
-_SEGMENT = re.compile(r"seg-(\d{6})-(\d{6})\.ltx")
 _SEGMENT_BYTES = 64 << 20
-_MAX_FRAME = 1 << 30
-_SNAPSHOT_ROWS = 512
-
-Change = list[Any]
-
-
-class ExportError(RuntimeError):
-    """The export cannot be read or written; the message names the file and the fix."""
+_OLD_CLAIMS = 100
+_CLAIM = re.compile(r"claim-(\d{6,})")
+_NUMBERED = re.compile(r"(?:claim|seg)-(\d{6,})")
 
 
 class Fenced(ExportError):
     """Another daemon has taken the export over: this one must not go on."""
 
 
-def _frame(group: int, changes: list[Change], undone: int | None = None) -> bytes:
-    value = {"changes": changes} if undone is None else {"changes": changes, "undone": undone}
-    payload = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
-    return _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload), group) + payload
+class ExportGone(OSError):
+    """The folder is missing or is not the one that was opened."""
 
 
-def _frames(file: BinaryIO) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(group, value) of each whole frame; ends at the first that is not."""
-    while len(head := file.read(_HEAD.size)) == _HEAD.size:
-        magic, length, checksum, group = _HEAD.unpack(head)
-        if magic != _MAGIC or length > _MAX_FRAME:
-            return
-        payload = file.read(length)
-        if len(payload) < length or zlib.crc32(payload) != checksum:
-            return
-        yield group, json.loads(payload)
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who wrote a generation. `claim` is drawn at random for each."""
+
+    store: int
+    generation: int
+    claim: int
+    host: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"store {self.store}, generation {self.generation} (begun on {self.host}, {self.since})"
 
 
-def generations(folder: Path) -> dict[int, list[Path]]:
-    """Segments of each generation, in order; those still being written under another name do not count."""
-    found: dict[int, list[Path]] = {}
-    for path in sorted(folder.glob("seg-*.ltx")):
-        if match := _SEGMENT.fullmatch(path.name):
-            found.setdefault(int(match[1]), []).append(path)
-    return found
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A generation on the disk; an earlier version wrote no owner."""
+
+    generation: int
+    segments: tuple[Path, ...]
+    owner: Owner | None
+    unreadable: str = ""
+    """Why the owner cannot be read."""
 
 
-def read_changes(folder: Path) -> Iterator[Change]:
-    """Every change of the latest generation, in order, undone groups left out. A frame that is torn ends the export
-    if nothing follows it; one with more behind it is an ExportError (the file was damaged)."""
-    all_generations = generations(folder)
-    if not all_generations:
-        return
-    held: tuple[int, list[Change]] | None = None
-    last = -1
-    for path in all_generations[max(all_generations)]:
-        with path.open("rb") as file:
-            for group, value in _frames(file):
-                undone = value.get("undone")
-                # a group of the same number was written again: the first writing was never acknowledged
-                if held is not None and held[0] not in (undone, group):
-                    yield from held[1]
-                if group > last + 1:
-                    raise ExportError(f"{path}: group {group} follows {last}: frames between are damaged or missing")
-                last, held = group, (group, value["changes"])
-    if held is not None:
-        yield from held[1]
+def found_in(folder: Path) -> list[Found]:
+    """Every generation that has a segment, oldest first. Raises OSError."""
+    return [_found(number, tuple(paths)) for number, paths in generations(folder).items()]
+
+
+def _found(generation: int, segments: tuple[Path, ...]) -> Found:
+    try:
+        value = first_value(segments[0]).get("owner")
+        return Found(generation, segments, None if value is None else Owner(**value))
+    except (ExportError, TypeError) as error:
+        return Found(generation, segments, None, str(error))
+
+
+def copy_file(source: Path, target: Path, files: Files) -> None:
+    """A whole copy or none, fsynced. Raises OSError."""
+    with source.open("rb") as file, NewFile(target, files) as copy:
+        while chunk := file.read(1 << 20):
+            copy.write(chunk)
+        copy.commit()
 
 
 class Export:
@@ -92,70 +87,129 @@ class Export:
         self._descriptor: int | None = None
         self._index = self._size = self._group = 0
         self._undone: int | None = None
-        self.generation = 0
+        self._last = 0
+        self._names: set[str] = set()
+        self.generation = self.claim = 0
+        self.superseded: list[Path] = []
+        """Segments of which the snapshot contains everything."""
 
     @property
     def files_folder(self) -> Path:
         """Copies of what was uploaded."""
         return self.folder / "files"
 
-    def begin(self, rows: Iterable[Change]) -> None:
-        """Claims the next generation and writes the snapshot; the earlier ones go. Raises OSError."""
-        self.files_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        before = generations(self.folder)
-        claims = [int(path.name[6:]) for path in self.folder.glob("claim-*")]
-        self.generation = max([0, *before, *claims]) + 1
+    @property
+    def position(self) -> int:
+        """The number of the last frame."""
+        return self._group - 1
+
+    def take(self) -> None:
+        """Claims the next generation: whoever wrote an earlier one cannot acknowledge any more. Raises OSError."""
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True, mode=0o700)
+            sync_folder(self.folder.parent, self._files)
+        self.files_folder.mkdir(exist_ok=True, mode=0o700)
+        claims = [int(match[1]) for name in os.listdir(self.folder) if (match := _CLAIM.fullmatch(name))]
+        self.generation = max([0, *generations(self.folder), *claims]) + 1
+        self.claim = 1 + secrets.randbits(62)
         while True:
             try:
-                os.close(os.open(self._claim(self.generation), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+                descriptor = os.open(self._claim_file(self.generation), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
                 break
             except FileExistsError:
                 self.generation += 1
+        self._put(descriptor, b"%d\n" % self.claim)
+        # Emptied, not only outnumbered: a network file system caches that a name is missing, but opens files afresh.
+        for number in claims:
+            if number < self.generation - _OLD_CLAIMS:
+                self._claim_file(number).unlink(missing_ok=True)
+            else:
+                self._put(os.open(self._claim_file(number), os.O_WRONLY | os.O_TRUNC), b"")
+        sync_folder(self.folder, self._files)
+        where = self.folder.stat()
+        self._inode, self._device = where.st_ino, where.st_dev
+
+    def _put(self, descriptor: int, data: bytes) -> None:
+        try:
+            if data:
+                self._files.write(descriptor, memoryview(data))
+            self._files.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def begin(self, rows: Iterable[Change], store: int) -> None:
+        """Writes the snapshot; segments that it supersedes go. Raises OSError or Fenced."""
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        owner = Owner(store, self.generation, self.claim, socket.gethostname(), since)
         with NewFile(self._path(0), self._files) as snapshot:
-            part: list[Change] = []
-            for row in rows:
-                part.append(row)
-                if len(part) == _SNAPSHOT_ROWS:
-                    snapshot.write(_frame(self._group, part))
-                    self._group, part = self._group + 1, []
-            snapshot.write(_frame(self._group, part))
-            self._group += 1
+            for frame in frames(0, rows, {"owner": asdict(owner)}, joined=False):
+                snapshot.write(frame)
+                self._group += 1
+            self.check()
             snapshot.commit()
-        for generation, paths in before.items():
-            for path in paths:
-                path.unlink(missing_ok=True)
-            self._claim(generation).unlink(missing_ok=True)
-        self._index = 0
+        self._names.add(self._path(0).name)
+        self.check()
+        for path in self.superseded:
+            path.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raises Fenced where another daemon claimed the export, ExportGone where the folder is not the one that was
+        opened."""
+        try:
+            where, names = self.folder.stat(), set(os.listdir(self.folder))
+            same = where.st_ino == self._inode
+            numbers = (int(match[1]) for name in names if (match := _NUMBERED.match(name)))
+            if same and (
+                max(numbers, default=0) > self.generation
+                or self._claim_file(self.generation).read_bytes() != b"%d\n" % self.claim
+            ):
+                raise Fenced(f"{self.folder} was taken over by another daemon: this one must stop")
+            if self._descriptor is not None and same:
+                found, opened = self._path(self._index).stat(), os.fstat(self._descriptor)
+                same = (found.st_ino, found.st_size) == (opened.st_ino, self._size)
+        except OSError as error:
+            raise ExportGone(
+                f"daemon.export_dir {self.folder} was removed or cannot be read ({error}): put it back"
+            ) from error
+        if not same or not names >= self._names:
+            raise ExportGone(
+                f"daemon.export_dir {self.folder} was replaced, or files in it were removed, while it was open: put it "
+                f"back, or restart the daemon, which writes a new copy of the whole store there"
+            )
+        if where.st_dev != self._device:  # mounted again: the descriptor belongs to the earlier mount
+            self._device = where.st_dev
+            self.close()
 
     def append(self, changes: list[Change]) -> None:
         """One group, on the disk when this returns. Raises OSError (nothing of it counts) or Fenced."""
-        if self._claim(self.generation + 1).exists():
-            raise Fenced(f"{self.folder} was taken over by another daemon: this one must stop")
-        frame = _frame(self._group, changes, self._undone)
+        self.check()
+        first = number = self._group
+        extra = {} if self._undone is None else {"undone": self._undone}
         try:
-            if self._descriptor is None or self._size > _SEGMENT_BYTES:
-                self._next_segment()
+            for frame in frames(first, changes, extra, joined=True):
+                if self._descriptor is None or self._size > _SEGMENT_BYTES:
+                    self._next_segment()
+                assert self._descriptor is not None
+                left = memoryview(frame)
+                while left:
+                    left = left[self._files.write(self._descriptor, left) :]
+                self._size += len(frame)
+                number += 1
             assert self._descriptor is not None
-            left = memoryview(frame)
-            while left:
-                left = left[self._files.write(self._descriptor, left) :]
             self._files.fsync(self._descriptor)
-        except OSError:
-            self.close()  # whatever is torn there, the next group begins a segment of its own
+            self.check()  # who takes over claims first and reads then: without a claim now it reads this group
+        except (OSError, Fenced):
+            self.close()  # it may have a torn end: the next group begins a segment of its own
             raise
-        self._size += len(frame)
-        self._group, self._undone = self._group + 1, None
+        self._last, self._group, self._undone = first, number, None
 
     def undo(self) -> None:
         """The last group was not committed after all: the next frame says so."""
-        self._undone = self._group - 1
+        self._undone = self._last
 
     def keep(self, source: Path, name: str) -> None:
         """A copy of an uploaded file. Raises OSError."""
-        with source.open("rb") as file, NewFile(self.files_folder / name, self._files) as copy:
-            while chunk := file.read(1 << 20):
-                copy.write(chunk)
-            copy.commit()
+        copy_file(source, self.files_folder / name, self._files)
 
     def forget(self, name: str) -> None:
         (self.files_folder / name).unlink(missing_ok=True)
@@ -166,14 +220,18 @@ class Export:
             self._descriptor = None
 
     def _next_segment(self) -> None:
+        if self._descriptor is not None:
+            self._files.fsync(self._descriptor)
         self.close()
         self._index += 1
-        self._descriptor = os.open(self._path(self._index), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = self._path(self._index)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._size = 0
+        self._names.add(path.name)
         sync_folder(self.folder, self._files)
 
     def _path(self, index: int) -> Path:
         return self.folder / f"seg-{self.generation:06}-{index:06}.ltx"
 
-    def _claim(self, generation: int) -> Path:
+    def _claim_file(self, generation: int) -> Path:
         return self.folder / f"claim-{generation:06}"

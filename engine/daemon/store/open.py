@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import shutil
 import sqlite3
 from pathlib import Path
 
 from .connection import connect_store
 from .disk import DiskError, NewFile, prepare_folder
-from .export import Export, Fenced, generations, read_changes
-from .schema import SUM_TOKENS, Rows, SchemaVersionError, migrate
+from .export import Export
+from .frames import ExportError, generations
+from .schema import SchemaVersionError, migrate
 from .store import Store, StoreOptions
+from .takeover import continue_export, detach, rebuild
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +26,12 @@ async def open_store(folder: Path, options: StoreOptions) -> Store:
     try:
         export = None
         if options.export_dir is not None:
-            await asyncio.to_thread(options.export_dir.mkdir, parents=True, exist_ok=True, mode=0o700)
             export = Export(options.export_dir, options.files)
-        await asyncio.to_thread(_make, folder, options)
+        await asyncio.to_thread(_make, folder, export, options)
         store = Store(folder, lock, export, options)
         await asyncio.to_thread(store.start)
         return store
-    except (sqlite3.Error, SchemaVersionError, Fenced) as error:
+    except (sqlite3.Error, SchemaVersionError, ExportError) as error:
         lock.release()
         raise DiskError(f"{folder}: {error}") from error
     except BaseException:
@@ -39,13 +39,13 @@ async def open_store(folder: Path, options: StoreOptions) -> Store:
         raise
 
 
-def _make(folder: Path, options: StoreOptions) -> None:
+def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
     (folder / "files").mkdir(exist_ok=True, mode=0o700)
     # By its size, before SQLite opens it: opening an empty store deletes the log beside it, which a restore may need.
     path = folder / "store.db"
     fresh = not path.exists() or not path.stat().st_size
-    if fresh and options.export_dir is not None and generations(options.export_dir):
-        _rebuild(folder, options)
+    if fresh and export is not None and generations(export.folder):
+        rebuild(folder, export, options, _belongs_to(folder))
     elif fresh:
         _refuse_empty(folder, options)
     db = connect_store(folder, options.connect)
@@ -58,12 +58,22 @@ def _make(folder: Path, options: StoreOptions) -> None:
                 _refuse_empty(folder, options)
         migrate(db)
         _check_identity(folder, db, options, rebuilt=fresh)
+        if export is None:
+            detach(db)
+        else:
+            continue_export(db, folder, export, options)
     finally:
         db.close()
 
 
 def _identity_file(folder: Path) -> Path:
     return folder / "store.id"
+
+
+def _belongs_to(folder: Path) -> str | None:
+    """The number of the folder's store."""
+    path = _identity_file(folder)
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
 
 def _refuse_empty(folder: Path, options: StoreOptions) -> None:
@@ -81,8 +91,7 @@ def _check_identity(folder: Path, db: sqlite3.Connection, options: StoreOptions,
     """The number that the store and its folder share; made where neither has one. Raises DiskError."""
     row = db.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
     number = secrets.randbits(62) if row is None else int(row[0])
-    path = _identity_file(folder)
-    wanted = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
+    wanted = _belongs_to(folder)
     if wanted == str(number):
         return
     if wanted is not None and not (rebuilt or options.adopt):
@@ -93,33 +102,6 @@ def _check_identity(folder: Path, db: sqlite3.Connection, options: StoreOptions,
         )
     if row is None:
         db.execute("INSERT INTO meta VALUES ('store', ?)", (number,))
-    with NewFile(path, options.files) as file:
+    with NewFile(_identity_file(folder), options.files) as file:
         file.write(b"%d\n" % number)
         file.commit()
-
-
-def _rebuild(folder: Path, options: StoreOptions) -> None:
-    """Beside the place first: a rebuild that is interrupted begins anew."""
-    assert options.export_dir is not None
-    scratch = folder / "rebuild"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o700)
-    db = connect_store(scratch, options.connect)
-    migrate(db)
-    db.execute("BEGIN")
-    rows = Rows(db)
-    for change in read_changes(options.export_dir):
-        rows.apply(change)
-        rows.changes.clear()
-    db.execute("COMMIT")
-    # a batch with reused answers is of no earlier version: what it did not compute is not its own
-    db.executescript(f"BEGIN; {SUM_TOKENS.replace('= 0;', '= 0 AND reuse_batch_id IS NULL;')} COMMIT;")
-    count = db.execute("SELECT count(*) FROM results").fetchone()[0]
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    db.close()
-    if (kept := options.export_dir / "files").is_dir():
-        half_made = shutil.ignore_patterns(".*")
-        shutil.copytree(kept, folder / "files", ignore=half_made, copy_function=shutil.copyfile, dirs_exist_ok=True)
-    (scratch / "store.db").rename(folder / "store.db")
-    shutil.rmtree(scratch)
-    log.warning("the store was rebuilt from %s: %d results", options.export_dir, count, extra={"event": "store"})

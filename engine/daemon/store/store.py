@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .clock import TrustedClock
-from .connection import connect_store, newest_time, snapshot
+from .connection import connect_store, newest_time, note_position, snapshot
 from .disk import Files as DiskFiles
 from .disk import FolderLock
 from .export import Export, Fenced
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _GROUP = 512
 _TRIAL_SECONDS = 1.0
+_EXPORT_SECONDS = 0.5  # between looks at the export's folder
 _READERS = 4
 _NOTE_SECONDS = 60.0
 
@@ -48,7 +49,8 @@ class StoreFenced(StoreUnavailable):
 class StoreOptions:
     """`connect` makes SQLite connections (tests hand in one that fails); `observe_commit` gets each commit's seconds,
     `observe_error` is called for each that failed, both on the store's thread; `adopt`: take a folder whose store is
-    missing, empty or another's; `wall`: unix seconds."""
+    missing, empty or another's; `skip_damaged`: rebuild from an export without the frames that cannot be read; `wall`:
+    unix seconds."""
 
     export_dir: Path | None = None
     files: DiskFiles = os
@@ -56,6 +58,7 @@ class StoreOptions:
     observe_commit: Callable[[float], None] = field(default=lambda seconds: None)
     observe_error: Callable[[], None] = field(default=lambda: None)
     adopt: bool = False
+    skip_damaged: bool = False
     wall: Callable[[], float] = time.time
 
 
@@ -152,7 +155,9 @@ class Store:
         known = {row[0] for row in db.execute("SELECT id FROM files")}
         self._clear({path for path in self.files_folder.iterdir() if path.name not in known})
         if self.export is not None:
-            self.export.begin(snapshot(db))
+            store = int(db.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()[0])
+            self.export.begin(snapshot(db), store)
+            note_position(db, self.export)
         db.close()
         self._places = (self.folder / "store.db", self.files_folder)
         self._inodes = [_inode(path) for path in self._places]
@@ -191,9 +196,13 @@ class Store:
             if time.monotonic() - self._noted > _NOTE_SECONDS:
                 self._note_time(db)
             try:
-                item = self._queue.get(timeout=_NOTE_SECONDS if self.failure is None else _TRIAL_SECONDS)
+                idle = _NOTE_SECONDS if self.export is None else _EXPORT_SECONDS
+                item = self._queue.get(timeout=idle if self.failure is None else _TRIAL_SECONDS)
             except queue.Empty:
-                db = db if self.failure is None else self._trial(db)
+                if self.failure is None:
+                    self._check_export()
+                else:
+                    db = self._trial(db)
                 continue
             if item is None:
                 break
@@ -230,6 +239,7 @@ class Store:
             if self.export is not None and rows.changes:
                 self.export.append(rows.changes)
                 exported = True
+                note_position(db, self.export)
             db.execute("COMMIT")
         except (sqlite3.Error, OSError, Fenced) as error:
             if exported and self.export is not None:
@@ -262,6 +272,16 @@ class Store:
             del rows.changes[mark:]
         rows.db.execute("RELEASE work")
 
+    def _check_export(self) -> None:
+        """Between commits, each of which checks by itself."""
+        try:
+            if self.export is not None:
+                self.export.check()
+        except (OSError, Fenced) as error:
+            self.fenced |= isinstance(error, Fenced)
+            self._options.observe_error()
+            self._say(f"the store cannot be written: {error}")
+
     def _trial(self, db: sqlite3.Connection) -> sqlite3.Connection:
         """Whether the disk takes writes again."""
         if self.fenced:
@@ -271,6 +291,7 @@ class Store:
             db.execute("INSERT INTO meta VALUES ('trial', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
             if self.export is not None:
                 self.export.append([])
+                note_position(db, self.export)
             db.execute("COMMIT")
         except (sqlite3.Error, OSError, Fenced):
             self._options.observe_error()

@@ -20,7 +20,8 @@ from .run import read_text
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 @click.option("--adopt", is_flag=True, help="Take daemon.data_dir though its store is missing, empty or another's.")
-def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
+@click.option("--skip-damaged", is_flag=True, help="Rebuild from an export without its unreadable frames; logs them.")
+def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: bool) -> int:
     """Serve the model that CONFIG describes over the OpenAI API: files, batches, chats, completions.
 
     Launches its ranks itself, watches them, and launches them again when one is lost; every batch goes on from the
@@ -56,4 +57,6 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool) -> int:
         click.echo(f"warning: {unmeasured}", err=True)
     with ended_by(ServeError):
         serving = Serving(os.getpid(), config, overrides, os.getcwd())
-        return serve(loaded, text, folder, adopt=adopt, read_again=read_again, serving=serving)
+        return serve(
+            loaded, text, folder, adopt=adopt, read_again=read_again, serving=serving, skip_damaged=skip_damaged
+        )

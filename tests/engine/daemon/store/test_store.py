@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.disk import DiskError, Files, NewFile, check_type, mount_of
-from laddertron.engine.daemon.store.export import ExportError, generations, read_changes
+from laddertron.engine.daemon.store.frames import ExportError, generations, read_changes
 from laddertron.engine.daemon.store.open import open_store
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow, Result
 from laddertron.engine.daemon.store.schema import MIGRATIONS, Rows, migrate

@@ -1,0 +1,207 @@
+"""Segments of an export: names, checksummed frames, and the groups of changes that they contain.
+
+Frames are bounded by bytes when they are written. A frame that cannot be read is reported with its segment and offset;
+only one that the end of its file cuts, with no frame behind it, is a write that was never acknowledged.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_HEAD = struct.Struct("<4sIII")  # magic, bytes of the payload, its CRC-32, number of the group
+_MAGIC = b"LTX1"
+_SEGMENT = re.compile(r"seg-(\d{6,})-(\d{6,})\.ltx")
+_FRAME_BYTES = 8 << 20
+_MAX_FRAME = 1 << 30
+_SCAN_BYTES = 1 << 20
+
+Change = list[Any]
+
+
+class ExportError(RuntimeError):
+    """The export cannot be read or is not this store's; the message names the file and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A frame that cannot be read, or groups that are missing before it."""
+
+    path: Path
+    offset: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: offset {self.offset}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Changes that were committed together; `number`: the one of its last frame."""
+
+    number: int
+    changes: list[Change]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    offset: int
+    group: int
+    value: dict[str, Any] | None  # None where it was skipped
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _frame(group: int, parts: Sequence[bytes], extra: Mapping[str, Any]) -> bytes:
+    payload = b'{"changes":[%s],%s' % (b",".join(parts), _json({"group": group, **extra})[1:])
+    if len(payload) > _MAX_FRAME:
+        raise OSError(
+            errno.EFBIG, f"one change of {len(payload)} bytes exceeds the export's {_MAX_FRAME} bytes a frame"
+        )
+    return _HEAD.pack(_MAGIC, len(payload), zlib.crc32(payload), group) + payload
+
+
+def frames(first: int, changes: Iterable[Change], extra: Mapping[str, Any], joined: bool) -> Iterator[bytes]:
+    """Frames from number `first` on, `extra` in the first one. `joined`: they are one group, in whole or not at all.
+    Raises OSError where one change exceeds a frame."""
+    parts: list[bytes] = []
+    size = 0
+    for change in changes:
+        part = _json(change)
+        if parts and size + len(part) > _FRAME_BYTES:
+            yield _frame(first, parts, {**extra, "more": True} if joined else extra)
+            first, extra, parts, size = first + 1, {}, [], 0
+        parts.append(part)
+        size += len(part) + 1
+    yield _frame(first, parts, extra)
+
+
+def generations(folder: Path) -> dict[int, list[Path]]:
+    """Segments of each generation, in order; those still being written under another name do not count."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in folder.glob("seg-*.ltx"):
+        if match := _SEGMENT.fullmatch(path.name):
+            found.setdefault(int(match[1]), []).append((int(match[2]), path))
+    return {generation: [path for _, path in sorted(found[generation])] for generation in sorted(found)}
+
+
+def first_value(path: Path) -> dict[str, Any]:
+    """The first frame of a segment. Raises ExportError or OSError."""
+    for found in _scan(path, -1):
+        if isinstance(found, _Frame) and found.value is not None:
+            return found.value
+        raise ExportError(str(found))
+    raise ExportError(f"{path}: offset 0: no frame")
+
+
+def read_groups(
+    segments: Sequence[Path], after: int = -1, damaged: Callable[[Damage], None] | None = None
+) -> Iterator[Group]:
+    """Groups numbered above `after`, in order, without those that were undone or written again. `damaged` is called
+    with what cannot be read, and reading continues behind it; without it that raises ExportError."""
+    held: Group | None = None
+    first = last = -1
+    pending = False
+    for path in segments:
+        for found in _scan(path, after):
+            if isinstance(found, _Frame) and found.group > last + 1:
+                _report(Damage(path, found.offset, f"group {found.group} follows {last}: frames are missing"), damaged)
+            if isinstance(found, Damage):
+                _report(found, damaged)
+                continue
+            value, last = found.value, found.group
+            if held is not None and found.group <= first:
+                held = None  # written again: the first writing was never acknowledged
+            if value is None:
+                continue
+            if held is not None and pending:
+                held = Group(last, held.changes + value["changes"])
+            else:
+                if held is not None and value.get("undone") != first:
+                    yield held
+                held, first = Group(last, value["changes"]), last
+            pending = bool(value.get("more"))
+    if held is not None and not pending:
+        yield held
+
+
+def read_changes(folder: Path) -> Iterator[Change]:
+    """Every change of the latest generation, in order. Raises ExportError."""
+    if found := generations(folder):
+        for group in read_groups(found[max(found)]):
+            yield from group.changes
+
+
+def _report(damage: Damage, damaged: Callable[[Damage], None] | None) -> None:
+    if damaged is None:
+        raise ExportError(f"{damage} (the export is damaged)")
+    damaged(damage)
+
+
+def _scan(path: Path, after: int) -> Iterator[_Frame | Damage]:
+    """Whole frames of a segment and what is between them; payloads of groups up to `after` are skipped."""
+    size = path.stat().st_size
+    offset = 0
+    with path.open("rb") as file:
+        while offset < size:
+            found = _read_frame(file, offset, size, after)
+            if isinstance(found, tuple):
+                frame, offset = found
+                yield frame
+                continue
+            behind = _next_frame(file, offset + 1, size)
+            if behind is None and found == _CUT:
+                return
+            skipped = (size if behind is None else behind) - offset
+            yield Damage(path, offset, f"{found}; {skipped} bytes left out")
+            offset = offset + skipped
+
+
+_CUT = "the file ends within a frame"
+
+
+def _read_frame(file: BinaryIO, offset: int, size: int, after: int) -> tuple[_Frame, int] | str:
+    """The frame at `offset` and where it ends, or why there is none."""
+    file.seek(offset)
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return _CUT
+    magic, length, checksum, group = _HEAD.unpack(head)
+    if magic != _MAGIC:
+        return "no frame begins here"
+    end = offset + _HEAD.size + length
+    if end > size:
+        whole = zlib.crc32(file.read(size - offset - _HEAD.size)) == checksum
+        return f"group {group} does not have the {length} bytes that it says" if whole else _CUT
+    if group <= after:
+        return _Frame(offset, group, None), end
+    payload = file.read(length)  # bounded by the size of the file
+    if len(payload) < length or zlib.crc32(payload) != checksum:
+        return f"the checksum of group {group} does not match"
+    value = json.loads(payload)
+    if value.get("group", group) != group:
+        return f"group {value['group']} is labelled {group}"
+    return _Frame(offset, group, value), end
+
+
+def _next_frame(file: BinaryIO, start: int, size: int) -> int | None:
+    """Where the next whole frame begins."""
+    while start < size:
+        file.seek(start)
+        block = file.read(_SCAN_BYTES)
+        at = block.find(_MAGIC)
+        while at >= 0:
+            if isinstance(_read_frame(file, start + at, size, -1), tuple):
+                return start + at
+            at = block.find(_MAGIC, at + 1)
+        start += max(1, len(block) - len(_MAGIC) + 1)
+    return None

@@ -1,0 +1,243 @@
+"""Which export a store may continue: its own, and none that contains what the store lacks. Rebuilds a store from an
+export, and applies what the export has and the store has not.
+
+The store keeps, in `meta`, the number of the last frame that it committed under each claim (`export:CLAIM`), and the
+claim that it writes under (`export_claim`; 0: it was open without an export since).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+from .connection import connect_store, set_meta
+from .disk import Files, sync_folder
+from .export import Export, Found, Owner, copy_file, found_in
+from .frames import Damage, ExportError, read_groups
+from .schema import SUM_TOKENS, Rows, migrate
+from .store import StoreOptions
+
+log = logging.getLogger(__name__)
+
+_KNOWN_CLAIMS = 64
+_REBUILD = "to rebuild from the export, move the data folder aside and start with an empty one"
+
+
+def refusal(owner: Owner, store: int, positions: Mapping[int, int]) -> str | None:
+    """Why a store must not continue an export, or None."""
+    if owner.store != store:
+        return (
+            f"the export belongs to {owner}, the data folder to store {store}: set another daemon.export_dir; "
+            f"{_REBUILD}"
+        )
+    if owner.claim not in positions:
+        return (
+            f"the export is at {owner}, which the data folder, store {store} with {len(positions)} generations known, "
+            f"has not seen: another daemon continued it; {_REBUILD}"
+        )
+    return None
+
+
+def detach(db: sqlite3.Connection) -> None:
+    """The store is written without an export from now on."""
+    db.execute("UPDATE meta SET value = 0 WHERE key = 'export_claim'")
+
+
+def continue_export(db: sqlite3.Connection, folder: Path, export: Export, options: StoreOptions) -> None:
+    """Claims the export for the store and brings the store up to it. Raises ExportError (another's, newer, damaged)
+    or OSError; a refusal before the claim disturbs no other daemon."""
+    if not export.claim:
+        _check(db, folder, export, options)
+        export.take()
+    # Once more: another daemon may have begun in between, or committed.
+    if (found := _check(db, folder, export, options)) is not None and found.owner is not None:
+        _catch_up(db, folder, export, found, options)
+    elif found is not None:
+        export.superseded += found.segments
+    for earlier in found_in(export.folder)[:-1]:
+        if earlier.owner is not None and _behind(db, earlier):
+            export.superseded += earlier.segments
+        else:
+            log.warning("%s: left as it was, unknown to this store", earlier.segments[0], extra={"event": "store"})
+    with db:
+        set_meta(db, f"export:{export.claim}", -1)
+        set_meta(db, "export_claim", export.claim)
+        newest = "SELECT rowid FROM meta WHERE key LIKE 'export:%' ORDER BY rowid DESC LIMIT ?"
+        db.execute(f"DELETE FROM meta WHERE key LIKE 'export:%' AND rowid NOT IN ({newest})", (_KNOWN_CLAIMS,))
+
+
+def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None) -> None:
+    """Makes the store of an empty folder from the export; `own`: the store that the folder belonged to. Raises
+    ExportError or OSError; interrupted, the next start begins it again."""
+    owner = found_in(export.folder)[-1].owner
+    if owner is not None and own not in (None, str(owner.store)) and not options.adopt:
+        raise ExportError(refusal(owner, int(own) if own and own.isdigit() else 0, {}))
+    export.take()
+    found = found_in(export.folder)[-1]
+    left_out: list[Damage] = []
+    scratch = folder / "rebuild"
+    db, position = _replayed(scratch, found, options, left_out if options.skip_damaged else None)
+    with db:
+        number = found.owner.store if found.owner is not None else own or secrets.randbits(62)
+        set_meta(db, "store", int(number))
+        if found.owner is not None:
+            set_meta(db, f"export:{found.owner.claim}", position)
+            set_meta(db, "export_claim", found.owner.claim)
+    count = db.execute("SELECT count(*) FROM results").fetchone()[0]
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    _copy_uploads(export.files_folder, folder / "files", options.files)
+    (scratch / "store.db").rename(folder / "store.db")
+    sync_folder(folder, options.files)
+    shutil.rmtree(scratch)
+    log.warning("the store was rebuilt from %s: %d results", export.folder, count, extra={"event": "store"})
+    for damage in left_out:
+        log.error("left out of the rebuild: %s", damage, extra={"event": "store"})
+
+
+def _replayed(
+    scratch: Path, found: Found, options: StoreOptions, left_out: list[Damage] | None
+) -> tuple[sqlite3.Connection, int]:
+    """A store of the export's changes, and the last frame before the first that was left out."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(mode=0o700)
+    db = connect_store(scratch, options.connect)
+    position = -1
+    try:
+        migrate(db)
+        db.execute("BEGIN")
+        rows = Rows(db)
+        for group in read_groups(found.segments, damaged=None if left_out is None else left_out.append):
+            _apply(rows, group.changes)
+            if not left_out:
+                position = group.number
+        db.execute("COMMIT")
+        # a batch with reused answers is of no earlier version: what it did not compute is not its own
+        db.executescript(f"BEGIN; {SUM_TOKENS.replace('= 0;', '= 0 AND reuse_batch_id IS NULL;')} COMMIT;")
+    except ExportError as error:
+        db.close()
+        raise ExportError(
+            f"{error}: restore the segment, or start with `laddertron serve --skip-damaged`, which goes on without it "
+            f"and logs what it left out"
+        ) from error
+    except BaseException:
+        db.close()
+        raise
+    return db, position
+
+
+def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreOptions) -> Found | None:
+    """The latest generation, which the store may continue; None where there is none. Raises ExportError."""
+    known = _known(db)
+    if not (every := found_in(export.folder)):
+        if known:
+            log.warning("%s has no export of this store: a new one begins", export.folder, extra={"event": "store"})
+        return None
+    found = every[-1]
+    if found.unreadable:
+        raise ExportError(f"{found.unreadable}: restore the segment, or set another daemon.export_dir")
+    if found.owner is None:
+        _check_without_owner(db, folder, found, options)
+    elif (reason := refusal(found.owner, _meta(db, "store"), known)) is not None:
+        raise ExportError(f"{export.folder}: {reason}")
+    return found
+
+
+def _check_without_owner(db: sqlite3.Connection, folder: Path, found: Found, options: StoreOptions) -> None:
+    """An earlier version wrote it: the store's own if every file, batch and result in it is in the store."""
+    scratch = folder / "compared"
+    try:
+        _replayed(scratch, found, options, None)[0].close()
+        db.execute("ATTACH ? AS exported", (str(scratch / "store.db"),))
+        for table, key in (("files", "id"), ("batches", "id"), ("results", "batch_id, custom_id")):
+            query = f"SELECT {key} FROM exported.{table} EXCEPT SELECT {key} FROM main.{table} LIMIT 1"
+            if (row := db.execute(query).fetchone()) is not None:
+                raise ExportError(
+                    f"{found.segments[0].parent}: an earlier version wrote the export, without an owner, and the data "
+                    f"folder (store {_meta(db, 'store')}) lacks {' '.join(row)} of {table}: set another "
+                    f"daemon.export_dir; {_REBUILD}"
+                )
+    finally:
+        if any(row[1] == "exported" for row in db.execute("PRAGMA database_list")):
+            db.execute("DETACH exported")
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _catch_up(db: sqlite3.Connection, folder: Path, export: Export, found: Found, options: StoreOptions) -> None:
+    """Applies the groups that the export has and the store has not: its last commit, or more where the data folder is
+    an earlier copy. Raises ExportError."""
+    assert found.owner is not None
+    claim, left_out, count = found.owner.claim, list[Damage](), 0
+    current, position = _meta(db, "export_claim"), _known(db)[claim]
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        rows = Rows(db)
+        for group in read_groups(found.segments, position, left_out.append):
+            if current == claim or not group.changes:
+                _apply(rows, group.changes)
+                position = group.number
+            count += bool(group.changes)
+        if count and current == 0:
+            raise ExportError(
+                f"{export.folder}: the export, at {found.owner}, has {count} commits that the data folder lacks, and "
+                f"the data folder was written without it: set another daemon.export_dir; {_REBUILD}"
+            )
+        if count and left_out and not options.skip_damaged:
+            raise ExportError(f"{left_out[0]}: the data folder lacks commits of the export: restore the segment")
+        set_meta(db, f"export:{claim}", position)
+        db.execute("COMMIT")
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    if count and current == claim:
+        _copy_uploads(export.files_folder, folder / "files", options.files)
+        log.warning("%d commits were applied from %s", count, export.folder, extra={"event": "store"})
+    for damage in left_out:
+        log.error("%s: the segments are kept", damage, extra={"event": "store"})
+    if not left_out:
+        export.superseded += found.segments
+
+
+def _behind(db: sqlite3.Connection, earlier: Found) -> bool:
+    """Whether an earlier generation is this store's and contains nothing that it lacks."""
+    assert earlier.owner is not None
+    position = _known(db).get(earlier.owner.claim)
+    if position is None:
+        return False
+    left_out: list[Damage] = []
+    return not any(group.changes for group in read_groups(earlier.segments, position, left_out.append)) and not left_out
+
+
+def _apply(rows: Rows, changes: list[list[object]]) -> None:
+    for change in changes:
+        try:
+            rows.apply(change)
+        except ValueError as error:
+            raise ExportError(f"a later version wrote the export ({error}): start that version") from error
+        rows.changes.clear()
+
+
+def _copy_uploads(source: Path, target: Path, files: Files) -> None:
+    if not source.is_dir():
+        return
+    for entry in os.scandir(source):
+        copy = target / entry.name
+        half_made = entry.name.startswith(".") or not entry.is_file()
+        if not half_made and not (copy.exists() and copy.stat().st_size == entry.stat().st_size):
+            copy_file(Path(entry.path), copy, files)
+
+
+def _meta(db: sqlite3.Connection, key: str) -> int:
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _known(db: sqlite3.Connection) -> dict[int, int]:
+    """The last frame that the store committed, by claim."""
+    rows = db.execute("SELECT key, value FROM meta WHERE key LIKE 'export:%'")
+    return {int(row[0].removeprefix("export:")): int(row[1]) for row in rows}

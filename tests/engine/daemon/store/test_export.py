@@ -1,0 +1,610 @@
+"""The export has one owner: another daemon is refused, at every moment; nothing that was acknowledged is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import shutil
+import signal
+import sqlite3
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_tools import deployment, served
+from laddertron.engine.daemon.store import frames, records
+from laddertron.engine.daemon.store.disk import DiskError
+from laddertron.engine.daemon.store.open import open_store
+from laddertron.engine.daemon.store.rows import FileRow, Result
+from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
+from test_store import WRITER, BadFiles, batch, numbers, put, result, with_store
+from tiny_text import write_folder
+from waiting import until
+
+HEAD = struct.Struct("<4sIII")
+
+
+def segments(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("seg-*"))}
+
+
+async def begin(store: Store) -> None:
+    await store.write(lambda rows: records.add_batch(rows, batch()))
+
+
+def adding(*found: int) -> Callable[[Store], Any]:
+    async def work(store: Store) -> set[int]:
+        for number in found:
+            await put(store, result(number))
+        return await numbers(store)
+
+    return work
+
+
+def test_ten_rounds_of_two_nodes_with_old_data_folders_lose_nothing(tmp_path: Path) -> None:
+    """Each node begins with the folder that it has, is refused, rebuilds, and ends amid work: its folder is what a
+    process that was killed left."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+    with_store(tmp_path / "a", begin, options)
+    for turn in range(10):
+        folder, left = tmp_path / "ab"[turn % 2], tmp_path / "left"
+
+        async def work(store: Store, turn: int = turn, folder: Path = folder, left: Path = left) -> set[int]:
+            await put(store, result(turn))
+            shutil.copytree(folder, left)
+            return await numbers(store)
+
+        if turn > 1:
+            with pytest.raises(DiskError, match=r"another daemon continued it.*rebuild"):
+                with_store(folder, numbers, options)
+            shutil.rmtree(folder)
+        assert with_store(folder, work, options) == set(range(turn + 1))
+        shutil.rmtree(folder)
+        left.rename(folder)
+
+
+@pytest.mark.slow
+def test_ten_rounds_of_two_nodes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
+    """At random moments, at the start too."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    export, acknowledged, refused = tmp_path / "export", set[int](), 0
+    for turn in range(10):
+        folder = tmp_path / "ab"[turn % 2]
+        for attempt in (0, 1):
+            process = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), str(export)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(rng.randrange(1, 60))]
+            process.send_signal(signal.SIGKILL)
+            rest, errors = process.communicate()
+            found = {int(word) for word in [*lines, *rest.splitlines()] if word.strip()}
+            if found:
+                break
+            assert attempt == 0, errors
+            assert "another daemon continued it" in errors
+            refused += 1
+            shutil.rmtree(folder)
+        acknowledged |= found
+    assert refused == 8
+    assert acknowledged <= with_store(tmp_path / "c", numbers, StoreOptions(export_dir=export))
+
+
+def test_another_store_is_refused_and_the_owner_goes_on(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def refuse(store: Store) -> None:
+        await begin(store)
+        await put(store, result(1))
+        before = segments(tmp_path / "export")
+        with pytest.raises(
+            DiskError, match=r"belongs to store \d+, generation 1 .*the data folder to store \d+: set an"
+        ):
+            await open_store(tmp_path / "other", options)
+        assert segments(tmp_path / "export") == before
+        await put(store, result(2))
+
+    with_store(tmp_path / "other", begin)
+    with_store(tmp_path / "one", refuse, options)
+    with_store(tmp_path / "one", adding(3), options)  # its own: a restart is no takeover
+    shutil.rmtree(tmp_path / "one")
+    (tmp_path / "other" / "store.db").unlink()  # a folder that lost another store takes none in its place
+    with pytest.raises(DiskError, match="belongs to store"):
+        with_store(tmp_path / "other", numbers, options)
+    assert with_store(tmp_path / "one", numbers, options) == {1, 2, 3}
+
+
+def test_a_node_comes_back_after_another_took_over_and_deletes_nothing(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+    with_store(tmp_path / "a", begin, options)
+    with_store(tmp_path / "a", adding(1), options)
+
+    async def b(store: Store) -> None:
+        await put(store, result(2))
+        before = segments(tmp_path / "export")
+        with pytest.raises(DiskError, match="another daemon continued it"):
+            await open_store(tmp_path / "a", options)
+        assert segments(tmp_path / "export") == before
+        await put(store, result(3))  # not fenced by one that was refused
+
+    with_store(tmp_path / "b", b, options)
+    assert with_store(tmp_path / "c", numbers, options) == {1, 2, 3}
+
+
+def test_a_daemon_that_slept_through_two_takeovers_is_fenced(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def sleep(store: Store) -> None:
+        await begin(store)
+        for name in "bc":
+            other = await open_store(tmp_path / name, options)
+            await put(other, result(ord(name)))
+            await other.close()
+        with pytest.raises(StoreFenced, match="taken over"):
+            await put(store, result(1))
+
+    with_store(tmp_path / "a", sleep, options)
+    assert with_store(tmp_path / "d", numbers, options) == {ord("b"), ord("c")}
+
+
+def test_an_earlier_copy_of_the_data_folder_catches_up(tmp_path: Path) -> None:
+    """Rows and uploads; a copy that was written without the export has gone another way, and is refused."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def go_on(store: Store) -> None:
+        await begin(store)
+        for name in ("copy", "alone"):
+            shutil.copytree(tmp_path / "a", tmp_path / name)
+        store.path_of("file-2").write_bytes(b"content")
+        assert store.export is not None
+        store.export.keep(store.path_of("file-2"), "file-2")
+        await store.write(lambda rows: records.add_file(rows, FileRow("file-2", "me", "batch", "a", 7, 1)))
+        await put(store, result(1))
+        await put(store, result(2))
+
+    with_store(tmp_path / "a", go_on, options)
+    with_store(tmp_path / "alone", adding(7))
+    with pytest.raises(DiskError, match="has 3 commits that the data folder lacks"):
+        with_store(tmp_path / "alone", numbers, options)
+    assert with_store(tmp_path / "copy", numbers, options) == {1, 2}
+    assert (tmp_path / "copy" / "files" / "file-2").read_bytes() == b"content"
+    with pytest.raises(DiskError, match="another daemon continued it"):
+        with_store(tmp_path / "a", numbers, options)
+
+
+def test_a_store_that_lost_its_log_gets_it_from_the_export(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def fill(store: Store) -> None:
+        await begin(store)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        await put(store, result(1))
+
+    with_store(tmp_path / "a", fill, options)
+    assert with_store(tmp_path / "b", numbers, options) == {1}
+
+
+def test_after_an_end_between_export_and_commit_the_group_is_in_both(tmp_path: Path) -> None:
+    """The export is a group ahead then; the next start applies it."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def fill(store: Store) -> None:
+        await begin(store)
+        assert store.export is not None
+        row = {"batch_id": "batch_1", "custom_id": "c-9", "number": 9, "epoch": 1, "ok": 1, "line": "x\n"}
+        store.export.append([["insert", "results", row]])
+
+    with_store(tmp_path / "a", fill, options)
+    assert with_store(tmp_path / "a", numbers, options) == {9}
+
+
+# exports of the version before
+
+
+def make_legacy(export: Path, data: Path | None) -> None:
+    """As the version before wrote it: no owner, no group in the payload, nothing of it in the store."""
+    for path in export.glob("seg-*"):
+        old, data_bytes = b"", path.read_bytes()
+        while data_bytes:
+            magic, length, _, group = HEAD.unpack_from(data_bytes)
+            value = json.loads(data_bytes[HEAD.size : HEAD.size + length])
+            value = {key: value[key] for key in ("changes", "undone") if key in value}
+            payload = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+            old += HEAD.pack(magic, len(payload), zlib.crc32(payload), group) + payload
+            data_bytes = data_bytes[HEAD.size + length :]
+        path.write_bytes(old)
+    for path in export.glob("claim-*"):
+        path.write_bytes(b"")
+    if data is not None:
+        db = sqlite3.connect(data / "store.db")
+        with db:
+            db.execute("DELETE FROM meta WHERE key LIKE 'export%'")
+        db.close()
+
+
+def test_an_export_without_an_owner_is_taken_by_the_store_that_contains_it(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+    with_store(tmp_path / "a", begin, options)
+    with_store(tmp_path / "a", adding(1), options)
+    shutil.copytree(tmp_path / "a", tmp_path / "old")
+    with_store(tmp_path / "a", adding(2), options)
+    for name in ("a", "old"):
+        make_legacy(tmp_path / "export", tmp_path / name)
+    with_store(tmp_path / "other", begin)
+    for name, lacks in (("old", "batch_1 c-2 of results"), ("other", "batch_1 c-1 of results")):
+        with pytest.raises(DiskError, match=f"an earlier version wrote the export.*lacks {lacks}"):
+            with_store(tmp_path / name, numbers, options)
+    shutil.copytree(tmp_path / "export", tmp_path / "kept")
+    assert with_store(tmp_path / "a", adding(3), options) == {1, 2, 3}
+    assert with_store(tmp_path / "a", numbers, options) == {1, 2, 3}
+    assert with_store(tmp_path / "new", numbers, StoreOptions(export_dir=tmp_path / "kept")) == {1, 2}
+    assert with_store(tmp_path / "new", numbers, StoreOptions(export_dir=tmp_path / "kept")) == {1, 2}
+
+
+# the takeover itself, interrupted at each step
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Steps:
+    """Counts what a start writes, fsyncs, removes and says to SQLite; calls `do` before step `at`."""
+
+    def __init__(self, at: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self._at, self._do = 0, at, do
+        good, step, unlink = BadFiles(), self.step, Path.unlink
+
+        class Connection(sqlite3.Connection):
+            def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
+                if sql.split()[0] in ("BEGIN", "COMMIT", "INSERT", "UPDATE"):
+                    step()
+                return super().execute(sql, *arguments)
+
+        def removing(path: Path, missing_ok: bool = False) -> None:
+            if path.suffix == ".ltx":
+                step()
+            unlink(path, missing_ok)
+
+        self._good = good
+        monkeypatch.setattr(Path, "unlink", removing)
+        self.connect = lambda *given, **options: sqlite3.connect(*given, factory=Connection, **options)
+
+    def step(self) -> None:
+        self.count += 1
+        if self.count == self._at:
+            self._do()
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self.step()
+        return self._good.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        self.step()
+        self._good.fsync(descriptor)
+
+
+def start(folder: Path, export: Path, steps: Steps) -> Exception | Crash | None:
+    try:
+        with_store(folder, numbers, StoreOptions(export, files=steps, connect=steps.connect))
+    except (Crash, DiskError, OSError, StoreUnavailable) as error:
+        return error.with_traceback(None)
+    finally:
+        gc.collect()  # connections that the crash left open
+    return None
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Node a with results 1 and 2, and its export."""
+    folder = tmp_path_factory.mktemp("template")
+    with_store(folder / "a", begin, StoreOptions(folder / "export"))
+    with_store(folder / "a", adding(1, 2), StoreOptions(folder / "export"))
+    return folder
+
+
+STRIDES = [13, pytest.param(1, marks=pytest.mark.slow)]
+"""One step of so many is tried."""
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("stride", STRIDES)
+def test_a_start_that_ends_at_any_step_leaves_everything(
+    tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool, legacy: bool, stride: int
+) -> None:
+    """Its next start has all results, and so has a node that rebuilds after the crash, or after that start."""
+
+    def crash() -> None:
+        raise Crash
+
+    first = random.randrange(stride)
+    print(f"first step {first + 1}")
+    at = first + 1 - stride
+    while True:
+        at += stride
+        place = tmp_path / str(at)
+        shutil.copytree(template, place)
+        if legacy:
+            make_legacy(place / "export", place / "a")
+        folder = place / ("b" if fresh else "a")
+        with monkeypatch.context() as patched:
+            error = start(folder, place / "export", Steps(at, crash, patched))
+        if error is None:
+            break
+        assert isinstance(error, Crash), error
+        shutil.copytree(place / "export", place / "copied")
+        assert with_store(place / "c", numbers, StoreOptions(place / "copied")) == {1, 2}
+        assert with_store(folder, adding(3), StoreOptions(place / "export")) == {1, 2, 3}, at
+        assert with_store(folder, numbers, StoreOptions(place / "export")) == {1, 2, 3}
+        assert with_store(place / "d", numbers, StoreOptions(place / "export")) == {1, 2, 3}
+        shutil.rmtree(place)
+    assert at > 10
+
+
+@pytest.mark.parametrize("first", ["a", "new"])
+@pytest.mark.parametrize("second", ["copy", "other"])
+@pytest.mark.parametrize("stride", STRIDES)
+def test_two_daemons_that_begin_at_once_lose_nothing(
+    tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, stride: int
+) -> None:
+    """A second daemon begins, acknowledges a result and ends, before each step of the first one's start. `copy`: of the
+    first one's data folder; `other`: with an empty one."""
+    ends, at = set[str](), random.randrange(stride) + 1 - stride
+    print(f"first step {at + stride}")
+    while True:
+        at += stride
+        place = tmp_path / str(at)
+        shutil.copytree(template, place)
+        shutil.copytree(place / "a", place / "copy")
+        acknowledged = {1, 2}
+
+        def begin_too(place: Path = place, acknowledged: set[int] = acknowledged) -> None:
+            def other() -> None:
+                try:
+                    with_store(place / second, adding(3), StoreOptions(place / "export"))
+                    acknowledged.add(3)
+                except (DiskError, OSError, StoreUnavailable):
+                    pass  # refused, or overtaken by the first
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+        with monkeypatch.context() as patched:
+            steps = Steps(at, begin_too, patched)
+            options = StoreOptions(place / "export", files=steps, connect=steps.connect)
+            try:
+                with_store(place / first, adding(4), options)
+                acknowledged.add(4)
+                ends.add("begun")
+            except (DiskError, OSError, StoreUnavailable) as error:
+                ends.add(type(error).__name__)
+        found = with_store(place / "last", numbers, StoreOptions(place / "export"))
+        assert acknowledged <= found, (at, acknowledged, found)
+        shutil.rmtree(place)
+        if steps.count < at:
+            break
+    assert "begun" in ends
+    assert stride > 1 or "DiskError" in ends
+
+
+# frames
+
+
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "_FRAME_BYTES", 2000)
+    monkeypatch.setattr(frames, "_MAX_FRAME", 6000)
+
+
+def lengths(path: Path) -> list[int]:
+    found, data = [], path.read_bytes()
+    while data:
+        found.append(HEAD.unpack_from(data)[1])
+        data = data[HEAD.size + found[-1] :]
+    return found
+
+
+def test_frames_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the snapshot and of a commit; a row that no frame takes is refused, and the others go on."""
+    small_frames(monkeypatch)
+    options = StoreOptions(export_dir=tmp_path / "export")
+    many = [Result(f"c-{n}", n, True, "x" * 300 + "\n") for n in range(60)]
+    huge = Result("c-huge", 99, True, "x" * 7000 + "\n")
+
+    async def fill(store: Store) -> None:
+        await begin(store)
+        await put(store, *many)
+        with pytest.raises(StoreUnavailable, match="exceeds the export's 6000 bytes"):
+            await put(store, huge)
+        await asyncio.wait_for(store.usable(), 10)
+        await put(store, result(60))
+
+    with_store(tmp_path / "a", fill, options)
+    for place in ("b", "c"):  # from commits, then from a snapshot
+        assert with_store(tmp_path / place, numbers, options) == set(range(61))
+    sizes = [size for path in (tmp_path / "export").glob("seg-*") for size in lengths(path)]
+    assert len(sizes) > 8
+    assert max(sizes) <= 2000 + 200
+
+
+def test_a_group_of_several_frames_is_whole_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut within its frames, at each of their borders; written again after a failed fsync; undone."""
+    small_frames(monkeypatch)
+    files = BadFiles()
+    options = StoreOptions(export_dir=tmp_path / "export", files=files)
+    many = [Result(f"c-{n}", n, True, "x" * 300 + "\n") for n in range(30)]
+
+    async def fill(store: Store) -> None:
+        await begin(store)
+        files.fsync_error = 5
+        with pytest.raises(StoreUnavailable):
+            await put(store, *many[:25])
+        files.fsync_error = 0
+        await asyncio.wait_for(store.usable(), 10)
+        await put(store, result(40))
+        await put(store, *many)
+
+    with_store(tmp_path / "a", fill, options)
+    every = set(range(30)) | {40}
+    shutil.copytree(tmp_path / "export", tmp_path / "whole")
+    assert with_store(tmp_path / "b", numbers, StoreOptions(tmp_path / "whole")) == every
+    last = max((tmp_path / "export").glob("seg-*"))
+    ends = [sum(size + HEAD.size for size in lengths(last)[:n]) for n in range(1, len(lengths(last)) + 1)]
+    data, found = last.read_bytes(), []
+    for end in ends:
+        last.write_bytes(data[: end - 1])
+        shutil.copytree(tmp_path / "export", tmp_path / f"e{end}")
+        found.append(with_store(tmp_path / f"d{end}", numbers, StoreOptions(tmp_path / f"e{end}")))
+    assert found[-1] == {40}
+    assert all(numbers in (set(), set(range(25)), {40}) for numbers in found)  # 25: a group whose fsync failed
+
+
+def test_a_flipped_byte_anywhere_stops_the_rebuild_and_is_named(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with_store(tmp_path / "a", begin, StoreOptions(tmp_path / "export"))
+    with_store(tmp_path / "a", adding(*range(4)), StoreOptions(tmp_path / "export"))
+    for path in (tmp_path / "export").glob("seg-*"):
+        data, offset = path.read_bytes(), 0
+        starts = []
+        for size in lengths(path):
+            starts.append(offset)
+            offset += HEAD.size + size
+        places = {start + n for start in starts for n in range(HEAD.size)} | set(rng.sample(range(len(data)), 60))
+        for at in sorted(places):
+            broken = bytearray(data)
+            broken[at] ^= 1 << rng.randrange(8)
+            path.write_bytes(broken)
+            start = max(start for start in starts if start <= at)
+            with pytest.raises(frames.ExportError, match=f"{path.name}: offset {start}: "):
+                list(frames.read_changes(tmp_path / "export"))
+        path.write_bytes(data)
+
+
+def test_a_rebuild_goes_on_without_damaged_frames_where_it_is_told_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says what it left out and keeps the segments; the store of the export's own node is not held up by them."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+    with_store(tmp_path / "a", begin, options)
+    with_store(tmp_path / "a", adding(*range(4)), options)
+    last = max((tmp_path / "export").glob("seg-*"))
+    broken, second = bytearray(last.read_bytes()), lengths(last)[0] + HEAD.size
+    broken[second + HEAD.size + 20] ^= 1
+    last.write_bytes(broken)
+    shutil.copytree(tmp_path / "export", tmp_path / "own")
+    before = segments(tmp_path / "export")
+    for _ in range(2):
+        with pytest.raises(DiskError, match=f"{last.name}: offset {second}: .*--skip-damaged"):
+            with_store(tmp_path / "b", numbers, options)
+    assert segments(tmp_path / "export") == before
+    skipping = StoreOptions(export_dir=tmp_path / "export", skip_damaged=True)
+    assert with_store(tmp_path / "b", numbers, skipping) == {0, 2, 3}
+    assert f"left out of the rebuild: {last}: offset {second}: the checksum of group" in caplog.text
+    assert before.items() <= segments(tmp_path / "export").items()
+    assert with_store(tmp_path / "b", numbers, options) == {0, 2, 3}
+    assert with_store(tmp_path / "a", numbers, StoreOptions(tmp_path / "own")) == {0, 1, 2, 3}
+
+
+# the folder removed or replaced while it is open
+
+
+def move_away(export: Path) -> None:
+    export.rename(export.with_name("away"))
+
+
+def replace_empty(export: Path) -> None:
+    move_away(export)
+    export.mkdir()
+
+
+def replace_by_copy(export: Path) -> None:
+    move_away(export)
+    shutil.copytree(export.with_name("away"), export)
+
+
+def put_back(export: Path) -> None:
+    if export.exists():
+        shutil.rmtree(export)
+    export.with_name("away").rename(export)
+
+
+@pytest.mark.parametrize("lose", [move_away, replace_empty, replace_by_copy])
+@pytest.mark.parametrize("idle", [True, False])
+def test_without_its_export_folder_nothing_is_acknowledged(
+    tmp_path: Path, lose: Callable[[Path], None], idle: bool
+) -> None:
+    """Noticed within two seconds also where nothing is written, and by the first write; goes on once it is back."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def work(store: Store) -> None:
+        await begin(store)
+        await put(store, result(1))
+        for round in (2, 4):
+            failed = asyncio.Event()
+            store.on_change = failed.set
+            lose(tmp_path / "export")
+            if idle:
+                await asyncio.wait_for(failed.wait(), 2)
+            with pytest.raises(StoreUnavailable, match=r"export_dir .* was (removed|replaced)"):
+                await put(store, result(round))
+            assert not store.fenced
+            put_back(tmp_path / "export")
+            await asyncio.wait_for(store.usable(), 10)
+            await put(store, result(round + 1))
+
+    with_store(tmp_path / "a", work, options)
+    assert with_store(tmp_path / "b", numbers, options) == {1, 3, 5}
+
+
+def test_ready_says_within_two_seconds_that_the_export_folder_is_gone(tmp_path: Path) -> None:
+    config = deployment(tmp_path, export_dir=str(tmp_path / "export"))
+    with served(config, write_folder(tmp_path / "tiny")) as daemon:
+
+        def answer() -> tuple[int, str]:
+            head, _, body = daemon.raw(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").partition(
+                b"\r\n\r\n"
+            )
+            return int(head.split()[1]), json.loads(body).get("reason", "")
+
+        until(lambda: answer()[0] == 200)
+        move_away(tmp_path / "export")
+        began = time.monotonic()
+        until(lambda: answer()[0] == 503)
+        assert time.monotonic() - began < 2
+        assert "export_dir" in answer()[1]
+        assert "was removed" in answer()[1]
+        put_back(tmp_path / "export")
+        until(lambda: answer() == (200, ""))
+
+
+def test_a_removed_segment_is_noticed_and_a_restart_writes_a_new_copy(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def work(store: Store) -> None:
+        await begin(store)
+        min((tmp_path / "export").glob("seg-*")).unlink()
+        with pytest.raises(StoreUnavailable, match="files in it were removed"):
+            await put(store, result(1))
+
+    with_store(tmp_path / "a", work, options)
+    shutil.rmtree(tmp_path / "export")
+    with_store(tmp_path / "a", adding(2), options)
+    assert with_store(tmp_path / "b", numbers, options) == {2}
