@@ -7,6 +7,7 @@ out as a Line with its error. What a good one becomes stands in to_engine.py.
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,7 +172,7 @@ def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | N
     while raw := file.readline(limit + 1):
         number, length = number + 1, len(raw)
         if length <= limit:
-            yield number, length, raw
+            yield number, length, raw.removeprefix(BOM_UTF8) if number == 1 else raw
         else:
             while not raw.endswith(b"\n") and (raw := file.readline(_CHUNK)):
                 length += len(raw)

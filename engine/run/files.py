@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,9 +170,17 @@ def _input(source: Path) -> BinaryIO:
         file = source.open("rb")
     except OSError as error:
         raise RunFileError(f"{source} cannot be read: {error.strerror}") from error
-    if packed := _COMPRESSED.get(file.read(4)[:2]):
+    start = file.read(4)[:2]
+    wrong = ""
+    if packed := _COMPRESSED.get(start):
+        wrong = f"is compressed ({packed}): lines are read as they stand; unpack it first"
+    elif start in (BOM_UTF16_LE, BOM_UTF16_BE):
+        wrong = f"is UTF-16: convert it, iconv -f UTF-16 -t UTF-8 {shlex.quote(str(source))} > utf8.jsonl"
+    elif not _count_lines(file):
+        wrong = "has no lines: each is one request"
+    if wrong:
         file.close()
-        raise RunFileError(f"{source} is compressed ({packed}): lines are read as they stand; unpack it first")
+        raise RunFileError(f"{source} {wrong}")
     file.seek(0)
     return file
 
@@ -218,6 +228,7 @@ def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str
 
 def _count_lines(file: BinaryIO) -> int:
     """Lines of a file that are not blank, the last one with or without its line break; rewinds."""
+    file.seek(0)
     count, filled = 0, False
     while piece := file.readline(1 << 20):
         filled |= not piece.isspace()

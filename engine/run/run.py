@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from ..job import EngineJob, JobState, RankHeartbeat
 from ..openai.batch_input import MAX_LINE_BYTES, BatchLine, LineRules, read_lines
 from ..openai.errors import ApiError
 from ..openai.prefetch import prepared
+from ..openai.to_engine import wrong_model
 from ..request import TokensEvent
 from ..text.pool import Encoder
 from ..text.tokenizer import TextModel
@@ -54,15 +56,16 @@ async def run_batch(
     progress: RunProgress | None = None,
     stop: asyncio.Event | None = None,
 ) -> Summary:
-    """Starts the jobs, one a replica, answers every line of `files.input` that is not finished, closes jobs and files.
-    A bad line is an error line; a job that dies, or a full disk, ends the run with `Summary.reason`, everything counted
-    as answered being in the files. Once `stop` is set nothing more is submitted and what is under way goes on to its
-    end. When cancelled it closes both at once."""
+    """Starts the jobs, one a replica, unless no line needs the model; answers every line of `files.input` that is not
+    finished, closes jobs and files. A bad line is an error line; a job that dies, or a full disk, ends the run with
+    `Summary.reason`, everything counted as answered being in the files. Once `stop` is set nothing more is submitted
+    and what is under way goes on to its end. When cancelled it closes both at once."""
     run = _Run(jobs, text, encoder, files, options, progress)
     try:
         try:
-            await run.dispatcher.start()
-            await run.go(stop or asyncio.Event())
+            if await run.needs_model():
+                await run.dispatcher.start()
+                await run.go(stop or asyncio.Event())
         finally:
             await run.dispatcher.close()
     finally:
@@ -97,6 +100,7 @@ class _Run(LineFlights):
         self._last = self._landed = 0.0  # the last answer: unix seconds, and monotonic
         self._communication = Communication()
         self._reported = asyncio.Event()
+        self._unread: Iterator[BatchLine | None] = self._lines()
 
     # what the replicas do
 
@@ -123,6 +127,22 @@ class _Run(LineFlights):
         """Never: nothing runs again."""
 
     # what the run does
+
+    async def needs_model(self) -> bool:
+        """Whether a line is left that the model can answer; those before it are refused or passed over here."""
+        for count, line in enumerate(self._unread, 1):
+            if count % 32 == 0:
+                await asyncio.sleep(0)  # ^C must not wait for the whole file
+            if line is None:
+                continue
+            served = self._options.served_model_name
+            wrong = line.error if line.body is None else wrong_model(line.body, served)
+            if wrong is None:
+                self._unread = itertools.chain([line], self._unread)
+                return True
+            self.take(line, wrong)
+        self._fed = True
+        return False
 
     async def go(self, stop: asyncio.Event) -> None:
         """Until every line is answered, or nothing more can be; once `stop` is set until what is under way is, for at
@@ -186,7 +206,7 @@ class _Run(LineFlights):
 
     async def _answer_all(self) -> None:
         await self.dispatcher.room()
-        ready = prepared(self._lines(), self._encoder, self._options.served_model_name)
+        ready = prepared(self._unread, self._encoder, self._options.served_model_name)
         async with contextlib.aclosing(ready):
             async for line, prompts in ready:
                 await self.dispatcher.room()

@@ -260,6 +260,41 @@ def test_resume_redoes_the_lines_that_changed_and_keeps_their_old_answers_apart(
     assert (again.skipped, again.ok, again.changed) == (9, 0, 0)
 
 
+def test_with_no_line_left_for_the_model_it_is_not_started(bench: Bench) -> None:
+    """Resumed with nothing left, with a bad line found again, and with lines that are all wrong: the job is never
+    started, and the counts and error lines are those that a run with a model has."""
+    bench.write(completion("a"), completion("bad", n=10**9), completion("c"))
+    assert bench.run(plain).ok == 2
+    summary = bench.run(lambda: FakeJob(LIMITS, refuse="started"), resume=True)
+    assert (summary.requests, summary.skipped, summary.failed, summary.reason) == (3, 2, 1, None)
+    assert bench.job.state.phase == "starting"
+    assert [fault["custom_id"] for fault in bench.faults()] == ["bad"]
+    bench.write(completion("x", model="other"), b"{not json", completion("y", max_tokens=-1))
+    summary = bench.run(lambda: FakeJob(LIMITS, refuse="started"), overwrite=True)
+    assert (summary.ok, summary.failed, summary.reason) == (0, 3, None)
+    assert len(bench.faults()) == 3
+
+
+def test_byte_order_marks_carriage_returns_and_files_that_hold_no_request(bench: Bench) -> None:
+    """UTF-8 with a mark and CRLF is read; UTF-16, an empty file and one of blank lines are refused, and what
+    --overwrite would empty is kept."""
+    bench.write(completion("a"), completion("b"))
+    bench.input.write_bytes(b"\xef\xbb\xbf" + bench.input.read_bytes().replace(b"\n", b"\r\n"))
+    summary = bench.run(plain)
+    assert (summary.ok, summary.failed) == (2, 0)
+    assert bench.run(plain, resume=True).skipped == 2
+    before, asked = bench.output.read_bytes(), json.dumps(completion("a"))
+    for data, text in (
+        (asked.encode("utf-16"), "is UTF-16: .*iconv"),
+        (b"", "has no lines"),
+        (b"\n  \r\n", "has no lines"),
+    ):
+        bench.input.write_bytes(data)
+        with pytest.raises(RunFileError, match=text):
+            bench.open(overwrite=True)
+        assert bench.output.read_bytes() == before
+
+
 def test_answers_of_another_model_are_not_mixed(bench: Bench) -> None:
     """Refused with both digests, every file being what it was; so are answers that do not say their model."""
     bench.write(completion("a"), completion("bad", n=10**9), completion("c"))
