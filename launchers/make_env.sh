@@ -172,5 +172,17 @@ editable=(--editable)
 [ "$DEV" = no ] && editable=()
 quiet_pip install --no-deps --no-build-isolation "${editable[@]}" .
 
+if [ "$ACCEL" = cuda ]; then # said now, not at the first start
+    "$VENV/bin/python" - <<'PY'
+from laddertron.topology.hardware.cuda_stack import look, stack_faults
+
+facts = look()
+for fault in stack_faults(facts):
+    print(f"env: warning: {fault}")
+if not facts.gpus:
+    print("env: this host has no NVIDIA GPU: `laddertron topo` on one that has says what it lacks")
+PY
+fi
+
 echo "$wanted" >"$stamp"
 say "ready in $VENV after $((SECONDS - started)) s ($(du -sh "$VENV" | cut -f1))"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..topology.hardware.cuda_stack import triton_missing
 from .attention import AttentionBackend, KVCache, TorchAttention
 from .config.json_fields import Refusal
 from .config.model_config import ModelConfig
@@ -80,7 +81,9 @@ def _scale(config: ModelConfig) -> float:
 
 
 def _store(cache: KVCache) -> Store | None:
-    """Triton's, where there is Triton and it serves this cache."""
+    """Triton's, where there is Triton, it can compile, and it serves this cache."""
+    if triton_missing():
+        return None
     try:
         from .cuda.ops import rotate_and_store, stores
     except ImportError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from ..topology.comm.groups import Deterministic
+from ..topology.hardware.cuda_stack import triton_missing
 from .config.json_fields import Refusal
 from .cpu.ops import CpuOps, Kernels
 from .cuda.fp8 import Fp8, multiplies_fp8
@@ -14,6 +16,8 @@ from .ops import TorchOps
 from .pages import HugePages
 from .stages import RankShard
 from .weights.mapping import Source
+
+log = logging.getLogger(__name__)
 
 
 class WeightsError(Refusal, ValueError):
@@ -76,14 +80,18 @@ def make_stored_products(
 def _needed(triton: Any, deterministic: Deterministic) -> Any:
     if triton is None:
         value = str(deterministic).lower()
-        raise WeightsError(f"parallel.deterministic={value} on a GPU needs Triton: make env ACCEL=cuda, or use false")
+        fix = triton_missing() or "make env ACCEL=cuda"
+        raise WeightsError(f"parallel.deterministic={value} on a GPU needs Triton: {fix}, or use false")
     return triton
 
 
 def _triton_ops() -> Any:
-    """models/cuda/ops.py, None without Triton."""
+    """models/cuda/ops.py; None without Triton, or where Triton could compile nothing."""
     try:
         from .cuda import ops
     except ImportError:
+        return None
+    if fault := triton_missing():
+        log.warning("torch's operators are used, which are slower: %s", fault)
         return None
     return ops

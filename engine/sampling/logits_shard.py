@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...topology.hardware.cuda_stack import triton_missing
 from ...topology.transport import native
 from ...topology.transport.native import bind
 from .philox import gumbel as torch_gumbel
@@ -173,12 +174,14 @@ _KEYS = ("seed", "position", "choice")
 
 class TritonShard(TorchShard):
     """On a GPU: the noise by one kernel (engine/sampling/noise_triton.py), where torch writes some 40 bytes a logit.
-    Raises ImportError without Triton."""
+    Raises ImportError without Triton, or where it could compile nothing."""
 
     _needs_scratch = MASS
 
     def __init__(self, first: int) -> None:
         super().__init__(first)
+        if fault := triton_missing():
+            raise ImportError(fault)
         from .noise_triton import noisiest
 
         self._kernel = noisiest

@@ -25,6 +25,7 @@ from ...topology.comm.groups import CommOptions, Communicator
 from ...topology.connect import connect
 from ...topology.hardware.cpu_tier import TierError, limit_libraries
 from ...topology.hardware.cpu_tier import current as current_tier
+from ...topology.hardware.cuda_stack import CudaUnusable, choose, look
 from ...topology.hardware.interfaces import address_of
 from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.placement.identity import Identity
@@ -166,13 +167,21 @@ def set_threads(deployment: Deployment, identity: Identity) -> None:
 def choose_device(deployment: Deployment, identity: Identity) -> Any:
     import torch
 
-    wanted = deployment.engine.device
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    wanted, error = deployment.engine.device, ""
+    usable = wanted != "cpu" and torch.cuda.is_available()
+    if wanted != "cpu" and not usable:
+        try:
+            torch.cuda.current_device()
+        except (AssertionError, RuntimeError) as fault:
+            error = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
+    try:
+        choice = choose(wanted, look(), usable, error)
+    except CudaUnusable as fault:
+        raise DeviceError(f"{identity.node}: {fault}") from None
+    if choice.warning:
+        log.warning("%s: %s", identity.node, choice.warning)
+    if choice.device == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            "engine.device=cuda, but torch sees no CUDA device: install the CUDA build, or use device: cpu"
-        )
     if identity.local_rank >= torch.cuda.device_count():
         raise DeviceError(
             f"local rank {identity.local_rank} has no GPU: {identity.node} shows {torch.cuda.device_count()}; "

@@ -33,8 +33,15 @@ def kernels_missing(
         return None
     toolkit = toolkit or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     home = home or Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
-    if which("nvcc") or (toolkit / "bin" / "nvcc").exists() or any((home / ".cache/flashinfer").rglob("*.so")):
+    if any((home / ".cache/flashinfer").rglob("*.so")):
         return None
+    if which("nvcc") or (toolkit / "bin" / "nvcc").exists():
+        if which(os.environ.get("CXX") or "c++"):
+            return None
+        return (
+            "flashinfer has no compiled kernels, and its nvcc finds no C++ compiler (CXX or c++): install g++ or "
+            "flashinfer-jit-cache, on every host"
+        )
     return (
         "flashinfer has no compiled kernels and finds no nvcc to compile them: install flashinfer-jit-cache (from "
         "FlashInfer's own index) or CUDA's toolkit, on every host"

@@ -61,16 +61,21 @@ def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be imported: OSError: libcudart" in library(CUDA, BF16, 128)
 
 
-def test_kernels_must_be_there_or_compilable(tmp_path: Path) -> None:
-    """FlashInfer alone cannot run: it needs nvcc, kernels that were compiled before, or the package that has them."""
+def test_kernels_must_be_there_or_compilable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer alone cannot run: it needs nvcc with a C++ compiler, kernels that were compiled before, or the package
+    that has them."""
 
-    def missing(packages: set[str], nvcc: str | None = None) -> str | None:
-        return kernels_missing(lambda name: name in packages or None, lambda _: nvcc, tmp_path, tmp_path)
+    monkeypatch.delenv("CXX", raising=False)
+
+    def missing(packages: set[str], nvcc: str | None = None, cxx: str | None = "/usr/bin/c++") -> str | None:
+        found = {"nvcc": nvcc, "c++": cxx}
+        return kernels_missing(lambda name: name in packages or None, found.get, tmp_path, tmp_path)
 
     assert missing(set()) is None
     assert "install flashinfer-jit-cache" in (missing({"flashinfer"}) or "")
     assert missing({"flashinfer", "flashinfer_jit_cache"}) is None
     assert missing({"flashinfer"}, "/usr/bin/nvcc") is None
+    assert "finds no C++ compiler" in (missing({"flashinfer"}, "/usr/bin/nvcc", None) or "")
     compiled = tmp_path / ".cache" / "flashinfer" / "0.7" / "90a" / "decode.so"
     compiled.parent.mkdir(parents=True)
     compiled.touch()

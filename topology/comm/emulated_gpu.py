@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..emulation import Emulation
+from ..hardware.cuda_stack import triton_missing
 from .collectives import Collective, Later, Pending
 from .gpu_stream import StreamCollective
 from .ledger import Ledger
@@ -45,7 +46,9 @@ def launch_of(emulation: Emulation, nbytes: int, vector_bytes: int) -> HoldKerne
 
 
 def load_kernels() -> Any:
-    """hold_kernel, whose import compiles nothing yet. Raises ImportError."""
+    """hold_kernel, whose import compiles nothing yet. Raises ImportError, also where Triton could compile nothing."""
+    if fault := triton_missing():
+        raise ImportError(fault)
     from . import hold_kernel
 
     return hold_kernel

@@ -19,6 +19,7 @@ from ....engine.daemon.http.tls import TlsFault, check_pair
 from ....models.config.json_fields import Refusal
 from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
+from ....topology.hardware.cuda_stack import look, stack_faults
 from ...job.fleet import is_here
 from ..fabric_option import fabric_option
 
@@ -95,6 +96,11 @@ def kernels_warning(deployment: Deployment) -> str | None:
 
     keys = deployment.engine
     return None if keys.device == "cpu" or keys.attention == "torch" else kernels_missing()
+
+
+def stack_warnings(deployment: Deployment) -> tuple[str, ...]:
+    """What this host's GPUs lack to be used, unless the deployment computes on CPUs."""
+    return () if deployment.engine.device == "cpu" else stack_faults(look())
 
 
 def tls_faults(loaded: LoadedDeployment) -> Iterator[str]:
@@ -251,6 +257,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     if faults:
         raise ConfigError(sorted(faults, key=by_line))
     if not no_model:
-        for warning in filter(None, (unmeasured_weights(loaded.deployment), kernels_warning(loaded.deployment))):
+        d = loaded.deployment
+        for warning in filter(None, (unmeasured_weights(d), kernels_warning(d), *stack_warnings(d))):
             click.echo(f"warning: {warning}", err=True)
     click.echo(summary(loaded))

@@ -20,6 +20,7 @@ from ....topology.comm.bootstrap import bootstrap_of
 from ....topology.cost.cost import Backend, Shape, choose, predict, shape_of, untuned
 from ....topology.cost.prices import reference
 from ....topology.hardware.cpu_tier import VARIABLE
+from ....topology.hardware.cuda_stack import look, stack_faults
 from ....topology.hardware.discover import discover, gather
 from ....topology.hardware.fabric import Fabric
 from ....topology.json_codec import unbuild
@@ -116,6 +117,7 @@ def command(
             fabric, notes = live_fabric(environ, me)
             if me is not None and me.rank:
                 return
+            notes = (*notes, *stack_faults(look()))
         if save is not None:
             fabric.save(Path(save))
         placed, shapes, lines = None, [], []
