@@ -151,7 +151,7 @@ def test_a_batch_outlives_a_rank_and_sigterm_drains(demo: Process, tmp_path: Pat
     assert not any(alive(pid) for pid in (*first, *last))
 
 
-def test_the_clients_commands(tmp_path: Path) -> None:
+def test_the_clients_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """submit --wait, list, status, fetch, cancel against a daemon; refusals are one line and exit code 1 or 2."""
     folder = write_folder(tmp_path / "tiny")
     lines = tmp_path / "in.jsonl"
@@ -168,6 +168,28 @@ def test_the_clients_commands(tmp_path: Path) -> None:
         listed = run_cli(*url, "list")[1]
         assert batch_id in listed
         assert max(map(len, listed.splitlines())) <= 80
+        before = out.read_bytes()
+        for words in (("submit", str(lines), "--wait"), ("wait", batch_id)):
+            code, said = run_cli(*url, *words, "-o", str(out))
+            assert (code, f"{out} exists: " in said, out.read_bytes() == before) == (2, True, True)
+            code, said = run_cli(*url, *words, "-o", str(tmp_path / "nowhere" / "out.jsonl"))
+            assert (code, "cannot be written" in said) == (2, True)
+        empty, wide = tmp_path / "empty.jsonl", tmp_path / "wide.jsonl"
+        empty.write_bytes(b"\n \n")
+        wide.write_bytes(lines.read_bytes().decode().encode("utf-16"))
+        for file, why in ((empty, "has no lines"), (wide, "is UTF-16")):
+            code, said = run_cli(*url, "submit", str(file), "--endpoint", "/v1/completions")
+            assert (code, why in said) == (2, True)
+        assert len([each for each in run_cli(*url, "list")[1].splitlines() if "batch_" in each]) == 1
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        with monkeypatch.context() as during:
+            during.setattr(BatchClient, "download", lambda *_: os.listdir(tmp_path / "removed"))
+            code, said = run_cli(*url, "wait", batch_id, "-o", str(gone / "a.jsonl"))
+        assert (code, f"fetch {batch_id} -o {gone / 'a.jsonl'}" in said, "Traceback" in said) == (1, True, False)
+        marked = tmp_path / "marked.jsonl"
+        marked.write_bytes(b"\xef\xbb\xbf" + (line("a") + line("b")).replace(b"\n", b"\r\n"))
+        assert run_cli(*url, "submit", str(marked), "--wait")[0] == 0
         again = tmp_path / "again.jsonl"
         assert run_cli(*url, "fetch", batch_id, "-o", str(again))[0] == 0
         assert again.read_bytes() == out.read_bytes()

@@ -7,6 +7,7 @@ import os
 import secrets
 import shlex
 import time
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def command(context: click.Context, url: str | None) -> None:
     "--reuse", metavar="BATCH", help="Take over that batch's answers to the same lines; only the others are computed."
 )
 @click.option("--wait", is_flag=True, help="Until it has ended.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="With --wait: where answers go.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="With --wait: where answers go; no file is replaced."
+)
 @click.pass_obj
 @_FAILS
 def submit(
@@ -71,7 +74,9 @@ def submit(
     if output is not None and not wait:
         raise UsageError("-o needs --wait (or fetch later)")
     pairs = dict(_pair(word) for word in metadata)
-    chosen = endpoint or _first_url(file)
+    first = _first_line(file)
+    chosen = endpoint or _url_of(file, first)
+    _check_output(output)
     console = Console(stderr=True)
     with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
         task = bar.add_task("upload", total=file.stat().st_size)
@@ -99,6 +104,7 @@ def status(client: BatchClient, batch_id: str) -> None:
 @_FAILS
 def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:
     """Watch a batch until it has ended. Exit code 0 if it completed, 1 otherwise."""
+    _check_output(output)
     console = Console(stderr=True)
     return _finish(client, _watched(client, batch_id, output, console), output, console)
 
@@ -148,15 +154,38 @@ def _pair(word: str) -> tuple[str, str]:
     return key, value
 
 
-def _first_url(file: Path) -> str:
+def _first_line(file: Path) -> bytes:
+    """The first that is not blank. Refuses before the upload what the server could not read either."""
     with file.open("rb") as lines:
-        for raw in lines:
-            if raw.strip():
-                try:
-                    return str(json.loads(raw)["url"])
-                except (ValueError, KeyError, TypeError, RecursionError):
-                    break
-    raise UsageError(f"{file}: its first line says no url: name --endpoint")
+        if lines.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE):
+            raise UsageError(f"{file} is UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
+        lines.seek(0)
+        found = next((raw for raw in lines if raw.removeprefix(BOM_UTF8).strip()), None)
+    if found is None:
+        raise UsageError(f"{file} has no lines: each is one request")
+    return found
+
+
+def _url_of(file: Path, line: bytes) -> str:
+    try:
+        return str(json.loads(line)["url"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{file}: its first line says no url: name --endpoint") from error
+
+
+def _errors_beside(output: Path) -> Path:
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
+
+
+def _check_output(output: Path | None) -> None:
+    """Refuses an output that could not be written, or that would replace a file."""
+    if output is None:
+        return
+    for path in (output, _errors_beside(output)):
+        if path.exists():
+            raise UsageError(f"{path} exists: remove it, or name another output")
+    if not (output.parent.is_dir() and os.access(output.parent, os.W_OK | os.X_OK)):
+        raise UsageError(f"{output} cannot be written: {output.parent} is missing or not writable")
 
 
 def _watched(client: BatchClient, batch_id: str, output: Path | None, console: Console) -> dict[str, Any]:
@@ -221,10 +250,17 @@ def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, con
     for error in ((batch.get("errors") or {}).get("data") or [])[:20]:
         say(console, f"{error.get('code')}: {error.get('message')}")
     if output is not None:
-        errors = output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
-        for file_id, path in ((batch.get("output_file_id"), output), (batch.get("error_file_id"), errors)):
+        for file_id, path in (
+            (batch.get("output_file_id"), output),
+            (batch.get("error_file_id"), _errors_beside(output)),
+        ):
             if file_id:
-                size = client.download(file_id, path)
+                try:
+                    size = client.download(file_id, path)
+                except (ApiError, OSError) as error:
+                    say(console, f"{path} could not be fetched: {error}: fetch it again with")
+                    say(console, f"  {_command_line('fetch', batch['id'], '-o', str(output))}")
+                    return 1
                 say(console, f"{path}: {size} bytes")
     counts = batch.get("request_counts") or {}
     say(
