@@ -63,7 +63,9 @@ def _gumbel(seed, position, choice, ids):
     return -_logarithm(-_logarithm(uniform))
 
 
-@jit
+@jit(
+    do_not_specialize=["count"]
+)  # else batches of 1 and of multiples of 16 compile kernels of their own, after warm-up
 def scan(x, stride, rows, scales, best, at, columns, first, count, BLOCK: tl.constexpr):
     """Program (r, b): the best of row r's columns [b * BLOCK, (b + 1) * BLOCK), noise added, and its column, the first
     of equals; NaN if one of them is. rows: seed, position and choice, int64 [3, count]; scales float64 [count]."""

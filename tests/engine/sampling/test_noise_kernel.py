@@ -10,6 +10,8 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,6 +62,26 @@ def test_the_compiled_kernel_rounds_where_the_definition_does(capability: int) -
         assert struct.pack(">d", constant).hex() in ptx.lower(), constant
     contracted = triton.compile(source, target=target, options={}).asm["ptx"]
     assert "fma.rn.f64" in contracted  # what the option is there against
+
+
+def test_the_kernel_is_compiled_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton specialises integers that are 1 or divisible by 16: not the rows of a batch, which differ by step."""
+    fixed: dict[str, list[str]] = {}
+
+    def jit(function: Any = None, do_not_specialize: list[str] | None = None) -> Any:
+        if function is None:
+            return lambda kernel: jit(kernel, do_not_specialize)
+        fixed[function.__name__] = do_not_specialize or []
+        return function
+
+    language = SimpleNamespace(constexpr=lambda value: value)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(jit=jit, language=language))
+    monkeypatch.setitem(sys.modules, "triton.language", language)
+    spec = importlib.util.find_spec("laddertron.engine.sampling.noise_triton")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert fixed["scan"] == ["count"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
