@@ -151,6 +151,9 @@ class Export:
         self.check()
         for path in self.superseded:
             path.unlink(missing_ok=True)
+        for path in self.folder.glob(".seg-*.part"):  # a snapshot of a start that was killed: it never counted
+            if (match := _NUMBERED.match(path.name[1:])) and int(match[1]) < self.generation:
+                path.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raises Fenced where another daemon claimed the export, ExportGone where the folder is not the one that was

@@ -213,6 +213,17 @@ def test_after_an_end_between_export_and_commit_the_group_is_in_both(tmp_path: P
     assert with_store(tmp_path / "a", numbers, options) == {9}
 
 
+def test_what_a_killed_start_left_half_written_goes(tmp_path: Path) -> None:
+    options = StoreOptions(export_dir=tmp_path / "export")
+    with_store(tmp_path / "a", begin, options)
+    left, later = (tmp_path / "export" / f".seg-{n:06}-000000.ltx.1f.part" for n in (1, 9))
+    for path in (left, later):
+        path.write_bytes(b"x")
+    with_store(tmp_path / "a", adding(1), options)
+    assert not left.exists()
+    assert later.exists()  # of a daemon that begins after this one
+
+
 # exports of the version before
 
 
