@@ -223,10 +223,12 @@ def summary(loaded: LoadedDeployment) -> str:
     d = loaded.deployment
     p = d.parallel
     pipeline = f" x pp {p.pipeline_parallel_size}" if p.pipeline_parallel_size > 1 else ""
-    where = f"{len(d.launch.hosts)} hosts" if d.launch.hosts else d.launch.hostfile or "this host or the allocation"
+    hosts = len(d.launch.hosts)
+    where = f"{hosts} host{'s' * (hosts != 1)}" if hosts else d.launch.hostfile or "this host or the allocation"
     return (
         f"{loaded.name}: OK: {d.served_model_name}, tp {p.tensor_parallel_size}{pipeline} x {p.replicas} "
-        f"= {d.world_size} ranks on {where}, wiring {d.model.wiring}, collective {p.collective}"
+        f"= {d.world_size} rank{'s' * (d.world_size != 1)} on {where}, "
+        f"wiring {d.model.wiring}, collective {p.collective}"
     )
 
 

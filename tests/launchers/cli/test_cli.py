@@ -21,8 +21,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from laddertron import __version__
-from laddertron.engine.config.load import load
+from laddertron.engine.config.load import load, read
 from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli.commands.check import summary
 from laddertron.launchers.cli.errors import UsageError, ended_by
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.slices import expected_shapes
@@ -416,3 +417,11 @@ def test_a_reader_that_has_gone_is_no_error_of_the_command() -> None:
         raise BrokenPipeError
     with pytest.raises(UsageError), ended_by(OSError):
         raise FileNotFoundError
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "said"), [(1, "[a:8]", "= 1 rank on 1 host,"), (2, "[a, b]", "= 2 ranks on 2 hosts,")]
+)
+def test_the_summary_of_a_check_counts_in_singular_and_plural(size: int, hosts: str, said: str) -> None:
+    sets = [f"parallel.tensor_parallel_size={size}", f"launch.hosts={hosts}"]
+    assert said in summary(read(Path(__file__).parents[3] / "configs" / "demo.yaml", sets))
