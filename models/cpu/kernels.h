@@ -117,13 +117,47 @@ struct product {
 /* Levels of a tree of 16 leaves: added from left to right, it keeps of each one node that waits for its sibling. */
 enum { TREE = 5 };
 
+/* The tokens of a call. Token t is the row rows[t] of x, without `rows` the row t, and the row t of y. */
+struct tokens {
+    const void *x;
+    const int32_t *rows;
+    int64_t x_stride; /* values from one row to the next */
+    void *y;
+    int64_t y_stride, count;
+};
+
+INLINE int64_t row_of(const struct tokens *t, int64_t token) { return t->rows ? t->rows[token] : token; }
+
+/* The tokens [from, to) of t; `item`: bytes of a value of x, `size`: of y. */
+INLINE struct tokens tokens_between(const struct tokens *t, int64_t from, int64_t to, size_t item, size_t size) {
+    struct tokens some = *t;
+    some.count = to - from;
+    some.y = (char *)t->y + (size_t)(from * t->y_stride) * size;
+    if (t->rows)
+        some.rows += from;
+    else
+        some.x = (const char *)t->x + (size_t)(from * t->x_stride) * item;
+    return some;
+}
+
 /* A product's inner loops for one type of weights. */
 struct product_loops {
-    size_t item;  /* bytes of a token's value as `block` reads it: 4, or 2 where tokens without a norm are read as they are */
+    size_t item;  /* bytes of a value of prepared tokens */
     int by_table; /* int8 as products_dot.c's tables want it */
-    void (*prepare)(void *to, const struct product *p, const void *x, int64_t tokens); /* norms and widens */
-    void (*block)(const struct product *p, const void *x, void *y, int64_t tokens, int64_t block);
+    int gathers;  /* `block` reads `rows`; else tokens are prepared one after another */
+    void (*prepare)(const struct product *p, const struct tokens *t); /* norms and widens x, of p's type, into y */
+    void (*block)(const struct product *p, const struct tokens *t, int64_t block); /* of prepared x, or of x where p's type has `item` bytes */
 };
+
+/* Values from one row of prepared tokens to the next. Rows a multiple of 4096 bytes apart share one set of a first cache
+ * of 8 ways: tiles of more tokens than that would evict what they are about to read, and take 1.4 times as long. */
+enum { WAYS = 8, WAY = 4096 };
+INLINE int64_t stride_of(int64_t inputs, size_t item) {
+    return inputs * (int64_t)item % WAY ? inputs : inputs + CACHE_LINE / (int64_t)item;
+}
+
+void kernels_prepare(const struct product_loops *loops, const struct product *p, const struct tokens *given, void *prepared, int64_t stride,
+                     int64_t from, int64_t to);
 
 /* What runs in a tier. */
 struct loops {

@@ -106,7 +106,7 @@ INLINE TARGET plain plain_all(float v) { return v - (plain){0}; }
 /* sum + a * b, rounded once where the tier can, always or never. */
 INLINE TARGET plain plain_add(plain sum, plain a, plain b) {
 #ifdef OF
-    return OF(fmadd_ps)(a, b, sum);
+    return add_product(sum, a, b);
 #else
     return sum + a * b;
 #endif

@@ -21,10 +21,9 @@ enum { ROWS = 32, FEW = 16, STRETCH = 128 };
 struct call {
     const struct product *p;
     const struct product_loops *loops;
-    const char *x;
-    char *y;
-    char *prepared; /* [tokens, inputs] if it is made beforehand */
-    int64_t tokens, blocks, jobs;
+    struct tokens given, tokens; /* the caller's, and those that `block` reads */
+    int prepares;                /* a thread prepares all of them for itself */
+    int64_t blocks, jobs;
     int64_t parts, (*next)[8]; /* jobs that lie together, and the next one of each part; a part's is a cache line */
     int failed;
 };
@@ -35,29 +34,38 @@ int kernels_has_products(int type) { return kernels_loops->products[type] != NUL
 /* Rows of a vector: what kernels_pack goes by. */
 int kernels_vector_floats(void) { return kernels_loops->floats; }
 
+/* The tokens [from, to) as `block` reads them, to their rows of `prepared`. */
+void kernels_prepare(const struct product_loops *loops, const struct product *p, const struct tokens *given, void *prepared, int64_t stride,
+                     int64_t from, int64_t to) {
+    struct tokens all = *given;
+    all.y = prepared, all.y_stride = stride;
+    const struct tokens some = tokens_between(&all, from, to, size_of(p->type), loops->item);
+    loops->prepare(p, &some);
+}
+
 static void product_body(void *args, int thread, int threads) {
     (void)threads;
     struct call *c = args;
     const struct product *p = c->p;
     const struct product_loops *loops = c->loops;
-    const char *x = c->prepared ? c->prepared : c->x;
-    char *own = NULL;
-    if (!c->prepared && (p->norm || loops->item == 4)) { /* few tokens: every thread prepares them all, which costs less than to wait */
-        own = malloc(loops->item * (size_t)(c->tokens * p->inputs));
+    struct tokens tokens = c->tokens;
+    void *own = NULL;
+    if (c->prepares) {
+        own = malloc(loops->item * (size_t)(tokens.count * tokens.x_stride));
         if (!own) {
             c->failed = 1;
             return;
         }
-        loops->prepare(own, p, c->x, c->tokens);
-        x = own;
+        kernels_prepare(loops, p, &c->given, own, tokens.x_stride, 0, tokens.count);
+        tokens.x = own;
     }
     for (int64_t turn = 0; turn < c->parts; turn++) { /* the thread's own part, then what is left of others' */
         const int64_t part = (thread + turn) % c->parts, end = c->jobs * (part + 1) / c->parts;
         for (int64_t job; (job = __atomic_fetch_add(c->next[part], 1, __ATOMIC_RELAXED)) < end;) {
             const int64_t block = job % c->blocks, from = job / c->blocks * STRETCH;
-            const int64_t to = from + STRETCH < c->tokens ? from + STRETCH : c->tokens;
-            loops->block(p, x + (size_t)(from * p->inputs) * loops->item,
-                         c->y + (size_t)(from * p->outputs) * size_of(p->type), to - from, block);
+            const int64_t to = from + STRETCH < tokens.count ? from + STRETCH : tokens.count;
+            const struct tokens some = tokens_between(&tokens, from, to, loops->item, size_of(p->type));
+            loops->block(p, &some, block);
         }
     }
     free(own);
@@ -65,28 +73,34 @@ static void product_body(void *args, int thread, int threads) {
 
 static void prepare_body(void *args, int thread, int threads) {
     struct call *c = args;
-    const int64_t from = c->tokens * thread / threads, to = c->tokens * (thread + 1) / threads, inputs = c->p->inputs;
-    c->loops->prepare(c->prepared + (size_t)(from * inputs) * c->loops->item, c->p,
-                      c->x + (size_t)(from * inputs) * size_of(c->p->type), to - from);
+    const int64_t count = c->tokens.count;
+    kernels_prepare(c->loops, c->p, &c->given, (void *)c->tokens.x, c->tokens.x_stride, count * thread / threads, count * (thread + 1) / threads);
 }
 
 /* y [tokens, outputs] of x [tokens, inputs]. Returns 0, 1 if memory ran out. */
 int kernels_product(const struct product *p, const void *x, void *y, int64_t tokens) {
     const int64_t each = p->gated ? ROWS / 2 : ROWS;
     const struct product_loops *loops = kernels_loops->products[p->scale ? INT8 : p->type];
-    struct call c = {.p = p, .loops = loops, .x = x, .y = y, .tokens = tokens};
+    struct call c = {.p = p, .loops = loops, .tokens = {.x = x, .x_stride = p->inputs, .y = y, .y_stride = p->outputs, .count = tokens}};
+    c.given = c.tokens;
     c.blocks = (p->outputs + each - 1) / each, c.jobs = c.blocks * ((tokens + STRETCH - 1) / STRETCH);
     c.parts = tokens <= STRETCH ? p->threads : 1; /* more tokens: all threads at the same weights */
     int64_t next[c.parts][8];
     c.next = next;
     for (int64_t part = 0; part < c.parts; part++) next[part][0] = c.jobs * part / c.parts;
-    if ((p->norm || loops->item == 4) && tokens > FEW) {
-        c.prepared = malloc(loops->item * (size_t)(tokens * p->inputs));
-        if (!c.prepared) return 1;
-        kernels_parallel(prepare_body, &c, p->threads);
+    void *prepared = NULL;
+    const int64_t stride = stride_of(p->inputs, loops->item);
+    if (p->norm || loops->item != size_of(p->type) || (stride != p->inputs && tokens > WAYS)) {
+        c.tokens.x_stride = stride;
+        c.prepares = tokens <= FEW; /* quicker than to wait for other threads */
+        if (!c.prepares) {
+            c.tokens.x = prepared = malloc(loops->item * (size_t)(tokens * stride));
+            if (!prepared) return 1;
+            kernels_parallel(prepare_body, &c, p->threads);
+        }
     }
     kernels_parallel(product_body, &c, p->threads);
-    free(c.prepared);
+    free(prepared);
     return c.failed;
 }
 

@@ -53,10 +53,13 @@ INLINE TARGET void plain_finish(const int type, const struct product *p, const v
 }
 
 /* T tokens (a constant) of one panel. The arrays' sizes are constant, too: else they would not live in registers. */
-INLINE TARGET void plain_tile(const int type, const int T, const struct product *p, const float *x, char *y, int64_t block, int panel) {
+INLINE TARGET void plain_tile(const int type, const int T, const struct product *p, const struct tokens *tokens, int64_t block, int panel) {
     const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, each = inputs / leaves;
     const char *weight = (const char *)p->weight + (size_t)((block * PLAIN_ROWS + panel * PLAIN_PANEL) * inputs) * size_of(type);
     float sums[PLAIN_MOST][2 * FLOATS], nodes[PLAIN_MOST][TREE][2 * FLOATS];
+    const float *x[PLAIN_MOST];
+#pragma GCC unroll 12
+    for (int t = 0; t < T; t++) x[t] = (const float *)tokens->x + row_of(tokens, t) * tokens->x_stride;
     for (int leaf = 0; leaf < leaves; leaf++) {
         plain sum[PLAIN_MOST][2];
 #pragma GCC unroll 12
@@ -67,8 +70,8 @@ INLINE TARGET void plain_tile(const int type, const int T, const struct product 
                 const plain low = plain_weights(type, weight, i, 0), high = plain_weights(type, weight, i, 1);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; t++) {
-                    sum[t][0] = plain_add(sum[t][0], low, plain_all(x[t * inputs + i]));
-                    sum[t][1] = plain_add(sum[t][1], high, plain_all(x[t * inputs + i]));
+                    sum[t][0] = plain_add(sum[t][0], low, plain_all(x[t][i]));
+                    sum[t][1] = plain_add(sum[t][1], high, plain_all(x[t][i]));
                 }
             }
 #pragma GCC unroll 12
@@ -78,18 +81,18 @@ INLINE TARGET void plain_tile(const int type, const int T, const struct product 
         }
     }
     for (int t = 0; t < T; t++)
-        plain_finish(type, p, p->leaves ? NULL : p->bias, sums[t], sums[t] + FLOATS, y + (size_t)(t * p->outputs) * size_of(type), block,
-                     panel);
+        plain_finish(type, p, p->leaves ? NULL : p->bias, sums[t], sums[t] + FLOATS,
+                     (char *)tokens->y + (size_t)(t * tokens->y_stride) * size_of(type), block, panel);
 }
 
 /* One instance a number of tokens: the sums live in registers only if it is a constant. */
 #define PLAIN_CASE(T) \
-    case T: plain_tile(type, T, p, x + t * p->inputs, to, block, panel); break;
-INLINE TARGET void plain_block(const int type, const struct product *p, const float *x, char *y, int64_t tokens, int64_t block) {
+    case T: plain_tile(type, T, p, &some, block, panel); break;
+INLINE TARGET void plain_block(const int type, const struct product *p, const struct tokens *t, int64_t block) {
     for (int panel = 0; panel < PLAIN_PANELS; panel++)
-        for (int64_t t = 0; t < tokens; t += PLAIN_MOST) {
-            char *to = y + (size_t)(t * p->outputs) * size_of(type);
-            switch (tokens - t < PLAIN_MOST ? tokens - t : PLAIN_MOST) {
+        for (int64_t from = 0; from < t->count; from += PLAIN_MOST) {
+            const struct tokens some = tokens_between(t, from, t->count - from < PLAIN_MOST ? t->count : from + PLAIN_MOST, 4, size_of(type));
+            switch (some.count) {
                 PLAIN_CASE(1) PLAIN_CASE(2) PLAIN_CASE(3) PLAIN_CASE(4)
 #if FLOATS > 4
                 PLAIN_CASE(5) PLAIN_CASE(6)
@@ -102,9 +105,11 @@ INLINE TARGET void plain_block(const int type, const struct product *p, const fl
 }
 
 /* fp32 values of tokens, normed first if there is a norm. */
-INLINE TARGET void plain_prepare(const int type, float *to, const struct product *p, const char *x, int64_t tokens) {
+INLINE TARGET void plain_prepare(const int type, const struct product *p, const struct tokens *t) {
     const int64_t n = p->inputs;
-    for (int64_t t = 0; t < tokens; t++, to += n, x += (size_t)n * size_of(type)) {
+    float *to = t->y;
+    for (int64_t k = 0; k < t->count; k++, to += t->y_stride) {
+        const char *x = (const char *)t->x + (size_t)(row_of(t, k) * t->x_stride) * size_of(type);
         const float scale = p->norm ? norm_scale(type, x, n, p->eps) : 1.f;
         for (int64_t i = 0; i < n; i++) {
             const float v = read_one(type, x, i);
@@ -114,10 +119,6 @@ INLINE TARGET void plain_prepare(const int type, float *to, const struct product
 }
 
 #define PLAIN(name, type) \
-    TARGET static void plain_prepare_##name(void *to, const struct product *p, const void *x, int64_t tokens) { \
-        plain_prepare(type, to, p, x, tokens); \
-    } \
-    TARGET static void plain_block_##name(const struct product *p, const void *x, void *y, int64_t tokens, int64_t block) { \
-        plain_block(type, p, x, y, tokens, block); \
-    } \
-    static const struct product_loops plain_##name##_loops = {.item = 4, .prepare = plain_prepare_##name, .block = plain_block_##name};
+    TARGET static void plain_prepare_##name(const struct product *p, const struct tokens *t) { plain_prepare(type, p, t); } \
+    TARGET static void plain_block_##name(const struct product *p, const struct tokens *t, int64_t block) { plain_block(type, p, t, block); } \
+    static const struct product_loops plain_##name##_loops = {.item = 4, .gathers = 1, .prepare = plain_prepare_##name, .block = plain_block_##name};

@@ -75,33 +75,32 @@ INLINE TILES void sum(const int more, const int cold, float *sums, const bf16 *p
 }
 
 /* A block of rows for up to 32 tokens. */
-INLINE TILES void tiles(int more, const int cold, const struct product *p, const bf16 *x, bf16 *y, int64_t tokens, int64_t block) {
+INLINE TILES void tiles(int more, const int cold, const struct product *p, const struct tokens *t, int64_t block) {
     float sums[TOGETHER * ROWS];
     __m512 nodes[TOGETHER][TREE * 2];
     const int64_t inputs = p->inputs, leaves = p->leaves ? p->leaves : 1, count = inputs / leaves;
     const bf16 *weight = (const bf16 *)p->weight + block * ROWS * inputs;
     for (int leaf = 0; leaf < leaves; leaf++) {
-        sum(more, cold, sums, weight + leaf * count * ROWS, x + leaf * count, inputs, count, tokens);
-        for (int64_t t = 0; t < tokens; t++) {
-            __m512 low = _mm512_loadu_ps(sums + t * ROWS), high = _mm512_loadu_ps(sums + t * ROWS + 16);
-            if (p->leaves) join(1, p, leaf, &low, &high, nodes[t], block);
-            if (leaf == leaves - 1) finish(1, p, p->leaves ? NULL : p->bias, &low, &high, y + t * p->outputs, block);
+        sum(more, cold, sums, weight + leaf * count * ROWS, (const bf16 *)t->x + leaf * count, t->x_stride, count, t->count);
+        for (int64_t k = 0; k < t->count; k++) {
+            __m512 low = _mm512_loadu_ps(sums + k * ROWS), high = _mm512_loadu_ps(sums + k * ROWS + 16);
+            if (p->leaves) join(1, p, leaf, &low, &high, nodes[k], block);
+            if (leaf == leaves - 1)
+                finish(1, p, p->leaves ? NULL : p->bias, &low, &high, (bf16 *)t->y + k * t->y_stride, t->y_stride, block);
         }
     }
 }
 
-TILES static void block_tiles(const struct product *p, const void *tokens_in, void *out, int64_t tokens, int64_t block) {
-    const bf16 *x = tokens_in;
-    bf16 *y = out;
-    for (int64_t t = 0, count; t < tokens; t += count, x += count * p->inputs, y += count * p->outputs) {
-        count = tokens - t < TOGETHER ? tokens - t : TOGETHER;
-        if (t == 0 || count < TOGETHER) shape(count);
-        if (t > 0)
-            tiles(count > TOKENS, 0, p, x, y, count, block);
-        else if (count > TOKENS)
-            tiles(1, 1, p, x, y, count, block);
+TILES static void block_tiles(const struct product *p, const struct tokens *t, int64_t block) {
+    for (int64_t from = 0; from < t->count; from += TOGETHER) {
+        const struct tokens some = tokens_between(t, from, t->count - from < TOGETHER ? t->count : from + TOGETHER, 2, 2);
+        if (from == 0 || some.count < TOGETHER) shape(some.count);
+        if (from > 0)
+            tiles(some.count > TOKENS, 0, p, &some, block);
+        else if (some.count > TOKENS)
+            tiles(1, 1, p, &some, block);
         else
-            tiles(0, 1, p, x, y, count, block);
+            tiles(0, 1, p, &some, block);
     }
     _tile_release();
 }
@@ -111,7 +110,7 @@ int kernels_use_tiles(struct loops *loops) {
     enum { REQUEST = 0x1023, TILE_DATA = 18 }; /* arch_prctl's ARCH_REQ_XCOMP_PERM */
     static struct product_loops table;
     if (syscall(SYS_arch_prctl, REQUEST, TILE_DATA)) return 0;
-    table = *loops->products[BF16], table.block = block_tiles;
+    table = *loops->products[BF16], table.block = block_tiles, table.gathers = 0;
     loops->products[BF16] = &table;
     return 1;
 }

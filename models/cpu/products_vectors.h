@@ -7,10 +7,11 @@
 enum { ROWS = 32, PANEL = 2 * FLOATS, PANELS = ROWS / PANEL, MOST = FLOATS == 16 ? 12 : 6, NARROW = 3 };
 
 /* fp32 values of tokens, normed first if there is a norm: statistics in fp32, rounded before the weight. */
-INLINE TARGET void prepare_rows(const int type, float *to, const struct product *p, const void *x, int64_t tokens) {
+INLINE TARGET void prepare_rows(const int type, const struct product *p, const struct tokens *t) {
     const int64_t n = p->inputs;
-    for (int64_t t = 0; t < tokens; t++, to += n) {
-        const uint16_t *row = (const uint16_t *)x + t * n;
+    float *to = t->y;
+    for (int64_t k = 0; k < t->count; k++, to += t->y_stride) {
+        const uint16_t *row = (const uint16_t *)t->x + row_of(t, k) * t->x_stride;
         vector scale = all(1.f);
         if (p->norm) {
             vector sum[4] = {all(0.f), all(0.f), all(0.f), all(0.f)};
@@ -51,7 +52,7 @@ INLINE TARGET vector weights_of(const int form, const char *panel, int64_t i, in
 
 /* What tokens of a panel are once they are summed [tokens][PANEL]: scale, bias, gate, out. */
 INLINE TARGET void finish(const int type, const struct product *p, const float *scale, const void *bias, const float *sums, int64_t tokens,
-                          uint16_t *y, int64_t block, int panel) {
+                          uint16_t *y, int64_t stride, int64_t block, int panel) {
     const int64_t first = p->gated ? (block * PANELS + panel) * FLOATS : block * ROWS + panel * PANEL, left = p->outputs - first;
     const int64_t beyond = p->gated ? p->outputs : FLOATS; /* from `low` to `high`, in the bias */
     const int64_t behind = p->gated ? left : left - FLOATS;
@@ -59,7 +60,7 @@ INLINE TARGET void finish(const int type, const struct product *p, const float *
     const vector low_scale = scale ? OF(loadu_ps)(scale) : all(1.f), high_scale = scale ? OF(loadu_ps)(scale + FLOATS) : all(1.f);
     const vector low_bias = bias && left > 0 ? load_some(type, bias, first, left) : all(0.f);
     const vector high_bias = bias && behind > 0 ? load_some(type, bias, first + beyond, behind) : all(0.f);
-    for (int64_t t = 0; t < tokens; t++, sums += PANEL, y += p->outputs) {
+    for (int64_t t = 0; t < tokens; t++, sums += PANEL, y += stride) {
         const vector low = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums), low_scale), low_bias);
         const vector high = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums + FLOATS), high_scale), high_bias);
         if (p->gated) {
@@ -93,12 +94,15 @@ INLINE TARGET void join(const int type, const struct product *p, int leaf, float
     }
 }
 
-/* Sums [B][T][PANEL] of `count` inputs of T tokens (a constant) and B panels from `weight` on. The arrays' sizes are constant,
- * too: else they would not live in registers. */
-INLINE TARGET void tile_of(const int form, const int T, const int B, const char *weight, int64_t inputs, const float *x, int64_t count,
-                           float *sums) {
+/* Sums [B][T][PANEL] of `count` inputs from `from` on of T tokens (a constant) and B panels from `weight` on. The arrays' sizes are
+ * constant, too: else they would not live in registers. */
+INLINE TARGET void tile_of(const int form, const int T, const int B, const char *weight, int64_t inputs, const struct tokens *tokens,
+                           int64_t from, int64_t count, float *sums) {
     const int64_t size = form == INT8 ? 1 : 2;
     vector low[MOST], high[MOST];
+    const float *x[MOST];
+#pragma GCC unroll 12
+    for (int t = 0; t < T; t++) x[t] = (const float *)tokens->x + row_of(tokens, t) * tokens->x_stride + from;
 #pragma GCC unroll 12
     for (int n = 0; n < B * T; n++) low[n] = high[n] = all(0.f);
     for (int64_t pair = 0; pair < count; pair += 2)
@@ -112,9 +116,9 @@ INLINE TARGET void tile_of(const int form, const int T, const int B, const char 
                 const vector low_weight = weights_of(form, line, i, 0), high_weight = weights_of(form, line, i, 1);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; t++) {
-                    const vector v = all(x[t * inputs + pair + i]);
-                    low[b * T + t] = OF(fmadd_ps)(low_weight, v, low[b * T + t]);
-                    high[b * T + t] = OF(fmadd_ps)(high_weight, v, high[b * T + t]);
+                    const vector v = all(x[t][pair + i]);
+                    low[b * T + t] = add_product(low[b * T + t], low_weight, v);
+                    high[b * T + t] = add_product(high[b * T + t], high_weight, v);
                 }
             }
 #pragma GCC unroll 12
@@ -126,9 +130,9 @@ INLINE TARGET void tile_of(const int form, const int T, const int B, const char 
 
 /* One instance a number of tokens: the sums live in registers only if it is a constant. */
 #define CASE(T) \
-    case T: tile_of(form, T, T <= NARROW ? PANELS : 1, weight, inputs, x, each, sums); break;
-INLINE TARGET void tile(const int form, int64_t tokens, const char *weight, int64_t inputs, const float *x, int64_t each, float *sums) {
-    switch (tokens) {
+    case T: tile_of(form, T, T <= NARROW ? PANELS : 1, weight, inputs, t, from, count, sums); break;
+INLINE TARGET void tile(const int form, const struct tokens *t, const char *weight, int64_t inputs, int64_t from, int64_t count, float *sums) {
+    switch (t->count) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if FLOATS == 16
         CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -136,36 +140,40 @@ INLINE TARGET void tile(const int form, int64_t tokens, const char *weight, int6
     }
 }
 
+typedef void (*tile_function)(const struct tokens *t, const char *weight, int64_t inputs, int64_t from, int64_t count, float *sums);
+
 /* All tokens of a stretch meet a panel before the next: it stays in the first cache. */
-INLINE TARGET void block_of(const int form, const struct product *p, const float *x, uint16_t *y, int64_t tokens, int64_t block) {
-    const int together = tokens <= NARROW ? PANELS : 1, type = form == FP16 ? FP16 : BF16, leaves = p->leaves ? p->leaves : 1;
+INLINE TARGET void block_of(const int form, tile_function sum, const struct product *p, const struct tokens *t, int64_t block) {
+    const int together = t->count <= NARROW ? PANELS : 1, type = form == FP16 ? FP16 : BF16, leaves = p->leaves ? p->leaves : 1;
     const int64_t line = PANEL * (form == INT8 ? 1 : 2), each = p->inputs / leaves;
     float sums[MOST * PANEL], nodes[TREE * MOST * PANEL];
     for (int panel = 0; panel < PANELS; panel += together) {
         const char *weight = (const char *)p->weight + (block * PANELS + panel) * p->inputs * line;
-        int64_t tiles = (tokens + MOST - 1) / MOST;
-        for (int64_t t = 0, count; t < tokens; t += count, tiles--) {
-            count = (tokens - t + tiles - 1) / tiles;
+        int64_t tiles = (t->count + MOST - 1) / MOST;
+        for (int64_t at = 0, count; at < t->count; at += count, tiles--) {
+            count = (t->count - at + tiles - 1) / tiles;
+            const struct tokens some = tokens_between(t, at, at + count, 4, 2);
             for (int leaf = 0; leaf < leaves; leaf++) {
-                tile(form, count, weight + leaf * each * line, p->inputs, x + t * p->inputs + leaf * each, each, sums);
+                sum(&some, weight + leaf * each * line, p->inputs, leaf * each, each, sums);
                 for (int b = 0; b < together && p->leaves; b++)
                     join(type, p, leaf, sums + b * count * PANEL, count, nodes + b * count * PANEL, MOST * PANEL, block, panel + b);
             }
             for (int b = 0; b < together; b++)
                 finish(type, p, p->leaves ? NULL : p->scale, p->leaves ? NULL : p->bias, sums + b * count * PANEL, count,
-                       y + t * p->outputs, block, panel + b);
+                       some.y, some.y_stride, block, panel + b);
         }
     }
 }
 
+/* `tile` is a function of its own: constants of what surrounds it would take registers that its sums need. */
 #define INSTANCE(name, form, type) \
-    TARGET static void prepare_##name(void *to, const struct product *p, const void *x, int64_t tokens) { \
-        prepare_rows(type, to, p, x, tokens); \
+    TARGET __attribute__((noinline)) static void tile_##name(const struct tokens *t, const char *weight, int64_t inputs, int64_t from, \
+                                                             int64_t count, float *sums) { \
+        tile(form, t, weight, inputs, from, count, sums); \
     } \
-    TARGET static void block_##name(const struct product *p, const void *x, void *y, int64_t tokens, int64_t block) { \
-        block_of(form, p, x, y, tokens, block); \
-    } \
-    static const struct product_loops name##_loops = {.item = 4, .prepare = prepare_##name, .block = block_##name};
+    TARGET static void prepare_##name(const struct product *p, const struct tokens *t) { prepare_rows(type, p, t); } \
+    TARGET static void block_##name(const struct product *p, const struct tokens *t, int64_t block) { block_of(form, tile_##name, p, t, block); } \
+    static const struct product_loops name##_loops = {.item = 4, .gathers = 1, .prepare = prepare_##name, .block = block_##name};
 INSTANCE(bf16, BF16, BF16)
 INSTANCE(fp16, FP16, FP16)
 INSTANCE(int8, INT8, BF16)

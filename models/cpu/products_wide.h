@@ -26,9 +26,9 @@ INLINE WIDE __m512 bias16(const bf16 *bias, int64_t left) {
                               : _mm256_maskz_loadu_epi16((__mmask16)((1u << left) - 1), bias));
 }
 
-/* What T tokens (a constant) of one block of rows are once they are summed: bias, gate, out. */
+/* What T tokens (a constant) of one block of rows are once they are summed: bias, gate, out to y, `stride` apart. */
 INLINE WIDE void finish(const int T, const struct product *p, const bf16 *bias, const __m512 *low, const __m512 *high, bf16 *y,
-                        int64_t block) {
+                        int64_t stride, int64_t block) {
     const int64_t first = block * (p->gated ? 16 : ROWS), left = p->outputs - first;
     if (bias) bias += first;
     const __m512 low_bias = bias16(bias, left);
@@ -37,14 +37,14 @@ INLINE WIDE void finish(const int T, const struct product *p, const bf16 *bias, 
 #pragma GCC unroll 12
         for (int t = 0; t < T; t++) {
             const __m512 gate = rounded16(silu16(rounded16(_mm512_add_ps(low[t], low_bias))));
-            store16(y + t * p->outputs + first, _mm512_mul_ps(gate, rounded16(_mm512_add_ps(high[t], high_bias))), left);
+            store16(y + t * stride + first, _mm512_mul_ps(gate, rounded16(_mm512_add_ps(high[t], high_bias))), left);
         }
     } else {
         const __m512 high_bias = bias16(bias ? bias + 16 : NULL, left - 16);
 #pragma GCC unroll 12
         for (int t = 0; t < T; t++) {
-            store16(y + t * p->outputs + first, _mm512_add_ps(low[t], low_bias), left);
-            store16(y + t * p->outputs + first + 16, _mm512_add_ps(high[t], high_bias), left - 16);
+            store16(y + t * stride + first, _mm512_add_ps(low[t], low_bias), left);
+            store16(y + t * stride + first + 16, _mm512_add_ps(high[t], high_bias), left - 16);
         }
     }
 }

@@ -29,6 +29,17 @@ INLINE TARGET vector as_vector(words v) { return (vector)v; }
 INLINE TARGET words as_words(vector v) { return (words)v; }
 INLINE TARGET vector all(float v) { return OF(set1_ps)(v); }
 
+/* sum + a * b, rounded once. Left to itself, a compiler renames the sums of AVX2's 16 registers until some of them spill,
+ * which halves a product's speed. */
+INLINE TARGET vector add_product(vector sum, vector a, vector b) {
+#if FLOATS == 16
+    return _mm512_fmadd_ps(a, b, sum);
+#else
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+#endif
+}
+
 INLINE TARGET words load_words(const void *p) {
     words v;
     memcpy(&v, p, sizeof v);

@@ -42,25 +42,33 @@ INLINE WIDE __m512 sums16(__m512 *v) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
-/* Adds the products of two inputs of T tokens, `stride` apart, with the same two of 32 rows. */
-INLINE WIDE void dot_pair(const int T, __m512 *low, __m512 *high, __m512bh a, __m512bh b, const bf16 *x, int64_t stride) {
+/* Adds the products of the inputs i and i + 1 of T tokens with the same two of 32 rows. */
+INLINE WIDE void dot_pair(const int T, __m512 *low, __m512 *high, __m512bh a, __m512bh b, const bf16 *const *x, int64_t i) {
 #pragma GCC unroll 12
     for (int t = 0; t < T; t++) {
         int32_t pair;
-        memcpy(&pair, x + t * stride, 4);
+        memcpy(&pair, x[t] + i, 4);
         const __m512bh v = (__m512bh)_mm512_set1_epi32(pair);
         low[t] = _mm512_dpbf16_ps(low[t], a, v);
         high[t] = _mm512_dpbf16_ps(high[t], b, v);
     }
 }
 
-/* low, high [T] (a constant) += x [T][inputs], `stride` apart, times 32 packed rows [inputs / 2][32][2]. */
-INLINE WIDE void dot_tile(const int T, __m512 *low, __m512 *high, const bf16 *packed, const bf16 *x, int64_t stride, int64_t inputs) {
-    for (int64_t i = 0; i < inputs; i += 2, packed += 64) {
+/* low, high [T] (a constant) += the inputs [from, to) of the rows x times 32 packed rows [to - from][32][2]. */
+INLINE WIDE void dot_rows(const int T, __m512 *low, __m512 *high, const bf16 *packed, const bf16 *const *x, int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; i += 2, packed += 64) {
         const __m512bh a = (__m512bh)_mm512_loadu_si512(packed), b = (__m512bh)_mm512_loadu_si512(packed + 32);
         fetch_ahead(packed, 128);
-        dot_pair(T, low, high, a, b, x + i, stride);
+        dot_pair(T, low, high, a, b, x, i);
     }
+}
+
+/* The same of x [T][inputs], `stride` apart. */
+INLINE WIDE void dot_tile(const int T, __m512 *low, __m512 *high, const bf16 *packed, const bf16 *x, int64_t stride, int64_t inputs) {
+    const bf16 *row[12];
+#pragma GCC unroll 12
+    for (int t = 0; t < T; t++) row[t] = x + t * stride;
+    dot_rows(T, low, high, packed, row, 0, inputs);
 }
 
 /* Up to 16 values of a row, zeros behind them; and back. */
