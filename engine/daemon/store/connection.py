@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .counter import LOG_KEPT_BYTES
 from .export import Export
 from .frames import Change
 from .schema import KEYS, columns
@@ -19,7 +20,7 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA secure_delete = ON")
     db.execute("PRAGMA cache_size = -2048")  # KiB: it fills up with results, on every connection
-    db.execute("PRAGMA journal_size_limit = 67108864")
+    db.execute(f"PRAGMA journal_size_limit = {LOG_KEPT_BYTES}")
     db.row_factory = sqlite3.Row
     return db
 

@@ -9,6 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from .connection import connect_store
+from .counter import COUNT, check_count, count_file, reset_count
 from .disk import DiskError, NewFile, prepare_folder
 from .export import Export
 from .frames import ExportError, generations
@@ -45,9 +46,13 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
     path = folder / "store.db"
     fresh = not path.exists() or not path.stat().st_size
     if fresh and export is not None and generations(export.folder):
+        _set_log_aside(folder)
         rebuild(folder, export, options, _belongs_to(folder))
     elif fresh:
         _refuse_empty(folder, options)
+        _set_log_aside(folder)
+    elif not options.adopt:
+        check_count(folder, options.export_dir)
     db = connect_store(folder, options.connect)
     try:
         if not fresh:
@@ -58,12 +63,25 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
                 _refuse_empty(folder, options)
         migrate(db)
         _check_identity(folder, db, options, rebuilt=fresh)
+        if options.adopt or fresh or not count_file(folder).exists():
+            row = db.execute(COUNT).fetchone()
+            reset_count(folder, 0 if row is None else int(row[0]), options.files)
         if export is None:
             detach(db)
         else:
             continue_export(db, folder, export, options)
     finally:
         db.close()
+
+
+def _set_log_aside(folder: Path) -> None:
+    """SQLite would replay a removed store's log into the new one."""
+    log_file = folder / "store.db-wal"
+    if log_file.exists() and log_file.stat().st_size:
+        aside = folder / "unknown" / f"store.db-wal.{secrets.token_hex(4)}"
+        aside.parent.mkdir(exist_ok=True, mode=0o700)
+        log_file.rename(aside)
+        log.warning("the log of a store that is gone was moved to %s", aside, extra={"event": "store"})
 
 
 def _identity_file(folder: Path) -> Path:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from .clock import TrustedClock
 from .connection import connect_store, newest_time, note_position, snapshot
+from .counter import COUNT, Counter, Watched
 from .disk import Files as DiskFiles
 from .disk import FolderLock
 from .export import Export, Fenced
@@ -80,6 +81,7 @@ class Store:
         self._readers = ThreadPoolExecutor(_READERS, "store-read")
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
+        self._owed: list[tuple[_Work, Any, BaseException | None]] = []
         self.generation = 0
         self.failure: str | None = None
         """Why writes are refused, or None."""
@@ -140,6 +142,8 @@ class Store:
         await asyncio.to_thread(self._readers.shutdown)  # a reader may wait for this loop
         for connection in self._opened:
             connection.close()
+        self._watched.close()
+        self._counter.close()
         if self.export is not None:
             self.export.close()
         self._lock.release()
@@ -150,6 +154,9 @@ class Store:
         with db:
             db.execute("INSERT INTO meta VALUES ('generation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
             self.generation = int(db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0])
+            db.execute("INSERT INTO meta VALUES ('commits', 0) ON CONFLICT DO NOTHING")
+            self._commits = int(db.execute(COUNT).fetchone()[0])
+        self._counter = Counter(self.folder, self._options.files)
         self.clock = TrustedClock(newest_time(db), self._options.wall)
         self._note_time(db)
         known = {row[0] for row in db.execute("SELECT id FROM files")}
@@ -158,9 +165,8 @@ class Store:
             store = int(db.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()[0])
             self.export.begin(snapshot(db), store)
             note_position(db, self.export)
-        db.close()
-        self._places = (self.folder / "store.db", self.files_folder)
-        self._inodes = [_inode(path) for path in self._places]
+        self._opened.append(db)  # while it is open, SQLite keeps the log's file when other connections close
+        self._watched = Watched(self.folder)
         self._thread.start()
 
     def _clear(self, unknown: set[Path]) -> None:
@@ -179,14 +185,11 @@ class Store:
 
     def check_there(self) -> bool:
         """Whether the folder still is the one that was opened; if not, nothing is acknowledged any more. Any thread."""
-        try:
-            same = [_inode(path) for path in self._places] == self._inodes
-        except OSError:
-            same = False
-        if not same and not self.fenced:
+        wrong = self._watched.wrong()
+        if wrong is not None and not self.fenced:
             self.fenced = True
-            self._say(f"the store in {self.folder} was removed or replaced while it was open: restore the folder")
-        return same
+            self._say(f"{wrong} while the store was open: nothing more is acknowledged, restore the folder")
+        return wrong is None
 
     # on the store's thread
 
@@ -215,6 +218,8 @@ class Store:
             db = self._commit(db, works)
             if last:
                 break
+        unsure = StoreUnavailable(f"{self.failure}: what was written may be stored")
+        self._answer([(work, None, unsure) for work, _, _ in self._owed])
         self._note_time(db)
         db.close()
 
@@ -240,7 +245,9 @@ class Store:
                 self.export.append(rows.changes)
                 exported = True
                 note_position(db, self.export)
+            db.execute("UPDATE meta SET value = ? WHERE key = 'commits'", (self._commits + 1,))
             db.execute("COMMIT")
+            self._commits += 1
         except (sqlite3.Error, OSError, Fenced) as error:
             if exported and self.export is not None:
                 self.export.undo()
@@ -254,10 +261,23 @@ class Store:
         if not self.check_there():  # it went into a file that nobody will find again
             self._answer([(work, None, StoreFenced(self.failure or "")) for work in works])
             return db
-        self._options.observe_commit(time.perf_counter() - began)
-        self._say(None)
-        self._answer([(work, work.outcome, work.error) for work in works])
+        self._owed += [(work, work.outcome, work.error) for work in works]
+        if self._acknowledge():
+            self._options.observe_commit(time.perf_counter() - began)
         return db
+
+    def _acknowledge(self) -> bool:
+        """Answers what is committed, once its count is on the disk; until then it waits, since it cannot be undone."""
+        try:
+            self._counter.write(self._commits)
+        except OSError as error:
+            self._options.observe_error()
+            self._say(f"{self.folder}/store.count cannot be written: {error}")
+            return False
+        owed, self._owed = self._owed, []
+        self._say(None)
+        self._answer(owed)
+        return True
 
     def _run_one(self, work: _Work, rows: Rows) -> None:
         mark = len(rows.changes)
@@ -284,7 +304,7 @@ class Store:
 
     def _trial(self, db: sqlite3.Connection) -> sqlite3.Connection:
         """Whether the disk takes writes again."""
-        if self.fenced:
+        if self.fenced or (self._owed and not self._acknowledge()):
             return db
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -347,8 +367,3 @@ class Store:
             connection.execute("PRAGMA query_only = ON")
             self._opened.append(connection)
         return connection
-
-
-def _inode(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino

@@ -1,0 +1,142 @@
+"""How many commits were acknowledged, in a file of its own: a store that has fewer has lost some of them.
+
+A commit counts itself in the store (`meta`), then this file is written and synced, then the commit is acknowledged.
+Knows the folder and SQLite's files; nothing of what a commit holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import struct
+import zlib
+from pathlib import Path
+
+from .disk import DiskError, Files, NewFile
+
+_SLOT = struct.Struct("<4sQI")  # magic, count, CRC-32 of both
+_MAGIC = b"LTC1"
+_SLOT_BYTES = 512  # a sector each: a torn write damages the newer one alone
+LOG_KEPT_BYTES = 64 << 20  # SQLite itself cuts a longer log to this
+COUNT = "SELECT value FROM meta WHERE key = 'commits'"
+
+
+def count_file(folder: Path) -> Path:
+    return folder / "store.count"
+
+
+def _packed(count: int) -> bytes:
+    head = struct.pack("<4sQ", _MAGIC, count)
+    return head + struct.pack("<I", zlib.crc32(head))
+
+
+def read_count(folder: Path) -> int | None:
+    """None where there is no file. Raises DiskError where neither slot can be read."""
+    path = count_file(folder)
+    if not path.exists():
+        return None
+    data, found = path.read_bytes()[: 2 * _SLOT_BYTES], []
+    for at in range(0, len(data) - _SLOT.size + 1, _SLOT_BYTES):
+        magic, count, _ = _SLOT.unpack_from(data, at)
+        if magic == _MAGIC and data[at : at + _SLOT.size] == _packed(count):
+            found.append(count)
+    if not found:
+        raise DiskError(f"{path} is damaged: {_ways(folder, None)}")
+    return int(max(found))
+
+
+def reset_count(folder: Path, count: int, files: Files) -> None:
+    with NewFile(count_file(folder), files) as file:
+        slot = _packed(count).ljust(_SLOT_BYTES, b"\0")
+        file.write(slot + slot)
+        file.commit()
+
+
+def check_count(folder: Path, export_dir: Path | None) -> None:
+    """Whether the store has what was acknowledged; leaves it and its log unchanged. Raises DiskError or
+    sqlite3.Error."""
+    wanted = read_count(folder)
+    # a connection that only reads recovers what the log has, and neither checkpoints nor deletes it when it is closed
+    with contextlib.closing(sqlite3.connect(f"{(folder / 'store.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
+        try:
+            row = db.execute(COUNT).fetchone()
+        except sqlite3.OperationalError as error:
+            if "no such table" not in str(error):
+                raise
+            row = None
+    have = 0 if row is None else int(row[0])
+    if wanted is None and have and (folder / "store.id").exists():
+        raise DiskError(
+            f"{count_file(folder)} is missing, the store has counted {have} commits: {_ways(folder, export_dir)}"
+        )
+    if wanted is not None and have < wanted:
+        raise DiskError(
+            f"{folder}: store.db and store.db-wal have {have} of {wanted} acknowledged commits (the log was removed, "
+            f"cut or damaged, or store.db is an older copy): {_ways(folder, export_dir)}"
+        )
+
+
+def _ways(folder: Path, export_dir: Path | None) -> str:
+    rebuild = (
+        f"rebuild the store from the export {export_dir} (move {folder}/store.db away and start again)"
+        if export_dir is not None
+        else "set daemon.export_dir to its export, move store.db away and start again"
+    )
+    return (
+        f"put the lost file back, {rebuild}, or go on with what the store has: `laddertron serve --adopt`. Nothing was "
+        f"changed"
+    )
+
+
+class Counter:
+    """Writes the count; the store's thread alone. Each write is on the disk when it returns."""
+
+    def __init__(self, folder: Path, files: Files) -> None:
+        self._files = files
+        self._descriptor = os.open(count_file(folder), os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
+
+    def write(self, count: int) -> None:
+        """Raises OSError."""
+        os.lseek(self._descriptor, count % 2 * _SLOT_BYTES, os.SEEK_SET)
+        left = memoryview(_packed(count))
+        while left:
+            left = left[self._files.write(self._descriptor, left) :]
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Watched:
+    """The files of an open store: whether they still are those that were opened, and the log has lost nothing. Made
+    after the first connection; any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "store.db-wal"
+        self._descriptor = os.open(self._log, os.O_RDONLY | os.O_CLOEXEC)  # SQLite has no locks on this file
+        places = (folder, folder / "files", folder / "store.db", self._log, count_file(folder))
+        self._inodes = {path: _inode(path) for path in places}
+        self._least = 0
+
+    def wrong(self) -> str | None:
+        """What was done to them, or None."""
+        least = self._least  # read before the size, which other threads' commits enlarge
+        for path, inode in self._inodes.items():
+            with contextlib.suppress(OSError):
+                found = path.stat()
+                if (found.st_dev, found.st_ino) == inode and (path.suffix != ".db" or found.st_size):
+                    continue
+            return f"{path} was removed or replaced"
+        size = os.fstat(self._descriptor).st_size
+        if size < min(least, LOG_KEPT_BYTES) or (size and os.pread(self._descriptor, 1, 0) == b"\0"):
+            return f"{self._log} was cut"
+        self._least = size
+        return None
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
