@@ -11,6 +11,7 @@ TORCH ?= 2.13.0
 DEV ?= yes
 LOCK ?= yes
 UPGRADE ?= no
+SEEDS ?= 1-40
 VENV := .venv
 PY := $(VENV)/bin/python
 
@@ -55,10 +56,13 @@ unit:
 	@echo "== tests"
 	@$(VENV)/bin/pytest tests -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test-busy slow-test
+.PHONY: test-busy test-seeds slow-test
 # Each loop ends with the shell that started it, whatever ended that, SIGKILL too.
 test-busy: env ## The tests with four busy loops beside them: no outcome may depend on how fast the machine is (half an hour)
 	@for loop in 1 2 3 4; do while kill -0 $$$$; do for ((i = 0; i < 20000; i++)); do :; done; done 2>/dev/null & done; $(MAKE) unit
+
+test-seeds: env ## Every test that draws, with seeds 1 to 40 and hypothesis at random, before a release (SEEDS=1-40; hours)
+	@LADDERTRON_SEED=$(SEEDS) $(VENV)/bin/pytest tests -m "draws and not slow" -n 2 --dist worksteal
 
 slow-test: env ## What `make test` leaves out for its length: whole matrices, preflight under torchrun (minutes)
 	@$(VENV)/bin/pytest tests -m slow --ignore tests/cluster --ignore tests/faults
@@ -128,11 +132,11 @@ chaos-demo: env ## A rank, the daemon and mpirun are killed while a batch runs; 
 	@$(PY) -m laddertron.launchers.demos.chaos
 
 fuzz: ## The API's description as a fuzzer, some 2,500 requests, and 360 batch files of generated lines: no 5xx (minutes)
-	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/engine/daemon/http/test_app_fuzz.py tests/engine/daemon/http/test_app_lines.py -s
+	@LADDERTRON_SEED=$${LADDERTRON_SEED:-$$RANDOM} LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/engine/daemon/http/test_app_fuzz.py tests/engine/daemon/http/test_app_lines.py -s
 
 .PHONY: fuzz-parsers
 fuzz-parsers: ## Mutated input for each parser of foreign bytes, 100,000 cases each: no crash, bounded time and memory (an hour)
-	@LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-100000} $(VENV)/bin/pytest tests/test_parser_fuzz.py -s
+	@LADDERTRON_SEED=$${LADDERTRON_SEED:-$$RANDOM} LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-100000} $(VENV)/bin/pytest tests/test_parser_fuzz.py -s
 
 monitoring-demo: env ## The daemon under load, a real Prometheus with the shipped rules; ^C ends it (Debian's prometheus)
 	@$(PY) -m laddertron.launchers.demos.monitoring_demo

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 from folders import FOLDERS
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 from laddertron.topology.hardware.cpu_tier import limit_libraries
 from rank_pool import RankPool
 
@@ -30,9 +30,52 @@ limit_libraries(os.environ)  # LADDERTRON_CPU_TIER=avx2 pytest …: before any t
 for _name in ("NO_PROXY", "no_proxy"):
     os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1,localhost")))
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("laddertron", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+_first, _, _last = os.environ.get("LADDERTRON_SEED", "0").partition("-")
+SEEDS = range(int(_first), int(_last or _first) + 1)
+"""One seed, so that every run of `make test` draws the same; several in `make test-seeds`."""
+
+# How long an example takes depends on the load. Without a database no run depends on an earlier one.
+settings.register_profile(
+    "laddertron",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+    derandomize=len(SEEDS) == 1,
+    database=None,
+)
 settings.load_profile("laddertron")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Call a test that takes `run_seed` with each seed, and with those of its mark `seeds`. Under several seeds a
+    hypothesis test runs as often, each time with other examples."""
+    if len(SEEDS) > 1 and is_hypothesis_test(metafunc.function):
+        metafunc.fixturenames.append("run_seed")
+    if "run_seed" in metafunc.fixturenames:
+        found = [seed for mark in metafunc.definition.iter_markers("seeds") for seed in mark.args]
+        seeds = list(dict.fromkeys([*SEEDS, *found]))
+        metafunc.parametrize("run_seed", seeds, ids=[f"seed{seed}" for seed in seeds])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "run_seed" in getattr(item, "fixturenames", ()) or is_hypothesis_test(getattr(item, "function", None)):
+            item.add_marker("draws")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to a failure how to repeat it and how to keep it as an explicit example."""
+    report = yield
+    if report.failed and item.get_closest_marker("draws"):
+        name = item.nodeid.partition("[")[0]
+        keep = "put the failing arguments printed above into @example(...)"
+        if not is_hypothesis_test(getattr(item, "function", None)):
+            seed = item.callspec.params["run_seed"]  # type: ignore[attr-defined]
+            keep = f"repeat: LADDERTRON_SEED={seed} pytest {name}\nkeep: @pytest.mark.seeds({seed})"
+        report.sections.append(("explicit example", keep))
+    return report
 
 
 @pytest.fixture(scope="session")

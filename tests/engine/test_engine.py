@@ -31,21 +31,21 @@ def _close(a: list[Any], b: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("size", "seed", "overlapped"), [(1, 1, False), (1, 2, False), (2, 3, False), (1, 4, True), (2, 5, True)]
-)
-def test_disturbed_and_alone_are_the_same(ranks: Ranks, llama: Path, size: int, seed: int, overlapped: bool) -> None:
+@pytest.mark.parametrize(("size", "overlapped"), [(1, False), (2, False), (1, True), (2, True)])
+def test_disturbed_and_alone_are_the_same(
+    ranks: Ranks, llama: Path, size: int, overlapped: bool, run_seed: int
+) -> None:
     """Requests with shared beginnings, choices, log-probabilities, prompts that fill the model; few blocks, so that
     they preempt one another; cancels and stops at random moments. What was told is what each alone is told. So it is
     where ids stay on the device and steps overlap."""
     blocks = 26 * 3072 // size  # 4 positions, 3 layers, 4 KV heads of 8, keys and values, fp32
     keys = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "kv_cache_memory": blocks}
-    args = {"folder": str(llama), "seed": seed, "requests": 24, "engine": keys, "overlapped": overlapped}
+    args = {"folder": str(llama), "seed": run_seed, "requests": 24, "engine": keys, "overlapped": overlapped}
     wild, calm = ranks(size, "engine_play:play", args)[0]
     if overlapped:
         assert wild["steps"]["late"] > wild["steps"]["waited"] > 0
         assert wild["steps"]["late"] > 20
-    print(f"seed {seed}: {wild['preemptions']} preemptions, {wild['hits']} tokens from the cache, {wild['upset']}")
+    print(f"{wild['preemptions']} preemptions, {wild['hits']} tokens from the cache, {wild['upset']}")
     assert wild["preemptions"] > 0
     assert wild["hits"] > 0
     assert wild["heard"].keys() == calm["heard"].keys()

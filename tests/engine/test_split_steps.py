@@ -3,8 +3,6 @@ oracle's tokens without it. tests/engine/step/test_deterministic.py holds every 
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ import torch
 from laddertron.models.cpu.ops import Kernels
 from test_oracle import assert_greedy, reference_logits, transformers_logits
 
-SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
 Ranks = Callable[..., list[Any]]
 
 
-def answers(ranks: Ranks, size: int, folder: Path, split: str, **how: Any) -> dict[str, Any]:
-    args = {"folder": str(folder), "split": split, "seed": SEED % 1000} | how
+def answers(run_seed: int, ranks: Ranks, size: int, folder: Path, split: str, **how: Any) -> dict[str, Any]:
+    args = {"folder": str(folder), "split": split, "seed": run_seed % 1000} | how
     told: dict[str, Any] = ranks(size, "split_cases:answers", args)[0]
     return told
 
@@ -30,16 +27,15 @@ def answers(ranks: Ranks, size: int, folder: Path, split: str, **how: Any) -> di
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "parallel"])
 def test_every_answer_and_every_score_has_the_same_bits(
-    ranks: Ranks, family: str, dtype: str, size: int, tmp_path: Path
+    ranks: Ranks, family: str, dtype: str, size: int, tmp_path: Path, run_seed: int
 ) -> None:
-    """Two dozen requests of all kinds, prompts in chunks beside decodes, prefixes in the cache: nearly every step is
-    split, and no number that is reported is another."""
-    print(f"LADDERTRON_SEED={SEED}")
+    """Two dozen requests of all kinds, prompts in chunks beside decodes, prefixes in the cache: every step of eight
+    rows is split, and no reported number changes."""
     folder = checkpoints.save(tmp_path / "m", family, dtype=dtype)
-    whole, split = (answers(ranks, size, folder, how) for how in ("never", "always"))
+    whole, split = (answers(run_seed, ranks, size, folder, how) for how in ("never", "always"))
     assert split["answers"] == whole["answers"]
     assert whole["split"] == 0
-    assert split["split"] > 0.7 * split["steps"], split
+    assert split["split"] >= split["large"] > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "parallel"])

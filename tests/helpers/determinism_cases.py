@@ -21,6 +21,7 @@ from rank_pool import Rank
 from torch import Tensor
 
 LONGEST = 48
+CROWD = 6
 
 
 def with_rows(folder: str, size: int, dtype: str, deterministic: Any = True, weights: str = "stored") -> Deployment:
@@ -66,11 +67,13 @@ def served(rank: Rank, folder: str, dtype: str, cases: int, seed: int, threads: 
     random = Random(seed)
     common = [random.randrange(2, 300) for _ in range(24)]
     prompts = [common[: random.randrange(25)] + p for p in checkpoints.prompts(20, longest=30, seed=seed)]
+    prompts += [random.choices(range(2, 300), k=8) for _ in range(CROWD)]
+    prompts += [[*common, number + 2] for number in range(2)]
     draws = {"logprobs": 0, "return_digest": True}
     requests = [
         request(i, p, max_tokens=random.randrange(1, 14), temperature=i % 2, n=random.choice((1, 1, 2)), **draws)
-        for i, p in enumerate(prompts)
-    ]
+        for i, p in enumerate(prompts[:20])
+    ] + [request(i, p, max_tokens=13, temperature=i % 2, **draws) for i, p in enumerate(prompts[20:], 20)]
     communicator = rank.connect(None, CommOptions(deterministic=True))
     try:
         alone: dict[str, Any] = {}
@@ -81,16 +84,22 @@ def served(rank: Rank, folder: str, dtype: str, cases: int, seed: int, threads: 
         built = build(with_rows(folder, rank.size, dtype, **how), communicator, CPU)
         wrong, preempted, cached = [], 0.0, 0.0
         for case in range(cases):
-            crowded = case == 0  # all at once in too few blocks: somebody is preempted, whatever the seed
-            some = requests if crowded else random.sample(requests, random.randrange(2, len(requests)))
+            some = random.sample(requests, random.randrange(2, len(requests)))
             limits = replace(
                 built.scheduler_limits,
-                max_num_batched_tokens=512 if crowded else random.choice((20, 33, 64, 512)),
-                max_num_seqs=20 if crowded else random.choice((5, 20)),
-                num_blocks=18 if crowded else random.choice((18, 40)),
+                max_num_batched_tokens=random.choice((20, 33, 64, 512)),
+                max_num_seqs=random.choice((5, 20)),
+                num_blocks=random.choice((18, 40)),
                 enable_prefix_caching=random.random() < 0.8,
             )
-            found, counters = _answers(rank, replace(built, scheduler_limits=limits), communicator, some, random)
+            pace: Random | None = random
+            if case == 0:  # six of 2 blocks enter at once and leave 6 of 18; each grows by 3: one is preempted
+                some, pace = requests[20 : 20 + CROWD], None
+                limits = replace(limits, max_num_batched_tokens=512, max_num_seqs=20, num_blocks=18)
+            elif case == 1:  # the second begins as the first did, and enters after its end
+                some = requests[20 + CROWD :]
+                limits = replace(limits, max_num_seqs=1, num_blocks=40, enable_prefix_caching=True)
+            found, counters = _answers(rank, replace(built, scheduler_limits=limits), communicator, some, pace)
             wrong += [f"case {case}: {key}" for key, answer in found.items() if answer != alone[key]]
             preempted += counters.get("num_preemptions_total", 0.0)
             cached += counters.get("prefix_cache_hits_total", 0.0)

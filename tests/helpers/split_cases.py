@@ -9,6 +9,7 @@ from typing import Any
 
 import checkpoints
 from engine_cases import build_on, deployment, request
+from laddertron.engine.batch import Batch
 from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
 from laddertron.engine.request import Request
 from laddertron.engine.sampling import grammar
@@ -26,17 +27,24 @@ CASES: list[dict[str, Any]] = [
     {"logprobs": 2, "prompt_logprobs": 2},
     {"repetition_penalty": 1.2, "presence_penalty": 0.5, "temperature": 0.8},
 ]
+LARGE = 8
 GRAMMARS = ["(ab|ba|abc)*", "[a-z ]{3,40}", "(one|two), (one|two), three"] if grammar.available else []
 
 
 def requests(seed: int, most: int) -> list[Request]:
-    """Two dozen: prompts of up to 90 tokens, half of them with a common beginning; answers of up to `most`."""
-    dice, common = Random(seed), checkpoints.prompts(1, longest=90, seed=seed)[0]
+    """Two dozen: prompts of up to 90 tokens, half of them with a common beginning; answers of up to `most`. For any
+    seed the second takes two steps of 48 tokens. So it has computed two blocks before the fourth enters, whose prompt
+    has the same first 8 tokens."""
+    dice = Random(seed)
+    common = dice.choices(range(6, checkpoints.VOCAB), k=40)
     prompts = checkpoints.prompts(24, longest=90, seed=seed + 1)
     made = []
     for number, prompt in enumerate(prompts):
         begins = common[: dice.randrange(40)] if number % 2 else []
         params = dice.choice(CASES) | {"max_tokens": dice.randrange(1, most)}
+        if number in (1, 3):
+            begins, params = common[:8], {"max_tokens": most}
+            prompt = prompt if number == 3 else dice.choices(range(6, checkpoints.VOCAB), k=60)
         if GRAMMARS and number % 4 == 2:
             params |= {"grammar": grammar_of(GrammarFields(guided_regex=dice.choice(GRAMMARS))), "max_tokens": most}
         if number % 6 == 3:  # three ids over and over: some drafts are right
@@ -73,7 +81,7 @@ def answers(
             follow(built.runner, communicator.plans, progress)
             return None
         assert built.scheduler_limits.split == (None if split == "never" else SplitRule(True, ANY))
-        scheduler = Scheduler(limits)
+        scheduler = _Counting(limits)
         engine = Engine(scheduler, built.runner, communicator.plans, progress)
         told: dict[str, list[list[Any]]] = {}
         waiting = requests(seed, most)
@@ -91,6 +99,7 @@ def answers(
         return {
             "steps": progress.step,
             "split": counters["split_steps_total"],
+            "large": scheduler.large,
             "drafts": counters["spec_decode_num_draft_tokens_total"],
             "accepted": counters["spec_decode_num_accepted_tokens_total"],
             "positions": scheduler.accepted_drafts,
@@ -98,6 +107,17 @@ def answers(
             "hits": counters["prefix_cache_hits_total"],
             "answers": told,
         }
+
+
+class _Counting(Scheduler):
+    """Counts the steps that have rows enough, without drafts, for two streams wherever their work is halved."""
+
+    large = 0
+
+    def schedule(self, now: float) -> Batch | None:
+        batch = super().schedule(now)
+        self.large += batch is not None and sum(chunk.count for chunk in batch.chunks) >= LARGE
+        return batch
 
 
 class _Any:

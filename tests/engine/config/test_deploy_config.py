@@ -475,11 +475,9 @@ def test_json_from_strangers_is_refused() -> None:
         from_json([])  # type: ignore[arg-type]
 
 
-def test_damaged_files_never_raise_anything_else(tmp_path: Path) -> None:
+def test_damaged_files_never_raise_anything_else(tmp_path: Path, run_seed: int) -> None:
     """60 random damages to reference.yaml: a Deployment or a ConfigError of single lines, nothing else."""
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    source = random.Random(seed)
+    source = random.Random(run_seed)
     lines = [
         line
         for line in (CONFIGS / "reference.yaml").read_text(encoding="utf-8").splitlines()

@@ -57,10 +57,8 @@ def test_a_bad_header_is_as_none(collected: tuple[RequestSpans, Any], header: st
     assert [span.parent for span in request_spans(collected, header)] == [None]
 
 
-def test_no_header_costs_a_request(collected: tuple[RequestSpans, Any]) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    dice = random.Random(seed)
+def test_no_header_costs_a_request(collected: tuple[RequestSpans, Any], run_seed: int) -> None:
+    dice = random.Random(run_seed)
     for _ in range(500):
         text = list(GOOD)
         for _ in range(dice.randint(1, 6)):

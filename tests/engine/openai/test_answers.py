@@ -139,11 +139,9 @@ def joined_logprobs(choices: list[dict[str, Any]], name: str) -> list[Any]:
     return list(chain.from_iterable(c["logprobs"][name] for c in choices if c["logprobs"]))
 
 
-def test_a_stream_says_what_the_whole_says(text: TextModel) -> None:
+def test_a_stream_says_what_the_whole_says(text: TextModel, run_seed: int) -> None:
     """Chunks joined equal the response: texts, logprobs, finish; the role comes first, usage last, held text waits."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     bodies = [
         chat(n=2, stop=["ab"], logprobs=True, stream=True, stream_options={"include_usage": True}),
         completion(prompt=["x", "and"], n=2, stop=["ab"], logprobs=2, echo=True, max_tokens=30, stream=True),

@@ -408,11 +408,9 @@ def test_a_whole_file_is_checked_before_anything_runs() -> None:
     assert check_file(io.BytesIO(b"\n\n"), LineRules(), "m").errors[0][1].code == "empty_file"
 
 
-def test_no_bytes_make_a_line_raise() -> None:
+def test_no_bytes_make_a_line_raise(run_seed: int) -> None:
     """Random damage to good lines: a Line each time, with a body or an error, and every error can be written."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     base = json.dumps(line(body={**line()["body"], "stop": ["a"], "logit_bias": {"1": 1}, "n": 2, "seed": 5})).encode()
     bits = [
         b'"',

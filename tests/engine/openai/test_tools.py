@@ -91,11 +91,11 @@ BOTH = [call("weather", ROME), call("weather", json.dumps(json.loads(OSLO), ensu
         ({"form": "hermes", "forced": "weather"}, ROME, {"content": None, "tool_calls": BOTH[:1]}),
     ],
 )  # fmt: skip
-def test_a_text_is_taken_apart_alike_in_whatever_pieces(options: dict[str, Any], text: str, message: Part) -> None:
+def test_a_text_is_taken_apart_alike_in_whatever_pieces(
+    options: dict[str, Any], text: str, message: Part, run_seed: int
+) -> None:
     """Whole, character by character, and cut at random."""
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     cuts = [[0, len(text)], list(range(len(text) + 1))]
     cuts += [sorted({0, len(text), *rng.choices(range(len(text)), k=5)}) for _ in range(50)]
     for places in cuts:

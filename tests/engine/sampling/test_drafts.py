@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -17,8 +16,6 @@ from laddertron.engine.sampling.ngrams import LONGEST, SHORTEST, look_up
 from laddertron.engine.sampling.penalties import SlotEdits
 from laddertron.engine.sampling.sampler import Sampler
 
-SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
-
 
 def brute_force(known: list[int], most: int) -> list[int]:
     """The latest of the longest matches, and what is behind it, token by token."""
@@ -29,9 +26,8 @@ def brute_force(known: list[int], most: int) -> list[int]:
     return []
 
 
-def test_drafts_are_what_followed_the_last_time() -> None:
-    print(f"LADDERTRON_SEED={SEED}")
-    dice, hits = random.Random(SEED), 0
+def test_drafts_are_what_followed_the_last_time(run_seed: int) -> None:
+    dice, hits = random.Random(run_seed), 0
     for _ in range(3000):
         known = [dice.randrange(dice.choice((2, 4, 9))) for _ in range(dice.randrange(1, 40))]
         most = dice.randrange(6)
@@ -49,9 +45,8 @@ def test_a_prompt_that_is_copied_is_drafted_on() -> None:
     assert look_up(np.array([1, 1], np.int32), 5) == []
 
 
-def test_rows_count_up_to_the_first_wrong_draft() -> None:
-    print(f"LADDERTRON_SEED={SEED}")
-    dice = random.Random(SEED)
+def test_rows_count_up_to_the_first_wrong_draft(run_seed: int) -> None:
+    dice = random.Random(run_seed)
     for _ in range(2000):
         offset, fed, ids = list[int](), list[int](), list[int]()
         bad, want = list[bool](), list[bool]()
@@ -99,12 +94,11 @@ def test_edits_behind_a_draft_leave_the_slot_as_it_is() -> None:
         {"allowed_token_ids": tuple(range(20)), "logit_bias": ((3, 2.0),), "return_digest": True},
     ],
 )
-def test_drafts_are_drawn_as_the_sequences_own_tokens(keys: dict[str, Any]) -> None:
+def test_drafts_are_drawn_as_the_sequences_own_tokens(keys: dict[str, Any], run_seed: int) -> None:
     """From the same logits a draft model draws the very ids that follow, three at a time, with noise, edits and
     filters; which of them were right is told later, and then it goes on from there."""
-    print(f"LADDERTRON_SEED={SEED}")
-    dice, logits = random.Random(SEED), torch.randn(24, 50, generator=torch.Generator().manual_seed(SEED)) * 2
-    params = SamplingParams(max_tokens=99, seed=SEED, stop_token_ids=(1,), **keys)
+    dice, logits = random.Random(run_seed), torch.randn(24, 50, generator=torch.Generator().manual_seed(run_seed)) * 2
+    params = SamplingParams(max_tokens=99, seed=run_seed, stop_token_ids=(1,), **keys)
     new = NewSequence(0, 1, 2, (8, 9, 7), params)
     sampler = Sampler(50, range(50), 1, lambda payload: payload[None], torch.device("cpu"))
     sampler.admit(new)

@@ -139,12 +139,10 @@ def test_queues_take_turns_by_tokens_served() -> None:
     assert names.count("C") <= 2, "C starts level with the others"
 
 
-def test_owners_take_turns_however_many_queues_they_have() -> None:
+def test_owners_take_turns_however_many_queues_they_have(run_seed: int) -> None:
     """20,000 moves against brute force: the owner that was served least since it last was away, then its queue that
     was, then the oldest request. One with nine batches gets what one with a single one gets."""
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    draw = random.Random(seed)
+    draw = random.Random(run_seed)
     queues = WaitingQueues(60.0)
     there: dict[str, dict[str, list[Sequence]]] = {}
     owned, paid = dict[str, int](), dict[tuple[str, str], int]()
@@ -174,12 +172,10 @@ def test_owners_take_turns_however_many_queues_they_have() -> None:
             paid[name, of] += cost
 
 
-def test_a_client_orders_its_own_queue() -> None:
+def test_a_client_orders_its_own_queue(run_seed: int) -> None:
     """By `order`, which waiting outweighs at ageing_s a step, against a sorted list; other queues keep their turns, a
     clock that is set back changes nothing, and those that left leave nothing behind."""
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    draw = random.Random(seed)
+    draw = random.Random(run_seed)
     queues = WaitingQueues(5.0)
     there = [waiting(queues, i, "A", arrival=i * 0.5, order=draw.randrange(-3, 4)) for i in range(400)]
     for sequence in draw.sample(there, 300):
@@ -218,11 +214,9 @@ def test_whoever_ran_before_goes_before_new_requests() -> None:
     assert queues.oldest_arrival() is None
 
 
-def test_any_order_of_calls_keeps_the_line() -> None:
+def test_any_order_of_calls_keeps_the_line(run_seed: int) -> None:
     """1,000 random pushes, removals and turns against a list: nobody is lost, nobody is served twice."""
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    draw = random.Random(seed)
+    draw = random.Random(run_seed)
     queues, there = WaitingQueues(5.0), dict[int, Sequence]()
     for number in range(1000):
         now = number * 0.1

@@ -3,7 +3,6 @@ schedule, tests/engine/schedule/test_scheduler.py plays by dice."""
 
 from __future__ import annotations
 
-import os
 import random
 from math import inf
 
@@ -13,13 +12,10 @@ from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.schedule.speculation import FIRST_ACCEPTANCE, MOST, Speculation, SpeculationRule, StepPrice
 
-SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
 
-
-def measured(fixed: float, row: float, sequences: int) -> Speculation:
+def measured(run_seed: int, fixed: float, row: float, sequences: int) -> Speculation:
     """Having seen steps of `fixed` + `row` seconds a row."""
-    print(f"LADDERTRON_SEED={SEED}")
-    speculation, dice = Speculation(SpeculationRule()), random.Random(SEED)
+    speculation, dice = Speculation(SpeculationRule()), random.Random(run_seed)
     for _ in range(200):
         rows = sequences + dice.randrange(1 + 4 * sequences)
         speculation._price.observe(rows, (fixed + row * rows) * dice.uniform(0.97, 1.03))
@@ -30,11 +26,11 @@ def measured(fixed: float, row: float, sequences: int) -> Speculation:
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.95])
 @pytest.mark.parametrize(("fixed", "row"), [(40.0, 0.2), (20.0, 1.0), (5.0, 2.0), (0.0, 1.0)])
 def test_as_many_drafts_as_give_the_most_tokens_a_second(
-    fixed: float, row: float, acceptance: float, sequences: int
+    fixed: float, row: float, acceptance: float, sequences: int, run_seed: int
 ) -> None:
     """Against brute force over all k, with every sequence alike: never slower than without drafts by more than what is
     measured wrong, and where drafts pay at all, within a tenth of the best."""
-    speculation = measured(fixed, row, sequences)
+    speculation = measured(run_seed, fixed, row, sequences)
     drafts = speculation.wanted(acceptance, speculation.threshold(sequences))
 
     def rate(k: int) -> float:
@@ -49,11 +45,10 @@ def test_as_many_drafts_as_give_the_most_tokens_a_second(
 @pytest.mark.parametrize("sequences", [1, 8, 32])
 @pytest.mark.parametrize("truth", [0.0, 0.3, 0.7, 0.95])
 @pytest.mark.parametrize("panel", [8, 1000])
-def test_a_step_that_no_line_fits_is_found_out(panel: int, truth: float, sequences: int) -> None:
+def test_a_step_that_no_line_fits_is_found_out(panel: int, truth: float, sequences: int, run_seed: int) -> None:
     """Rows beyond a panel begin another pass: drafts that do not pay there end soon, and those that do go on. Against
     steps without drafts, over 4,000 steps on a clock of its own."""
-    print(f"LADDERTRON_SEED={SEED}")
-    speculation, dice = Speculation(SpeculationRule()), random.Random(SEED)
+    speculation, dice = Speculation(SpeculationRule()), random.Random(run_seed)
 
     def seconds(rows: int) -> float:
         return 10.0 * -(-rows // panel) + 0.05 * rows
@@ -119,9 +114,9 @@ def test_steps_of_one_size_say_nothing_of_a_row() -> None:
     assert price.row_share(8) == first
 
 
-def test_a_sequence_gives_drafts_up_and_tries_again() -> None:
+def test_a_sequence_gives_drafts_up_and_tries_again(run_seed: int) -> None:
     """Ten wrong drafts end it where a row costs something; steps later there is another one."""
-    speculation = measured(20.0, 1.0, 8)
+    speculation = measured(run_seed, 20.0, 1.0, 8)
     threshold, acceptance = speculation.threshold(8), FIRST_ACCEPTANCE
     assert speculation.wanted(acceptance, threshold) > 0
     for _ in range(20):
@@ -138,10 +133,9 @@ def test_a_sequence_gives_drafts_up_and_tries_again() -> None:
 
 
 @pytest.mark.parametrize("truth", [0.2, 0.7, 1.0])
-def test_acceptance_is_learned_draft_by_draft(truth: float) -> None:
+def test_acceptance_is_learned_draft_by_draft(truth: float, run_seed: int) -> None:
     """A wrong draft hides those behind it: they are no trials."""
-    print(f"LADDERTRON_SEED={SEED}")
-    speculation, dice, acceptance, found = Speculation(SpeculationRule()), random.Random(SEED), 0.5, []
+    speculation, dice, acceptance, found = Speculation(SpeculationRule()), random.Random(run_seed), 0.5, []
     for _ in range(2000):
         right = 0
         while right < 5 and dice.random() < truth:
@@ -151,11 +145,10 @@ def test_acceptance_is_learned_draft_by_draft(truth: float) -> None:
     assert sum(found[100:]) / len(found[100:]) == pytest.approx(truth, abs=0.1)
 
 
-def test_usage_counts_the_tokens_of_the_answer_alone() -> None:
+def test_usage_counts_the_tokens_of_the_answer_alone(run_seed: int) -> None:
     """Ends by stop ids and by length amid drafts: what is reported, what usage is made of and the counter are the
     answer's tokens; wrong drafts and what was drawn behind an end are in none of them."""
-    print(f"LADDERTRON_SEED={SEED}")
-    dice = random.Random(SEED)
+    dice = random.Random(run_seed)
     limits = SchedulerLimits(8, 256, 200, 4, 400, speculation=SpeculationRule(priced=False))
     scheduler, runner = Scheduler(limits), FakeRunner(8, 256, 4, 400, max_model_len=200)
     requests = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -10,8 +9,6 @@ from laddertron.engine.batch import Batch, Chunk, StepResult, in_order, streams
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.schedule.split import FIRST_PAUSE, LONGEST_PAUSE, TRIAL, SplitChoice, SplitRule
-
-SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
 
 
 def decodes(count: int, at: int = 100) -> Batch:
@@ -26,10 +23,9 @@ def rows(chunks: list[Chunk]) -> list[tuple[int, int]]:
     return [(chunk.slot, chunk.start + i) for chunk in chunks for i in range(chunk.count)]
 
 
-def test_streams_hold_each_row_once_in_order() -> None:
+def test_streams_hold_each_row_once_in_order(run_seed: int) -> None:
     """At any cut of random steps: all rows in order, one sample a chunk that samples, no prompt with one row left."""
-    print(f"LADDERTRON_SEED={SEED}")
-    dice = random.Random(SEED)
+    dice = random.Random(run_seed)
     for _ in range(300):
         chunks = in_order(
             Chunk(slot, dice.randrange(50), dice.choice((1, 1, 2, 3, 5, 40)), dice.random() < 0.8, dice.random() < 0.2)
@@ -82,9 +78,9 @@ def test_recorded_decodes_stay_whole() -> None:
 class Machine:
     """Steps take 1 s a row whole and `ratio` s in two streams, as measured after the next one was planned."""
 
-    def __init__(self, ratio: float) -> None:
+    def __init__(self, run_seed: int, ratio: float) -> None:
         self.choice, self.ratio, self.late = SplitChoice(SplitRule()), ratio, list[Batch]()
-        self.dice = random.Random(SEED)
+        self.dice = random.Random(run_seed)
 
     def run(self, batch: Batch, count: int) -> list[bool]:
         kinds = []
@@ -100,9 +96,8 @@ class Machine:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.1, 2.0])
-def test_the_quicker_kind_wins_and_trials_are_rare(ratio: float) -> None:
-    print(f"LADDERTRON_SEED={SEED}")
-    machine, count = Machine(ratio), 20_000
+def test_the_quicker_kind_wins_and_trials_are_rare(ratio: float, run_seed: int) -> None:
+    machine, count = Machine(run_seed, ratio), 20_000
     kinds = machine.run(prompt(700), count)
     wrong = sum(kind != (ratio < 1) for kind in kinds)
     assert wrong < 0.02 * count, wrong
@@ -112,9 +107,9 @@ def test_the_quicker_kind_wins_and_trials_are_rare(ratio: float) -> None:
     assert machine.choice.steps == sum(kinds)
 
 
-def test_each_class_is_tried_by_itself() -> None:
+def test_each_class_is_tried_by_itself(run_seed: int) -> None:
     """A split that pays for one prompt is no reason to split decodes, several prompts, nor another size."""
-    machine = Machine(0.5)
+    machine = Machine(run_seed, 0.5)
     machine.run(prompt(700), 20)
     assert machine.run(prompt(700), 5) == [True] * 5
     assert machine.run(decodes(64), 1) == [False]
@@ -122,8 +117,8 @@ def test_each_class_is_tried_by_itself() -> None:
     assert machine.run(prompt(70), 1) == [False]
 
 
-def test_a_link_that_changes_is_noticed() -> None:
-    machine = Machine(2.0)
+def test_a_link_that_changes_is_noticed(run_seed: int) -> None:
+    machine = Machine(run_seed, 2.0)
     assert not any(machine.run(prompt(700), 60)[10:])
     machine.ratio = 0.5
     machine.run(prompt(700), FIRST_PAUSE + 2 * LONGEST_PAUSE)

@@ -5,8 +5,6 @@ Part of what tests/topology/hardware/test_cpu_tiers.py plays in every CPU tier. 
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +23,6 @@ from laddertron.models.stages import RankShard
 
 pytestmark = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
 
-SEED = int(os.environ.get("LADDERTRON_SEED", random.SystemRandom().randrange(1 << 32)))
 Ranks = Callable[..., list[Any]]
 
 
@@ -39,9 +36,8 @@ def stored_as(dtype: str) -> dict[str, str]:
     return {"weights": "int8"}
 
 
-def differences(ranks: Ranks, size: int, folder: Path, dtype: str, cases: int, **how: Any) -> list[Any]:
-    print(f"LADDERTRON_SEED={SEED}")
-    args = {"folder": str(folder), "dtype": dtype, "cases": cases, "seed": SEED} | how
+def differences(run_seed: int, ranks: Ranks, size: int, folder: Path, dtype: str, cases: int, **how: Any) -> list[Any]:
+    args = {"folder": str(folder), "dtype": dtype, "cases": cases, "seed": run_seed} | how
     return ranks(size, "determinism_cases:differences", args, timeout_s=1200.0)
 
 
@@ -50,20 +46,20 @@ def differences(ranks: Ranks, size: int, folder: Path, dtype: str, cases: int, *
     [("llama_tied", 1, "bfloat16", 3), ("ladder", 2, "float32", 2), ("parallel", 1, "float16", 2)],
 )
 def test_a_row_has_the_bits_that_it_has_alone(
-    ranks: Ranks, family: str, size: int, dtype: str, cases: int, tmp_path: Path
+    ranks: Ranks, family: str, size: int, dtype: str, cases: int, tmp_path: Path, run_seed: int
 ) -> None:
     folder = checkpoints.save(tmp_path / "m", family, dtype=dtype)
-    assert differences(ranks, size, folder, dtype, cases) == [[]] * size
+    assert differences(run_seed, ranks, size, folder, dtype, cases) == [[]] * size
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "ladder"])
-def test_a_thousand_mixes(ranks: Ranks, family: str, size: int, dtype: str, tmp_path: Path) -> None:
+def test_a_thousand_mixes(ranks: Ranks, family: str, size: int, dtype: str, tmp_path: Path, run_seed: int) -> None:
     """1,002 over all of these."""
     folder = checkpoints.save(tmp_path / "m", family, dtype=dtype)
-    assert differences(ranks, size, folder, dtype, 167 // 2 + 1 - size % 2, threads=2) == [[]] * size
+    assert differences(run_seed, ranks, size, folder, dtype, 167 // 2 + 1 - size % 2, threads=2) == [[]] * size
 
 
 FAMILIES = sorted((checkpoints.STOCK | checkpoints.DECLARED).keys() - {"llama_dynamic_rope"})  # 32 positions: too few
@@ -72,35 +68,40 @@ FAMILIES = sorted((checkpoints.STOCK | checkpoints.DECLARED).keys() - {"llama_dy
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("family", [*FAMILIES, *checkpoints.LADDER_FORMATS])
-def test_every_family_is_independent_of_its_company(ranks: Ranks, family: str, dtype: str, tmp_path: Path) -> None:
+def test_every_family_is_independent_of_its_company(
+    ranks: Ranks, family: str, dtype: str, tmp_path: Path, run_seed: int
+) -> None:
     size = 4 if family.endswith("tp4") else 2 if family.endswith("tp2") else 1
     how = stored_as(dtype)
     dtype = dtype.replace("int8", "bfloat16")
     folder = checkpoints.save(tmp_path / "m", family, dtype=dtype)
-    assert differences(ranks, size, folder, dtype, 4, **how) == [[]] * size
-    check_served(ranks, size, folder, dtype, 6, **how)
+    assert differences(run_seed, ranks, size, folder, dtype, 4, **how) == [[]] * size
+    check_served(run_seed, ranks, size, folder, dtype, 6, **how)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, "bfloat16"), (2, "float32")])
-def test_answers_through_the_scheduler_are_those_alone(ranks: Ranks, size: int, dtype: str, tmp_path: Path) -> None:
-    check_served(ranks, size, checkpoints.save(tmp_path / "m", "ladder", dtype=dtype), dtype, 8)
+def test_answers_through_the_scheduler_are_those_alone(
+    ranks: Ranks, size: int, dtype: str, tmp_path: Path, run_seed: int
+) -> None:
+    check_served(run_seed, ranks, size, checkpoints.save(tmp_path / "m", "ladder", dtype=dtype), dtype, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_hundreds_of_mixes_through_the_scheduler(ranks: Ranks, size: int, dtype: str, tmp_path: Path) -> None:
-    check_served(ranks, size, checkpoints.save(tmp_path / "m", "llama", dtype=dtype), dtype, 120)
+def test_hundreds_of_mixes_through_the_scheduler(
+    ranks: Ranks, size: int, dtype: str, tmp_path: Path, run_seed: int
+) -> None:
+    check_served(run_seed, ranks, size, checkpoints.save(tmp_path / "m", "llama", dtype=dtype), dtype, 120)
 
 
-def check_served(ranks: Ranks, size: int, folder: Path, dtype: str, cases: int, **how: Any) -> None:
-    print(f"LADDERTRON_SEED={SEED}")
-    args = {"folder": str(folder), "dtype": dtype, "cases": cases, "seed": SEED, "threads": 1 + cases // 100} | how
+def check_served(run_seed: int, ranks: Ranks, size: int, folder: Path, dtype: str, cases: int, **how: Any) -> None:
+    args = {"folder": str(folder), "dtype": dtype, "cases": cases, "seed": run_seed, "threads": 1 + cases // 100} | how
     found = ranks(size, "determinism_cases:served", args, timeout_s=1200.0)[0]
     assert found["wrong"] == []
     assert found["answers"] >= 20
     assert found["cached"] > 0, "no hit in the prefix cache"
-    assert cases < 8 or found["preempted"] > 0, "nobody was preempted"
+    assert found["preempted"] > 0, "nobody was preempted"
 
 
 EVERYWHERE = [(2, 1, {"collective": "exchange"}), (4, 2, {"small_bytes": 4096, "chunk_bytes": 4096})]
@@ -116,31 +117,34 @@ MORE = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_number_of_ranks_changes_no_bit(ranks: Ranks, dtype: str, tmp_path: Path) -> None:
-    same_everywhere(ranks, checkpoints.save(tmp_path / "m", "llama_bias", dtype=dtype), dtype, EVERYWHERE)
+def test_the_number_of_ranks_changes_no_bit(ranks: Ranks, dtype: str, tmp_path: Path, run_seed: int) -> None:
+    same_everywhere(run_seed, ranks, checkpoints.save(tmp_path / "m", "llama_bias", dtype=dtype), dtype, EVERYWHERE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("family", ["llama_mqa", "qwen3", "ladder", "parallel", "hybrid", "dolomite_bias"])
-def test_no_layout_of_any_wiring_changes_a_bit(ranks: Ranks, family: str, dtype: str, tmp_path: Path) -> None:
+def test_no_layout_of_any_wiring_changes_a_bit(
+    ranks: Ranks, family: str, dtype: str, tmp_path: Path, run_seed: int
+) -> None:
     how = stored_as(dtype)
     dtype = dtype.replace("int8", "bfloat16")
-    same_everywhere(ranks, checkpoints.save(tmp_path / "m", family, dtype=dtype), dtype, EVERYWHERE + MORE, **how)
+    same_everywhere(
+        run_seed, ranks, checkpoints.save(tmp_path / "m", family, dtype=dtype), dtype, EVERYWHERE + MORE, **how
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "ladder"])
-def test_sixteen_ranks_change_no_bit(ranks: Ranks, family: str, dtype: str, tmp_path: Path) -> None:
+def test_sixteen_ranks_change_no_bit(ranks: Ranks, family: str, dtype: str, tmp_path: Path, run_seed: int) -> None:
     """A head and a share of each product a rank."""
     folder = checkpoints.save(tmp_path / "m", family, dtype=dtype, num_attention_heads=16)
-    same_everywhere(ranks, folder, dtype, [(16, 4, {}), (16, 8, {"collective": "two_level"})])
+    same_everywhere(run_seed, ranks, folder, dtype, [(16, 4, {}), (16, 8, {"collective": "two_level"})])
 
 
-def same_everywhere(ranks: Ranks, folder: Path, dtype: str, layouts: list[Any], **how: Any) -> None:
-    print(f"LADDERTRON_SEED={SEED}")
-    args = {"folder": str(folder), "dtype": dtype, "seed": SEED} | how
+def same_everywhere(run_seed: int, ranks: Ranks, folder: Path, dtype: str, layouts: list[Any], **how: Any) -> None:
+    args = {"folder": str(folder), "dtype": dtype, "seed": run_seed} | how
     (alone,) = ranks(1, "determinism_cases:digests", args | {"per_node": 1, "comm": {}})
     assert len({row for sequence in alone for _, rows in sequence for row in rows}) > 100, "digests of nothing"
     for size, per_node, comm in layouts:
@@ -148,10 +152,10 @@ def same_everywhere(ranks: Ranks, folder: Path, dtype: str, layouts: list[Any], 
             assert found == alone, f"tp {size}, {per_node} on a node, {comm}"
 
 
-def test_a_planted_product_is_found_with_its_layer_and_step(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_planted_product_is_found_with_its_layer_and_step(ranks: Ranks, tmp_path: Path, run_seed: int) -> None:
     folder = checkpoints.save(tmp_path / "m")
     for size in (1, 2):
-        found = differences(ranks, size, folder, "float32", 6, planted=True)
+        found = differences(run_seed, ranks, size, folder, "float32", 6, planted=True)
         said = [line for each in found for line in each]
         assert said, "nothing was found"
         assert all(": layer 1 mlp of sequence" in line and ", step " in line for line in said), said

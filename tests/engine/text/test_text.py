@@ -38,14 +38,12 @@ def chunks(ids: list[int], rng: random.Random) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_given_out_equals_decode_of_the_whole(kind: str) -> None:
+def test_what_is_given_out_equals_decode_of_the_whole(kind: str, run_seed: int) -> None:
     """Random ids (invalid UTF-8, special and unknown ones among them), pushed in random chunks."""
     tokenizer = KINDS[kind]()
     pieces = Pieces(tokenizer)
     assert pieces.kind == kind
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     for _ in range(400):
         ids = [rng.randrange(tokenizer.get_vocab_size() + 3) for _ in range(rng.randint(0, 40))]
         for skip in (True, False):
@@ -107,13 +105,11 @@ def stop_oracle(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, 
     return text, None
 
 
-def test_stop_strings_match_across_tokens_as_on_characters() -> None:
+def test_stop_strings_match_across_tokens_as_on_characters(run_seed: int) -> None:
     """Random texts over three letters, random stops, random chunks: always the oracle's text, never more streamed."""
     tokenizer = byte_level()
     pieces = Pieces(tokenizer)
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     for _ in range(600):
         text = "".join(rng.choice("and ") for _ in range(rng.randint(0, 30)))
         ids = tokenizer.encode(text, add_special_tokens=False).ids

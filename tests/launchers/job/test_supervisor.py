@@ -611,13 +611,11 @@ def test_no_relaunch_before_the_devices_are_free_nor_without_nodes() -> None:
     bounded(run)
 
 
-def test_closing_while_loading_and_while_failing() -> None:
+def test_closing_while_loading_and_while_failing(run_seed: int) -> None:
     """SIGTERM of the daemon at any moment: close returns with everything gone."""
 
     async def run() -> None:
-        seed = random.randrange(2**32)
-        print(f"seed {seed}")
-        rng = random.Random(seed)
+        rng = random.Random(run_seed)
         others = processes.descendants(os.getpid())  # the session's rank pool, if a test has started it
         for config in ({"load_s": FOR_EVER_S}, {"raise_loading": 0}, {}):
             async with story(config=config, shutdown_s=FOR_EVER_S) as s:

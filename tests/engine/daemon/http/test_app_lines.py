@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,16 +100,14 @@ def one_answer_each(client: OpenAI, batch: Any, count: int) -> None:
         assert said["line"] >= 1
 
 
-def test_each_line_has_one_answer_or_one_error_with_its_number(daemon: Served) -> None:
+def test_each_line_has_one_answer_or_one_error_with_its_number(daemon: Served, run_seed: int) -> None:
     """1. A file of generated lines: the batch completes, and every line has one row; or it fails and names lines, each
     once and each a line that is there. 2. Without those it completes: they were bad, and no other was. 3. Afterwards
     the daemon still does its work."""
-    number = random.randrange(2**32)
-    print(f"seed {number}")
     client = daemon.client()
     ends = {"completed": 0, "failed": 0}
 
-    @seed(number)
+    @seed(run_seed)
     @settings(
         max_examples=FILES,
         deadline=None,

@@ -218,12 +218,10 @@ WRITER = """
 
 
 @pytest.mark.parametrize("exported", [False, True])
-def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, exported: bool) -> None:
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path, exported: bool, run_seed: int) -> None:
     """A writer is killed at random moments and started again: every number it printed is in the store, and the count
     of the batch agrees with its rows. With an export: the same holds for a store rebuilt from it elsewhere."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     folders = [str(tmp_path / "data"), *([str(tmp_path / "export")] if exported else [])]
     acknowledged: set[int] = set()
     for _ in range(3):
