@@ -328,11 +328,7 @@ def test_planner_and_client_need_no_engine(words: tuple[str, ...], tmp_path: Pat
     install."""
     hidden = textwrap.dedent(f"""
         import sys
-        class Hidden:
-            def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {cli.ENGINE!r}:
-                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-        sys.meta_path.insert(0, Hidden())
+        sys.modules.update(dict.fromkeys({cli.ENGINE!r}))  # as absent: not found, and not imported
         from laddertron.launchers.cli.__main__ import main
         sys.exit(main(sys.argv[1:]))
     """)
