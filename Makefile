@@ -30,7 +30,7 @@ audit: ## Ask which locked versions have known vulnerabilities
 	@PYTHON=$(PYTHON) TORCH=$(TORCH) launchers/lock.sh audit
 
 demo: env ## Race ladder against standard on two MPI ranks, kill one, resume
-	@$(PY) -m laddertron.launchers.demos.demo
+	@$(PY) -m laddertron.tools.demos.demo
 
 test: env lint types unit ## Lint, types, tests
 
@@ -49,8 +49,8 @@ lint:
 types:
 	@echo "== types"
 	@mkdir -p build/typecheck && ln -sfn "$(CURDIR)" build/typecheck/laddertron
-	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers
-	@MYPYPATH=build/typecheck:tests:benchmarks:benchmarks/cross_node:benchmarks/gpu:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests benchmarks
+	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers -p laddertron.tools.plan -p laddertron.tools.bench -p laddertron.tools.train -p laddertron.tools.demos
+	@MYPYPATH=build/typecheck:tests:tools/benchmarks:tools/benchmarks/cross_node:tools/benchmarks/gpu:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests tools/benchmarks
 
 unit:
 	@echo "== tests"
@@ -90,8 +90,8 @@ clean: ## Remove what was made, .venv included
 	rm -rf .venv build dist *.egg-info */*/_*.so
 
 plans: ## Renew docs/plans: every shipped configuration's plan, fleets, and how far the simulator carries
-	@$(PY) benchmarks/plan_docs.py
-	@$(PY) benchmarks/simulate_published.py --write
+	@$(PY) tools/benchmarks/plan_docs.py
+	@$(PY) tools/benchmarks/simulate_published.py --write
 
 snapshots: ## Renew tests/golden/snapshots after a change of help, API, messages, metrics or wire forms that is meant
 	@LADDERTRON_RENEW_SNAPSHOTS=1 $(VENV)/bin/pytest tests/test_snapshots.py
@@ -111,15 +111,15 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 	@$(VENV)/bin/pytest tests/cluster/test_slurm.py
 
 quality: env ## What the wirings are worth from scratch, and after adapting, three seeds (resumable; hours of one core)
-	@$(PY) benchmarks/quality.py --minutes 480
-	@$(PY) benchmarks/adaptation.py --minutes 480
+	@$(PY) tools/benchmarks/quality.py --minutes 480
+	@$(PY) tools/benchmarks/adaptation.py --minutes 480
 
 .PHONY: gpu
 gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU_PYTHON=python3 runs it without `make env`)
-	@$(or $(GPU_PYTHON),$(PY)) benchmarks/gpu_day.py
+	@$(or $(GPU_PYTHON),$(PY)) tools/benchmarks/gpu_day.py
 
 bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; a quarter of an hour, quiet machine)
-	@$(PY) benchmarks/cross_node/cross_node.py --write
+	@$(PY) tools/benchmarks/cross_node/cross_node.py --write
 
 fault-test: env ## Faults row by row, 440 seeded kill points (FAULT_SEED, FAULT_FAKE, _REAL, _STANDBY, _NODES; at most 90 minutes)
 	@FAULT_STANDBY=$${FAULT_STANDBY:-200} FAULT_NODES=$${FAULT_NODES:-40} timeout -k 30 5400 $(VENV)/bin/pytest tests/faults --ignore tests/faults/test_soak.py tests/launchers/job/test_supervisor.py tests/launchers/test_app_serve.py -s
@@ -129,7 +129,7 @@ soak: env ## Half an hour of everything at once: clients of every kind, kills, a
 	@$(VENV)/bin/pytest tests/faults/test_soak.py -s
 
 chaos-demo: env ## A rank, the daemon and mpirun are killed while a batch runs; every line has one answer
-	@$(PY) -m laddertron.launchers.demos.chaos
+	@$(PY) -m laddertron.tools.demos.chaos
 
 fuzz: ## The API's description as a fuzzer, some 2,500 requests, and 360 batch files of generated lines: no 5xx (minutes)
 	@LADDERTRON_SEED=$${LADDERTRON_SEED:-$$RANDOM} LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/engine/daemon/http/test_app_fuzz.py tests/engine/daemon/http/test_app_lines.py -s
@@ -139,7 +139,7 @@ fuzz-parsers: ## Mutated input for each parser of foreign bytes, 100,000 cases e
 	@LADDERTRON_SEED=$${LADDERTRON_SEED:-$$RANDOM} LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-100000} $(VENV)/bin/pytest tests/test_parser_fuzz.py -s
 
 monitoring-demo: env ## The daemon under load, a real Prometheus with the shipped rules; ^C ends it (Debian's prometheus)
-	@$(PY) -m laddertron.launchers.demos.monitoring_demo
+	@$(PY) -m laddertron.tools.demos.monitoring_demo
 
 monitoring-test: env ## Every panel and alert in a real Prometheus over four ranks on two nodes, each fault made (root; ten minutes)
 	@$(VENV)/bin/pytest tests/cluster/test_monitoring_live.py -s

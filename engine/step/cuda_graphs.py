@@ -22,8 +22,8 @@ from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.groups import Communicator
 from ..config.schema import Deployment
-from ..estimate.cuda_graph_sizes import graph_sizes, padded_size
 from ..sampling.device_sampler import feed
+from .cuda_graph_sizes import graph_sizes, padded_size
 
 Replay = Callable[[], None]
 

@@ -18,8 +18,8 @@ from ...topology.comm.groups import Communicator
 from ...topology.hardware import sysfs
 from ..config.schema import Deployment
 from ..config.schema import EngineConfig as EngineKeys
-from ..estimate.memory import GIB, MemoryKeys, working_memory
 from .cuda_graphs import collectives_refuse, graphed
+from .memory import GIB, MemoryKeys, working_memory
 
 
 class CapacityError(Refusal, ValueError):

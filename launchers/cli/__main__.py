@@ -1,5 +1,5 @@
 """`laddertron`: the command line's front door. Knows the commands' names and one-line helps; loads a command's module,
-launchers/cli/commands/<name>.py (or weights/<name>.py) with its `command`, only when that command is called.
+launchers/cli/commands/<name>.py, or that of a folder of tools/, with its `command`, only when it is called.
 
 A configuration that cannot be ends here: its faults on stderr, one a line, exit code 2.
 """
@@ -20,7 +20,12 @@ from ...topology.hardware.cpu_tier import TierError, limit_libraries
 
 ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
 """Modules of the extra `engine`, which planner and client do without."""
-PACKAGE = f"{__package__}.commands"
+TOOLS: Mapping[str, tuple[str, ...]] = {
+    "plan": ("plan", "simulate"),
+    "bench": ("bench", "profile", "timeline", "trial"),
+    "train": ("train", "scan", "adapt", "evaluate"),
+}
+"""Commands of tools/, by folder: no floor imports those."""
 
 ROLES: Mapping[str, Mapping[str, str]] = {
     "Answer a file of prompts": {
@@ -84,7 +89,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        folder = f"{PACKAGE}.weights" if cmd_name in ROLES["Weights"] else PACKAGE
+        tool = next((tool for tool, names in TOOLS.items() if cmd_name in names), None)
+        folder = f"{__package__}.commands" if tool is None else f"laddertron.tools.{tool}.commands"
         command: click.Command = importlib.import_module(f"{folder}.{cmd_name}").command
         return command
 

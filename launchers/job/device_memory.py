@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ...engine.config.schema import Deployment
-from ...engine.estimate.memory import GPU_CONTEXT, NCCL_BUFFERS
+from ...engine.step.memory import GPU_CONTEXT, NCCL_BUFFERS
 from ...topology.hardware.discover import select
 from ...topology.hardware.fabric import Device
 from ...topology.hardware.nvml import gpus, load_nvml

@@ -1,6 +1,6 @@
 """What a rank does that measures: it loads its share of a deployment, does its work and answers in JSON lines.
 
-Called by the ranks' own modules (bench, profile, verify); started by launchers/measure/bench_job.py.
+Called by the ranks' own modules (bench, profile, verify); started by launchers/measure/rank_job.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ORDER is JSON: requests, longest, cases, seed, digests. Rank 0 prints three kinds of lines: what it is, each case with
 the first difference in it that any rank found, and in the end the digests of the requests computed alone, if wanted.
-Started by launchers/measure/bench_job.py.
+Started by launchers/measure/rank_job.py.
 """
 
 from __future__ import annotations

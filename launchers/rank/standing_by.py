@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ...engine.estimate.memory import STANDBY_RANK
 from ...engine.request import TokensEvent
+from ...engine.step.memory import STANDBY_RANK
 from ...models.config.json_fields import Refusal
 from ...topology.comm.groups import Communicator
 from ...topology.hardware.sysfs import Sysfs, resident_bytes

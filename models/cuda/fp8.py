@@ -141,7 +141,7 @@ def quantise_rows(x: Tensor, bound: float = math.inf) -> tuple[Tensor, Tensor]:
 
 
 def _widened(weight: Tensor, scale: Tensor, bias: Tensor | None, linear: Callable[..., Tensor]) -> Product:
-    """Beside the weight there is one copy of it in x's type (engine/estimate/memory.py counts it): scaled in place it
+    """Beside the weight there is one copy of it in x's type (engine/step/memory.py counts it): scaled in place it
     is rounded as a product in fp32 would be, and a GPU keeps no such product in memory."""
     columns = scale.view(-1, 1)
     return lambda x: linear(x, weight.to(x.dtype).mul_(columns), bias)

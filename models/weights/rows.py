@@ -1,5 +1,5 @@
 """Which rows of one checkpoint layout's tensors are which rows of another's: both fill the same parameters.
-Pure; models/weights/convert.py copies by it, models/training/state.py loads by it."""
+Pure; models/weights/convert.py copies by it, tools/train/state.py loads by it."""
 
 from __future__ import annotations
 

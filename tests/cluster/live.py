@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from laddertron.launchers.demos.monitoring_demo import Addresses, DemoClients, query
-from laddertron.launchers.demos.serving import ROOT, ask, wait_until
+from laddertron.tools.demos.monitoring_demo import Addresses, DemoClients, query
+from laddertron.tools.demos.serving import ROOT, ask, wait_until
 from monitoring_queries import panel_queries
 from rule_scale import scaled
 

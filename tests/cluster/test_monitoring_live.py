@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 import yaml
-from laddertron.launchers.demos.monitoring_demo import MONITORING, query, send_batch
-from laddertron.launchers.demos.serving import ask, wait_until
+from laddertron.tools.demos.monitoring_demo import MONITORING, query, send_batch
+from laddertron.tools.demos.serving import ask, wait_until
 from monitoring_queries import panel_queries, rule_selectors
 from rule_scale import scaled_expression
 

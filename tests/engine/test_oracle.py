@@ -1,4 +1,4 @@
-"""The engine against transformers (standard models) and models/training/reference.py (every wiring), tp = 1, 2, 4 and
+"""The engine against transformers (standard models) and models/reference.py (every wiring), tp = 1, 2, 4 and
 8.
 
 fp32: greedy tokens identical over 16 prompts x 32 tokens and logits within 1e-4. Matrix products change their order of
@@ -17,7 +17,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from laddertron.models.training import reference
+from laddertron.models import reference
 from safetensors.torch import save_file
 
 TOLERANCE = 1e-4

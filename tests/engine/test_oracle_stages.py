@@ -1,4 +1,4 @@
-"""Pipelines against transformers (standard models), models/training/reference.py (every wiring) and the engine without
+"""Pipelines against transformers (standard models), models/reference.py (every wiring) and the engine without
 stages: pp 2 and 3, tp 2 x pp 2. fp32: greedy tokens identical, as in test_oracle.py.
 """
 

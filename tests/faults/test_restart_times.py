@@ -17,7 +17,7 @@ from job_tools import MPIRUN
 
 from faults.night import ROOT, Night, Stream, until
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 from common import table
 from loading import drop_caches, make_checkpoint
 

@@ -14,10 +14,10 @@ from unittest.mock import patch
 import engine_cases
 import torch
 from fake_flashinfer import LIBRARY
-from laddertron.engine.estimate.cuda_graph_sizes import graph_sizes
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.step import build
 from laddertron.engine.step.build import Built
+from laddertron.engine.step.cuda_graph_sizes import graph_sizes
 from laddertron.engine.step.cuda_graphs import DecodeGraphs
 from laddertron.models.attention import KVCache
 from laddertron.models.cuda.flashinfer import FlashInferAttention

@@ -83,8 +83,8 @@ def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 def unmeasured_weights(deployment: Deployment) -> str | None:
     """A warning for weights that declare another wiring and have no evaluation record beside them."""
+    from ....models.config.evaluation import missing_record
     from ....models.config.model_config import from_folder
-    from ....models.evaluation import missing_record
 
     folder = Path(deployment.model.path)
     return missing_record(folder, from_folder(folder)) if (folder / "config.json").is_file() else None

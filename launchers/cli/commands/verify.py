@@ -10,7 +10,7 @@ import click
 
 from ....engine.config.load import Deployment
 from ...control.processes import ended_by_term
-from ...measure.bench_job import BenchJob
+from ...measure.rank_job import BenchJob
 from ..errors import ended_by
 from .check import read_model
 
@@ -70,7 +70,7 @@ def command(config: str, against: str | None, overrides: tuple[str, ...], reques
 def _run(name: str, deployment: Deployment, order: dict[str, Any]) -> tuple[bool, list[Digests]]:
     keys = deployment.parallel
     title = f"{name}: tp {keys.tensor_parallel_size}, deterministic {str(keys.deterministic).lower()}"
-    with BenchJob(deployment, name, "measure.verify_rank", (json.dumps(order),)) as job:
+    with BenchJob(deployment, name, "laddertron.launchers.measure.verify_rank", (json.dumps(order),)) as job:
         found = [said for _ in range(order["cases"]) if (said := job.answer()["difference"])]
         digests = [job.answer()["digests"]] if order["digests"] else []
     if not found:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from laddertron.engine.config.schema import CPU_KV_CACHE_MEMORY, Deployment, EngineConfig, ModelSection
-from laddertron.engine.estimate.cuda_graph_sizes import GRAPH_BYTES, graph_sizes
-from laddertron.engine.estimate.memory import GPU_CONTEXT, NCCL_BUFFERS, MemoryKeys, StoredTypes, memory
 from laddertron.engine.step import kv_capacity as capacity
+from laddertron.engine.step.cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 from laddertron.engine.step.cuda_graphs import DecodeGraphs, GraphsError
 from laddertron.engine.step.kv_capacity import (
     Budget,
@@ -25,6 +24,7 @@ from laddertron.engine.step.kv_capacity import (
     kv_budget,
     working_bytes,
 )
+from laddertron.engine.step.memory import GPU_CONTEXT, NCCL_BUFFERS, MemoryKeys, StoredTypes, memory
 from laddertron.models.attention import KVCache
 from laddertron.models.config.known_models import known
 from laddertron.models.cuda.flashinfer import FlashInferAttention

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laddertron.engine.estimate.cuda_graph_sizes import MOST_GRAPHED, graph_sizes, padded_size
+from laddertron.engine.step.cuda_graph_sizes import MOST_GRAPHED, graph_sizes, padded_size
 from laddertron.engine.step.cuda_graphs import CudaRecorder, GraphsError, collectives_refuse, graphed
 from recorded_graph import TapeRecorder
 

@@ -75,10 +75,11 @@ def test_help_teaches_by_role_and_lists_only_what_exists() -> None:
     assert "laddertron check deploy.yaml" in text
     assert "Plan and deploy" in text
     assert "check" in text
-    commands = Path(cli.__file__).parent / "commands"
-    for role, names in cli.ROLES.items():
-        folder = commands / "weights" if role == "Weights" else commands
+    root = Path(cli.__file__).parents[2]
+    folders = {name: root / "tools" / tool / "commands" for tool, names in cli.TOOLS.items() for name in names}
+    for names in cli.ROLES.values():
         for name in names:
+            folder = folders.get(name, root / "launchers" / "cli" / "commands")
             assert (folder / f"{name}.py").exists()
     assert cli.group.get_command(None, "os") is None  # type: ignore[arg-type]
 

@@ -12,9 +12,9 @@ import torch
 import transformers
 from click.testing import CliRunner
 from laddertron.launchers.cli.__main__ import group
+from laddertron.models import reference
 from laddertron.models.config.dialects import DialectError
 from laddertron.models.config.model_config import from_folder
-from laddertron.models.training import reference
 from laddertron.models.weights import convert as converting
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.convert import convert

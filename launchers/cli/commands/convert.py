@@ -1,0 +1,41 @@
+"""`laddertron convert`: a model folder in another checkpoint format; models/weights/convert.py writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ....models.config.dialects import DIALECTS
+from ....models.weights.checkpoint import CheckpointError
+from ..errors import ended_by
+
+
+@click.command()
+@click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", metavar="TO", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--format", "dialect", type=click.Choice(DIALECTS), required=True, help="What TO is to be written as.")
+@ended_by(CheckpointError, OSError, ValueError, end=click.ClickException)
+def command(source: Path, target: Path, dialect: str) -> None:
+    """Write the model of FROM to TO, every tensor bit for bit, in the words of another format.
+
+    \b
+      hf               a stock Llama, Mistral or Qwen: standard wiring alone
+      laddertron       any wiring: `laddertron_wiring`, and a model_type that stops programs which do not know it
+      llama-ladder     model_type llamaLadder, `ladder_layers`: a Llama that is ladder in all or some layers
+      ladder-residual  model_type ladder_residual (dolomite-engine, lm-engine): ladder throughout, fused tensors
+
+    All but hf carry a modeling file, by which transformers and lm-eval compute the wiring with trust_remote_code. What
+    a format cannot say is refused.
+
+    \b
+      laddertron convert models/from-dolomite models/mine --format laddertron
+    """
+    from rich.console import Console
+
+    from ....models.weights.convert import convert
+    from ..weights_view import byte_bar
+
+    with byte_bar(Console(stderr=True), dialect) as progress:
+        config = convert(source, target, dialect, progress)
+    click.echo(f"{target}: {dialect}, {config.wiring.name} wiring, {config.num_parameters:,} parameters")

@@ -1,0 +1,46 @@
+"""`laddertron manifest`: checksums of a model folder, made once; every later load verifies what it reads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from ....models.weights.checkpoint import CheckpointError
+from ..errors import ended_by
+
+
+@click.command()
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--check", is_flag=True, help="Verify the whole folder against the manifest that is there.")
+@ended_by(CheckpointError, end=click.ClickException)
+def command(model: Path, check: bool) -> None:
+    """Write MODEL/laddertron.manifest.json, or verify MODEL against it.
+
+    A checksum (CRC-32) for each 8 MiB of the weights and of what is read beside them. Once it is there, ranks verify
+    while they load: each takes a share, and a flipped bit ends the start naming file and tensor.
+
+    \b
+      laddertron manifest /models/Llama-3.1-8B
+      laddertron manifest /models/Llama-3.1-8B --check
+    """
+    from rich.console import Console
+
+    from ....models.weights.manifest import Verifier, make_manifest, read_manifest, stored_in, write_manifest
+    from ..weights_view import byte_bar
+
+    console, start = Console(stderr=True), time.monotonic()
+    if check:
+        found = read_manifest(model)
+        if found is None:
+            raise CheckpointError(f"{model}: no manifest: write it with `laddertron manifest {model}`")
+        with Verifier(model, stored_in(model), (0, 1)) as verifier:
+            verifier.finish()
+        manifest, done = found, "as the manifest says"
+    else:
+        with byte_bar(console, "checksums") as progress:
+            manifest = make_manifest(model, progress)
+        done = f"listed in {write_manifest(model, manifest).name}"
+    seconds, size = time.monotonic() - start, manifest.total_bytes
+    click.echo(f"{model}: {len(manifest.files)} files, {size / 1e9:.2f} GB, {done} ({size / 1e9 / seconds:.2f} GB/s)")

@@ -1,0 +1,66 @@
+"""`laddertron shard`: per-rank files of a checkpoint, so that a restart reads each rank's bytes in one run."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import click
+
+from ....models.config.json_fields import Refusal
+from ..errors import ended_by
+
+
+@click.command()
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--tensor-parallel-size", "--tp", "size", type=click.IntRange(1, 1024), required=True, help="Ranks.")
+@click.option(
+    "--pipeline-parallel-size", "--pp", "stages", type=click.IntRange(1, 256), default=1, help="parallel's key."
+)
+@click.option("--pipeline-layers", metavar="N,N,…", default="", help="parallel.pipeline_layers, if that is set.")
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="A folder of its own instead.")
+@click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
+@click.option("--overwrite", is_flag=True, help="Write anew what is there.")
+@ended_by(Refusal, OSError, ValueError, end=click.ClickException)
+def command(
+    model: Path, size: int, stages: int, pipeline_layers: str, output: Path | None, embedding: str, overwrite: bool
+) -> None:
+    """Write MODEL/laddertron-tpN/rank-*.safetensors: each rank's slices, in the order of loading.
+
+    A deployment with as many ranks finds them by itself; they are refused once MODEL has changed. With -o they go to
+    a folder of their own, with config.json and tokenizer, which needs the checkpoint no more.
+
+    \b
+      laddertron shard /models/Llama-3.1-70B --tp 8
+      laddertron shard /models/Llama-3.1-405B --tp 8 --pp 2
+      laddertron shard /models/Llama-3.1-405B --tp 16 -o /nvme/llama-405b-tp16
+    """
+    from rich.console import Console
+
+    from ....models.config.model_config import from_folder
+    from ....models.config.shapes import check_shapes
+    from ....models.stages import RankShard, choose_layers, make_stages
+    from ....models.weights.mapping import open_checkpoint
+    from ....models.weights.rank_files import shards_folder
+    from ....models.weights.shard_writer import write_shards
+    from ..weights_view import byte_bar
+
+    start, home = time.monotonic(), output or model
+    config = from_folder(model)
+    check_shapes(config, size)
+    wanted = tuple(int(n) for n in pipeline_layers.split(",") if n)
+    parts = make_stages(config, choose_layers(config, stages, wanted))
+    source = open_checkpoint(model, config)
+    if overwrite:
+        shutil.rmtree(shards_folder(home, size, stages), ignore_errors=True)
+    with byte_bar(Console(stderr=True), f"{size * stages} ranks") as progress:
+        folder = write_shards(
+            source,
+            [RankShard.of(stage, size, rank) for stage in parts for rank in range(size)],
+            home,
+            replicate_embedding=embedding == "replicate",
+            progress=progress,
+        )
+    written, seconds = sum(file.stat().st_size for file in folder.iterdir()), time.monotonic() - start
+    click.echo(f"{folder}: {size * stages} files, {written / 1e9:.2f} GB ({written / 1e9 / seconds:.2f} GB/s)")

@@ -1,0 +1,116 @@
+"""One set of ranks that measures on demand (tools/bench/bench_rank.py), as `laddertron bench` holds it: an order
+in, an answer out, at rest in between. Several are kept at once, so that their cases can take turns. Ranks that take no
+orders, as those of `profile` and `verify`, only answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from ...engine.config.load import to_json
+from ...engine.config.schema import Deployment
+from ..compose.mpi import compose
+from ..job import supervised_process as kept
+from ..job.fleet import Fleet
+
+END_S = 20.0
+BENCH_RANK = "laddertron.tools.bench.bench_rank"
+
+
+class BenchError(RuntimeError):
+    """The ranks ended; the message has the end of what they said."""
+
+
+class BenchJob:
+    """One replica. A context: entering starts the ranks and waits until they have loaded; leaving ends them. Raises
+    LaunchError, PlacementError or BenchError."""
+
+    def __init__(self, deployment: Deployment, name: str, module: str = BENCH_RANK, words: Sequence[str] = ()) -> None:
+        """module: what runs on the ranks, and its further arguments."""
+        self.name, self.deployment = name, deployment
+        self._module, self._words = module, words
+        self.about: dict[str, Any] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="laddertron-bench-")
+        self._process: subprocess.Popen[str] | None = None
+        self._orders: TextIO | None = None
+
+    def __enter__(self) -> Self:
+        folder = Path(self._folder.name)
+        try:
+            one = replace(self.deployment, parallel=replace(self.deployment.parallel, replicas=1))
+            fleet = Fleet(one, os.environ)
+            (folder / "deployment.json").write_text(json.dumps(to_json(fleet.deployment)))
+            file = str(folder / "deployment.json")
+            program = (sys.executable, "-m", self._module, file, *self._words)
+            command = compose(fleet.deployment, fleet.site, fleet.shares[0], program)
+            with (folder / "log").open("w") as log:
+                read, write = os.pipe()
+                self._orders = os.fdopen(write, "w")
+                try:
+                    self._process = kept.start(
+                        command.argv, command.env, stdout=subprocess.PIPE, stderr=log, orders=read
+                    )
+                finally:
+                    os.close(read)
+            self.about = self.answer() | {"nodes": len({host.name for host in fleet.shares[0].hosts})}
+        except BaseException:
+            self.close()  # ranks that load take no order
+            raise
+        return self
+
+    def ask(self, kind: str, **order: Any) -> dict[str, Any]:
+        """Raises BenchError if the ranks end over it."""
+        self._running()
+        assert self._orders is not None
+        with suppress(BrokenPipeError):  # the answer says why
+            self._orders.write(json.dumps({"kind": kind, **order}) + "\n")
+            self._orders.flush()
+        return self.answer()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise BenchError(f"{self.name}: the ranks have not been started")
+        return self._process
+
+    def answer(self) -> dict[str, Any]:
+        """What the ranks say next. Raises BenchError if they end instead."""
+        process = self._running()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                if "refused" in answer:
+                    raise BenchError(f"{self.name}: {answer['refused']}")
+                return answer
+        said = (Path(self._folder.name) / "log").read_text()[-4000:]
+        raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{said}")
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """`timeout_s`: for the ranks to end by themselves."""
+        orders, self._orders = self._orders, None
+        process, self._process = self._process, None
+        try:
+            if orders is not None:
+                with suppress(BrokenPipeError), orders:
+                    orders.write('{"kind": "end"}\n')  # Open MPI 5.0's mpirun keeps the end of its input to itself
+            if process is not None:
+                kept.end(process, timeout_s)
+        finally:
+            if process is not None and process.stdout is not None:
+                process.stdout.close()
+            self._folder.cleanup()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(END_S if kind is None else 0.0)

@@ -1,0 +1,341 @@
+"""Every residual wiring in plain single-process torch: the oracle that the parallel code is tested against, and the
+model that tools/train/train.py trains. Shares ModelConfig and the checkpoints' tensor names with the rest, and no
+code: no groups, no cache, no paging. Speed is the trainer's concern only as far as readability allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .config.model_config import ModelConfig, Wiring, from_folder
+
+Turn = tuple[Tensor, Tensor]
+"""Cosine and sine of every position's angles, [T, head_dim] each."""
+
+
+def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
+    """Radians a position for each pair of a head, [head_dim / 2] in fp32, and the factor on cosine and sine.
+
+    `length` is the sequence's: only "dynamic" (NTK-aware) depends on it, beyond the trained length.
+    """
+    rope, dim = config.rope, config.head_dim
+    theta = rope.theta
+    if rope.kind == "dynamic" and length > rope.original_max_position_embeddings:
+        stretch = rope.factor * length / rope.original_max_position_embeddings - (rope.factor - 1)
+        theta *= stretch ** (dim / (dim - 2))
+    frequency = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if rope.kind == "linear":
+        return frequency / rope.factor, 1.0
+    if rope.kind == "llama3":
+        turns = rope.original_max_position_embeddings * frequency / (2 * math.pi)  # over the trained length
+        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return frequency * (kept + (1 - kept) / rope.factor), 1.0
+    if rope.kind == "yarn":
+
+        def pair(turns: float) -> float:
+            """The (fractional) pair that turns so often over the trained length."""
+            return dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), dim - 1)
+        ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+        kept = 1 - ramp.clamp(0, 1)
+        return frequency * (kept + (1 - kept) / rope.factor), rope.attention_factor or 1.0
+    return frequency, 1.0
+
+
+def rotate(x_BHTd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+    """Turns the pairs (i, i + d/2) of every head by its position's angle."""
+    first, second = x_BHTd.chunk(2, dim=-1)
+    return x_BHTd * cos_Td + torch.cat((-second, first), dim=-1) * sin_Td
+
+
+class ReferenceNorm(nn.Module):
+    """Root-mean-square norm; the mean is taken in fp32 whatever the dtype."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
+        super().__init__()
+        self.config, self.window = config, window
+        d, dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(d, config.num_heads * dim, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(d, config.num_kv_heads * dim, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(d, config.num_kv_heads * dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * dim, d, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = ReferenceNorm(dim, config.norm_eps), ReferenceNorm(dim, config.norm_eps)
+
+    def forward(self, x_BTD: Tensor, cos_Td: Tensor, sin_Td: Tensor, rank: int, tp: int) -> Tensor:
+        """Rank `rank`'s partial sum among tp: its query heads, the key/value heads they read, its columns of o_proj."""
+        c, (b, t, _) = self.config, x_BTD.shape
+        heads, group = c.num_heads // tp, c.num_heads // c.num_kv_heads
+        first, last = rank * heads // group, ((rank + 1) * heads - 1) // group + 1  # key/value heads in use
+        kv = slice(first * c.head_dim, last * c.head_dim)
+        q_rows = slice(rank * heads * c.head_dim, (rank + 1) * heads * c.head_dim)
+
+        def project(linear: nn.Linear, rows: slice) -> Tensor:
+            bias = None if linear.bias is None else linear.bias[rows]
+            return F.linear(x_BTD, linear.weight[rows], bias).view(b, t, -1, c.head_dim)
+
+        q, k, v = project(self.q_proj, q_rows), project(self.k_proj, kv), project(self.v_proj, kv)  # [B, T, H|K, d]
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, H|K, T, d]
+        q, k = rotate(q, cos_Td, sin_Td), rotate(k, cos_Td, sin_Td)
+        if heads != last - first:
+            read_by = torch.arange(rank * heads, (rank + 1) * heads, device=q.device) // group - first
+            k, v = k[:, read_by], v[:, read_by]  # [B, H, T, d]
+        mask = None
+        if self.window is not None and self.window < t:
+            position = torch.arange(t, device=q.device)
+            distance = position[:, None] - position
+            mask = (distance >= 0) & (distance < self.window)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=c.attention_scale)
+        bias = self.o_proj.bias if rank == 0 else None
+        return F.linear(out.transpose(1, 2).reshape(b, t, -1), self.o_proj.weight[:, q_rows], bias)
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d, f, bias = config.hidden_size, config.ffn_size, config.mlp_bias
+        self.gate_proj, self.up_proj = nn.Linear(d, f, bias=bias), nn.Linear(d, f, bias=bias)
+        self.down_proj = nn.Linear(f, d, bias=bias)
+
+    def forward(self, x_BTD: Tensor, rank: int, tp: int) -> Tensor:
+        """Rank `rank`'s partial sum among tp: its share of the inner dimension."""
+        share = self.down_proj.in_features // tp
+        mine = slice(rank * share, (rank + 1) * share)
+
+        def project(linear: nn.Linear) -> Tensor:
+            return F.linear(x_BTD, linear.weight[mine], None if linear.bias is None else linear.bias[mine])
+
+        inner = F.silu(project(self.gate_proj)) * project(self.up_proj)
+        return F.linear(inner, self.down_proj.weight[:, mine], self.down_proj.bias if rank == 0 else None)
+
+
+Streams = tuple[Tensor, ...]
+"""The residual as it was after each of the latest sub-blocks, newest last; under desync, each rank's."""
+
+
+def _lags(wiring: Wiring, index: int) -> tuple[int, int]:
+    """How many sub-blocks ago the residual was that a layer's attention and MLP read."""
+    d = wiring.delay
+    return {"standard": (0, 0), "parallel": (0, 1), "ladder": (1, 1), "delay": (d, d)}.get(wiring.kinds[index], (0, 0))
+
+
+class Layer(nn.Module):
+    """A layer's two sub-blocks, each with its own norm; a parallel layer has one for both. One unit of sharding and of
+    activation checkpointing."""
+
+    def __init__(self, config: ModelConfig, index: int, tp: int = 1, before: Wiring | None = None) -> None:
+        super().__init__()
+        self.index, self.tp, self.wiring = index, tp, config.wiring
+        self.lags, self.lags_before = _lags(config.wiring, index), _lags(before or config.wiring, index)
+        self.scale, self.recomputes = config.residual_multiplier, False
+        self.input_layernorm = ReferenceNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, config.sliding_window[index] if config.sliding_window else None)
+        if config.wiring.kinds[index] != "parallel":
+            self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.norm_eps)
+        self.mlp = Mlp(config)
+
+    def attention_of(self, x: Tensor, turn: Turn, rank: int = 0, tp: int = 1) -> Tensor:
+        out: Tensor = self.self_attn(self.input_layernorm(x), *turn, rank, tp) * self.scale
+        return out
+
+    def mlp_of(self, x: Tensor, rank: int = 0, tp: int = 1) -> Tensor:
+        norm = getattr(self, "post_attention_layernorm", self.input_layernorm)
+        out: Tensor = self.mlp(norm(x), rank, tp) * self.scale
+        return out
+
+    def forward(self, streams: Streams, turn: Turn, fade: float = 0.0) -> Streams:
+        """fade: the share of what is read that is still read as under the wiring before (Reference's `before`)."""
+        if self.wiring.desync_every or self.wiring.kinds[0] == "none":
+            through = self._drift
+        else:
+            through = self._read
+        if self.recomputes and torch.is_grad_enabled():
+            again: Streams = checkpoint(through, streams, turn, fade, use_reentrant=False)
+            return again
+        return through(streams, turn, fade)
+
+    def _read(self, streams: Streams, turn: Turn, fade: float) -> Streams:
+        for place, (lag, before) in enumerate(zip(self.lags, self.lags_before, strict=True)):
+            x = streams[-1 - lag]
+            if fade and before != lag:
+                x = torch.lerp(x, streams[-1 - before], fade)
+            output = self.mlp_of(x) if place else self.attention_of(x, turn)
+            streams = (*streams, streams[-1] + output)[-len(streams) :]
+        return streams
+
+    def _drift(self, streams: Streams, turn: Turn, fade: float) -> Streams:
+        """desync-n: one residual for each of tp ranks, summed after every n-th sub-block and the last; none: never."""
+        x, every, tp, last = streams, self.wiring.desync_every, self.tp, 2 * len(self.wiring.kinds)
+        for number in (2 * self.index + 1, 2 * self.index + 2):
+            if number % 2:
+                partial = [self.attention_of(x[rank], turn, rank, tp) for rank in range(tp)]
+            else:
+                partial = [self.mlp_of(x[rank], rank, tp) for rank in range(tp)]
+            if every and (number % every == 0 or number == last):
+                x = (torch.stack([f + r / tp for f, r in zip(partial, x, strict=True)]).sum(0),) * tp
+            else:
+                x = tuple(f + r for f, r in zip(partial, x, strict=True))
+        return x
+
+
+class _Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, tp: int, before: Wiring | None) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, index, tp, before) for index in range(config.num_layers))
+        self.norm = ReferenceNorm(config.hidden_size, config.norm_eps)
+
+
+class Reference(nn.Module):
+    """The model in one process. `state_dict()` carries the stock Hugging Face names (a tied head has none).
+
+    `tp` matters to two wirings alone: desync's residuals drift apart on tp ranks (default: the size the weights
+    declare), and no-communication never sums them (the output, rank 0's, is meaningless). With `fade` above 0 a
+    sub-block reads a mix of what it would read under the wiring `before` (that share) and under its own: annealing.
+    """
+
+    def __init__(self, config: ModelConfig, tp: int | None = None, before: Wiring | None = None) -> None:
+        super().__init__()
+        self.config, self.fade = config, 0.0
+        self.tp = tp or config.wiring.trained_tp or 1
+        for what, size in (("heads", config.num_heads), ("FFN", config.ffn_size)):
+            if size % self.tp:
+                raise ValueError(f"{what} {size} % tensor_parallel_size {self.tp} = {size % self.tp}, must be 0")
+        self.model = _Decoder(config, self.tp, before)
+        self.drifts = bool(config.wiring.desync_every) or config.wiring.kinds[0] == "none"
+        both = [config.wiring, before or config.wiring]
+        lags = [lag for wiring in both for index in range(config.num_layers) for lag in _lags(wiring, index)]
+        self.copies = self.tp if self.drifts else 1 + max(lags)
+        """Of the embedded stream, at the start: how far back anyone reads, or one a rank."""
+        if not config.tied_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def ladder(self, layers: Collection[int]) -> None:
+        """The same standard weights with these layers laddered, to try them out; `config` goes on saying standard."""
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.lags = (1, 1) if layer.index in layers else (0, 0)
+        self.copies = 2
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Logits [B, T, V] in the weights' dtype, every position seeing itself and those before."""
+        x_BTD = self.model.embed_tokens(ids_BT) * self.config.embedding_multiplier
+        if torch.is_autocast_enabled(x_BTD.device.type):
+            x_BTD = x_BTD.float()
+        frequency, factor = inverse_frequencies(self.config, ids_BT.shape[1])
+        angle = torch.outer(torch.arange(ids_BT.shape[1], dtype=torch.float32), torch.cat((frequency, frequency)))
+        cos, sin = ((f(angle) * factor).to(x_BTD) for f in (torch.cos, torch.sin))
+        streams: Streams = (x_BTD,) * self.copies
+        for layer in self.model.layers:
+            streams = layer(streams, (cos, sin), self.fade)
+        # Every wiring's last stream is complete; no-communication's is rank 0's, of which the output is meaningless.
+        stream = streams[0] if self.drifts else streams[-1]
+        head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
+        return F.linear(self.model.norm(stream), head) / self.config.logits_divisor
+
+
+def _from_dolomite(config: ModelConfig, read: dict[str, Tensor]) -> dict[str, Tensor]:
+    """dolomite's fused tensors under the stock names: c_attn is interleaved by key/value group (q..q, k, v), c_fc is
+    [up; gate]."""
+    out = {}
+    plain = {
+        "transformer.wte": "model.embed_tokens",
+        "transformer.ln_f": "model.norm",
+        "lm_head": "lm_head",
+        "ln_1": "input_layernorm",
+        "ln_2": "post_attention_layernorm",
+        "sequence_mixer.c_proj": "self_attn.o_proj",
+        "mlp_block.c_proj": "mlp.down_proj",
+    }
+    group = config.num_heads // config.num_kv_heads
+    for name, tensor in read.items():
+        stem, _, leaf = name.rpartition(".")  # leaf: weight or bias
+        prefix = ""
+        if stem.startswith("transformer.h."):
+            index, stem = stem.removeprefix("transformer.h.").split(".", 1)
+            prefix = f"model.layers.{index}."
+        if stem == "sequence_mixer.c_attn":
+            grouped = tensor.view(config.num_kv_heads, group + 2, config.head_dim, *tensor.shape[1:])
+            parts = {"q": grouped[:, :group], "k": grouped[:, group], "v": grouped[:, group + 1]}
+            for letter, part in parts.items():
+                out[f"{prefix}self_attn.{letter}_proj.{leaf}"] = part.reshape(-1, *tensor.shape[1:])
+        elif stem == "mlp_block.c_fc":
+            out[f"{prefix}mlp.up_proj.{leaf}"], out[f"{prefix}mlp.gate_proj.{leaf}"] = tensor.chunk(2)
+        else:
+            out[f"{prefix}{plain.get(stem, stem)}.{leaf}"] = tensor
+    return out
+
+
+def load(folder: str | Path, dtype: torch.dtype | None = None, config: ModelConfig | None = None) -> Reference:
+    """The model in a folder of *.safetensors, either layout, in `dtype` (default: what config.json says). `config`
+    replaces the folder's, to run weights under a wiring that they do not declare. Raises RuntimeError on missing,
+    extra or misshapen tensors."""
+    config = config or from_folder(folder)
+    model = Reference(config).to(dtype or getattr(torch, config.dtype))
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 (not a mapping)
+    if config.layout == "dolomite":
+        tensors = _from_dolomite(config, tensors)
+    if config.tied_embeddings:
+        tensors.pop("lm_head.weight", None)
+    model.load_state_dict(tensors)
+    return model.eval()
+
+
+@torch.inference_mode()
+def logits(model: Reference, ids_BT: Tensor) -> Tensor:
+    """[B, T, V], fp32."""
+    result: Tensor = model(ids_BT)
+    return result.float()
+
+
+@torch.inference_mode()
+def generate(
+    model: Reference, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[int] = ()
+) -> list[list[int]]:
+    """Greedy continuations, up to max_tokens ids each, ending with (and including) an id of `stop`.
+
+    Everything is computed anew at each step: no cache can be wrong. Prompts of different lengths share a batch padded
+    on the right, where causality hides the padding.
+    """
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens: there is nothing to go on from")
+    rows = [list(prompt) for prompt in prompts]
+    live = list(range(len(rows)))
+    for _ in range(max_tokens):
+        if not live:
+            break
+        longest = max(len(rows[i]) for i in live)
+        ids = torch.tensor([rows[i] + [0] * (longest - len(rows[i])) for i in live])
+        last = torch.tensor([len(rows[i]) - 1 for i in live])
+        best = logits(model, ids)[torch.arange(len(live)), last].argmax(-1).tolist()
+        for i, token in zip(live, best, strict=True):
+            rows[i].append(token)
+        live = [i for i in live if rows[i][-1] not in stop]
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]

@@ -1,0 +1,206 @@
+"""The benchmarks' arithmetic and their lines; what they measure is theirs to say."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from laddertron.tools.plan.step_simulator import law
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "tools" / "benchmarks"
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "cross_node"))
+    import cross_report
+
+    return cross_report
+
+
+def line(wiring: str, step_ms: float, delay_s: float = 1e-3, batch: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "toy",
+        "delay_s": delay_s,
+        "aimed": None,
+        "batch": batch,
+        "wiring": wiring,
+        "step_s": step_ms * 1e-3,
+        "prefill_s": 0.1,
+        "prefill_range_s": [0.08, 0.16],
+        "prefills": 5,
+        "prompt": 128,
+        "all_reduce_s": 1e-3,
+        "sub_blocks": 32,
+        "sub_blocks_s": [1e-3, 1e-3],
+        "run": 1,
+        "switch_share": 0.05,
+        "other_threads_share": 0.004,
+        **more,
+    }
+
+
+def steps(standard: float, ladder: float, silent: float, **more: Any) -> list[dict[str, Any]]:
+    times = {"standard": standard, "parallel": (standard + silent) / 2, "ladder": ladder, "no-communication": silent}
+    times["carried"] = silent
+    return [line(wiring, ms, **more) for wiring, ms in times.items()]
+
+
+def all_reduce(nodes: int, per_node: int, lane: str, ms: float, nbytes: int = 16384) -> dict[str, Any]:
+    return {
+        "nodes": nodes,
+        "per_node": per_node,
+        "delay_s": 1e-3,
+        "lane": lane,
+        "bytes": nbytes,
+        "median_s": ms * 1e-3,
+        "p90_s": ms * 1.1e-3,
+        "calls": 100,
+    }
+
+
+def results() -> dict[str, Any]:
+    """A run in which everything is as it should be: c = 1 ms and L = 1 ms, of which ladder hides nine tenths."""
+    reduce = [
+        all_reduce(*shape, lane, ms)
+        for shape, base in (((2, 1), 1.1), ((2, 2), 1.2), ((4, 1), 1.5))
+        for lane, ms in (("native", base), ("gloo", 5.0), ("openmpi", 1.3))
+    ]
+    reduce += [all_reduce(2, 1, "native/exchange", 1.0 + n * 2e-6, n) for n in (4096, 16384, 65536, 262144)]
+    rest = steps(32.1, 32.0, 32.0, delay_s=0.0)
+    parts = {"reduce": reduce, "wirings": rest + steps(64.0, 35.2, 32.0), "llama150m": steps(48.0, 25.0, 24.0)}
+    return {name: {"load_before": 0.1, "nice": 0, "lines": lines} for name, lines in parts.items()}
+
+
+def test_bars_are_met_and_missed(report: Any) -> None:
+    """A good run meets all; spoilt ones miss the bar that was spoilt, and say with what figure."""
+    good = results()
+    assert all(row.startswith("met") for row in report.bars(good)), report.bars(good)
+    assert len(report.bars(good)) >= 8
+    slow = results()
+    slow["reduce"]["lines"][0]["median_s"] = 1.6e-3
+    assert any(row.startswith("MISSED 16 KB over 2 x 1: 1.60 ms") for row in report.bars(slow))
+    exposed = results()
+    exposed["wirings"]["lines"] = steps(64.0, 45.0, 32.0)
+    missed = [row for row in report.bars(exposed) if row.startswith("MISSED")]
+    assert missed == [
+        "MISSED ladder 1 ms, batch 1: 0.73 of the law, at least 0.85",
+        "MISSED ladder 1 ms, batch 1: 1.42x, at least 1.5x",
+    ]
+    large = results()
+    large["reduce"]["lines"] += [all_reduce(4, 1, "native", 30.0, 8 << 20), all_reduce(4, 1, "gloo", 40.0, 8 << 20)]
+    assert "met    8 MB over 4 x 1 at 1 ms: 0.75 of gloo's time, at most 1" in report.bars(large)
+    assert "| 4 x 1, 1 ms | 8 MB | 30.0 | 40.0 | 1.33 |" in report.reduce_tables(large)
+    large["reduce"]["lines"][-2]["median_s"] = 41e-3
+    assert any(row.startswith("MISSED 8 MB over 4 x 1") for row in report.bars(large))
+    bent = results()
+    bent["reduce"]["lines"][-2]["median_s"] = 40e-3
+    assert any(row.startswith("MISSED cost model") for row in report.bars(bent))
+
+
+def test_what_was_not_fitted_is_told_apart_from_what_was(report: Any) -> None:
+    """Sizes on a line: each inner one is predicted by the rest. One bent upwards: the fit takes it in with regimes of
+    its own, left out it is missed by far, and its column says so; the bar stays on the measured points."""
+    from cross_cost import cost_table, fits, left_out
+
+    sizes = [4096 << n for n in range(9)]
+    straight = [all_reduce(2, 1, "native/pipeline", 1.0 + n * 2e-6, n) for n in sizes]
+    (fitted,) = fits([*straight, all_reduce(2, 1, "native", 5.0)]).values()
+    assert left_out(fitted) == pytest.approx([0.0] * 7, abs=1e-6)
+    assert cost_table({(2, 1, 1e-3): fitted})[-2] == "| 2 x 1, 1 ms | 9 | 0% | 0% | 0% | 0 of 7 |"
+    bent = [dict(line) for line in straight]
+    bent[4]["median_s"] *= 2.0
+    (fitted,) = fits(bent).values()
+    errors = left_out(fitted)
+    assert errors[3] == pytest.approx(0.5, abs=0.01), "half of what was measured is predicted"
+    assert max(errors) > fitted.worst
+    row = cost_table({(2, 1, 1e-3): fitted})[-2]
+    assert row.endswith(f"| {max(errors):.0%} | {sum(e > 0.25 for e in errors)} of 7 |")
+    good = results()
+    good["reduce"]["lines"] = [*good["reduce"]["lines"][:9], *bent]
+    (bar,) = [row for row in report.bars(good) if "cost model" in row]
+    assert f"worst fitted point: {fitted.worst:.0%}, at most 25%" in bar
+
+
+def test_prefill_is_told_with_its_spread(report: Any) -> None:
+    """The median with the slowest and the fastest of five."""
+    found = results()
+    found["llama150m"]["lines"] += steps(48.0, 25.0, 24.0, delay_s=0.0, prefill_range_s=[0.1, 0.1])
+    rows = report.tables(found)
+    assert any("median of 5, in turns" in row for row in rows)
+    cell = "1280 (800 to 1600)"
+    assert f"| 1 ms, 1 | {cell} | {cell} | {cell} | {cell} |" in rows
+    assert any(row.startswith("| 0 ms, 1 | 1280 (1280 to 1280)") for row in rows)
+
+
+def test_prefills_take_turns_before_any_lane_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of each lane, to and fro, the last of them being what decoding goes on from; `end` has all five and their
+    median, and the next case starts anew."""
+    for folder in (BENCHMARKS, BENCHMARKS / "cross_node", BENCHMARKS.parents[1] / "tests"):
+        monkeypatch.syspath_prepend(str(folder))
+    import cross_decode
+    import cross_node
+
+    log: list[str] = []
+
+    class Logged:
+        def __init__(self, name: str) -> None:
+            self.name = name
+            self.lane = type("Lane", (), {"name": name})
+
+        def begin(self, batch: int, prompt: int, gen: int) -> None:
+            log.append(f"{self.name} begins {gen}")
+
+        def finish(self) -> None:
+            log.append(f"{self.name} ends")
+
+        def turn(self, steps: int) -> None:
+            log.append(f"{self.name} decodes {steps}")
+
+        def end(self) -> str:
+            return self.name
+
+    spec = {"steps": 8, "turn": 4, "prompt": 16, "prefills": 5}
+    cross_decode._case(spec, [Logged("a"), Logged("b")], 1, 0, [])  # type: ignore[list-item]
+    to, fro = ["a begins 4", "a ends", "b begins 4", "b ends"], ["b begins 4", "b ends", "a begins 4", "a ends"]
+    assert log[:16] == to + fro + to + fro
+    assert log[16:] == ["a begins 12", "b begins 12", "a decodes 4", "b decodes 4", "b decodes 4", "a decodes 4"]
+    asked: list[dict[str, Any]] = []
+
+    def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> list[dict[str, Any]]:
+        asked.append(spec)
+        return []
+
+    monkeypatch.setattr(cross_node, "on_cluster", on_cluster)
+    cross_node.llama_runs(0)
+    assert asked[0]["prefills"] >= 5
+
+
+def test_the_page_is_renewed_in_its_place(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice over, the words around the measured part stay as they were, and the picture is an SVG of every point."""
+    monkeypatch.setattr(report, "DOCS", tmp_path)
+    page = tmp_path / "performance.md"
+    page.write_text("before\n<!-- measured by cross_node.py: begin -->\nstale figures\n<!-- end -->\nafter\n")
+    report.write_docs(results())
+    once = page.read_text()
+    report.write_docs(results())
+    assert page.read_text() == once
+    assert once.startswith("before\n")
+    assert once.endswith("\nafter\n")
+    assert "stale figures" not in once
+    assert "| 2 x 1 | 1.10 (1.21) | 5.00 (5.50) | 1.30 (1.43) |" in once
+    drawn = ET.fromstring((tmp_path / "pictures" / "law.svg").read_text())
+    (measured,) = [e for e in drawn.iter("{http://www.w3.org/2000/svg}g") if str(e.get("id")).startswith("batch-")]
+    assert len(list(measured.iter("{http://www.w3.org/2000/svg}use"))) == 2
+
+
+def test_published_points_lie_below_the_law(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cross_picture
+
+    points = [p for found in cross_picture.paper_points().values() for p in found]
+    assert len(points) == 12
+    assert all(speed < law(1.0, ratio) for ratio, speed in points)
+    assert min(r for r, _ in cross_picture.paper_points()["405B, TP16 over 2 nodes"]) == pytest.approx(0.51, abs=0.01)

@@ -1,0 +1,127 @@
+"""The one command for a GPU: resumed where it was cut off, pages from what there is, and a part that really runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[3] / "tools" / "benchmarks"
+
+
+@pytest.fixture
+def gpu_day(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for folder in (BENCHMARKS, BENCHMARKS / "gpu"):
+        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # main adds to it
+    import gpu_day
+
+    return gpu_day
+
+
+def result(ok: bool = True, *lines: dict[str, Any]) -> dict[str, Any]:
+    return {"ok": ok, "code": 0 if ok else 124, "seconds": 1.5, "lines": list(lines), "said": ["3 passed"]}
+
+
+def call(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--device", "cpu", "--tiny", *words])
+    code: int = gpu_day.main()
+    return code
+
+
+def test_it_goes_on_where_it_was_cut_off(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Interrupted in its third part: two stand in the file. The next call runs the third and all after it, a last one
+    nothing; --again runs what it names; a part that failed is tried again; another machine's figures go."""
+    out, ran, cut = tmp_path / "day.json", list[str](), ["shard 70b"]
+
+    def run(part: Any, limit_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
+        assert 0 < limit_s <= part.limit_s
+        if part.name in cut:
+            raise KeyboardInterrupt
+        ran.append(part.name)
+        return result(part.name != "transformers" or "fixed" in cut)
+
+    monkeypatch.setattr(gpu_day, "run", run)
+    names = [part.name for part in gpu_day.parts("cpu", True)]
+    with pytest.raises(KeyboardInterrupt):
+        call(gpu_day, monkeypatch, "--out", str(out))
+    assert list(json.loads(out.read_text())["parts"]) == ran == names[:2]
+    cut.clear()
+    assert call(gpu_day, monkeypatch, "--out", str(out)) == 1
+    assert ran == names
+    cut.append("fixed")
+    assert call(gpu_day, monkeypatch, "--out", str(out)) == 0
+    assert ran == [*names, "transformers"]
+    assert call(gpu_day, monkeypatch, "--out", str(out), "--only", "shard", "--again") == 0
+    assert ran[-2:] == ["shard 70b", "shard 405b"]
+    found = json.loads(out.read_text())
+    out.write_text(json.dumps(found | {"environment": found["environment"] | {"device": "another"}}))
+    ran.clear()
+    assert call(gpu_day, monkeypatch, "--out", str(out)) == 0
+    assert ran == names
+    assert (tmp_path / "day.md").read_text().startswith("## One GPU")
+
+
+def test_nothing_begins_when_time_is_over(
+    gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_day, "run", lambda *_: pytest.fail("it began"))
+    assert call(gpu_day, monkeypatch, "--out", str(tmp_path / "day.json"), "--minutes", "0") == 0
+    assert "decode: left for the next call" in capsys.readouterr().err
+
+
+def test_the_page(gpu_day: Any) -> None:
+    """What was measured, what failed, what is not installed, and each bar with its verdict."""
+    both = {"batch": 1, "prefill_tok_s": 1000.0, "decode_tok_s": 66.0, "prompt": 512, "model": "8B-shaped"}
+    ours = both | {"engine": "laddertron", "attention": "flashinfer", "cuda_graphs": True, "step_ms": 15.0}
+    decode = ours | {"gb_s": 1800.0, "share": 0.9, "mixed_ms": 40.0}
+    shard = {"model": "70B", "interconnect": "p2p", "batch": 1, "k": 0}
+    shards = [shard | {"wiring": "ladder", "step_ms": 10.0}, shard | {"wiring": "no-communication", "step_ms": 9.0}]
+    environment = dict.fromkeys(gpu_day.PACKAGES, "1.0") | {"flashinfer-python": None, "device": "a GPU"}
+    parts = {"tests": result(), "decode": result(True, {"copy_gb_s": 2000.0}, decode), "transformers": result(False)}
+    page = gpu_day.markdown({"environment": environment, "parts": parts})
+    assert "Not installed: flashinfer-python." in page
+    assert "| tests | yes | 1.5 | 3 passed |" in page
+    assert "| transformers | 124 | 1.5 | 3 passed |" in page
+    assert "| 1 decodes and a prompt of 512 | 40.00 |" in page
+    assert "90% of the copy bandwidth (bar 85%): reached." in page
+    (bar,) = gpu_day.bars([], shards)
+    assert bar.startswith("- Ladder's shard of 70B, p2p, batch 1, no multiprocessor held: 0.90 of no-communication")
+    assert bar.endswith("(bar 0.95): **missed**.")
+    assert gpu_day.bars([], []) == []
+
+
+def test_a_part_that_hangs_or_fails_keeps_what_it_said(gpu_day: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*_: Any, timeout: float, **__: Any) -> Any:
+        raise subprocess.TimeoutExpired("part", timeout, b'{"a": 1}\n', b"half a word")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_day.subprocess, "run", hangs)
+        cut = gpu_day.run(gpu_day.Part("hangs", (), 9.0), 1.0, {})
+    assert (cut["ok"], cut["code"], cut["lines"], cut["said"]) == (False, 124, [{"a": 1}], ["half a word"])
+    failed = gpu_day.run(gpu_day.Part("fails", ("-c", "raise ValueError('why')"), 9.0), 60.0, {})
+    assert (failed["ok"], failed["code"]) == (False, 1)
+    assert failed["said"][-1] == "ValueError: why"
+
+
+def test_a_part_runs_on_a_cpu(tmp_path: Path) -> None:
+    """As `make gpu` would: a process a part, laddertron from this folder, its figures in the page."""
+    words = "--device cpu --tiny --only shard --out"
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(BENCHMARKS / "gpu_day.py"),
+        *words.split(),
+        str(tmp_path / "day.json"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "day.json").read_text())["parts"]
+    assert [len(part["lines"]) for part in found.values()] == [4, 4]
+    assert "| tiny | emulated 2x8xH100, 16 ranks, pure delay | 1 |" in (tmp_path / "day.md").read_text()

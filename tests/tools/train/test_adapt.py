@@ -1,0 +1,336 @@
+"""Adapting on one rank and on several: losses, memory, states, data; the command from folder to folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from laddertron.engine.text.tokenizer import TextModel
+from laddertron.models import reference
+from laddertron.models.config.evaluation import RECORD
+from laddertron.models.config.model_config import from_folder, make_wiring
+from laddertron.models.weights.checkpoint import CheckpointError
+from laddertron.tools.train import state
+from laddertron.tools.train.adapt import adapt
+from laddertron.tools.train.build import build, load
+from laddertron.tools.train.commands.adapt import command
+from laddertron.tools.train.data_parallel import DataParallel, local
+from laddertron.tools.train.fit import Saving, Settings, TrainProgress
+from laddertron.tools.train.loss import Distil, divergence, held_out
+from laddertron.tools.train.tokens import UNTAUGHT, Batches, read_tokens, write_tokens
+from laddertron.tools.train.training_text import TrainingTextError, pieces
+from rank_pool import Rank
+
+SHORT = Settings(tokens=50 * 4 * 16, batch=4, context=16, learning_rate=3e-3, save_dtype="float32")
+IDS = np.random.default_rng(5).integers(6, 60, 2000).astype(np.uint32)
+
+
+def run(
+    folder: Path, wiring: str, settings: Settings, ranks: DataParallel, saving: Saving | None = None
+) -> dict[str, Any]:
+    losses: list[float] = []
+    found = adapt(
+        folder, make_wiring(wiring, checkpoints.LAYERS), settings, IDS, IDS[:200], ranks, saving=saving,
+        on_step=lambda progress: losses.append(progress.loss),
+    )  # fmt: skip
+    return {"losses": losses, "after": found.trained.loss, "before": found.untrained.loss}
+
+
+@torch.enable_grad()  # the pool's ranks may have computed answers before
+def run_on(
+    rank: Rank, folder: str, states: str, every: int, resume: bool, tokens: int, shards: int | None = None
+) -> Any:
+    """On a rank of several."""
+    rank.close_kept()
+    with DataParallel(rank.bootstrap, shards=shards) as ranks:
+        saving = Saving(Path(states), every, resume, {"text": "random"})
+        settings = replace(SHORT, tokens=tokens, distil=Distil(0.5, 2.0, 20), anneal=10)
+        return run(Path(folder), "ladder", settings, ranks, saving)
+
+
+@torch.enable_grad()
+def memory_on(rank: Rank, folder: str) -> list[int]:
+    """Bytes of this rank's parameters, gradients and moments after a step."""
+    rank.close_kept()
+    with DataParallel(rank.bootstrap) as ranks:
+        config = from_folder(folder)
+        model = build(config, ranks)
+        load(model, Path(folder), ranks)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.from_numpy(IDS[None, :16].astype(np.int64))).sum().backward()
+        optimizer.step()
+        held = list(model.parameters())
+        moments = [optimizer.state[p][name] for p in held for name in ("exp_avg", "exp_avg_sq")]
+        parts: list[list[Any]] = [held, [p.grad for p in held], moments]
+        return [sum(local(t).nbytes for t in part) for part in parts]
+
+
+@pytest.mark.parametrize(("size", "shards"), [(2, None), (4, None), (4, 2)])
+def test_ranks_lose_what_one_rank_loses(
+    ranks: Callable[..., list[Any]], tmp_path: Path, size: int, shards: int | None
+) -> None:
+    """50 steps with distillation and annealing over sharded weights (and two copies of two shards): every loss within
+    1e-4 relative of one rank's."""
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    settings = replace(SHORT, distil=Distil(0.5, 2.0, 20), anneal=10)
+    alone = run(folder, "ladder", settings, DataParallel())
+    args = {"folder": str(folder), "states": str(tmp_path / "s"), "every": 0, "resume": False, "tokens": SHORT.tokens}
+    for found in ranks(size, "test_adapt:run_on", {**args, "shards": shards}):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+        assert found["after"] == pytest.approx(alone["after"], rel=1e-4)
+    assert alone["after"] < alone["before"] - 0.5
+
+
+def test_each_rank_holds_its_share(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Parameters, gradients and both moments fall as 1 / ranks; odd rows make the first ranks' shares larger by less
+    than one row each."""
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    whole = from_folder(folder).num_parameters * 4
+    for size in (2, 4):
+        for parts in ranks(size, "test_adapt:memory_on", {"folder": str(folder)}):
+            for part, times in zip(parts, (1, 1, 2), strict=True):
+                assert part == pytest.approx(times * whole / size, rel=0.02)
+
+
+def test_a_run_goes_on_on_other_ranks(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """20 steps on four ranks, 10 more on two, 20 more on one: the losses are those of one rank throughout."""
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    settings = replace(SHORT, distil=Distil(0.5, 2.0, 20), anneal=10)
+    alone = run(folder, "ladder", settings, DataParallel())["losses"]
+    args = {"folder": str(folder), "states": str(tmp_path / "s"), "every": 10, "tokens": SHORT.tokens}
+    stopped = {**args, "resume": True}
+    first = ranks(4, "test_adapt:stopped_on", {**stopped, "after": 20})[0]
+    second = ranks(2, "test_adapt:stopped_on", {**stopped, "after": 10})[0]
+    with DataParallel() as one:
+        last = run(folder, "ladder", settings, one, Saving(tmp_path / "s", 10, True, {"text": "random"}))["losses"]
+    assert (len(first), len(second), len(last)) == (20, 10, 20)
+    assert first + second + last == pytest.approx(alone, rel=1e-4)
+
+
+class _Stop(Exception):
+    pass
+
+
+@torch.enable_grad()
+def stopped_on(rank: Rank, folder: str, states: str, every: int, resume: bool, tokens: int, after: int) -> list[float]:
+    """A run that breaks off after so many steps."""
+    rank.close_kept()
+    losses: list[float] = []
+
+    def note(progress: Any) -> None:
+        losses.append(progress.loss)
+        if len(losses) == after:
+            raise _Stop
+
+    with DataParallel(rank.bootstrap) as ranks:
+        settings = replace(SHORT, tokens=tokens, distil=Distil(0.5, 2.0, 20), anneal=10)
+        saving = Saving(Path(states), every, resume, {"text": "random"})
+        wiring = make_wiring("ladder", checkpoints.LAYERS)
+        try:
+            adapt(Path(folder), wiring, settings, IDS, IDS[:200], ranks, saving=saving, on_step=note)
+        except _Stop:
+            ranks.barrier()
+    return losses
+
+
+def test_resuming_on_one_rank_is_bitwise_and_refuses_another_run(tmp_path: Path) -> None:
+    folder, one = checkpoints.save(tmp_path / "m", "llama"), DataParallel()
+    whole = run(folder, "delay-2", SHORT, one)
+    losses: list[float] = []
+
+    def note(progress: Any) -> None:
+        losses.append(progress.loss)
+        if len(losses) == 27:
+            raise _Stop
+
+    saving = Saving(tmp_path / "s", 5, True, {"text": "random"})
+    with pytest.raises(_Stop):
+        adapt(folder, make_wiring("delay-2", 3), SHORT, IDS, IDS[:200], one, saving=saving, on_step=note)
+    assert sorted(path.name for path in (tmp_path / "s").iterdir()) == ["step-00000020", "step-00000025"]
+    again = run(folder, "delay-2", SHORT, one, saving)
+    assert losses[:25] + again["losses"] == whole["losses"]
+    assert again["after"] == whole["after"]
+    with pytest.raises(CheckpointError, match=r"was written with settings=.* go on as it was"):
+        run(folder, "delay-2", replace(SHORT, seed=1), one, saving)
+    newest = state.newest(tmp_path / "s")
+    assert newest is not None
+    next(newest.glob("rank-*")).unlink()
+    with pytest.raises(CheckpointError, match=r"rows of .* are missing: take an older state"):
+        run(folder, "delay-2", SHORT, one, saving)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wiring"), [("llama", "parallel"), ("llama", "desync-2"), ("dolomite_bias", "standard")]
+)
+def test_weights_are_carried_over(recipe: str, wiring: str, tmp_path: Path) -> None:
+    """A parallel layer of a sequential one's weights reads the same normed inputs (both norms moved into products):
+    faded to the old wiring it computes what the old one does. Other layouts are read by rows."""
+    folder, one = checkpoints.save(tmp_path / "m", recipe, tokenizer=False), DataParallel()
+    old = from_folder(folder)
+    tp = 2 if wiring == "desync-2" else None
+    config = replace(old, wiring=make_wiring(wiring, 3, tensor_parallel_size=tp), layout="huggingface")
+    model = build(config, one, before=old.wiring)
+    load(model, folder, one)
+    ids = torch.from_numpy(IDS[None, :40].astype(np.int64))
+    if wiring == "desync-2":
+        model = build(replace(config, wiring=make_wiring("desync-1", 3, tensor_parallel_size=2)), one)
+        load(model, folder, one)
+    model.fade = 1.0
+    torch.testing.assert_close(model(ids), reference.load(folder)(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_distillation_against_its_definition() -> None:
+    """KL(p | q) of softened distributions; of the top k, over those tokens alone; nothing where nothing is taught."""
+    torch.manual_seed(0)
+    ours, theirs = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
+    taught = torch.tensor([[True, False, True], [True, True, True]])
+    p, q = (x.div(2.0).softmax(-1) for x in (theirs, ours))
+    expected = ((p * (p / q).log()).sum(-1) * taught).sum() * 4
+    torch.testing.assert_close(divergence(ours, theirs, taught, Distil(1.0, 2.0)), expected)
+    assert float(divergence(theirs, theirs, taught, Distil(1.0, 2.0, 3))) == pytest.approx(0.0, abs=1e-6)
+    assert float(divergence(ours, theirs, taught, Distil(1.0, 2.0, 3))) != pytest.approx(float(expected))
+
+
+def test_answers_alone_are_taught(tmp_path: Path) -> None:
+    """A conversation through the template: the ids are the whole, taught are the assistant's words and their end."""
+    text = TextModel.from_folder(checkpoints.save(tmp_path, "llama"))
+    talk = [
+        {"role": r, "content": c}
+        for r, c in (("user", "a rung?"), ("assistant", "yes"), ("user", "b"), ("assistant", "no"))
+    ]
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"messages": talk}) + "\n" + json.dumps({"text": "plain"}) + "\n")
+    (ids, taught), (plain, whole) = pieces(text, [file])
+    assert taught is not None
+    said = text.decode([i for i, t in zip(ids, taught, strict=True) if t], skip_special=False)
+    assert said == "yes<|end|>no<|end|>"
+    assert (whole, text.decode(plain)) == (None, "plain")
+    count = write_tokens(tmp_path / "t", pieces(text, [file]))
+    read = read_tokens(tmp_path / "t")
+    assert len(read) == count == len(ids) + len(plain)
+    assert [bool(i & UNTAUGHT) for i in read[: len(ids)]] == [not t for t in taught]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "line 1: is not JSON"), ('{"txt": "x"}', "needs `text`, a string, or `messages`"), ("\xff", "is not UTF-8")],
+)
+def test_what_is_not_training_text_is_refused(line: str, message: str, tmp_path: Path) -> None:
+    text = TextModel.from_folder(checkpoints.save(tmp_path, "llama"))
+    (tmp_path / "x.jsonl").write_bytes(line.encode("latin-1"))
+    with pytest.raises(TrainingTextError, match=message):
+        list(pieces(text, [tmp_path / "x.jsonl"]))
+
+
+def test_batches_depend_on_the_step_alone() -> None:
+    """Any split of the rows gives the whole batch; an epoch sees each piece once; too little text is refused."""
+    batches = Batches(np.arange(1000, dtype=np.uint32), 4, 16, 3)
+    whole, _ = batches.rows(7, range(4))
+    assert torch.equal(whole, torch.cat([batches.rows(7, range(r, r + 1))[0] for r in range(4)]))
+    firsts = torch.cat([batches.rows(step, range(4))[0][:, 0] for step in range(batches.per_epoch)])
+    assert len(set(firsts.tolist())) == len(firsts)
+    with pytest.raises(ValueError, match="the text has 60 tokens, a step needs 81"):
+        Batches(np.arange(60, dtype=np.uint32), 4, 16, 0)
+
+
+def test_held_out_counts_what_is_taught() -> None:
+    """Untaught tokens are read and not counted; a model agrees with itself."""
+    model = build(from_folder(Path(__file__).parents[3] / "configs" / "demo-ladder"), DataParallel())
+    load(model, Path(__file__).parents[3] / "configs" / "demo-ladder", DataParallel())
+    marked = IDS[:100].copy()
+    marked[50:] |= np.uint32(UNTAUGHT)
+    half = held_out(model, marked, 128, original=model)
+    assert half.tokens == 49
+    assert half.loss == pytest.approx(held_out(model, IDS[:50], 128).loss, rel=1e-5)
+    assert half.agreement == 1.0
+    assert half.divergence == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_compiled_pieces_lose_what_plain_ones_lose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few compilations for all layers and every fade: one more would raise."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    folder, losses = checkpoints.save(tmp_path / "m", "llama"), []
+    settings = replace(SHORT, tokens=8 * 4 * 16, anneal=8)
+    for compiles in (False, True):
+        found: list[float] = []
+
+        def note(progress: TrainProgress, found: list[float] = found) -> None:
+            found.append(progress.loss)
+
+        with torch._dynamo.config.patch(disable=False, recompile_limit=3, fail_on_recompile_limit_hit=True):
+            adapt(
+                folder, make_wiring("delay-2", checkpoints.LAYERS), settings, IDS, IDS[:200], DataParallel(),
+                compiles=compiles, on_step=note,
+            )  # fmt: skip
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_killed_command_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    """SIGKILL once a state is there: --resume loses at most --save-every steps, and nothing of the result."""
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Rung {i} bears the next.\n\n" * 9 for i in range(60)))
+    program = [sys.executable, "-m", "laddertron.launchers.cli", "adapt", str(folder), "--text", str(text)]
+    program += ["--tokens", "6400", "--batch", "2", "--context", "16", "--save-every", "7", "--threads", "1"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    with subprocess.Popen([*program, "-o", str(killed)], stderr=subprocess.PIPE) as process:
+        try:
+            while state.newest(killed / "training") is None:
+                assert process.poll() is None, process.communicate()[1].decode()
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGKILL
+    reached = state.newest(killed / "training")
+    assert reached is not None
+    assert not (killed / "config.json").exists()
+    for out, more in ((killed, ["--resume"]), (whole, [])):
+        done = subprocess.run([*program, "-o", str(out), *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_the_command_adapts_a_folder(tmp_path: Path) -> None:
+    """From a stock folder to one that declares its wiring, with card and record; under mpirun, too."""
+    folder = checkpoints.save(tmp_path / "m", "llama")
+    (tmp_path / "text.txt").write_text(
+        "".join(f"The rung {i} of a ladder carries the climber.\n\n" * 9 for i in range(60))
+    )
+    words = ["--text", str(tmp_path / "text.txt"), "--held-out", str(tmp_path / "text.txt"), "--held-out-tokens", "300"]
+    words += ["--tokens", "640", "--batch", "2", "--context", "16", "--save-every", "5", "--threads", "1"]
+    out = tmp_path / "out"
+    result = CliRunner().invoke(
+        command, [str(folder), "-o", str(out), "--ladder-layers", "2", "--distil", "0.5", *words]
+    )
+    assert result.exit_code == 0, result.output
+    read = from_folder(out)
+    assert (read.wiring.kinds, read.declares_wiring) == (("standard", "ladder", "ladder"), True)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "laddertron"
+    assert "hybrid, untrained" in (out / "README.md").read_text()
+    assert json.loads((out / RECORD).read_text())["original"] == "m"
+    assert not (out / "training").exists()
+    result = CliRunner().invoke(command, [str(folder), "-o", str(out), *words])
+    assert (result.exit_code, "already holds a model" in result.stderr) == (1, True)
+    mpirun = [str(Path(sys.executable).with_name("mpirun")), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    program = [sys.executable, "-m", "laddertron.launchers.cli", "adapt", str(folder), "-o", str(tmp_path / "two")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        [*mpirun, *program, "--ladder-layers", "2", "--distil", "0.5", *words], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("held-out perplexity") == 1
+    one, two = (json.loads((path / RECORD).read_text())["loss"] for path in (out, tmp_path / "two"))
+    assert one == pytest.approx(two, rel=1e-3)

@@ -1,0 +1,144 @@
+"""`python -m laddertron.tools.bench.bench_rank DEPLOYMENT.json`: a rank that measures on demand.
+
+Rank 0 reads orders from its standard input, one JSON object a line, and prints one answer a line; the order "end" or
+the end of its input, which not every mpirun passes on, ends the job. Between orders all ranks sleep, so that several
+such jobs can take turns on one machine. Started by launchers/measure/rank_job.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from ...engine.schedule.scheduler import Scheduler
+from ...engine.step.engine import Engine, StepProgress, follow
+from ...launchers.measure.rank_work import main, say
+from ...topology.comm.groups import Communicator
+from ...topology.comm.ledger import Entry
+from .bench import Case, Item, random_mix, run_case, run_mix
+
+LEAST_READ, MOST_READ = 256 << 20, 1 << 30
+"""Bytes that a reading of the floor goes through."""
+
+
+_DRAFTS = {"drafted": "draft", "accepted": "accepted"}
+
+
+class _Bench:
+    """Rank 0's answers to orders."""
+
+    def __init__(self, built: Any, communicator: Communicator) -> None:
+        self.built, self.communicator = built, communicator
+        self.engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, StepProgress())
+        self.seed = 0
+
+    def describe(self) -> dict[str, Any]:
+        """What a step must read, on all ranks together, and what the parent says about the job."""
+        model, cache, config = self.built.runner.model, self.built.runner.cache, self.built.config
+        shard, item = model.shard, cache.keys[0].element_size()
+        per_token = 2 * config.num_layers * shard.num_kv_heads * config.head_dim * item * shard.size
+        return {
+            "ready": True,
+            "weights": self._weights,
+            "kv_per_token": per_token,
+            "wiring": config.wiring.name,
+            "tp": self.communicator.size,
+            "microbatches": self.built.scheduler_limits.microbatches,
+            "backend": self.communicator.backend,
+            "ops": model.ops.name,
+            "speculation": self.built.scheduler_limits.speculation is not None,
+            "max_num_seqs": self.built.limits.max_num_seqs,
+            "max_model_len": self.built.limits.max_model_len,
+        }
+
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.seed += 1
+        before = communication(self.communicator.ledger.entries())
+        match order["kind"]:
+            case "floor":
+                return {"floor": read_floor(self._weights // order["nodes"])}
+            case "case":
+                case = Case(order["batch"], order["prompt"], order["generate"])
+                timing = dataclasses.asdict(run_case(self.engine, case, self._vocab, self.seed))
+            case "mix":
+                known = self._drafts()
+                timing = dataclasses.asdict(run_mix(self.engine, self._items(order), str(self.seed)))
+                timing |= {name: count - known[name] for name, count in self._drafts().items()}
+            case other:
+                raise ValueError(f"unknown order {other!r}")
+        after = communication(self.communicator.ledger.entries())
+        hidden, exposed = (now - then for now, then in zip(after, before, strict=True))
+        return timing | {"hidden_s": hidden, "exposed_s": exposed}
+
+    def _drafts(self) -> dict[str, float]:
+        counted = self.engine.scheduler.snapshot()
+        return {name: counted[f"spec_decode_num_{kind}_tokens_total"] for name, kind in _DRAFTS.items()}
+
+    def _items(self, order: dict[str, Any]) -> list[Item]:
+        if "items" in order:
+            return [Item(tuple(prompt), generate, at) for prompt, generate, at in order["items"]]
+        low_high = tuple(order["prompt"]), tuple(order["generate"])
+        return random_mix(order["count"], *low_high, order["rate"], self._vocab, order["seed"])
+
+    @property
+    def _weights(self) -> int:
+        return matmul_bytes(self.built.config, self.built.runner.model.dtype.itemsize)
+
+    @property
+    def _vocab(self) -> int:
+        return int(self.built.config.vocab_size)
+
+
+def communication(entries: Iterable[Entry]) -> tuple[float, float]:
+    """Seconds of all-reduces hidden and exposed; under an emulated link its own, not those of what carries it."""
+    listed = [e for e in entries if e.op == "all_reduce"]
+    listed = [e for e in listed if e.link.startswith("emulated")] or listed
+    return sum(e.hidden_s for e in listed), sum(e.waited_s for e in listed)
+
+
+def matmul_bytes(config: Any, item: int) -> int:
+    """Bytes of the weights that a decode step multiplies by: all but the embedding table that is only looked up in."""
+    table = config.vocab_size * config.hidden_size
+    looked_up = 0 if config.tied_embeddings else table
+    return int((config.num_parameters - looked_up) * item)
+
+
+def read_floor(size: int) -> float | None:
+    """Bytes a second that all of this node's cores together read, whatever a rank is given: of about `size` bytes, its
+    weights', since a last-level cache may hold a share of those."""
+    import torch
+
+    from ...models.cpu.ops import read_bandwidth
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        return read_bandwidth(min(max(size, LEAST_READ), MOST_READ))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _lead(bench: _Bench) -> None:
+    say(bench.describe())
+    try:
+        for order in map(json.loads, sys.stdin):
+            if order["kind"] == "end":
+                break
+            say(bench.obey(order))
+    finally:
+        bench.engine.close()
+
+
+def _bench(built: Any, communicator: Communicator) -> None:
+    if communicator.leads:
+        _lead(_Bench(built, communicator))
+    else:
+        follow(built.runner, communicator.plans, StepProgress())
+
+
+if __name__ == "__main__":
+    sys.exit(main(_bench))

@@ -1,0 +1,1 @@
+"""Commands of tools/bench: one file each."""

@@ -1,0 +1,233 @@
+"""`laddertron bench`: how fast a deployment decodes, prefills and takes a mix of requests, beside what this machine's
+memory allows.
+
+Variants (wiring, overlap, tp) are sets of ranks that are all loaded before anything is timed and then take turns;
+every case is warmed up, repeated and reported as a median with its spread.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from ....engine.config.load import Deployment
+from ....launchers.cli.commands.check import read_model
+from ....launchers.cli.errors import ended_by
+from ....launchers.cli.fabric_option import fabric_option
+from ....launchers.control.processes import ended_by_term
+from ....launchers.measure.rank_job import BenchJob
+from ....models.config.wiring import WIRINGS
+from ..bench import Case
+from ..bench_measure import Row, Say, Variant, measure, measure_mix, roomy
+from ..bench_view import case_table, mix_table, plot
+
+LINE_S = 5.0
+_FAILS = ended_by(RuntimeError, ValueError, end=click.ClickException)
+
+
+def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: numbers with commas between them, such as 1,8,64") from None
+    if min(numbers) < 1:
+        raise click.BadParameter(f"{value!r}: at least 1 each")
+    return numbers
+
+
+def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
+    low, colon, high = value.partition(":")
+    try:
+        found = int(low), int(high if colon else low)
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: a number, or a range such as 16:256") from None
+    if not 1 <= found[0] <= found[1]:
+        raise click.BadParameter(f"{value!r}: at least 1, and the lower end first")
+    return found
+
+
+@_FAILS
+def _run(
+    config: str, overrides: Sequence[str], variants: Sequence[Variant], cases: Sequence[Case], repeats: int,
+    warm_ups: int, as_json: str | None, picture: str | None,
+) -> None:  # fmt: skip
+    deployment = roomy(read_model(config, overrides), cases)
+    _insist_on(deployment, variants)
+    console = Console(stderr=as_json == "-", highlight=False)
+    with ended_by_term(), ExitStack() as stack:
+        jobs = _start(stack, deployment, variants)
+        with _telling() as say:
+            rows = measure(jobs, cases, repeats, warm_ups, say)
+    console.print(case_table(rows))
+    _say_floor(console, rows)
+    _write(rows, as_json)
+    if picture is not None:
+        plot(rows, Path(picture))
+
+
+def _insist_on(deployment: Deployment, variants: Sequence[Variant]) -> None:
+    """Raises WiringError or ShapeError for what a variant's ranks would refuse, before any are started."""
+    from ....models.config.model_config import from_folder
+    from ....models.config.shapes import check_shapes
+    from ....models.config.wiring import choose_wiring
+
+    config = from_folder(Path(deployment.model.path))
+    for variant in variants:
+        keys = variant.of(deployment, len(variants) == 1).model
+        wired, _ = choose_wiring(config, keys.wiring, keys.ladder_layers, keys.allow_untrained_ladder)
+        check_shapes(wired, variant.tp)
+
+
+@contextmanager
+def _telling() -> Iterator[Say]:
+    """Says on stderr what runs: a line that changes on a terminal, elsewhere lines, not more than one in LINE_S."""
+    console, last = Console(stderr=True, highlight=False), -LINE_S
+    with console.status("") as status:
+
+        def say(text: str) -> None:
+            nonlocal last
+            status.update(text)
+            if not console.is_terminal and time.monotonic() - last >= LINE_S:
+                last = time.monotonic()
+                console.print(text)
+
+        yield say
+
+
+def _start(stack: ExitStack, deployment: Deployment, variants: Sequence[Variant]) -> list[tuple[str, BenchJob]]:
+    jobs = []
+    for variant in variants:
+        job = BenchJob(variant.of(deployment, len(variants) == 1), f"tp {variant.tp}, {variant.wiring}")
+        with _telling() as say:
+            say(f"loading {job.name}")
+            stack.enter_context(job)
+        jobs.append((variant.name(job.about["wiring"]), job))
+    return jobs
+
+
+def _say_floor(console: Console, rows: Sequence[Row]) -> None:
+    floor = rows[0]["floor_bytes_s"] if rows else None
+    if floor is None:
+        console.print("[yellow]no floor: it is measured by the C kernels, which were not built[/]")
+    else:
+        console.print(
+            f"memory floor: {floor / 1e9:.1f} GB/s, the best read of this node's cores between the runs; "
+            "a decode step reads every weight and the KV cache once"
+        )
+
+
+def _write(rows: Sequence[Row], as_json: str | None) -> None:
+    if as_json == "-":
+        click.echo(json.dumps(rows, indent=1))
+    elif as_json is not None:
+        Path(as_json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _common(function: Any) -> Any:
+    for option in (
+        fabric_option,
+        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the file."),
+        click.option(
+            "--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of each case."
+        ),
+        click.option("--json", "as_json", metavar="FILE", help="Write the rows as JSON (- for stdout)."),
+        click.argument("config"),
+    ):
+        function = option(function)
+    return function
+
+
+def _case_options(function: Any) -> Any:
+    for option in (
+        click.option("--prompt", default="128", show_default=True, callback=_numbers, help="Prompt tokens."),
+        click.option("--generate", default="64", show_default=True, callback=_numbers, help="New tokens."),
+        click.option("--warm-ups", type=click.IntRange(0, 100), default=1, show_default=True, help="Untimed runs."),
+        click.option("--plot", "picture", metavar="FILE", help="Draw the rates (.png, .svg)."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Measure a deployment: latency, throughput, or a sweep over variants."""
+
+
+@command.command()
+@_common
+@_case_options
+def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
+            **options: Any) -> None:  # fmt: skip
+    """One sequence at a time: prefill and decode, as the deployment says."""
+    deployment = read_model(config, overrides)
+    variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
+    _run(config, overrides, [variant], [Case(1, p, g) for p, g in product(prompt, generate)], **options)
+
+
+@command.command()
+@_common
+@_case_options
+@click.option("--batch", default="1,8", show_default=True, callback=_numbers, help="Sequences at once.")
+@click.option("--tp", callback=lambda c, p, v: v and _numbers(c, p, v), help="Tensor-parallel sizes, such as 1,2.")
+@click.option("--wiring", default="auto", show_default=True, help=f"Of {', '.join(WIRINGS)}; commas between them.")
+@click.option("--overlap", type=click.Choice(["on", "off", "both"]), default="on", show_default=True)
+def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
+          batch: tuple[int, ...], tp: tuple[int, ...] | None, wiring: str, overlap: str,
+          **options: Any) -> None:  # fmt: skip
+    """Every combination of wiring, overlap, tp, batch and lengths, taking turns.
+
+    Wirings that the weights were not trained for are timed all the same, and what they answer means nothing. Refused
+    are those whose norms the weights have not: parallel unless it is declared, and all but no-communication for
+    weights that declare parallel or desync. hybrid needs model.ladder_layers."""
+    wirings = tuple(wiring.split(","))
+    if unknown := set(wirings) - set(WIRINGS):
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: use {', '.join(WIRINGS)}", param_hint="--wiring")
+    sizes = tp or (read_model(config, overrides).parallel.tensor_parallel_size,)
+    overlaps = {"on": (True,), "off": (False,), "both": (True, False)}[overlap]
+    variants = [Variant(*v) for v in product(sizes, wirings, overlaps)]
+    _run(config, overrides, variants, [Case(*c) for c in product(batch, prompt, generate)], **options)
+
+
+@command.command()
+@_common
+@click.option("--requests", "count", type=click.IntRange(1, 10**6), default=500, show_default=True)
+@click.option("--prompt", default="16:256", show_default=True, callback=_range, help="Prompt tokens, or a range.")
+@click.option("--generate", default="16:128", show_default=True, callback=_range, help="New tokens, or a range.")
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), help="Arrivals a second (Poisson); default: all at once."
+)
+@click.option(
+    "--input",
+    "file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A JSONL batch file instead of random prompts.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of lengths, prompts and arrivals.")
+@_FAILS
+def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, file: str | None,
+               **mix: Any) -> None:  # fmt: skip
+    """A mix of requests, beside what pure prefill and pure decode of full batches would take for the same tokens.
+
+    With --input and engine.speculation, drafts are verified and the share that was right is shown; random prompts are
+    always run without."""
+    deployment = roomy(read_model(config, overrides), (), drafts=file is not None)
+    if file is not None:
+        from ..bench_input import read_items
+
+        mix = {"items": read_items(deployment, Path(file), mix["rate"], mix["seed"])}
+    console = Console(stderr=as_json == "-", highlight=False)
+    variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
+    with ended_by_term(), ExitStack() as stack:
+        (name, job), *_ = _start(stack, deployment, [variant])
+        with _telling() as say:
+            row = measure_mix(name, job, mix, repeats, say)
+    console.print(mix_table([row]))
+    _write([row], as_json)

@@ -1,0 +1,165 @@
+"""From cross_node.py's measurements to tables, verdicts and docs/performance.md. Pure but for `write_docs`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common import renewed, table
+from cross_cost import BAR as MODEL_BAR
+from cross_cost import cost_table, fits
+from cross_picture import picture
+from cross_wirings import cases, later_table, law_points, wiring_bars, wiring_tables
+
+Results = Mapping[str, Any]
+Line = Mapping[str, Any]
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+SMALL = 16384
+"""Bytes of a decode step's message; larger ones beside it are a prompt's."""
+REDUCE_BARS = {"2 x 1": 1.5e-3, "4 x 1": 2.6e-3}
+TWO_LEVEL_BAR = 1.3
+LARGE_BAR = 1.0
+"""Of gloo's time with a prompt's message, at most."""
+LLAMA_BARS = {(1e-3, 1): (20, 38), (1e-3, 8): (150, 280), (1e-4, 1): (38, 50), (1e-4, 8): (280, 360)}
+"""Tokens/s wanted of standard and ladder."""
+
+
+# all-reduces
+
+
+def _sums(results: Results, small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
+    """What was measured beside other libraries, a decode step's message or a prompt's, by (nodes x ranks, delay, bytes)
+    and lane."""
+    found: dict[tuple[str, float, int], dict[str, Line]] = {}
+    for line in results["reduce"]["lines"]:
+        if "/" not in line["lane"] and (line["bytes"] == SMALL) == small:
+            key = (f"{line['nodes']} x {line['per_node']}", line["delay_s"], line["bytes"])
+            found.setdefault(key, {})[line["lane"]] = line
+    return found
+
+
+def reduce_tables(results: Results) -> list[str]:
+    small = []
+    for (shape, _, _), lanes in _sums(results, True).items():
+        found = (lanes[name] for name in ("native", "gloo", "openmpi"))
+        small.append((shape, *(f"{line['median_s'] * 1e3:.2f} ({line['p90_s'] * 1e3:.2f})" for line in found)))
+    rows = [
+        "### One all-reduce of 16 KB, 1 ms one way",
+        "",
+        "Milliseconds, median (90th percentile), from the last rank's entry to the last one's return; all three take "
+        "turns in one set of ranks. Open MPI is set to use recursive doubling, its best here.",
+        "",
+        *table("nodes x ranks | laddertron | gloo | Open MPI", small),
+    ]
+    large = []
+    for (shape, delay, nbytes), lanes in _sums(results, False).items():
+        ours, gloo = (lanes[name]["median_s"] * 1e3 for name in ("native", "gloo"))
+        where = f"{shape}, {delay * 1e3:g} ms"
+        large.append((where, f"{nbytes >> 20} MB", f"{ours:.1f}", f"{gloo:.1f}", f"{gloo / ours:.2f}"))
+    if large:
+        rows += [
+            "",
+            "### One all-reduce of a prompt",
+            "",
+            "Milliseconds, median, in turns as above. Both move the fewest bytes there can be, and the link has no "
+            "rate of its own: what bounds them is the processor time of ranks and switch on the cores that they share.",
+            "",
+            *table("nodes x ranks, one-way delay | size | laddertron | gloo | gloo / laddertron", large),
+        ]
+    return [*rows, *cost_table(fits(results["reduce"]["lines"]))]
+
+
+# decoding
+
+
+SPEEDS = ("standard", "parallel", "ladder", "no-communication")
+SPEEDS_HEAD = "one way, batch | standard | parallel | ladder | no-comm."
+
+
+def llama_tables(results: Results) -> list[str]:
+    lines = results["llama150m"]["lines"]
+    decode, prefill = [], []
+    for (delay, batch), case in cases(lines).items():
+        where, top = f"{delay * 1e3:.3g} ms, {batch}", batch / case["no-communication"]["step_s"]
+        speeds = [batch / case[w]["step_s"] for w in SPEEDS[:3]]
+        decode.append((where, *(f"{s:.1f} ({s / top:.0%})" for s in speeds), f"{top:.1f}"))
+        prefill.append((where, *(_prefill(case[w]) for w in SPEEDS)))
+    return [
+        f"### {lines[0]['model']}, tp 2, one core and one node a rank, prompt {lines[0]['prompt']}",
+        "",
+        "Decode tokens/s. In brackets, as a share of the no-communication speed.",
+        "",
+        *table(SPEEDS_HEAD, decode),
+        "",
+        f"Prefill, tokens/s of prompts computed in one step: median of {lines[0]['prefills']}, in turns (slowest to "
+        "fastest).",
+        "",
+        *table(SPEEDS_HEAD, prefill),
+    ]
+
+
+def _prefill(line: Line) -> str:
+    """Tokens/s, and the range."""
+    seconds = (line["prefill_s"], *reversed(line["prefill_range_s"]))
+    return "{:.0f} ({:.0f} to {:.0f})".format(*(line["batch"] * line["prompt"] / s for s in seconds))
+
+
+TABLES = {
+    "reduce": reduce_tables,
+    "wirings": lambda results: [
+        *wiring_tables(results["wirings"]["lines"]),
+        "",
+        *later_table(results["wirings"]["lines"]),
+    ],
+    "llama150m": llama_tables,
+}
+
+
+def tables(results: Results) -> list[str]:
+    """Markdown of every part that was measured."""
+    rows: list[str] = []
+    for name, make in TABLES.items():
+        if name in results:
+            how = f"Load before: {results[name]['load_before']}, ranks at nice {results[name]['nice']}."
+            rows += [*make(results), "", how, ""]
+    return rows
+
+
+def bars(results: Results) -> list[str]:
+    """Each bar, met or missed, with its figure."""
+    rows: list[str] = []
+
+    def held(met: bool, text: str) -> None:
+        rows.append(f"{'met   ' if met else 'MISSED'} {text}")
+
+    if "reduce" in results:
+        ours = {shape: lanes["native"]["median_s"] for (shape, _, _), lanes in _sums(results, True).items()}
+        for shape, bar in REDUCE_BARS.items():
+            held(ours[shape] <= bar, f"16 KB over {shape}: {ours[shape] * 1e3:.2f} ms, at most {bar * 1e3:g} ms")
+        for (shape, delay, nbytes), lanes in _sums(results, False).items():
+            share, what = lanes["native"]["median_s"] / lanes["gloo"]["median_s"], f"{nbytes >> 20} MB over {shape}"
+            held(share <= LARGE_BAR, f"{what} at {delay * 1e3:g} ms: {share:.2f} of gloo's time, at most {LARGE_BAR:g}")
+        ratio = ours["2 x 2"] / ours["2 x 1"]
+        held(ratio <= TWO_LEVEL_BAR, f"16 KB over 2 x 2: {ratio:.2f} times 2 x 1, at most {TWO_LEVEL_BAR}")
+        worst = max(fitted.worst for fitted in fits(results["reduce"]["lines"]).values())
+        held(worst <= MODEL_BAR, f"cost model's worst fitted point: {worst:.0%}, at most {MODEL_BAR:.0%}")
+    if "wirings" in results:
+        for met, text in wiring_bars(results["wirings"]["lines"]):
+            held(met, text)
+    if "llama150m" in results:
+        for (delay, batch), case in cases(results["llama150m"]["lines"]).items():
+            wanted = LLAMA_BARS.get((delay, batch), ())
+            for wiring, bar in zip(("standard", "ladder"), wanted, strict=False):
+                speed = batch / case[wiring]["step_s"]
+                held(speed >= bar, f"150M {wiring} at {delay * 1e3:g} ms, batch {batch}: {speed:.1f}, at least {bar}")
+    return rows
+
+
+def write_docs(results: Results) -> None:
+    """Renews the measured part of docs/performance.md, and the picture."""
+    page = DOCS / "performance.md"
+    verdicts = ["### Bars", "", "```", *bars(results), "```"]
+    page.write_text(renewed(page.read_text(), [*tables(results), *verdicts]))
+    (DOCS / "pictures").mkdir(exist_ok=True)
+    (DOCS / "pictures" / "law.svg").write_text(picture(law_points(results["wirings"]["lines"])))

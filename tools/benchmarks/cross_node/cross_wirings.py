@@ -1,0 +1,156 @@
+"""The wirings among cross_node.py's measurements, several runs of each delay and batch: table and bars. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from common import spread, table
+from cross_law import Case, of_the_law, predicted_step, prices
+
+Line = Mapping[str, Any]
+WIRINGS = ("standard", "parallel", "ladder", "carried", "no-communication")
+LATER = "delay-2"
+"""Its outputs are read a sub-block later than ladder's: for delays that ladder cannot hide."""
+LAW_BAR, FROM_RATIO = 0.85, 0.2
+"""Of the law, wherever an all-reduce takes at least that share of a sub-block's computation."""
+SPEED_BAR, REST_BAR = 1.5, 0.98
+"""Ladder over standard at 1 ms, and without a delay."""
+
+
+def cases(lines: Sequence[Line]) -> dict[tuple[float, int], dict[str, Line]]:
+    """One run's lines by (delay, batch), each with its wirings' lines."""
+    found: dict[tuple[float, int], dict[str, Line]] = {}
+    for line in lines:
+        found.setdefault((line["delay_s"], line["batch"]), {})[line["wiring"]] = line
+    return dict(sorted(found.items()))
+
+
+def cells(lines: Sequence[Line]) -> dict[tuple[str, int], list[Case]]:
+    """By (delay in words, batch), each run's case. A delay that was aimed at an L/c differs from run to run."""
+    found: dict[tuple[str, int], list[Case]] = {}
+    for run in sorted({line["run"] for line in lines}):
+        for (delay, batch), case in cases([line for line in lines if line["run"] == run]).items():
+            aimed = case["standard"]["aimed"]
+            words = f"{delay * 1e3:g} ms" if aimed is None else f"L = {aimed:g} c"
+            found.setdefault((words, batch), []).append(case)
+    return dict(sorted(found.items(), key=lambda item: (median(delay_s, item[1]), item[0][1])))
+
+
+def delay_s(case: Case) -> float:
+    return float(case["standard"]["delay_s"])
+
+
+def speed_up(case: Case) -> float:
+    return float(case["standard"]["step_s"] / case["ladder"]["step_s"])
+
+
+def effective_ratio(case: Case) -> float:
+    """L/c as the steps themselves say it: what communication adds to what computation takes."""
+    return float(case["standard"]["step_s"] / case["no-communication"]["step_s"] - 1.0)
+
+
+def median(figure: Callable[[Case], float], runs: Sequence[Case]) -> float:
+    return statistics.median(map(figure, runs))
+
+
+def range_of(figure: Callable[[Case], float], runs: Sequence[Case]) -> str:
+    return spread([figure(case) for case in runs], ".2f")
+
+
+def step_of(wiring: str) -> Callable[[Case], float]:
+    return lambda case: float(case[wiring]["step_s"])
+
+
+def of_law(wiring: str) -> Callable[[Case], float]:
+    return lambda case: of_the_law(case, wiring)
+
+
+def ladder_law(case: Case) -> float:
+    return predicted_step(prices(case), "ladder")
+
+
+def wiring_tables(lines: Sequence[Line]) -> list[str]:
+    """Markdown: what the steps took, and what the law says of them."""
+    number = len({line["run"] for line in lines})
+    speeds, steps = [], []
+    for (delay, batch), runs in cells(lines).items():
+        where = f"{delay}, {batch}"
+        rates = (f"{batch / median(step_of(w), runs):.1f}" for w in WIRINGS)
+        speeds.append((where, *rates, range_of(speed_up, runs)))
+        p = [prices(case) for case in runs]
+        names = ("attention_s", "mlp_s", "all_reduce_s", "carrying_s", "outside_s")
+        found = [f"{statistics.median(getattr(each, name) for each in p) * 1e3:.2f}" for name in names]
+        found.insert(3, f"{statistics.median(each.ratio for each in p):.2f}")
+        taken = (f"{median(figure, runs) * 1e3:.1f}" for figure in (ladder_law, step_of("ladder")))
+        steps.append((where, *found, *taken, *(range_of(of_law(w), runs) for w in ("ladder", "standard"))))
+    shares = [line["switch_share"] for line in lines]
+    others = [line["other_threads_share"] for line in lines]
+    return [
+        f"### Wirings ({lines[0]['model']}, tp 2 over 2 nodes, one core a rank)",
+        "",
+        f"Decode tokens/s, medians of {number} runs; speed-up is ladder over standard, in brackets the slowest and the "
+        "fastest run. Carried: every message is sent, delivered and taken, and nobody waits for any. What that is "
+        "slower than no communication is what communicating takes from the cores: no wiring hides it.",
+        "",
+        *table("one way, batch | standard | parallel | ladder | carried | no-comm. | speed-up", speeds),
+        "",
+        "What the law says of these steps, in milliseconds. Its prices are each run's own: attention and MLP are a "
+        "sub-block's computation, L is one all-reduce of the step's size by itself, carrying is what an all-reduce "
+        "takes from the core in any case, outside is the step without its sub-blocks (embedding, head, gather, "
+        "sampling). The law's step is ladder's if all is hidden that the wiring lets be hidden "
+        "(`tools/benchmarks/cross_node/cross_law.py`). Of the law: that step over ladder's, in brackets the worst and "
+        "the best run. "
+        "Standard, of c + L: the same for standard, which hides nothing.",
+        "",
+        *table(
+            "one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "
+            "of the law | standard, of c + L",
+            steps,
+        ),
+        "",
+        f"The switch between the nodes, which a real cluster does not have, took {min(shares):.1%} to "
+        f"{max(shares):.1%} of one core, and a rank's threads beside its main one {min(others):.1%} to "
+        f"{max(others):.1%}: both on the cores that compute.",
+    ]
+
+
+def later_table(lines: Sequence[Line]) -> list[str]:
+    """Markdown: LATER beside ladder, where it ran."""
+    rows = []
+    for (delay, batch), runs in cells([line for line in lines if line["delay_s"] > 0]).items():
+        if all(LATER in case for case in runs):
+            rates = (f"{batch / median(step_of(w), runs):.1f}" for w in ("standard", "ladder", LATER))
+            gain = range_of(lambda case: step_of("standard")(case) / step_of(LATER)(case), runs)
+            ratio = median(lambda case: prices(case).ratio, runs)
+            rows.append((f"{delay}, {batch}", f"{ratio:.2f}", *rates, gain, range_of(of_law(LATER), runs)))
+    if not rows:
+        return []
+    return [
+        f"{LATER.capitalize()} beside ladder: each output is read a sub-block later, so two of them travel at once, and"
+        " the law's step is max(c, (c + L) / 3). Decode tokens/s; in brackets the slowest and the fastest run.",
+        "",
+        *table(f"one way, batch | L/c | standard | ladder | {LATER} | over standard | of the law", rows),
+    ]
+
+
+def wiring_bars(lines: Sequence[Line]) -> list[tuple[bool, str]]:
+    """(met, in words) of every case; each run's medians."""
+    found: list[tuple[bool, str]] = []
+    for (delay, batch), runs in cells(lines).items():
+        where = f"{delay}, batch {batch}"
+        if median(lambda case: prices(case).ratio, runs) >= FROM_RATIO:
+            share = range_of(of_law("ladder"), runs)
+            met = median(of_law("ladder"), runs) >= LAW_BAR
+            found.append((met, f"ladder {where}: {share} of the law, at least {LAW_BAR}"))
+        bar = {1e-3: SPEED_BAR, 0.0: REST_BAR}.get(delay_s(runs[0]))
+        if bar is not None:
+            met = median(speed_up, runs) >= bar
+            found.append((met, f"ladder {where}: {range_of(speed_up, runs)}x, at least {bar}x"))
+    return found
+
+
+def law_points(lines: Sequence[Line]) -> list[tuple[float, float, int]]:
+    """(L/c as the steps say it, speed-up, batch) of every cell, for the picture."""
+    return [(median(effective_ratio, runs), median(speed_up, runs), batch) for (_, batch), runs in cells(lines).items()]

@@ -1,0 +1,288 @@
+"""One rank's shard of 70B at tp 8 and 405B at tp 16 on one GPU: random weights, real kernels, all-reduces emulated at
+NVLink's and InfiniBand's untuned prices. Prints a JSON line a case, then a table beside the published speeds.
+
+    python tools/benchmarks/gpu_day.py --only shard             with what else a GPU is measured by
+    PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_shard.py --cases 70b --layers 16 --batch 1,16  by itself
+    PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_shard.py --device cpu --tiny  a toy model, a timer
+    for the fabric
+
+Emulated: every all-reduce of the other ranks (label in each line; k multiprocessors held, k = 0 a pure delay), and the
+gather of candidates, which no-communication keeps. Left out: sampling, the scheduler, ranks that come late. Every step
+decodes one token for each sequence at the same position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_model import BLOCK, fill, rewired
+from common import say
+from gpu_shard_report import shard_table
+from laddertron.engine.step.build import DTYPES
+from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
+from laddertron.models.attention import AttentionBackend, Capturable, KVCache, StepLayout
+from laddertron.models.attention_choice import make_attention
+from laddertron.models.config.known_models import known
+from laddertron.models.config.model_config import ModelConfig, make_wiring
+from laddertron.models.llama import LlamaModel
+from laddertron.models.ops_choice import make_ops
+from laddertron.models.stages import RankShard
+from laddertron.topology.comm.collectives import Alone, Collective, Pending
+from laddertron.topology.comm.emulated import emulate
+from laddertron.topology.comm.ledger import Ledger
+from laddertron.topology.cost.emulated_fabric import emulation_of
+from torch import Tensor
+
+WARM_UP = 3
+WIRINGS = ("standard", "parallel", "ladder")
+ALONE = 50
+"""All-reduces in a row that say how long one takes when nothing runs beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a fabric; `paper`: model and interconnect in the published table."""
+
+    model: str
+    ranks: int
+    fabric: str
+    paper: tuple[str, str]
+
+
+CASES = {
+    "70b": Case("llama-3.1-70b", 8, "8xH100", ("70B", "p2p")),
+    "70b-pcie": Case("llama-3.1-70b", 8, "8xH100-PCIe", ("70B", "no p2p")),
+    "405b": Case("llama-3.1-405b", 16, "2x8xH100", ("405B", "2 nodes")),
+}
+TINY = ModelConfig(
+    family="llama", num_layers=4, hidden_size=256, num_heads=16, num_kv_heads=8, head_dim=16, ffn_size=512,
+    vocab_size=512, max_position_embeddings=4096, norm_eps=1e-5, rope=known("llama-3.1-70b").rope,
+    wiring=make_wiring("standard", 4), dtype="bfloat16", tied_embeddings=False,
+)  # fmt: skip
+
+
+class Counted:
+    """A collective that counts what is started."""
+
+    def __init__(self, inner: Collective) -> None:
+        self.inner, self.started = inner, 0
+
+    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
+        self.started += 1
+        return self.inner.start(x, "", at_once)
+
+
+def lone_group(size: int) -> Any:
+    """torch's own stand-in: this process is rank 0 of `size`, and nobody is asked for anything."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    return dist.group.WORLD
+
+
+@dataclass(slots=True)
+class Rank:
+    """The shard, with a cache for `batch` sequences of `context` positions."""
+
+    case: Case
+    model: LlamaModel
+    cache: KVCache
+    attention: AttentionBackend
+    device: torch.device
+    context: int
+
+    @staticmethod
+    def make(
+        case: Case, config: ModelConfig, group: Any, device: torch.device, context: int, batch: int, attention: str
+    ) -> Rank:
+        dtype = DTYPES[config.dtype]
+        model = LlamaModel(
+            config, group, Alone(), make_ops(device, dtype), dtype=dtype, device=device, positions=context + 1
+        )
+        fill(model)
+        shard = RankShard(config, case.ranks, 0)
+        blocks = batch * -(-context // BLOCK) + 1  # the last one is nobody's: padding of recorded steps
+        cache = KVCache(shard, blocks, BLOCK, dtype, device)
+        return Rank(case, model, cache, make_attention(attention, shard, cache, dtype)[0], device, context)
+
+    def layout(self, batch: int, device: torch.device) -> tuple[StepLayout, Tensor]:
+        """A step of `batch` decodes at the last position, and its token ids."""
+        each = -(-self.context // BLOCK)
+        table = torch.arange(batch * each, device=device).view(batch, each)
+        at = torch.full((batch,), self.context - 1, device=device)
+        layout = StepLayout(
+            at, list(range(batch + 1)), [self.context] * batch, table, table[:, -1].clone(), at % BLOCK, batch
+        )
+        return layout, torch.arange(batch, device=device)
+
+    def step(self, model: LlamaModel, batch: int, recorder: GraphRecorder | None) -> Callable[[], Tensor]:
+        """What computes one step's logits: as the engine would, recorded where that can be had."""
+        if recorder is not None and isinstance(self.attention, Capturable):
+            most = -(-self.context // BLOCK)
+            graphs = DecodeGraphs(
+                model, self.attention, recorder, [batch], scratch_block=self.cache.num_blocks - 1, most_blocks=most
+            )
+            graphs.record()
+            layout, tokens = self.layout(batch, torch.device("cpu"))
+            return lambda: graphs.run(layout, tokens)
+        layout, tokens = self.layout(batch, self.device)
+        rows = torch.arange(batch, device=self.device)
+        return lambda: model.forward(tokens, layout, self.attention, rows)
+
+
+class Lane:
+    """One wiring over one emulated fabric."""
+
+    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: GraphRecorder | None) -> None:
+        case, self.device = rank.case, rank.device
+        self.wiring, self.held = wiring, held
+        self.emulation = emulation_of(case.fabric, case.ranks, held)
+        self.collective = Counted(emulate(Alone(), self.emulation, Ledger(), on_gpu=rank.device.type == "cuda"))
+        model = rewired(rank.model, wiring, self.collective)
+        layout, tokens = rank.layout(batch, rank.device)
+        model.forward(tokens, layout, rank.attention, tokens)
+        self.all_reduces = self.collective.started
+        self._step = rank.step(model, batch, recorder)
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """Seconds of one step and its gather of candidates, the device's end waited for."""
+        began = time.perf_counter()
+        self.collective.start(self._step().amax(-1)).wait()
+        wait_for(self.device)
+        return time.perf_counter() - began
+
+    def alone_s(self, message: Tensor, recorder: GraphRecorder | None) -> float:
+        """One all-reduce with nothing beside it: the fastest of some rows."""
+
+        def some() -> None:
+            for _ in range(ALONE):
+                self.collective.start(message).wait()
+
+        # On a GPU launches by the host would be slower than the messages.
+        call = some if recorder is None else recorder.record(some)
+        rows = []
+        for _ in range(WARM_UP + 1):
+            wait_for(self.device)
+            began = time.perf_counter()
+            call()
+            wait_for(self.device)
+            rows.append(time.perf_counter() - began)
+        return min(rows) / ALONE
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    case = CASES[name]
+    whole = TINY if args.tiny else known(case.model)
+    layers = args.layers or whole.num_layers
+    config = replace(whole, num_layers=layers, wiring=make_wiring("standard", layers))
+    group = lone_group(case.ranks)
+    try:
+        rank = Rank.make(case, config, group, device, args.context, max(args.batch), args.attention)
+        recorder = CudaRecorder(device) if device.type == "cuda" else None
+        for batch in args.batch:
+            yield from _batch(rank, batch, args, recorder, whole.num_layers)
+    finally:
+        dist.destroy_process_group()
+
+
+def _batch(
+    rank: Rank, batch: int, args: argparse.Namespace, recorder: GraphRecorder | None, whole: int
+) -> Iterator[dict[str, Any]]:
+    """All lanes of one batch, in turns."""
+    config, case = rank.model.config, rank.case
+    lanes = [Lane(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in args.k]
+    lanes.append(Lane(rank, "no-communication", 0, batch, recorder))
+    for lane in lanes:
+        for _ in range(WARM_UP):
+            lane.step()
+    for _ in range(args.rounds):
+        for lane in lanes:
+            lane.seconds += [lane.step() for _ in range(args.steps)]
+    message = torch.zeros((batch, config.hidden_size), dtype=DTYPES[config.dtype], device=rank.device)
+    alone = {lane.held: lane.alone_s(message, recorder) for lane in lanes[: len(args.k)]}
+    for lane in lanes:
+        step_s = statistics.median(lane.seconds)
+        yield {
+            "model": "tiny" if args.tiny else case.paper[0],
+            "interconnect": case.paper[1],
+            "device": device_name(rank.device),
+            "fabric": lane.emulation.label,
+            "timed_by": "kernel" if rank.device.type == "cuda" else "host timer",
+            "tp": case.ranks,
+            "layers": config.num_layers,
+            "of_layers": whole,
+            "attention": rank.attention.name,
+            "recorded": recorder is not None and isinstance(rank.attention, Capturable),
+            "batch": batch,
+            "context": rank.context,
+            "wiring": lane.wiring,
+            "k": lane.held,
+            "all_reduces": lane.all_reduces,
+            "predicted_us": round(lane.emulation.seconds(message.nbytes) * 1e6, 2),
+            "alone_us": round(alone[lane.held] * 1e6, 2),
+            "step_ms": round(step_s * 1e3, 4),
+            "fastest_ms": round(min(lane.seconds) * 1e3, 4),
+            "tokens_s": round(batch / step_s, 2),
+        }
+
+
+def device_name(device: torch.device) -> str:
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"
+
+
+def parse() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="a toy model in place of the real shapes")
+    parser.add_argument("--layers", type=int, default=0, help="0: all of the model's; fewer are said in every line")
+    parser.add_argument("--batch", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--k", type=numbers, default=[0, 4, 16], help="multiprocessors that an all-reduce holds")
+    parser.add_argument("--context", type=int, default=1280, help="positions that every token attends to")
+    parser.add_argument("--attention", default="auto", choices=["auto", "torch", "flashinfer"])
+    parser.add_argument("--steps", type=int, default=20, help="in a turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse()
+    unknown = set(args.cases.split(",")) - set(CASES)
+    if unknown:
+        print(f"--cases {', '.join(sorted(unknown))}: there are {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: --device cpu --tiny runs the same code with a timer", file=sys.stderr)
+        return 2
+    if args.device == "cpu" and args.k != [0]:
+        print("a CPU has no multiprocessors to hold: k = 0 alone", file=sys.stderr)
+        args.k = [0]
+    lines = []
+    with torch.inference_mode():
+        for name in args.cases.split(","):
+            for line in measure(name, args, torch.device(args.device)):
+                lines.append(line)
+                say(**line)
+    print(shard_table(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

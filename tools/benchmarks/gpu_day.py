@@ -1,0 +1,229 @@
+"""What one GPU shows, as one command (`make gpu`): its environment, the tests that need it, decoding beside
+transformers, prompts and mixed steps, one rank's shard beside the published speeds. Never ran on a GPU.
+
+    python tools/benchmarks/gpu_day.py                         under nine minutes on an H100; no network
+    python tools/benchmarks/gpu_day.py --only shard --again    these parts anew
+    python tools/benchmarks/gpu_day.py --device cpu --tiny     the same code with toy models, in seconds
+
+Each part is a process of its own with a limit. What has ended stands in --out (JSON), and a later call goes on with the
+rest; beside it lies the Markdown that docs/performance.md takes as it is. What is not installed is said, and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import table, versions
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PACKAGES = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "megatron-core", "transformers")
+TESTS = (
+    "tests/engine/step/test_graphs.py",
+    "tests/engine/sampling/test_philox.py",
+    "tests/engine/sampling/test_device_draw.py",
+    "tests/engine/sampling/test_noise_kernel.py",
+    "tests/models/weights/test_weights_quantised.py",
+    "tests/models/cuda",
+    "tests/topology/comm/test_emulated_fabric.py",
+    "tests/topology/comm/test_nccl_group.py",
+)
+"""Where tests are marked `gpu`."""
+DECODE_BAR, SHARD_BAR = 0.85, 0.95
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process: `argv` behind the interpreter, limited to so many seconds. Its JSON lines are its result."""
+
+    name: str
+    argv: tuple[str, ...]
+    limit_s: float
+
+
+def parts(device: str, tiny: bool) -> list[Part]:
+    """In the order of their worth."""
+    where = ("--device", device, *(("--tiny",) if tiny else ()))
+    decode, shard = ((str(HERE / "gpu" / f"{name}.py"), *where) for name in ("gpu_decode", "gpu_shard"))
+    one, prompts = ("--batch", "1", "--gen", "2", "--engines", "ours"), ("8", "32") if tiny else ("1024", "8192")
+    few = ("--repeat", "1") if tiny else ("--repeat", "2", "--gen", "48")
+    short = ("--steps", "2", "--rounds", "1", "--context", "64", "--batch", "1") if tiny else ("--batch", "1,16")
+    tests = TESTS[:1] if tiny else TESTS
+    return [
+        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", *tests), 150),
+        Part("decode", (*decode, *few, "--engines", "ours"), 150),
+        Part("shard 70b", (*shard, *short, "--cases", "70b"), 100),
+        Part("shard 405b", (*shard, *short, "--cases", "405b"), 120),
+        Part("transformers", (*decode, *few, "--engines", "transformers"), 100),
+        *[Part(f"prompts of {n}", (*decode, *few[:2], *one, "--prompt", n), 60) for n in prompts],
+    ]
+
+
+def run(part: Part, limit_s: float, environment: Mapping[str, str]) -> Found:
+    """Its JSON lines, and the end of what it said besides. A part that fails or is cut off has them up to there."""
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *part.argv], capture_output=True, text=True, timeout=limit_s, check=False,
+            env=environment, cwd=ROOT,
+        )  # fmt: skip
+        code, out, err = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:
+        code, out, err = 124, *(_text(stream) for stream in (late.stdout, late.stderr))
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    words = [line for line in (out + err).splitlines() if line and not line.startswith(("{", "|"))]
+    # Of pytest, 5: no test was chosen.
+    ok = code == 0 or (part.name == "tests" and code == 5)
+    return {"ok": ok, "code": code, "seconds": round(time.monotonic() - began, 1), "lines": lines, "said": words[-12:]}
+
+
+def _text(stream: Any) -> str:
+    return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
+
+
+def environment_report(device: str) -> Found:
+    """What is here, for the head of the page."""
+    import torch
+    from gpu_decode import machine
+
+    there = {"device": machine(torch.device(device)), "cuda": torch.version.cuda, "nvcc": shutil.which("nvcc")}
+    return {"python": sys.version.split()[0], **versions(*PACKAGES), **there}
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """The page's section."""
+    from gpu_decode import speed_table
+    from gpu_shard_report import shard_table
+
+    results: Mapping[str, Found] = found["parts"]
+    there = {name: value for name, value in found["environment"].items() if value}
+    out = [
+        "## One GPU",
+        "",
+        f"`make gpu` on {there.pop('device')} ({', '.join(f'{name} {value}' for name, value in there.items())}).",
+        *[f"Not installed: {name}." for name in PACKAGES if found["environment"].get(name) is None],
+        "",
+    ]
+    ended: list[tuple[object, ...]] = []
+    for name, result in results.items():
+        last = "" if result["ok"] and name != "tests" else " ".join(result["said"][-1:])
+        ended.append((name, "yes" if result["ok"] else result["code"], result["seconds"], last))
+    out += table("part | ended | seconds | last words", ended)
+    decodes = [line for name in ("decode", "transformers") for line in _lines(results, name, "engine")]
+    prompts = [line for name in results if name.startswith("prompts") for line in _lines(results, name, "engine")]
+    shards = [line for name in results if name.startswith("shard") for line in _lines(results, name, "wiring")]
+    if decodes:
+        floor = max(line["copy_gb_s"] for result in results.values() for line in result["lines"] if "copy_gb_s" in line)
+        words = f"{decodes[0]['model']}, bf16; the copy bandwidth is {floor:,.0f} GB/s."
+        out += ["", words, "", speed_table(decodes, floor * 1e9)]
+    mixed = [line for line in decodes if "mixed_ms" in line]
+    rows = [(f"{line['batch']} decodes and a prompt of {line['prompt']}", line["mixed_ms"]) for line in mixed]
+    rows += [(f"a prompt of {line['prompt']}", line["prompt"] / line["prefill_tok_s"] * 1e3) for line in prompts]
+    if rows:
+        out += ["", *table("step | ms", ((name, f"{ms:.2f}") for name, ms in rows))]
+    if shards:
+        out += ["", shard_table(shards)]
+    return "\n".join([*out, "", *bars(decodes, shards), ""])
+
+
+def _lines(results: Mapping[str, Found], name: str, key: str) -> list[Found]:
+    return [line for line in results.get(name, {"lines": []})["lines"] if key in line]
+
+
+def bars(decodes: Sequence[Found], shards: Sequence[Found]) -> list[str]:
+    """Each bar with its figure, reached or not; nothing for what was not measured."""
+    out = []
+    ours = [line["share"] for line in decodes if line["engine"] == "laddertron" and line["batch"] == 1]
+    if ours:
+        verdict = _verdict(max(ours) >= DECODE_BAR)
+        out.append(f"- Decoding at batch 1: {max(ours):.0%} of the copy bandwidth (bar {DECODE_BAR:.0%}): {verdict}.")
+    silent = {_shard(line): line["step_ms"] for line in shards if line["wiring"] == "no-communication"}
+    for line in shards:
+        if line["wiring"] == "ladder" and line["k"] == 0 and _shard(line) in silent:
+            share = silent[_shard(line)] / line["step_ms"]
+            out.append(
+                f"- Ladder's shard of {line['model']}, {line['interconnect']}, batch {line['batch']}, no multi"
+                f"processor held: {share:.2f} of no-communication (bar {SHARD_BAR}): {_verdict(share >= SHARD_BAR)}."
+            )
+    return out
+
+
+def _shard(line: Found) -> tuple[Any, ...]:
+    return line["model"], line["interconnect"], line["batch"]
+
+
+def _verdict(reached: bool) -> str:
+    return "reached" if reached else "**missed**"
+
+
+def child_environment(scratch: Path) -> dict[str, str]:
+    """PYTHONPATH for the parts: laddertron from this folder, installed or not."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    link = scratch / "laddertron"
+    if not link.is_symlink():
+        link.symlink_to(ROOT)
+    return os.environ | {"PYTHONPATH": os.pathsep.join((str(scratch), str(HERE), str(HERE / "gpu")))}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="toy models, for the code and not for figures")
+    parser.add_argument("--only", default="", help="parts whose names begin so")
+    parser.add_argument("--again", action="store_true", help="also those that have ended")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins later, none goes on for longer")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_day.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args, began = parse(), time.monotonic()
+    paths = child_environment(args.out.parent / "gpu_day")
+    sys.path[:0] = paths["PYTHONPATH"].split(os.pathsep)
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: --device cpu --tiny runs the same code", file=sys.stderr)
+        return 2
+    environment = environment_report(args.device)
+    found: Found = {"environment": environment, "parts": {}}
+    if args.out.exists():
+        before = json.loads(args.out.read_text())
+        if before["environment"] == environment:  # figures of another machine or library are not mixed in
+            found = before
+    for part in parts(args.device, args.tiny):
+        left = args.minutes * 60 - (time.monotonic() - began)
+        done = found["parts"].get(part.name)
+        if not part.name.startswith(args.only) or (done is not None and done["ok"] and not args.again):
+            continue
+        if left <= 0:
+            print(f"{part.name}: left for the next call", file=sys.stderr)
+            continue
+        print(f"{part.name} …", file=sys.stderr, flush=True)
+        found["parts"][part.name] = run(part, min(part.limit_s, left), paths)
+        _write(args.out, json.dumps(found, indent=1))
+        _write(args.out.with_suffix(".md"), markdown(found))
+    print(markdown(found))
+    return 0 if all(part["ok"] for part in found["parts"].values()) else 1
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: this process may be cut off at any moment."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""A Hugging Face folder of random weights, which every peer and laddertron load alike.
+
+python tools/benchmarks/peers/model.py build/peers/llama
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+LLAMA_150M = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 2816,
+    "vocab_size": 8192,
+    "max_position_embeddings": 2048,
+}
+
+
+def write(folder: Path, **other: int) -> None:
+    """bf16, untied, in files of a gigabyte at most, the same each time. other: LlamaConfig's sizes in place of
+    LLAMA_150M's."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **LLAMA_150M | other, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, dtype=torch.bfloat16
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="1GB")
+    words = {f"t{number}": number for number in range(config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

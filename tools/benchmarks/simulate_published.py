@@ -1,0 +1,318 @@
+"""The simulator against published speeds of Ladder Residual on H100 (arXiv 2501.06589): constants fitted on half of the
+rows, every row predicted, misses listed. `python tools/benchmarks/simulate_published.py [--write]`; no GPU, some
+seconds.
+
+The measured implementation is not this engine: one flat all-reduce, embedding and head on every rank, keys and values
+read from a static cache of 1,536 positions and repeated for every query head. Rates are of decoding alone: with the
+prompt counted in, batch 64 without peer access would need links that are faster than they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+
+import numpy as np
+from common import renewed, table
+from laddertron.models.config.known_models import known
+from laddertron.models.config.model_config import ModelConfig
+from laddertron.models.config.parts import make_wiring
+from laddertron.tools.plan.roofline import (
+    NCCL_CONTENTION,
+    WEIGHT_SHARE,
+    ComputeRates,
+    Contention,
+    Links,
+    Load,
+    SimulatedGroup,
+    gpu_rates,
+    links,
+)
+from laddertron.tools.plan.step_simulator import Wire, bisect
+from laddertron.topology.cost.cost import Costs, Regime, Shape
+from laddertron.topology.cost.prices import reference
+from laddertron.topology.hardware.fabric import LinkClass
+from laddertron.topology.hardware.presets import GPU_MODELS
+from laddertron.topology.link_cost import LinkCost
+
+POSITIONS = 1536  # prompt 1024, generate 512, in a static cache
+OVERHEAD_S = 10e-6
+LIMIT = 0.10
+
+Key = tuple[str, str, int]
+"""(model, interconnect, batch)"""
+
+TOKENS: dict[Key, dict[str, float]] = {
+    ("70B", "p2p", 1): {"standard": 77.4, "ladder": 101.2, "parallel": 94.2, "none": 110.6},
+    ("70B", "p2p", 4): {"standard": 258.6, "ladder": 331.5, "parallel": 307.3, "none": 355.8},
+    ("70B", "p2p", 16): {"standard": 843.0, "ladder": 1004.0, "parallel": 974.0, "none": 1110.0},
+    ("70B", "p2p", 64): {"standard": 1941.0, "ladder": 2242.0, "parallel": 2259.0, "none": 2474.0},
+    ("70B", "no p2p", 1): {"standard": 51.7, "ladder": 82.6, "parallel": 72.4},
+    ("70B", "no p2p", 4): {"standard": 173.6, "ladder": 271.8, "parallel": 241.1},
+    ("70B", "no p2p", 16): {"standard": 547.0, "ladder": 739.0, "parallel": 744.0},
+    ("70B", "no p2p", 64): {"standard": 1454.0, "ladder": 1864.0, "parallel": 1874.0},
+    ("405B", "2 nodes", 1): {"standard": 28.5, "ladder": 38.8, "none": 43.3},
+    ("405B", "2 nodes", 4): {"standard": 97.3, "ladder": 127.2, "none": 147.0},
+    ("405B", "2 nodes", 8): {"standard": 163.6, "ladder": 228.0, "none": 271.1},
+    ("405B", "2 nodes", 16): {"standard": 290.2, "ladder": 391.6, "none": 473.6},
+}
+"""Tokens/s over all sequences; "none" leaves every all-reduce out."""
+
+FITTED: tuple[Key, ...] = (
+    ("70B", "p2p", 1),
+    ("70B", "p2p", 64),
+    ("70B", "no p2p", 1),
+    ("70B", "no p2p", 64),
+    ("405B", "2 nodes", 1),
+    ("405B", "2 nodes", 16),
+)
+"""The half that constants are fitted on; the other half tests them."""
+
+SPEEDUPS = {
+    "p2p": {"1B": 1.56, "3B": 1.57, "8B": 1.46, "34B": 1.44, "70B": 1.29, "405B": 1.31},
+    "no p2p": {"1B": 1.39, "3B": 1.50, "8B": 1.40, "34B": 1.47, "70B": 1.59, "405B": 1.57},
+}
+"""Ladder over standard at batch 4, tp 8 (405B: tp 16 over two nodes); none of them is fitted but 70B's and 405B's."""
+
+SHAPES = {
+    "p2p": Shape(1, 8, "nvlink", "ib", 8, 450e9, 50e9),
+    "no p2p": Shape(1, 8, "pcie", "ib", 8, None, 50e9),
+    "2 nodes": Shape(2, 8, "nvlink", "ib", 8, 450e9, 50e9),
+    "2 nodes, no p2p": Shape(2, 8, "pcie", "ib", 8, None, 50e9),
+}
+
+
+def model(name: str) -> ModelConfig:
+    """The shape that was measured: its 405B has 16 KV heads."""
+    if name == "405B":
+        return replace(known("llama-3.1-405b"), num_kv_heads=16)
+    names = {"1B": "ladder-1b", "3B": "ladder-3b", "8B": "llama-3.1-8b", "34B": "codellama-34b", "70B": "llama-3.1-70b"}
+    return known(names[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """One set for all rows: `rates` and `kv_reads` of computing, a price of each link, contention by interconnect."""
+
+    rates: ComputeRates
+    kv_reads: float
+    links: dict[str, LinkCost]
+    contention: dict[str, Contention]
+
+    def price(self, interconnect: str) -> Links:
+        shape = SHAPES[interconnect]
+        inside = self.links["pcie" if shape.intra == "pcie" else "nvlink"]
+        costs = Costs("nccl", (Regime(OVERHEAD_S, inside, self.links["ib"]),))
+        slowest = "2 nodes" if shape.nodes > 1 else interconnect
+        return links("nccl", shape, costs, self.contention[slowest], "fitted")
+
+    def group(self, name: str, interconnect: str) -> SimulatedGroup:
+        return SimulatedGroup(
+            model(name), SHAPES[interconnect].size, self.rates, self.price(interconnect),
+            replicate_embedding=True, replicate_head=True, kv_reads=self.kv_reads,
+        )  # fmt: skip
+
+    def tokens_per_s(self, key: Key, wiring: str) -> float:
+        name, interconnect, batch = key
+        group = self.group(name, interconnect)
+        step = group.step(Load(decodes=batch, context=POSITIONS), make_wiring(wiring, group.config.num_layers))
+        return batch / step.total_s
+
+
+def fit(rows: Sequence[Key] = FITTED) -> Constants:
+    """All constants, in three stages: computing from rows without communication, links from what standard takes
+    longer, contention from what ladder leaves of that."""
+    rates, kv_reads = _fit_rates([row for row in rows if "none" in TOKENS[row]])
+    free = dict.fromkeys(("nvlink", "pcie", "ib"), LinkCost(0, 1e15))
+    found = Constants(rates, kv_reads, free, dict.fromkeys(("p2p", "no p2p", "2 nodes"), Contention(0.0, 0.0)))
+    for interconnect, link in (("p2p", "nvlink"), ("no p2p", "pcie"), ("2 nodes", "ib")):
+        mine = [row for row in rows if row[1] == interconnect]
+        found = replace(found, links={**found.links, link: _fit_link(found, interconnect, mine)})
+        found = replace(found, contention={**found.contention, interconnect: _fit_contention(found, mine)})
+    return found
+
+
+def _fit_rates(rows: Sequence[Key]) -> tuple[ComputeRates, float]:
+    """Least squares of relative errors: seconds = weight bytes, calls with one row, calls with more and KV bytes, each
+    at its price."""
+    peak = GPU_MODELS["H100"]
+    lines, seconds = [], []
+    for name, interconnect, batch in rows:
+        size = SHAPES[interconnect].size
+        unit = ComputeRates(1e30, 1.0, 1.0, 0.0, 0.0, "")
+        group = SimulatedGroup(model(name), size, unit, Links(lambda n: Wire(0.0), lambda n: "none", ""),
+                      replicate_embedding=True, replicate_head=True)  # fmt: skip
+        layers = group.config.num_layers
+        weights, both = (
+            group.step(Load(decodes=batch, context=context), make_wiring("none", layers)).total_s
+            for context in (0, POSITIONS)
+        )
+        calls = 2 * layers
+        lines.append([weights, calls * (batch == 1), calls * (batch > 1), both - weights])
+        seconds.append(batch / TOKENS[name, interconnect, batch]["none"])
+    matrix, target = np.asarray(lines, dtype=float), np.asarray(seconds)
+    scale = np.abs(matrix).max(axis=0)
+    a, b, c, d = np.linalg.lstsq(matrix / scale / target[:, None], np.ones(len(target)), rcond=None)[0] / scale
+    rates = ComputeRates(peak.bf16_flops * 0.55, 1 / float(a), 1 / float(a), float(b), float(c), "fitted")
+    return rates, float(d / a)
+
+
+def _fit_link(found: Constants, interconnect: str, rows: Sequence[Key]) -> LinkCost:
+    """Latency and bytes/s of the one link that is not known yet, from what standard takes longer than computing."""
+    shape = SHAPES[interconnect]
+    hops, volume = (14.0, 1.75) if shape.nodes == 1 else (2.0, 1.875)
+    lines, rest = [], []
+    for name, _, batch in rows:
+        group = found.group(name, interconnect)
+        layers = group.config.num_layers
+        alone = group.step(Load(decodes=batch, context=POSITIONS), make_wiring("none", layers)).total_s
+        key = (name, interconnect, batch)
+        slower = batch / TOKENS[key]["standard"] - alone
+        known_s = OVERHEAD_S + (14 * found.links["nvlink"].latency_s if shape.nodes > 1 else 0.0)
+        lines.append([hops, volume * group.message_bytes(Load(decodes=batch))])
+        rest.append(slower / (2 * layers) - known_s)
+    matrix, target = np.asarray(lines), np.asarray(rest)
+    latency, each = np.linalg.lstsq(matrix / target[:, None], np.ones(len(target)), rcond=None)[0]
+    if latency < 0 or each <= 0:
+        raise ValueError(f"{interconnect}: fitted {latency} s and {each} s a byte: the rows contradict the model")
+    return LinkCost(float(latency), 1 / float(each))
+
+
+def _fit_contention(found: Constants, rows: Sequence[Key]) -> Contention:
+    """Where ladder's rows are met: the smallest batch, whose messages are mostly latency, says what waiting costs, the
+    largest what moving bytes does; in turns, as each has a little of both."""
+    interconnect = rows[0][1]
+    small, large = min(rows, key=lambda row: row[2]), max(rows, key=lambda row: row[2])
+    best = Contention(0.0, 0.0)
+
+    def too_fast(row: Key, trial: Contention) -> float:
+        constants = replace(found, contention={**found.contention, interconnect: trial})
+        return log(TOKENS[row]["ladder"] / constants.tokens_per_s(row, "ladder"))
+
+    for _ in range(6):
+        moving = best.moving
+        best = Contention(bisect(lambda x, m=moving: too_fast(small, Contention(x, m)), 0.0, 2.0, 20), moving)  # type: ignore[misc]
+        waiting = best.waiting
+        best = Contention(waiting, bisect(lambda x, w=waiting: too_fast(large, Contention(w, x)), 0.0, 2.0, 20))  # type: ignore[misc]
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published number and what the simulator says."""
+
+    what: str
+    key: Key
+    fitted: bool
+    published: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.published - 1.0
+
+
+def speedups(constants: Constants) -> Iterator[Row]:
+    """Ladder (and parallel) over standard, for every row of 70B and 405B, and 405B without peer access."""
+    for key, published in TOKENS.items():
+        standard = constants.tokens_per_s(key, "standard")
+        for wiring in ("ladder", "parallel"):
+            if wiring in published:
+                said = published[wiring] / published["standard"]
+                fitted = key in FITTED and wiring == "ladder"
+                yield Row(wiring, key, fitted, said, constants.tokens_per_s(key, wiring) / standard)
+    key = ("405B", "2 nodes, no p2p", 4)
+    ratio = constants.tokens_per_s(key, "ladder") / constants.tokens_per_s(key, "standard")
+    yield Row("ladder", key, False, SPEEDUPS["no p2p"]["405B"], ratio)
+
+
+def rates(constants: Constants) -> Iterator[Row]:
+    """Tokens/s of every published cell."""
+    for key, published in TOKENS.items():
+        for wiring, said in published.items():
+            yield Row(wiring, key, key in FITTED and wiring != "parallel", said, constants.tokens_per_s(key, wiring))
+
+
+def other_sizes(constants: Constants) -> Iterator[Row]:
+    """Batch 4 of models whose own speed was not published: computing extrapolated from 70B and 405B."""
+    for interconnect in ("p2p", "no p2p"):
+        for name in ("34B", "8B", "3B", "1B"):
+            key = (name, interconnect, 4)
+            ratio = constants.tokens_per_s(key, "ladder") / constants.tokens_per_s(key, "standard")
+            yield Row("ladder", key, False, SPEEDUPS[interconnect][name], ratio)
+
+
+def shipped(constants: Constants) -> Constants:
+    """The rates, prices and contention that `plan` uses; of the fitted ones only what its engine does not do, the
+    repeated reading of keys and values."""
+    found = {}
+    for link, shape in (("nvlink", SHAPES["p2p"]), ("pcie", SHAPES["no p2p"]), ("ib", SHAPES["2 nodes"])):
+        regime = reference("nccl", shape).regimes[0]
+        price = regime.inter if link == "ib" else regime.intra
+        if price is not None:
+            found[link] = price
+    names: dict[str, LinkClass] = {"p2p": "nvlink", "no p2p": "pcie", "2 nodes": "ib"}
+    device = GPU_MODELS["H100"].device(0, "", 0)
+    rates = replace(
+        gpu_rates(device), kv_bytes_per_s=device.memory_bandwidth * WEIGHT_SHARE if device.memory_bandwidth else 0.0
+    )
+    return Constants(rates, constants.kv_reads, found, {k: NCCL_CONTENTION[v] for k, v in names.items()})
+
+
+def report(constants: Constants) -> list[str]:
+    """Everything as Markdown."""
+    r = constants.rates
+    peak = GPU_MODELS["H100"].memory_bandwidth
+    constant = [
+        ("share of memory bandwidth", f"{r.weight_bytes_per_s / peak:.1%}"),
+        ("a sub-block beyond its bytes, one row / more", f"{r.call_one_s * 1e6:.1f} / {r.call_many_s * 1e6:.1f} us"),
+        ("reads of a key or value", f"{constants.kv_reads:.1f}"),
+    ]
+    for name, link in constants.links.items():
+        constant.append((name, f"{link.latency_s * 1e6:.2f} us a hop, {link.bytes_per_s / 1e9:.1f} GB/s"))
+    for name, slows in constants.contention.items():
+        slower = f"computing slower behind {name}: while waiting / moving"
+        constant.append((slower, f"{slows.waiting:.2f} / {slows.moving:.2f}"))
+    lines = table("constant | fitted", constant)
+    for title, rows in (
+        ("Speed-ups over standard", list(speedups(constants))),
+        ("Tokens/s", list(rates(constants))),
+        ("Speed-ups of other sizes, batch 4 (computing extrapolated)", list(other_sizes(constants))),
+        ("Speed-ups with the prices that plan uses", list(speedups(shipped(constants)))),
+    ):
+        cells = []
+        for row in rows:
+            said = [f"{rate:.{2 if row.published < 10 else 1}f}" for rate in (row.published, row.simulated)]
+            error = f"{row.error:+.1%}" + ("" if abs(row.error) <= LIMIT else " **miss**")
+            cells.append((*row.key, row.what, "yes" if row.fitted else "", *said, error))
+        tested = [abs(row.error) for row in rows if not row.fitted]
+        missed = sum(error > LIMIT for error in tested)
+        mean = exp(sum(log(1 + error) for error in tested) / len(tested)) - 1
+        lines += [
+            "",
+            f"### {title}",
+            "",
+            *table("model | interconnect | batch | wiring | fitted | published | simulated | error", cells),
+            "",
+            f"{len(tested)} rows that nothing was fitted on: mean error {mean:.1%}, worst {max(tested):.1%}, "
+            f"{missed} beyond {LIMIT:.0%}.",
+        ]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="to docs/plans/validation.md instead of the terminal")
+    lines = report(fit())
+    if parser.parse_args().write:
+        page = Path(__file__).resolve().parents[2] / "docs" / "plans" / "validation.md"
+        page.write_text(renewed(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    else:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A daemon of one's own, for a show or a measurement: `laddertron serve` on a free port, ended whatever happens; and
+the batches that the demos send."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...launchers.cli.batch_client import ENDED, BatchClient
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ROOT / "configs/demo-prompts.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedDaemon:
+    """A daemon that answers on loopback."""
+
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def ask(url: str, body: Any = None, timeout_s: float = 30.0) -> Any:
+    """JSON in, JSON out. Raises URLError (HTTPError for what the server refuses)."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return json.load(answer)
+
+
+def wait_until(
+    what: str,
+    condition: Any,
+    timeout_s: float,
+    process: subprocess.Popen[bytes] | None = None,
+    log: Path | None = None,
+) -> None:
+    """Asks five times a second: servers that come up tell nobody. Raises RuntimeError, with the last words of `log`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError, KeyError):
+            if condition():
+                return
+        last = "" if log is None else f":\n{log.read_text()[-3000:]}"
+        if process is not None and process.poll() is not None:
+            raise RuntimeError(f"{what}: the process ended with status {process.returncode}{last}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what}: not within {timeout_s:g} s{last}")
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def started(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of its own group that is ended, kindly and then not, when the block is left."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> int:
+    """SIGTERM, the exit status; SIGKILL to its whole group where that does not help."""
+    if process.poll() is None:
+        process.terminate()
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def serve_command(config: Path, settings: Mapping[str, object]) -> list[str]:
+    """`laddertron serve CONFIG` with these keys."""
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    return [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(config), *words]
+
+
+@contextlib.contextmanager
+def serving(config: Path, log: Path, settings: Mapping[str, object]) -> Iterator[ServedDaemon]:
+    """The daemon, once it is ready; `settings`: keys that override the file's. Raises RuntimeError with its last words
+    where it does not come up."""
+    port = free_port()
+    with started(serve_command(config, {"daemon.port": port, **settings}), log) as process:
+        daemon = ServedDaemon(port, process.pid)
+        wait_until("the daemon", lambda: ask(f"{daemon.url}/ready"), 120, process, log)
+        yield daemon
+
+
+def write_lines(path: Path, count: int, chats: bool = False, **more: Any) -> None:
+    """A batch of the demo's prompts over and over, each with a seed of its own; `more`: of each body, over its own."""
+    known = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    known = [line for line in known if chats or "prompt" in line["body"]]
+    with path.open("w") as file:
+        for number in range(count):
+            line = known[number % len(known)]
+            body = {**line["body"], "seed": number, **more}
+            file.write(json.dumps({**line, "custom_id": f"line-{number}", "body": body}) + "\n")
+
+
+def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
+    """What the answers in `files` come to, and whether each of the `count` lines has exactly one."""
+    ids = [json.loads(row)["custom_id"] for path in files for row in path.read_text().splitlines()]
+    lost, twice = count - len(set(ids)), len(ids) - len(set(ids))
+    return f"{count} lines, {len(ids)} answers, {lost} lost, {twice} duplicate", not lost and not twice
+
+
+def words_of(pid: int) -> list[str]:
+    """A process's command line; [] once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def batch_seconds(daemon: ServedDaemon, lines: Path, count: int) -> float:
+    """Of a batch of completions, from its creation to its end. Raises RuntimeError unless all `count` lines of the file
+    were answered."""
+    client = BatchClient(f"{daemon.url}/v1")
+    file = client.upload(lines)["id"]
+    began = time.monotonic()
+    batch = client.create(file, "/v1/completions", "24h", None, str(began))
+    while batch["status"] not in ENDED:
+        time.sleep(0.05)
+        batch = client.batch(batch["id"])
+    seconds = time.monotonic() - began
+    if batch["status"] != "completed" or batch["request_counts"]["completed"] != count:
+        raise RuntimeError(f"the batch did not complete: {batch}")
+    return seconds

@@ -1,0 +1,152 @@
+"""What a plan answers first: what it stands on, the verdict, a few tables that fit 80 columns. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import eq, le
+
+from ...engine.step.memory import GIB
+from .advice import describe
+from .estimate import CapacityEstimate
+from .layouts import Layout, by_cost
+
+_CHEAPEST = 6
+TOKEN_MS = (5, 10, 20, 25, 30, 40, 50, 75, 100, 200, 500)
+"""Milliseconds that a sequence's token may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One table. The first `left` columns are words, the rest numbers; `note` stands under it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+    note: str = ""
+
+
+def ms(seconds: float) -> str:
+    """As tables show it, without its unit."""
+    return f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def binary(count: float) -> str:
+    """Bytes, as `47.7 GiB`."""
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def basis(plan: CapacityEstimate) -> str:
+    """What the answer stands on: which machines, and how far off such answers were."""
+    q = plan.question
+    assumed = any("no fabric was named" in note for note in q.notes)
+    where = f"{_devices(plan)} assumed; --fabric for yours" if assumed else f"{_devices(plan)}, as named"
+    return f"{where}. {_MISSED[q.keys.gpu]}"
+
+
+_MISSED = {
+    True: "Predicted: published H100 runs were missed by 6.1% in tokens/s, 15.7% at most.",
+    False: "Predicted: steps over emulated links were missed by 4.0 %, by 14.0 % at most.",
+}
+"""As docs/plans/validation.md has it."""
+
+
+def _devices(plan: CapacityEstimate) -> str:
+    return next((n.devices[0].name for n in plan.question.fabric.nodes if n.devices), "CPU cores")
+
+
+def headline(plan: CapacityEstimate) -> str:
+    """Model, layout, verdict."""
+    q = plan.question
+    p = q.placement
+    nodes, devices = {s.hostname for s in p.seats}, _devices(plan)
+    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    many = (f" x pp {p.stages}" if p.stages > 1 else "") + (f" x {p.replicas} replicas" if p.replicas > 1 else "")
+    return (
+        f"{q.name}: {parameters(q.config.num_parameters)} parameters ({q.stored.weights}, {q.config.wiring.name}), "
+        f"tp {p.tensor_parallel_size}{many} on {count} of {devices}: {plan.memory.verdict}"
+    )
+
+
+def parameters(count: int) -> str:
+    """405.9B, or 0.9M."""
+    return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
+
+
+def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
+    """What decides, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
+    m, q = plan.memory, plan.question
+    rest = m.device_bytes - m.weight_bytes - m.kv_bytes
+    parts = (("weights", m.weight_bytes), ("KV cache", m.kv_bytes), ("buffers, reserve, not used", rest))
+    memory = [(name, binary(max(0, size)), f"{size / m.device_bytes:.0%}") for name, size in parts]
+    memory.append(("there is", binary(m.device_bytes), ""))
+    wirings = tuple(dict.fromkeys(w for w in ("standard", q.config.wiring.name, "ladder") if w in plan.wirings))
+    fitting = sorted({p.batch for p in plan.predictions if p.fits})
+    speeds = {(p.wiring, p.batch): p for p in plan.predictions}
+    own = q.config.wiring.name if q.config.wiring.name in wirings else "standard"
+    decoding = []
+    for batch in dict.fromkeys((*fitting[:1], *fitting[len(fitting) // 2 :][:1], *fitting[-1:])):
+        rates = (f"{speeds[name, batch].tokens_per_s:,.0f}" for name in wirings)
+        decoding.append((f"{batch:,}", ms(speeds[own, batch].time.total_s), *rates))
+    layouts = []
+    for x in by_cost(plan.layouts)[:_CHEAPEST]:
+        if (best := x.cheapest) is not None and (quick := x.fastest) is not None:
+            name = _short(x)
+            rate = f"{best.output_per_s:,.0f}"
+            layouts.append((name, ms(quick.step_s), f"{best.batch:,}", rate, f"{best.dollars:.2f}"))
+    columns = ("layout", "ms alone", "batch", "tokens/s", "$ a million")
+    note = (
+        f"With prompts of {q.work.prompt}, at ${q.work.gpu_hour:g} a GPU hour. Wirings need weights trained for them."
+    )
+    return (
+        Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
+        Sheet("Decoding: tokens/s", ("batch", "step ms", *wirings), tuple(decoding), 0),
+        Sheet("Cheapest layouts of these GPUs", columns, tuple(layouts), 1, note),
+        *verdicts(plan, priced=False)[:2],
+    )
+
+
+def _short(layout: Layout) -> str:
+    return describe(layout).replace(" replicas of ", " x ")
+
+
+def verdicts(plan: CapacityEstimate, priced: bool = True) -> list[Sheet]:
+    """The cheapest layout for the weights at hand, by what else is given."""
+    batches = [(x, s.batch, s.dollars) for x in plan.layouts for s in x.speeds]
+    times = [(x, s.step_s * 1e3, s.dollars) for x in plan.layouts for s in x.speeds]
+    depths = [(x, d.context, d.dollars) for x in plan.layouts for d in x.depths if d.sequences]
+    return [
+        _verdict("sequences", "{:,}", sorted({n for _, n, _ in batches}), eq, batches, priced),
+        _verdict("time a token", "{} ms", TOKEN_MS, le, times, priced),
+        _verdict("context", "{:,}", sorted({n for _, n, _ in depths}), eq, depths, priced),
+    ]
+
+
+def _verdict(
+    given: str,
+    form: str,
+    limits: Sequence[int],
+    suits: Callable[[float, float], bool],
+    offers: Sequence[tuple[Layout, float, float]],
+    priced: bool,
+) -> Sheet:
+    """offers: a layout, what it offers of what is given, and what a million tokens cost then. A row that says what the
+    one before says is left out."""
+    kinds = dict.fromkeys((x.stored.weights, x.wiring.name) for x, _, _ in offers)
+    rows: list[tuple[str, ...]] = []
+    for limit in limits:
+        cells = []
+        for kind in kinds:
+            mine = [offer for offer in offers if (offer[0].stored.weights, offer[0].wiring.name) == kind]
+            fitting = (offer for offer in mine if suits(offer[1], limit))
+            best = min(fitting, key=lambda offer: offer[2], default=None)
+            name = _short(best[0]).partition(",")[0] if best else "-"
+            cells.append(f"{name}: ${best[2]:.2f}" if best and priced else name)
+        if set(cells) != {"-"} and (not rows or tuple(cells) != rows[-1][1:]):
+            rows.append((form.format(limit), *cells))
+    columns = (given, *(f"{weights.replace('bfloat', 'bf')} {wiring}" for weights, wiring in kinds))
+    return Sheet(f"Cheapest for the weights at hand, by {given}", columns, tuple(rows))

@@ -1,0 +1,1 @@
+"""Commands of tools/plan: one file each."""

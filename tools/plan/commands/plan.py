@@ -1,0 +1,101 @@
+"""`laddertron plan`: whether a model fits and how fast it will be, before anything is paid for.
+
+No torch, no MPI, no weights, no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ....launchers.cli.fabric_source import faults_of
+from ....models.config.wiring import WIRINGS
+from ..advice import deployment_text
+from ..estimate import CapacityEstimate, make_plan
+from ..layouts import Work
+from ..plan_source import question
+from ..tables import as_json, markdown
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path())
+@click.option("--model", metavar="NAME", help="A known architecture, such as llama-3.1-405b, in place of CONFIG.")
+@click.option("--nodes", "--fabric", "fabric", metavar="SPEC|FILE", help="2x8xH100, or a file of `topo --save`.")
+@click.option("--tp", type=click.IntRange(1), help="With --model: ranks of a replica.")
+@click.option("--replicas", type=click.IntRange(1), help="With --model.")
+@click.option(
+    "--wiring",
+    type=click.Choice(WIRINGS),
+    default="auto",
+    help="With --model; hybrid ladders the last half of the layers.",
+)
+@click.option("--max-model-len", type=click.IntRange(1), help="With --model: positions a sequence may have.")
+@click.option("--fp8", is_flag=True, help="Weights in fp8, whatever the folder says.")
+@click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a request's prompt.")
+@click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Tokens of an answer.")
+@click.option(
+    "--gpu-hour", type=click.FloatRange(0), default=2.5, show_default=True, metavar="DOLLARS", help="What a GPU costs."
+)
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@click.option("--all", "whole", is_flag=True, help="Every table, and what they rest on.")
+@click.option("--json", "json_out", is_flag=True, help="Every number, in base units.")
+@click.option("--markdown", "markdown_out", is_flag=True, help="The tables as Markdown.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write one self-contained page with plots."
+)
+@click.option(
+    "--write", "write", type=click.Path(dir_okay=False), metavar="FILE", help="Write the cheapest layout's deployment."
+)
+def command(
+    config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
+    max_model_len: int | None, fp8: bool, prompt: int, output: int, gpu_hour: float, overrides: tuple[str, ...],
+    whole: bool, json_out: bool, markdown_out: bool, html: str | None, write: str | None,
+) -> None:  # fmt: skip
+    """Predict memory, speed and cost of a deployment, and compare it with other layouts of the same GPUs.
+
+    \b
+      laddertron plan deploy.yaml
+      laddertron plan deploy.yaml --fabric fabric.json --html plan.html
+      laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --write deploy.yaml
+      laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --wiring ladder --gpu-hour 1.90 --json
+    """
+    for name, value in (("--tp", tp), ("--replicas", replicas), ("--max-model-len", max_model_len)):
+        if value is not None and config is not None:
+            raise click.UsageError(f"{name} goes with --model; a CONFIG says it itself, or --set does")
+    if config is not None and wiring != "auto":
+        raise click.UsageError(f"--wiring goes with --model; with a CONFIG use --set model.wiring={wiring}")
+    if overrides and config is None:
+        raise click.UsageError("--set goes with a CONFIG")
+    named = {"wiring": wiring, "size": tp, "replicas": replicas, "max_model_len": max_model_len}
+    with faults_of(config or model or "plan", "parallel: "):
+        plan = make_plan(question(config, model, fabric, Work(prompt, output, gpu_hour), fp8, overrides, **named))
+    if write is not None:
+        with faults_of(f"--write {write}"):
+            text = deployment_text(plan, config)
+        Path(write).write_text(text, encoding="utf-8")
+        click.echo(f"wrote {write}", err=True)
+    if html is not None:
+        from ..plan_page import plan_page
+
+        Path(html).write_text(plan_page(plan), encoding="utf-8")
+    if json_out:
+        click.echo(json.dumps(as_json(plan), indent=1))
+    elif markdown_out:
+        click.echo(markdown(plan), nl=False)
+    elif html is not None:
+        click.echo(f"wrote {html}")
+    else:
+        _show(plan, whole)
+
+
+def _show(plan: CapacityEstimate, whole: bool) -> None:
+    from rich.console import Console
+
+    from ..plan_view import plan_view
+
+    console = Console(highlight=False)
+    if whole:  # a table row that is folded cannot be read: rather let the terminal break lines
+        console = Console(highlight=False, width=max(console.width, 200))
+    console.print(plan_view(plan, whole))

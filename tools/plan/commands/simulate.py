@@ -1,0 +1,119 @@
+"""`laddertron simulate`: step times, scaling and whole fleets of machines that are not there.
+
+No torch, no MPI, no weights, no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from ....launchers.cli.fabric_source import faults_of
+from ....models.config.wiring import WIRINGS
+from ..answer import Sheet
+from ..layouts import Work
+from ..plan_source import question
+from ..roofline import Load
+from ..simulations import FleetAsked, delayed, fleet, scaling, scaling_sheet, steps
+
+
+@click.group()
+def command() -> None:
+    """Simulate steps, scaling and fleets: the engine's own wirings on a virtual clock, at published or measured prices.
+
+    \b
+      laddertron simulate step --model llama-3.1-405b --nodes 2x8xH100 --batch 4
+      laddertron simulate scale --model llama-3.1-405b --nodes 16x8xH100
+      laddertron simulate fleet --model llama-3.1-405b --nodes 1000x8xH100 --mtbf-hours 2000
+    """
+
+
+@command.command("step")
+@click.argument("config", required=False, type=click.Path())
+@click.option("--model", metavar="NAME", help="A known architecture in place of CONFIG.")
+@click.option("--nodes", "--fabric", "fabric", metavar="SPEC|FILE", help="2x8xH100, or a file of `topo --save`.")
+@click.option("--tp", type=click.IntRange(1), help="With --model: ranks of a replica.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences that decode.")
+@click.option("--context", type=click.IntRange(0), default=1280, show_default=True, help="Positions each attends to.")
+@click.option("--prompt", type=click.IntRange(0), default=0, show_default=True, help="Tokens of prompts beside them.")
+@click.option("--delay", type=click.FloatRange(0), metavar="MS", help="All-reduces arrive so much later.")
+@click.option("--json", "json_out", is_flag=True, help="Every number, in seconds.")
+def step_command(
+    config: str | None, model: str | None, fabric: str | None, tp: int | None, batch: int, context: int, prompt: int,
+    delay: float | None, json_out: bool,
+) -> None:  # fmt: skip
+    """One step by every wiring: computing, in flight, hidden, exposed."""
+    if config is not None and tp is not None:
+        raise click.UsageError("--tp goes with --model; a CONFIG says it itself")
+    load = Load(decodes=batch, context=context, prompt=prompt, prompt_context=prompt / 2)
+    with faults_of("simulate"):
+        q = question(config, model, fabric, Work(), size=tp)
+        times, cost, sheet = steps(q if delay is None else delayed(q, delay * 1e-3), load)
+    if json_out:
+        whole = times["standard"].total_s
+        variants = {
+            name: {**asdict(t), "hidden_s": t.hidden_s, "exposed_s": t.exposed_s, "speedup": whole / t.total_s}
+            for name, t in times.items()
+        }
+        out = {"all_reduce_s": cost.all_reduce.seconds, "sub_block_s": cost.sub_block_s, "wirings": variants}
+        click.echo(json.dumps(out, indent=1))
+    else:
+        _print(sheet)
+
+
+@command.command("scale")
+@click.option("--model", required=True, metavar="NAME", help="A known architecture.")
+@click.option("--nodes", default="16x8xH100", show_default=True, metavar="SPEC", help="The most there may be.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Sequences of one replica.")
+@click.option("--context", type=click.IntRange(0), default=1280, show_default=True, help="Positions each attends to.")
+@click.option("--fp8", is_flag=True, help="Weights in fp8.")
+@click.option("--json", "json_out", is_flag=True, help="Every number, in seconds.")
+def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, json_out: bool) -> None:
+    """One replica over more and more nodes: is it still faster, and what do the wirings make of it?"""
+    with faults_of("simulate"):
+        spans = scaling(model, nodes, batch, context, fp8)
+    if json_out:
+        click.echo(json.dumps([asdict(span) for span in spans], indent=1))
+    else:
+        _print(scaling_sheet(model, batch, context, spans))
+
+
+@command.command("fleet")
+@click.option("--model", required=True, metavar="NAME", help="A known architecture.")
+@click.option(
+    "--nodes", "spec", default="1000x8xH100", show_default=True, metavar="SPEC", help="All nodes of the fleet."
+)
+@click.option("--tp", type=click.IntRange(1), help="Ranks of a replica; default: as few nodes as the model fits on.")
+@click.option("--wiring", type=click.Choice(WIRINGS), default="auto", show_default=True, help="Of the weights.")
+@click.option("--fp8", is_flag=True, help="Weights in fp8.")
+@click.option("--requests", type=click.IntRange(1, 2_000_000), default=100_000, show_default=True)
+@click.option(
+    "--per-second", "per_s", type=click.FloatRange(0, min_open=True), help="Arrivals; default: all at the start."
+)
+@click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a prompt.")
+@click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Tokens of an answer, mean.")
+@click.option("--slots", type=click.IntRange(1), default=128, show_default=True, help="engine.max_num_seqs.")
+@click.option("--mtbf-hours", type=click.FloatRange(0, min_open=True), help="Of one node; default: nothing breaks.")
+@click.option("--relaunch", "relaunch_s", type=click.FloatRange(0), default=300.0, show_default=True, metavar="SECONDS")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "json_out", is_flag=True, help="Every number, in seconds and tokens.")
+def fleet_command(json_out: bool, **asked: Any) -> None:
+    """Replicas behind one queue: how long a batch takes, how long requests wait, what broken nodes cost."""
+    with faults_of("simulate"):
+        outcome, sheet = fleet(FleetAsked(**asked))
+    if json_out:
+        rates = {"tokens_per_s": outcome.tokens_per_s, "commits_per_s": outcome.commits_per_s}
+        click.echo(json.dumps({**asdict(outcome), **rates}, indent=1))
+    else:
+        _print(sheet)
+
+
+def _print(sheet: Sheet) -> None:
+    from rich.console import Console
+
+    from ..plan_view import sheet_view
+
+    Console(highlight=False).print(sheet_view(sheet))

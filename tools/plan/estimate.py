@@ -1,0 +1,343 @@
+"""Whether a model fits a fabric and how fast it will be, by arithmetic: `make_plan(Question) ->
+CapacityEstimate`. Pure; no torch.
+
+Everything is predicted from shapes, nominal rates and prices of links; `CapacityEstimate.assumptions` says
+which. The tables are engine/step/memory.py's, tools/plan/roofline.py's and tools/plan/layouts.py's;
+launchers/ shows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from ...engine.schedule.step_planner import LEAST_CHUNK
+from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
+from ...models.config.model_config import ModelConfig
+from ...models.config.parts import Wiring, make_wiring
+from ...models.residual import collectives_per_step
+from ...models.stages import Stage
+from ...topology.cost.cost import Backend, Costs, Shape, sent_bytes
+from ...topology.emulation import Emulation
+from ...topology.hardware.fabric import Fabric
+from ...topology.placement.mapping import RankRow, explain
+from ...topology.placement.placement import Placement
+from .advice import recommend
+from .layouts import (
+    Depth,
+    Devices,
+    Layout,
+    Prediction,
+    Work,
+    depth,
+    fullest_stage,
+    group_of,
+    hop,
+    layouts,
+)
+from .roofline import Links, Load, SimulatedGroup, cpu_rates, emulated_links, gpu_rates, links
+from .step_simulator import StepTime, law
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is planned. `fabric` is the part of it that is used; `shape` the group's links; `costs` of a tuning file, or
+    None for untuned prices; `notes` what the asker had to assume."""
+
+    name: str
+    config: ModelConfig
+    stored: StoredTypes
+    keys: MemoryKeys
+    fabric: Fabric
+    placement: Placement
+    shape: Shape
+    backend: Backend
+    work: Work = field(default_factory=Work)
+    costs: Costs | None = None
+    costs_source: str = "untuned prices"
+    emulated: Emulation | None = None
+    overlap: bool = True
+    split: bool = True
+    """Steps of wirings that wait may be computed in two streams (`parallel.split_steps`)."""
+    threads: int | None = None
+    notes: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    """Of each stage, where they were configured."""
+
+    @property
+    def key(self) -> tuple[int, int, StoredTypes, str]:
+        """The same as the Layout's that is asked about."""
+        p = self.placement
+        return p.tensor_parallel_size, p.stages, self.stored, self.config.wiring.name
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One prompt alone."""
+
+    wiring: str
+    tokens: int
+    time: StepTime
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.time.total_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """One decode step of `batch` sequences on one rank: messages of the layers, their size, what a rank sends inside
+    the node and between nodes, and one all-reduce's seconds beside a mean sub-block's (L and c of the law)."""
+
+    wiring: str
+    batch: int
+    messages: int
+    message_bytes: int
+    strategy: str
+    intra_bytes: float
+    inter_bytes: float
+    all_reduce_s: float
+    sub_block_s: float
+
+    @property
+    def law(self) -> float:
+        """The most that ladder can gain here."""
+        return law(self.sub_block_s, self.all_reduce_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLaw:
+    """A chunk of `tokens` of a prompt, whole and in halves: mean sub-block and all-reduce (c and L of the law)."""
+
+    tokens: int
+    sub_block_s: float
+    all_reduce_s: float
+    half_s: float
+    half_all_reduce_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityEstimate:
+    """The answer."""
+
+    question: Question
+    ranks: tuple[RankRow, ...]
+    memory: Memory
+    traffic: tuple[StepTraffic, ...]
+    predictions: tuple[Prediction, ...]
+    prefills: tuple[Prefill, ...]
+    split_law: SplitLaw | None
+    depths: tuple[Depth, ...]
+    layouts: tuple[Layout, ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def recommendation(self) -> tuple[str, ...]:
+        return recommend(self)
+
+    @property
+    def wirings(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(p.wiring for p in self.predictions))
+
+
+def make_plan(question: Question) -> CapacityEstimate:
+    """Answers the question; nothing is looked at besides it. Raises ValueError where the fabric does not say what its
+    devices can do."""
+    q = question
+    size = q.placement.tensor_parallel_size
+    devices = devices_of(q)
+    room, group = memory_in(q), group_in(q)
+    variants = wirings(part_of(q))
+    contexts = [n for n in q.work.contexts if n <= q.config.max_position_embeddings]
+    crossing = hop(q.config, devices, q.stored, size, q.placement.stages)
+    depths = tuple(depth(group, room, n, q.placement.stages, 1, crossing, q.work.gpu_hour) for n in contexts)
+    predictions, prefills = _speeds(q, group, room, crossing)
+    found = layouts(q.config, size, q.stored, q.keys, devices, q.work) if devices.total > 1 and q.keys.gpu else ()
+    return CapacityEstimate(
+        question=q,
+        ranks=tuple(explain(q.placement)),
+        memory=room,
+        traffic=tuple(_traffic(q, group, wiring, batch) for wiring in variants.values() for batch in (1, 32)),
+        predictions=predictions,
+        prefills=prefills,
+        split_law=_split_law(q, group),
+        depths=depths,
+        layouts=found,
+        assumptions=_assumptions(q, group),
+    )
+
+
+def group_in(q: Question) -> SimulatedGroup:
+    """The question's tensor-parallel group, ready to be asked for steps; of a pipeline, its slowest stage's."""
+    rates = devices_of(q).rates(q.stored.weights)
+    size = q.placement.tensor_parallel_size
+    group = group_of(_part(q), size, q.stored, rates, _links(q, q.shape), q.keys.replicate_embedding)
+    return group if q.overlap else replace(group, overlap=False)
+
+
+def steps_in(q: Question, group: SimulatedGroup, load: Load) -> Mapping[str, StepTime]:
+    """The step by every wiring; and standard in two streams where that is quicker, if the question allows it."""
+    times = {name: group.step(load, wiring) for name, wiring in wirings(part_of(q)).items()}
+    for name, wiring, cut in split_variants(q, group):
+        times[name] = cut.step(load, wiring)
+    return times
+
+
+def split_variants(q: Question, group: SimulatedGroup) -> tuple[tuple[str, Wiring, SimulatedGroup], ...]:
+    """`standard, split`, where there is something to hide: its wiring, and the group that may split."""
+    if not q.split or not q.overlap or group.size == 1:
+        return ()
+    return (("standard, split", wirings(part_of(q))["standard"], replace(group, split=True)),)
+
+
+def memory_in(q: Question) -> Memory:
+    """One rank of that group."""
+    p = q.placement
+    return memory(q.config, p.tensor_parallel_size, q.stored, q.keys, devices_of(q).memory_bytes, p.stages)
+
+
+def part_of(q: Question) -> ModelConfig:
+    """What the group computes: the model, or of a pipeline its slowest stage."""
+    return _part(q).config
+
+
+def _part(q: Question) -> Stage:
+    return fullest_stage(q.config, q.placement.stages, q.layers)
+
+
+def _times(time: StepTime, factor: float, hop_s: float) -> StepTime:
+    """`factor` stages one after another, each as slow as `time` and a crossing of `hop_s`."""
+    if factor == 1:
+        return time
+    return StepTime(
+        factor * (time.total_s + hop_s),
+        factor * time.compute_s,
+        factor * time.slowed_s,
+        factor * (time.waited_s + hop_s),
+        factor * (time.flight_s + hop_s),
+        round(factor * (time.collectives + (hop_s > 0))),
+    )
+
+
+def _prefill(q: Question, group: SimulatedGroup, tokens: int, wiring: Wiring) -> StepTime:
+    """One prompt alone: in a pipeline, cut so that its chunks fill the stages (engine/schedule/step_planner.py)."""
+    stages, chunk = q.placement.stages, q.keys.max_num_batched_tokens
+    if stages > 1:
+        chunk = min(chunk, max(LEAST_CHUNK, ceil(tokens / (2 * stages))))
+    chunks = ceil(tokens / chunk)
+    return _times(group.prefill(tokens, chunk, wiring), (chunks + stages - 1) / chunks, 0.0)
+
+
+def wirings(config: ModelConfig) -> Mapping[str, Wiring]:
+    """Those to compare: standard, the retrofit of the last half, ladder, parallel, no communication, and the model's
+    own."""
+    layers = config.num_layers
+    variants = {
+        "standard": make_wiring("standard", layers),
+        "hybrid": make_wiring("hybrid", layers, range(layers - layers // 2, layers)),
+        "ladder": make_wiring("ladder", layers),
+        "parallel": make_wiring("parallel", layers),
+        "no-communication": make_wiring("none", layers),
+    }
+    return {**variants, config.wiring.name: config.wiring}
+
+
+def devices_of(q: Question) -> Devices:
+    """The fabric's devices as the layouts see them: the least of each kind sets the pace."""
+    used = [n for n in q.fabric.nodes if any(n.hostname == s.hostname for s in q.placement.seats)]
+
+    def shape(nodes: int, each: int) -> Shape:
+        if (nodes, each) == (q.shape.nodes, q.shape.per_node):
+            return q.shape
+        return replace(q.shape, nodes=nodes, per_node=each, rails=min(each, max(1, len(used[0].hcas))))
+
+    def linked(nodes: int, each: int) -> Links:
+        return _links(q, shape(nodes, each))
+
+    if not q.keys.gpu:
+        node, per_node = used[0], max(count for _, count in q.placement.hosts)
+        rates = cpu_rates(node, per_node, q.threads)
+        return Devices(len(used), per_node, node.memory_bytes // per_node, False, lambda kind: rates, linked, shape)
+    gpus = [d for n in used for d in n.devices]
+    slowest = min(gpus, key=lambda d: d.memory_bandwidth or 0.0)
+    return Devices(
+        nodes=len(used),
+        per_node=min(len(n.devices) for n in used),
+        memory_bytes=min(d.memory_bytes for d in gpus),
+        fp8=all(d.fp8_flops for d in gpus),
+        rates=lambda kind: gpu_rates(slowest, kind),
+        links=linked,
+        shape=shape,
+    )
+
+
+def _links(q: Question, shape: Shape) -> Links:
+    # Fitted prices hold for the layout that they were measured on.
+    costs = q.costs if shape is q.shape else None
+    under = links(q.backend, shape, costs, source=q.costs_source if costs else "untuned prices")
+    return emulated_links(under, q.emulated) if q.emulated else under
+
+
+def _speeds(
+    q: Question, group: SimulatedGroup, room: Memory, crossing: Callable[[int], float]
+) -> tuple[tuple[Prediction, ...], tuple[Prefill, ...]]:
+    predictions, stages = [], q.placement.stages
+    for batch in q.work.batches:
+        rows = ceil(batch / stages)  # in as many micro-batches as there are stages
+        times = {
+            name: _times(time, stages, crossing(rows))
+            for name, time in steps_in(q, group, Load(decodes=rows, context=q.work.context)).items()
+        }
+        fits = batch <= room.sequences(q.work.prompt + q.work.output)
+        for name, time in times.items():
+            speedup = times["standard"].total_s / time.total_s
+            predictions.append(Prediction(name, batch, q.work.context, time, speedup, fits))
+    prompts = [n for n in dict.fromkeys((q.work.prompt, 8192)) if n <= q.config.max_position_embeddings]
+    variants = [(name, wiring, group) for name, wiring in wirings(part_of(q)).items()]
+    prefills = [
+        Prefill(name, tokens, _prefill(q, each, tokens, wiring))
+        for tokens in prompts
+        for name, wiring, each in (*variants, *split_variants(q, group))
+    ]
+    return tuple(predictions), tuple(prefills)
+
+
+def _split_law(q: Question, group: SimulatedGroup) -> SplitLaw | None:
+    tokens = min(q.work.prompt, q.keys.max_num_batched_tokens)
+    if tokens < 2 or not split_variants(q, group):
+        return None
+    load = Load(prompt=tokens, prompt_context=tokens / 2)
+    whole, halves = group.cost(load), [group.cost(half) for half in load.halves()]
+    half_s = sum(half.sub_block_s for half in halves) / 2
+    return SplitLaw(tokens, whole.sub_block_s, whole.all_reduce.seconds, half_s, halves[0].all_reduce.seconds)
+
+
+def _traffic(q: Question, group: SimulatedGroup, wiring: Wiring, batch: int) -> StepTraffic:
+    load = Load(decodes=batch, context=q.work.context)
+    cost, size = group.cost(load), group.message_bytes(load)
+    messages = collectives_per_step(wiring) if group.size > 1 else 0
+    strategy = group.links.strategy(size)
+    intra = inter = 0.0
+    if messages:
+        inside, between = sent_bytes(q.backend, q.shape, strategy, size)  # type: ignore[arg-type]
+        intra, inter = inside * messages, between * messages
+    return StepTraffic(
+        wiring.name, batch, messages, size, strategy, intra, inter, cost.all_reduce.seconds, cost.sub_block_s
+    )
+
+
+def _assumptions(q: Question, group: SimulatedGroup) -> tuple[str, ...]:
+    said = [
+        f"computing: {group.rates.source}",
+        f"collectives: {q.backend}, {group.links.source}",
+        f"requests: {q.work.prompt} tokens of prompt, {q.work.output} of output; decoding attends to "
+        f"{q.work.context:.0f} positions on average",
+    ]
+    if q.keys.gpu:
+        said += [
+            f"a GPU costs ${q.work.gpu_hour:g} an hour; all GPUs of a layout are paid for",
+            "keys and values are read once (paged attention by FlashInfer); torch's attention is slower",
+            "nothing here was measured on these machines: `laddertron preflight` measures the links, `bench` the rest",
+        ]
+    return (*said, *q.notes)

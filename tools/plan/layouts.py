@@ -1,0 +1,275 @@
+"""Other layouts of the same model over the same devices: tensor parallelism across or inside nodes, replicas, fp8
+weights, a pipeline. Each with its memory and its speed by batch; nothing is recommended here. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+
+from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
+from ...models.config.model_config import ModelConfig
+from ...models.config.parts import Wiring, make_wiring
+from ...models.config.quantisation import BYTES
+from ...models.config.shapes import splits
+from ...models.stages import Stage, choose_layers, head_in_layers, make_stages
+from ...topology.cost.cost import Shape, predict
+from ...topology.cost.prices import reference
+from .roofline import ComputeRates, Links, Load, SimulatedGroup
+from .step_simulator import StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What there is, all devices alike: `nodes` x `per_node`, memory of each, whether products can be fp8."""
+
+    nodes: int
+    per_node: int
+    memory_bytes: int
+    fp8: bool
+    rates: Callable[[str], ComputeRates]
+    """Of a rank whose weights are stored so."""
+    links: Callable[[int, int], Links]
+    """Of a group on so many nodes x ranks a node."""
+    shape: Callable[[int, int], Shape]
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The requests that layouts are compared on, and what a GPU costs: tokens, dollars an hour."""
+
+    prompt: int = 1024
+    output: int = 512
+    gpu_hour: float = 2.5
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    contexts: tuple[int, ...] = (1024, 4096, 16384, 65536, 131072)
+
+    @property
+    def context(self) -> float:
+        """Positions that a decoding token attends to, on average."""
+        return self.prompt + self.output / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A layout with `batch` sequences running in all. `step_s` is what one sequence waits for a token; `tokens_per_s`
+    counts decoding alone, `output_per_s` with every request's prompt computed in between, `dollars` a million of those
+    output tokens."""
+
+    batch: int
+    step_s: float
+    tokens_per_s: float
+    output_per_s: float
+    dollars: float
+    exposed_s: float
+
+
+MOST_SEQUENCES = 512
+"""Of one replica, however many more its KV cache would hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """Decoding at one context with all the sequences that have room, over all replicas; 0 of everything if none has."""
+
+    context: int
+    sequences: int
+    step_s: float = 0.0
+    dollars: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.sequences / self.step_s if self.sequences else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`replicas` groups of `tp` ranks in `stages`. `speeds` holds the batches that fit."""
+
+    tp: int
+    replicas: int
+    stages: int
+    stored: StoredTypes
+    wiring: Wiring
+    memory: Memory
+    speeds: tuple[Speed, ...]
+    depths: tuple[Depth, ...]
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.replicas * self.stages
+
+    @property
+    def key(self) -> tuple[int, int, StoredTypes, str]:
+        """What tells layouts of the same devices apart."""
+        return self.tp, self.stages, self.stored, self.wiring.name
+
+    @property
+    def cheapest(self) -> Speed | None:
+        return min(self.speeds, key=lambda s: s.dollars, default=None)
+
+    @property
+    def fastest(self) -> Speed | None:
+        """With one sequence, or as few as were asked about."""
+        return min(self.speeds, key=lambda s: s.step_s, default=None)
+
+
+def layouts(
+    config: ModelConfig, own: int, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work
+) -> tuple[Layout, ...]:
+    """Those worth knowing on these devices; `own` is the tensor-parallel size asked about. Groups of whole nodes and
+    more are listed whether they fit or not, without a pipeline; all others where they fit, and parts of a node or
+    pipelines where they are the cheapest of their weights and wiring at some batch or context."""
+    variants = {name: make_wiring(name, config.num_layers) for name in ("standard", "ladder")}
+    if config.wiring.name not in variants and not config.wiring.desync_every:
+        variants[config.wiring.name] = config.wiring
+    forms = (stored, replace(stored, weights="fp8")) if devices.fp8 and stored.weights != "fp8" else (stored,)
+    total, node = devices.total, devices.per_node
+    sizes = {total, own, node} | {node // n for n in (2, 4, 8, 16) if node % n == 0}
+    found: list[Layout] = []
+
+    def add(tp: int, stages: int, how: StoredTypes, wiring: Wiring) -> None:
+        if splits(config, tp) and total % (tp * stages) == 0:
+            found.append(_layout(replace(config, wiring=wiring), tp, stages, how, keys, devices, work))
+
+    for size in sorted(sizes, reverse=True):
+        for stages in (n for n in (1, 2, 4, 8, 16) if n <= min(total // size, config.num_layers)):
+            for form in forms:
+                for wiring in variants.values():
+                    add(size, stages, form, wiring)
+    best: dict[tuple[StoredTypes, str, int], tuple[float, int]] = {}
+    for i, x in enumerate(found):
+        offers = [(s.batch, s.dollars) for s in x.speeds] + [(-d.context, d.dollars) for d in x.depths if d.sequences]
+        for given, dollars in offers:
+            key = x.stored, x.wiring.name, given
+            best[key] = min(best.get(key, (inf, i)), (dollars, i))
+    cheapest = {i for _, i in best.values()}
+    return tuple(x for i, x in enumerate(found) if i in cheapest or (x.tp in (own, node, total) and x.stages == 1))
+
+
+def batches_over(batches: Sequence[int], nodes: int) -> list[int]:
+    """The batches, and so many larger ones that a node of many has as much to do as one of few."""
+    found = list(batches)
+    while found[-1] < MOST_SEQUENCES // 2 * nodes:
+        found.append(2 * found[-1])
+    return found
+
+
+def _layout(
+    config: ModelConfig, tp: int, stages: int, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work
+) -> Layout:
+    nodes = max(1, ceil(tp / devices.per_node))
+    replicas = max(1, devices.total // (tp * stages))
+    room = memory(config, tp, stored, keys, devices.memory_bytes, stages)
+    rates, links = devices.rates(stored.weights), devices.links(nodes, tp // nodes)
+    group = group_of(fullest_stage(config, stages), tp, stored, rates, links, keys.replicate_embedding)
+    speeds, depths = [], []
+    if room.kv_bytes > 0:
+        crossing = hop(config, devices, stored, tp, stages)
+        prompt_s = group.prefill(work.prompt, keys.max_num_batched_tokens).total_s
+        for batch in batches_over(work.batches, devices.nodes):
+            each = ceil(batch / replicas)
+            if each > room.sequences(work.prompt + work.output):
+                continue
+            # A replica's sequences run in as many batches as there are stages. A token has passed all stages before its
+            # sequence's next one starts; in steady state every stage is busy with one of the batches.
+            rows = ceil(each / stages)
+            step = group.step(Load(decodes=rows, context=work.context))
+            cycle = stages * (step.total_s + crossing(rows))
+            # Prompts take turns with decoding; in a pipeline, their chunks fill the stages one after another.
+            output = batch / (cycle + each * prompt_s / work.output)
+            dollars = tp * stages * replicas * work.gpu_hour / 3600 / output * 1e6
+            speeds.append(Speed(batch, cycle, batch / cycle, output, dollars, stages * step.exposed_s))
+        for context in work.contexts:
+            if context <= config.max_position_embeddings:
+                depths.append(depth(group, room, context, stages, replicas, crossing, work.gpu_hour))
+    return Layout(tp, replicas, stages, stored, config.wiring, room, tuple(speeds), tuple(depths))
+
+
+def depth(
+    group: SimulatedGroup,
+    room: Memory,
+    context: int,
+    stages: int,
+    replicas: int,
+    hop: Callable[[int], float],
+    gpu_hour: float,
+) -> Depth:
+    """As many sequences as have room (MOST_SEQUENCES a replica and stage at most), each `context` positions long."""
+    each = min(room.sequences(context), MOST_SEQUENCES * stages)
+    if each < 1:
+        return Depth(context, 0)
+    rows = ceil(each / stages)
+    cycle = stages * (group.step(Load(decodes=rows, context=float(context))).total_s + hop(rows))
+    gpus = group.size * stages * replicas
+    return Depth(context, each * replicas, cycle, gpus * gpu_hour / 3600 / (each * replicas / cycle) * 1e6)
+
+
+def group_of(
+    stage: Stage,
+    tp: int,
+    stored: StoredTypes,
+    rates: ComputeRates,
+    links: Links,
+    replicate_embedding: bool = False,
+) -> SimulatedGroup:
+    """A group that computes a stage, with its numbers in memory as `stored` says."""
+    wide = stored.kept()[stage.first_layer : stage.first_layer + stage.config.num_layers]
+    return SimulatedGroup(
+        stage.config, tp, rates, links, BYTES[stored.weights], BYTES[stored.kv], BYTES[stored.values],
+        replicate_embedding, wide=wide,
+    )  # fmt: skip
+
+
+def fullest_stage(config: ModelConfig, stages: int, layers: Sequence[int] = ()) -> Stage:
+    """The stage that sets a pipeline's pace: the one with most layers that wait for their
+    all-reduces, and among those alike with most layers. Its head is counted, too, though only the last stage has one:
+    what the split gives that one less in layers. `layers`: as configured."""
+    parts = make_stages(config, choose_layers(config, stages, layers))
+
+    def pace(part: Stage) -> tuple[int, float]:
+        head = head_in_layers(config) if part.last else 0.0
+        return part.config.wiring.kinds.count("standard"), part.config.num_layers + head
+
+    return max(parts, key=pace)
+
+
+def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int, stages: int) -> Callable[[int], float]:
+    """Seconds that so many rows take from one stage to the next: each rank sends its share of the residual and the node
+    gathers it."""
+    if stages == 1:
+        return lambda rows: 0.0
+    shape = devices.shape(2, 1)
+    costs = reference("nccl", shape)
+
+    def seconds(rows: int) -> float:
+        return predict(costs, shape, "p2p", max(1, int(rows * config.hidden_size * BYTES[stored.values] / tp)))
+
+    return seconds
+
+
+def by_cost(found: Sequence[Layout]) -> list[Layout]:
+    """Those that run at all, the cheapest a token first."""
+    return sorted((x for x in found if x.cheapest), key=lambda x: x.cheapest.dollars if x.cheapest else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One wiring, one batch: the step on the virtual clock."""
+
+    wiring: str
+    batch: int
+    context: float
+    time: StepTime
+    speedup: float
+    """Over standard at the same batch."""
+    fits: bool
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch / self.time.total_s

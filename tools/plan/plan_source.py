@@ -1,0 +1,289 @@
+"""From a deployment file, or from a model's and a fabric's names, to the Question that tools/plan/estimate.py
+answers.
+
+Reads the files that they name; what is not on this machine (weights, hosts) is assumed, and the assumption noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...engine.config.emulation import emulated_link
+from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read
+from ...engine.config.schema import CPU_KV_CACHE_MEMORY
+from ...engine.schedule.speculation import MOST
+from ...engine.step.memory import MemoryKeys, StoredTypes, memory
+from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, suits
+from ...models.config.known_models import by_folder, half_ladder, known, published_fp8
+from ...models.config.model_config import ModelConfig, from_folder
+from ...models.config.parts import make_wiring
+from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
+from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, splits
+from ...models.config.wiring import choose_wiring
+from ...models.cuda.workspace import HEAD_DIMS
+from ...models.stages import StageError, choose_layers
+from ...models.weights.checkpoint import CheckpointError
+from ...models.weights.mapping import open_checkpoint
+from ...models.weights.slices import PRODUCTS
+from ...topology.cost.cost import Backend, Costs, Shape, shape_of
+from ...topology.hardware.fabric import Fabric
+from ...topology.hardware.presets import preset
+from ...topology.placement.placement import place
+from .estimate import Question
+from .layouts import Work
+
+FP8 = Quantisation("fp8")
+"""What fp8 weights that nobody has looked at are taken for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What of the command line concerns every plan. `fabric` None: the deployment's, or assumed."""
+
+    fabric: Fabric | None
+    work: Work
+    fp8: bool = False
+
+
+def question(
+    config: str | None,
+    model: str | None,
+    fabric: str | None,
+    work: Work,
+    fp8: bool = False,
+    overrides: Sequence[str] = (),
+    **named: Any,
+) -> Question:
+    """Of a deployment file, or of a known architecture, to which `named` applies. Raises UsageError, and what these
+    raise."""
+    if (config is None) == (model is None):
+        raise click.UsageError("give a CONFIG or --model NAME, one of the two")
+    asked = Asked(None if fabric is None else read_fabric(fabric), work, fp8)
+    if config is not None:
+        return from_deployment(read(config, overrides), asked)
+    return from_names(model or "", asked, **named)
+
+
+def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
+    """The deployment's plan. Raises ConfigError, PlacementError, ValueError, OSError."""
+    d = loaded.deployment
+    config, quantised, wide, notes = _model(loaded)
+    try:
+        check_shapes(config, d.parallel.tensor_parallel_size)
+        choose_layers(config, d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers)
+    except ShapeError as error:
+        raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
+    except StageError as error:
+        raise ConfigError([loaded.fault("parallel.pipeline_parallel_size", str(error))]) from None
+    fabric = asked.fabric
+    if fabric is None and d.launch.fabric is not None:
+        fabric = read_fabric(d.launch.fabric)
+    if fabric is None:
+        assumed = assumed_fabric(d)
+        fabric = preset(assumed)
+        notes.append(f"no fabric was named: {assumed} is assumed (--nodes, --fabric, or launch.fabric)")
+        # Host names of the file mean machines that the assumed fabric does not know.
+        placement = place(
+            fabric, d.parallel.tensor_parallel_size, d.parallel.replicas, stages=d.parallel.pipeline_parallel_size,
+            ranks_per_node=d.launch.ranks_per_node, suits=suits(config),
+        )  # fmt: skip
+    else:
+        fabric, placement = lay_out(d, fabric, {})
+    gpu = any(n.devices for n in fabric.nodes) and d.engine.device != "cpu"
+    shape = shape_of(fabric, placement)
+    values = config.dtype if d.model.dtype == "auto" else d.model.dtype
+    kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
+    form = _form(d.model.weights, values, quantised is not None or asked.fp8, gpu)
+    stored = StoredTypes(form, values, kv, wide if gpu else ())
+    keys = MemoryKeys(
+        max_num_seqs=d.engine.max_num_seqs,
+        max_num_batched_tokens=d.engine.max_num_batched_tokens,
+        max_model_len=d.model.max_model_len or config.max_position_embeddings,
+        block_size=d.engine.block_size,
+        utilization=d.engine.gpu_memory_utilization,
+        kv_cache_memory=d.engine.kv_cache_memory if gpu else d.engine.cpu_kv_bytes,
+        gpu=gpu,
+        graphs=d.engine.cuda_graphs is not False,
+        flashinfer=d.engine.attention != "torch" and values != "float32" and config.head_dim in HEAD_DIMS,
+        replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
+        widens_fp8=stored.weights == "fp8" and not (_multiplies_fp8(fabric) and (quantised or FP8).activations),
+        drafts=MOST if d.engine.speculation else 0,
+        draft_model=_draft_model(loaded, config),
+        standby=d.daemon.standby > 0,
+    )
+    backend = backend_of(d, shape)
+    costs, source, more = _tuned(d, fabric, shape, backend)
+    p = d.parallel
+    if not p.overlap:
+        notes.append("parallel.overlap is false: this layout waits for every all-reduce; other layouts do not")
+    return Question(
+        name=d.served_model_name, config=config, stored=stored, keys=keys, fabric=fabric, placement=placement,
+        shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated_link(p),
+        overlap=p.overlap, split=p.split_steps != "never", layers=p.pipeline_layers, threads=d.engine.threads,
+        notes=(*notes, *more, *placement.notes),
+    )  # fmt: skip
+
+
+def from_names(
+    name: str, asked: Asked, wiring: str = "auto", size: int | None = None, replicas: int | None = None,
+    max_model_len: int | None = None,
+) -> Question:  # fmt: skip
+    """The plan of a known architecture. `size` None: a node's devices, or those of as few nodes as it fits on;
+    `replicas` None: as many as there are devices for. Raises PlacementError, ValueError."""
+    config = known(name)
+    if wiring == "hybrid":
+        config = replace(config, wiring=half_ladder(config))
+    elif wiring != "auto":
+        config = replace(
+            config, wiring=make_wiring("none" if wiring == "no-communication" else wiring, config.num_layers)
+        )
+    fabric = asked.fabric or preset("1x8xH100")
+    notes = [] if asked.fabric else ["no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)"]
+    gpu = any(n.devices for n in fabric.nodes)
+    wide = published_fp8(name) if gpu else ()
+    notes += _kept_wide(wide, "the published checkpoint keeps")
+    stored = StoredTypes("fp8" if asked.fp8 else config.dtype, config.dtype, config.dtype, wide)
+    keys = MemoryKeys(
+        max_num_seqs=512 if gpu else 256,
+        max_num_batched_tokens=8192 if gpu else 2048,
+        max_model_len=max_model_len or min(8192 if gpu else 2048, config.max_position_embeddings),
+        kv_cache_memory=None if gpu else CPU_KV_CACHE_MEMORY,
+        gpu=gpu,
+        widens_fp8=asked.fp8 and not _multiplies_fp8(fabric),
+    )
+    size = size or _natural_size(config, stored, keys, fabric)
+    total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
+    placement = place(fabric, size, replicas or max(1, total // size), suits=suits(config))
+    shape = shape_of(fabric, placement)
+    backend: Backend = "nccl" if gpu else "native"
+    return Question(
+        name=name.lower(), config=config, stored=stored, keys=keys, fabric=fabric, placement=placement, shape=shape,
+        backend=backend, work=asked.work, notes=(*notes, *placement.notes),
+    )  # fmt: skip
+
+
+def _natural_size(config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, fabric: Fabric) -> int:
+    """A node's devices, or those of as few nodes as the model fits on, as far as it splits."""
+    node = fabric.nodes[0]
+    if not node.devices:
+        return max(1, len(fabric.nodes) * len(node.numa))
+    per_node, total = len(node.devices), sum(len(n.devices) for n in fabric.nodes)
+    sizes = [n for n in range(1, total + 1) if splits(config, n) and total % n == 0]
+    inside = max((n for n in sizes if n <= per_node), default=1)
+    fitting = (
+        n
+        for n in (inside, *(n for n in sizes if n > per_node))
+        if memory(config, n, stored, keys, node.devices[0].memory_bytes).fits
+    )
+    return next(fitting, max(sizes, default=1))
+
+
+def _draft_model(loaded: LoadedDeployment, config: ModelConfig) -> ModelConfig | None:
+    folder = loaded.deployment.engine.draft_model
+    if folder is None:
+        return None
+    try:
+        draft = from_folder(Path(folder))
+        check_draft(draft, config, loaded.deployment.model.max_model_len)
+    except (OSError, ValueError) as error:
+        raise ConfigError([loaded.fault("engine.draft_model", " ".join(str(error).split()))]) from None
+    return draft
+
+
+def _multiplies_fp8(fabric: Fabric) -> bool:
+    return all(device.fp8_flops for node in fabric.nodes for device in node.devices)
+
+
+def _model(
+    loaded: LoadedDeployment,
+) -> tuple[ModelConfig, Quantisation | None, tuple[tuple[str, ...], ...], list[str]]:
+    """The model that the file names, wired as it says; how its weights are quantised, and which products of each layer
+    are not; what had to be assumed."""
+    d = loaded.deployment
+    folder, notes = Path(d.model.path), list[str]()
+    if (folder / "config.json").is_file():
+        config, quantised = from_folder(folder), read_quantisation(folder)
+    else:
+        guess = by_folder(folder.name)
+        if guess is None:
+            raise ConfigError(
+                [loaded.fault("model.path", f"{folder}: no such folder, and its name is none of a known architecture")]
+            )
+        config, quantised = guess.config, FP8 if guess.fp8 else None
+        form = (
+            f"{', fp8 weights' if guess.fp8 else ''}{'' if guess.how == 'stock' else f', {config.wiring.name} wiring'}"
+        )
+        notes.append(f"{folder} is not on this machine: taken for {guess.name}{form} by its name")
+    wide = _wide(folder, config, quantised, notes)
+    # Whether weights suit their wiring is for `check` and the ranks: a plan may ask what if.
+    config, _ = choose_wiring(config, d.model.wiring, d.model.ladder_layers, allow_untrained=True)
+    return config, quantised, wide, notes
+
+
+def _wide(
+    folder: Path, config: ModelConfig, quantised: Quantisation | None, notes: list[str]
+) -> tuple[tuple[str, ...], ...]:
+    """The products of each layer that fp8 weights leave wide: by the headers of the folder's files, else as the
+    published checkpoint of its name has it. Appends to `notes` which of the two."""
+    if quantised is not None and any(folder.glob("*.safetensors")):
+        try:
+            kept = open_checkpoint(folder, config).quantised_products(config)
+        except (CheckpointError, OSError) as fault:
+            notes.append(f"the headers of {folder} cannot be read ({fault}): fp8 weights are assumed by its name")
+        else:
+            layers = range(config.num_layers)
+            wide = tuple(tuple(p for p in PRODUCTS if f"layers.{i}.{p}" not in kept) for i in layers)
+            notes += _kept_wide(wide, f"{folder} keeps")
+            return wide if any(wide) else ()
+    guess = by_folder(folder.name)
+    wide = published_fp8(guess.name) if guess else ()
+    if len(wide) != config.num_layers:
+        return ()
+    notes += _kept_wide(wide, "the published checkpoint keeps")
+    return wide
+
+
+def _kept_wide(wide: tuple[tuple[str, ...], ...], who: str) -> list[str]:
+    counts = [(product, sum(product in layer for layer in wide)) for product in PRODUCTS]
+    words = ", ".join(f"{product} of {count}" for product, count in counts if count)
+    return [f"fp8 weights: {who} {words} of {len(wide)} layers wide"] if words else []
+
+
+def _form(weights: str, values: str, fp8: bool, gpu: bool) -> str:
+    """How projections lie in memory: fp8 on GPUs alone, on CPUs it is widened."""
+    return weights if weights != "stored" else "fp8" if fp8 and gpu else values
+
+
+def assumed_fabric(d: Deployment) -> str:
+    """A preset that has room for the deployment: H100 nodes of 8, or CPU hosts."""
+    world = d.world_size
+    if d.engine.device == "cpu":
+        hosts = max(1, len(d.launch.hosts))
+        return f"{hosts}x16xcpu"
+    each = d.launch.ranks_per_node or min(8, d.parallel.tensor_parallel_size)
+    return f"{-(-world // each)}x{each}xH100"
+
+
+def _replicates(wanted: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:
+    """`parallel.embedding`, settled."""
+    if wanted != "auto":
+        return wanted == "replicate"
+    return replicates_embedding(config, int(BYTES[dtype]), spans_nodes)
+
+
+def _tuned(d: Deployment, fabric: Fabric, shape: Shape, backend: Backend) -> tuple[Costs | None, str, Sequence[str]]:
+    """Prices of the tuning file, if there is one that can be read here."""
+    if d.parallel.tuning_file is None:
+        return None, "untuned prices", ()
+    try:
+        from ...topology.cost.tuning import chooser
+    except ImportError as error:
+        return None, "untuned prices", (f"{d.parallel.tuning_file} is not used: {error}",)
+    found, warnings = chooser(Path(d.parallel.tuning_file), fabric, shape, backend)
+    costs = None if found.source == "untuned" else found.costs
+    return costs, f"{found.source} prices of {Path(d.parallel.tuning_file).name}", warnings

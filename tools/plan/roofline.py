@@ -1,0 +1,292 @@
+"""From shapes to seconds: what a rank computes, reads and sends in a step, at the rates of its device. Pure; no torch.
+
+A roofline with four calibrated shares; every rate that was not measured on the machine is an assumption, said in
+`ComputeRates.source`. Feeds tools/plan/step_simulator.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+
+from ...models.config.model_config import ModelConfig
+from ...models.config.parts import Wiring
+from ...models.stages import RankShard
+from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, untuned
+from ...topology.cost.prices import reference
+from ...topology.emulation import Emulation
+from ...topology.hardware.fabric import Device, LinkClass, Node
+from .step_simulator import StepCost, StepTime, Wire, simulate_step
+
+WEIGHT_SHARE = 0.76
+KV_SHARE = 0.70
+FLOPS_SHARE = 0.55
+CALL_ONE_S, CALL_MANY_S = 7e-6, 18e-6
+"""Fitted to published single-token rates of 70B and 405B on H100 (tools/benchmarks/simulate_published.py), but for
+KV_SHARE
+and FLOPS_SHARE, which are assumptions: shares of the nominal memory bandwidth that weights and KV are read at, of the
+dense FLOP/s in large products, and what a sub-block costs beyond its bytes with one row and with more."""
+
+ATTENTION_CALLS = 0.65
+"""Attention's share of what a layer costs beyond its bytes: it launches about twice as many kernels as the MLP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How much slower a collective makes what computes beside it: while it waits for latencies, while bytes move."""
+
+    waiting: float
+    moving: float
+
+    def of(self, idle_s: float, whole_s: float) -> float:
+        """Of a collective of `whole_s`, `idle_s` of which are latency."""
+        if whole_s <= 0:
+            return 0.0
+        share = min(1.0, idle_s / whole_s)
+        return share * self.waiting + (1.0 - share) * self.moving
+
+
+NCCL_CONTENTION: dict[LinkClass, Contention] = {
+    "nvlink": Contention(0.24, 0.98),
+    "pcie": Contention(0.05, 1.86),
+    "shm": Contention(0.05, 1.86),
+    "ib": Contention(0.25, 0.75),
+    "roce": Contention(0.25, 0.75),
+    "tcp": Contention(0.25, 0.75),
+}
+"""By the slowest link; fitted as above (roce and tcp: taken from their neighbours)."""
+
+CPU_CONTENTION = Contention(0.0, 0.3)
+
+CPU_FLOPS_PER_CORE, CPU_BYTES_PER_CORE, CPU_BYTES_PER_NODE = 40e9, 12e9, 200e9
+CPU_CALL_S = 100e-6
+"""A CPU core, coarsely: measure and give your own where it matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeRates:
+    """What one rank gets: FLOP/s of products and bytes/s of weights and of KV, as reached, and what a sub-block costs
+    beyond them with one row (`call_one_s`) and with more."""
+
+    flops: float
+    weight_bytes_per_s: float
+    kv_bytes_per_s: float
+    call_one_s: float
+    call_many_s: float
+    source: str
+    value_flops: float | None = None
+    """FLOP/s where neither factor is fp8; None: `flops`."""
+
+    def __post_init__(self) -> None:
+        if min(self.flops, self.weight_bytes_per_s, self.kv_bytes_per_s) <= 0:
+            raise ValueError(f"rates must be more than 0, got {self}")
+
+
+def gpu_rates(device: Device, weight_dtype: str = "bfloat16") -> ComputeRates:
+    """Of a rank with a GPU to itself. Raises ValueError where the fabric does not say what the device can do."""
+    flops = device.fp8_flops if weight_dtype == "fp8" and device.fp8_flops else device.bf16_flops
+    if not flops or not device.memory_bandwidth:
+        raise ValueError(f"{device.name}: bf16_flops and memory_bandwidth are not known: write them into the fabric")
+    return ComputeRates(
+        flops * FLOPS_SHARE,
+        device.memory_bandwidth * WEIGHT_SHARE,
+        device.memory_bandwidth * KV_SHARE,
+        CALL_ONE_S,
+        CALL_MANY_S,
+        f"{device.name}: nominal rates x shares fitted to published H100 runs",
+        device.bf16_flops * FLOPS_SHARE if device.bf16_flops else None,
+    )
+
+
+def cpu_rates(node: Node, ranks_on_node: int, threads: int | None = None) -> ComputeRates:
+    """Of a rank that has `threads` cores (None: its share of the node's)."""
+    cores = min(threads or max(1, len(node.cores) // ranks_on_node), len(node.cores))
+    stream = min(cores * CPU_BYTES_PER_CORE, CPU_BYTES_PER_NODE / ranks_on_node)
+    return ComputeRates(
+        cores * CPU_FLOPS_PER_CORE, stream, stream, CPU_CALL_S, CPU_CALL_S,
+        f"{cores} CPU core{'s' if cores > 1 else ''} a rank at coarse rates: measure before you rely on them",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one step computes: `decodes` sequences with one token each that attend to `context` positions, and
+    `prompt` tokens of prompts, each attending to `prompt_context` on average; `prompts` of them end here."""
+
+    decodes: int = 0
+    context: float = 0.0
+    prompt: int = 0
+    prompt_context: float = 0.0
+    prompts: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prompt
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits."""
+        return self.decodes + self.prompts
+
+    def halves(self) -> tuple[Load, Load]:
+        """The loads of a step's two streams, of as many tokens each: decodes come first, and of prompts the earlier
+        piece attends to less. Of one token: itself, and nothing."""
+        first = self.tokens // 2
+        decodes, prompt = min(first, self.decodes), max(0, first - self.decodes)
+        later = self.prompt - prompt
+        return (
+            Load(decodes, self.context, prompt, self.prompt_context - later / 2),
+            Load(self.decodes - decodes, self.context, later, self.prompt_context + prompt / 2, self.prompts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What collectives of a group cost: `wire(bytes)` an all-reduce by `strategy(bytes)`."""
+
+    wire: Callable[[int], Wire]
+    strategy: Callable[[int], str]
+    source: str
+
+
+def links(
+    backend: Backend,
+    shape: Shape,
+    costs: Costs | None = None,
+    contention: Contention | None = None,
+    source: str = "untuned prices",
+) -> Links:
+    """Collectives of a group at `costs` (None: untuned prices), the cheapest strategy for each size; of a library its
+    own, whatever else a tuning file may put in its place."""
+    known = costs or reference(backend, shape)
+    slowest = shape.intra if shape.nodes == 1 else shape.inter
+    slows = contention or (NCCL_CONTENTION[slowest] if backend == "nccl" else CPU_CONTENTION)
+
+    def wire(nbytes: int) -> Wire:
+        if shape.size == 1:
+            return Wire(0.0)
+        strategy, seconds = choose(known, shape, nbytes, untuned(backend, shape, nbytes))
+        return Wire(seconds, slows=slows.of(predict(known, shape, strategy, 1), seconds))
+
+    def strategy(nbytes: int) -> str:
+        return choose(known, shape, nbytes, untuned(backend, shape, nbytes))[0] if shape.size > 1 else "none"
+
+    return Links(wire, strategy, source)
+
+
+def emulated_links(under: Links, emulation: Emulation) -> Links:
+    """`under` does the arithmetic, and every result is held back."""
+
+    def wire(nbytes: int) -> Wire:
+        real = under.wire(nbytes)
+        latency_s, held = emulation.parts(nbytes)
+        return Wire(max(real.busy_s, held), latency_s, real.slows)
+
+    return replace(under, wire=wire, source=emulation.label)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedGroup:
+    """One tensor-parallel group that computes steps. `replicate_embedding` and `replicate_head`: whole tables on every
+    rank. `kv_reads`: how often an attention reads a key or value (1 for paged attention). `overlap` False: every
+    all-reduce is waited for where it starts."""
+
+    config: ModelConfig
+    size: int
+    rates: ComputeRates
+    links: Links
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    value_bytes: float = 2.0
+    replicate_embedding: bool = False
+    replicate_head: bool = False
+    kv_reads: float = 1.0
+    overlap: bool = True
+    wide: tuple[tuple[str, ...], ...] = ()
+    """The products of each layer whose weights take `value_bytes` each; empty: none."""
+    split: bool = False
+    """A step may be computed in two streams, and is where that is quicker."""
+
+    @property
+    def shard(self) -> RankShard:
+        return RankShard(self.config, self.size, 0)
+
+    def message_bytes(self, load: Load) -> int:
+        """Of one sub-block's all-reduce."""
+        return int(load.tokens * self.config.hidden_size * self.value_bytes)
+
+    def cost(self, load: Load) -> StepCost:
+        """Seconds of a step's parts."""
+        c, shard, r = self.config, self.shard, self.rates
+        call = r.call_one_s if load.tokens == 1 else r.call_many_s
+        windows = c.sliding_window or (None,) * c.num_layers
+        attend = {window: self._attend(load, window) for window in set(windows)}
+        calls = 2 * call * ATTENTION_CALLS, 2 * call * (1 - ATTENTION_CALLS)
+        kept = self.wide or ((),) * c.num_layers
+        times = {wide: self._products(load.tokens, wide) for wide in set(kept)}
+        vocabulary = c.vocab_size if self.replicate_head else shard.padded_vocab // self.size
+        head = self._product(c.hidden_size * vocabulary, load.rows, True) if load.rows else 0.0
+        message = self.message_bytes(load)
+        apart = not self.replicate_embedding and self.size > 1
+        return StepCost(
+            attention_s=[
+                times[wide][0] + calls[0] + attend[window] for wide, window in zip(kept, windows, strict=True)
+            ],
+            mlp_s=[times[wide][1] + calls[1] for wide in kept],
+            all_reduce=self.links.wire(message),
+            after_s=head + (r.call_one_s if load.rows else 0.0),
+            before=self.links.wire(message) if apart else Wire(0.0),
+            # A rank's candidates: at most a few hundred bytes a row.
+            after=self.links.wire(max(1, 64 * load.rows)) if self.size > 1 and load.rows else Wire(0.0),
+            shared_norm_saves_s=0.25 * call,
+        )
+
+    def _products(self, rows: int, wide: tuple[str, ...]) -> tuple[float, float]:
+        """Seconds of a layer's attention projections and of its MLP, with these products wide."""
+        c, shard = self.config, self.shard
+        each = c.hidden_size * c.head_dim
+        attention = {"qkv": each * (shard.num_heads + 2 * shard.num_kv_heads), "o": each * shard.num_heads}
+        mlp = {"gate_up": 2 * c.hidden_size * shard.ffn_size, "down": c.hidden_size * shard.ffn_size}
+
+        def seconds(weights: dict[str, int]) -> float:
+            widely = sum(n for product, n in weights.items() if product in wide)
+            return self._product(sum(weights.values()) - widely, rows) + self._product(widely, rows, True)
+
+        return seconds(attention), seconds(mlp)
+
+    def _product(self, weights: float, rows: int, wide: bool = False) -> float:
+        flops, each = (self._value_flops, self.value_bytes) if wide else (self.rates.flops, self.weight_bytes)
+        return max(2.0 * rows * weights / flops, weights * each / self.rates.weight_bytes_per_s)
+
+    @property
+    def _value_flops(self) -> float:
+        return self.rates.value_flops or self.rates.flops
+
+    def _attend(self, load: Load, window: int | None) -> float:
+        c, shard = self.config, self.shard
+        seen = min(load.context, window) if window else load.context
+        prompt_seen = min(load.prompt_context, window) if window else load.prompt_context
+        per_position = 2 * shard.num_kv_heads * c.head_dim * self.kv_bytes * self.kv_reads
+        read = load.decodes * seen * per_position / self.rates.kv_bytes_per_s
+        flops = 4.0 * shard.num_heads * c.head_dim
+        decode = max(read, load.decodes * seen * flops / self._value_flops)
+        return decode + load.prompt * prompt_seen * flops / self._value_flops
+
+    def step(self, load: Load, wiring: Wiring | None = None) -> StepTime:
+        """The step on the virtual clock, wired as the model is or as `wiring`."""
+        wiring, cost = wiring or self.config.wiring, self.cost(load)
+        whole = simulate_step(cost, wiring, self.size, self.overlap)
+        if not self.split or load.tokens < 2 or not wiring.waits or not self.overlap:
+            return whole
+        halves = [self.cost(half) for half in load.halves()]
+        return min(whole, simulate_step(cost, wiring, self.size, True, halves), key=lambda time: time.total_s)
+
+    def prefill(self, prompt: int, chunk: int, wiring: Wiring | None = None) -> StepTime:
+        """One prompt of `prompt` tokens, alone, in chunks of at most `chunk`: the sum of its steps."""
+        times, start = [], 0
+        while start < prompt:
+            count = min(chunk, prompt - start)
+            ends = int(start + count == prompt)
+            times.append(self.step(Load(prompt=count, prompt_context=start + count / 2, prompts=ends), wiring))
+            start += count
+        return StepTime(*map(sum, zip(*map(astuple, times), strict=True)))

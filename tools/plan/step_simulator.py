@@ -1,0 +1,243 @@
+"""How long one step takes on machines that are not there: models/residual.py's wirings on a virtual clock.
+
+Knows seconds alone: what a sub-block and an all-reduce take comes from tools/plan/roofline.py or from
+measurements. All ranks are alike, so one clock with a compute stream and a wire stands for the group. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+from ...models.config.parts import Wiring, make_wiring
+from ...models.residual import flow, interleave, plan
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One all-reduce: `busy_s` it has the wire to itself (the next one queues), `latency_s` it then still travels
+    (those of several overlap). While it has the wire, computing takes 1 + `slows` times as long: a collective's kernels
+    take multiprocessors and memory bandwidth, its threads take cores."""
+
+    busy_s: float
+    latency_s: float = 0.0
+    slows: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.busy_s, self.latency_s, self.slows) < 0:
+            raise ValueError(f"{self}: all must be 0 or more")
+
+    @property
+    def seconds(self) -> float:
+        return self.busy_s + self.latency_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of one step's parts on one rank. `attention_s` and `mlp_s` have one entry a layer; `all_reduce` is a
+    sub-block's; `before` and `after` frame the layers (embedding, head and sampling; their collectives are always
+    waited for); `start_s` is what setting off an all-reduce takes from computing."""
+
+    attention_s: Sequence[float]
+    mlp_s: Sequence[float]
+    all_reduce: Wire
+    after_s: float = 0.0
+    before: Wire = Wire(0.0)
+    after: Wire = Wire(0.0)
+    start_s: float = 0.0
+    shared_norm_saves_s: float = 0.0
+    """What the parallel wiring saves a layer: one norm and one launch."""
+
+    @property
+    def sub_block_s(self) -> float:
+        """c of the law: the mean sub-block."""
+        return (sum(self.attention_s) + sum(self.mlp_s)) / (2 * len(self.mlp_s))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """What the clock says of one step: `total_s` = compute_s + slowed_s + waited_s."""
+
+    total_s: float
+    compute_s: float
+    slowed_s: float
+    """What contention added to computing."""
+    waited_s: float
+    """How long computing stood still for an all-reduce."""
+    flight_s: float
+    """Sum over all-reduces of what each takes alone."""
+    collectives: int
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication costs this step."""
+        return self.waited_s + self.slowed_s
+
+    @property
+    def hidden_s(self) -> float:
+        return max(0.0, self.flight_s - self.exposed_s)
+
+
+def law(compute_s: float, all_reduce_s: float, delay: int = 1) -> float:
+    """The best that delay-d (ladder: d = 1) can do against standard: (c + L) / max(c, (c + L) / (d + 1)), from
+    sub-block and all-reduce."""
+    whole = compute_s + all_reduce_s
+    return whole / max(compute_s, whole / (delay + 1)) if whole else 1.0
+
+
+class _InFlight:
+    """An all-reduce on the clock; `arrives` is known once it has left the wire."""
+
+    __slots__ = ("_clock", "arrives", "left", "wire")
+
+    def __init__(self, clock: VirtualClock, wire: Wire) -> None:
+        self._clock, self.wire = clock, wire
+        self.left = wire.busy_s
+        self.arrives: float | None = None
+
+    def wait(self) -> _Stream:
+        self._clock.wait(self)
+        return _STREAM
+
+
+class _Stream:
+    """The residual: on a virtual clock it has no value, only order."""
+
+    __slots__ = ()
+
+    def __add__(self, other: _Stream, /) -> _Stream:
+        return self
+
+    def __truediv__(self, other: int, /) -> _Stream:
+        return self
+
+
+_STREAM = _Stream()
+
+
+class VirtualClock:
+    """A compute stream and a wire, which slows computing down while it is busy."""
+
+    def __init__(self) -> None:
+        self._queue: deque[_InFlight] = deque()
+        self.now = self.compute_s = self.slowed_s = self.waited_s = self.flight_s = 0.0
+        self.collectives = 0
+
+    def compute(self, seconds: float) -> None:
+        """Computes what takes `seconds` alone."""
+        self.compute_s += seconds
+        while seconds > 0.0:
+            if not self._queue:
+                self.now += seconds
+                return
+            head = self._queue[0]
+            slow = 1.0 + head.wire.slows
+            if seconds * slow < head.left:
+                head.left -= seconds * slow
+                self.now += seconds * slow
+                self.slowed_s += seconds * (slow - 1.0)
+                return
+            self.now += head.left
+            self.slowed_s += head.left - head.left / slow
+            seconds -= head.left / slow
+            self._leave()
+
+    def send(self, wire: Wire) -> _InFlight:
+        """An all-reduce sets off, behind those that have the wire."""
+        flight = _InFlight(self, wire)
+        self.flight_s += wire.seconds
+        self.collectives += 1
+        self._queue.append(flight)
+        return flight
+
+    def wait(self, flight: _InFlight) -> None:
+        """Stands still until `flight` is there."""
+        began = self.now
+        while flight.arrives is None:
+            self.now += self._queue[0].left
+            self._leave()
+        self._idle(flight.arrives)
+        self.waited_s += self.now - began
+
+    def _leave(self) -> None:
+        head = self._queue.popleft()
+        head.arrives = self.now + head.wire.latency_s
+
+    def _idle(self, until: float) -> None:
+        while self._queue and self.now + self._queue[0].left <= until:
+            self.now += self._queue[0].left
+            self._leave()
+        if until > self.now:
+            if self._queue:
+                self._queue[0].left -= until - self.now
+            self.now = until
+
+    def time(self) -> StepTime:
+        return StepTime(self.now, self.compute_s, self.slowed_s, self.waited_s, self.flight_s, self.collectives)
+
+
+class _Timed:
+    """Sub-blocks and all-reduces as models/residual.py wants them, on a clock."""
+
+    def __init__(self, clock: VirtualClock, cost: StepCost, overlap: bool) -> None:
+        self._clock, self._cost, self._overlap = clock, cost, overlap
+
+    def attention(self, layer: int, residual: _Stream) -> _Stream:
+        self._clock.compute(self._cost.attention_s[layer])
+        return residual
+
+    def mlp(self, layer: int, residual: _Stream) -> _Stream:
+        self._clock.compute(self._cost.mlp_s[layer])
+        return residual
+
+    def attention_and_mlp(self, layer: int, residual: _Stream) -> _Stream:
+        both = self._cost.attention_s[layer] + self._cost.mlp_s[layer]
+        self._clock.compute(max(0.0, both - self._cost.shared_norm_saves_s))
+        return residual
+
+    def start(self, x: _Stream, *_: object) -> _InFlight:
+        self._clock.compute(self._cost.start_s)
+        flight = self._clock.send(self._cost.all_reduce)
+        if not self._overlap:
+            flight.wait()
+        return flight
+
+
+def simulate_step(
+    cost: StepCost, wiring: Wiring, size: int, overlap: bool = True, halves: Sequence[StepCost] = ()
+) -> StepTime:
+    """One step of a group of `size` ranks. `overlap` False: every all-reduce is waited for where it starts. A group of
+    one, or wiring none, has no all-reduces at all. halves: of a step in two streams, each one's parts up to the last
+    layer; what comes after is the whole's."""
+    silent = size == 1 or wiring.name == "no-communication"
+    clock = VirtualClock()
+    if silent:
+        wiring = make_wiring("none", len(wiring.kinds))
+
+    def stream(part: StepCost) -> Generator[None, None, _Stream]:
+        embedding = None if silent or not part.before.seconds else clock.send(part.before)
+        yield
+        if embedding is not None:
+            embedding.wait()
+        blocks = _Timed(clock, part, overlap)
+        end, _ = yield from flow(_STREAM, plan(wiring), blocks, {"group": blocks}, size)
+        return end
+
+    interleave([stream(part) for part in halves or (cost,)])
+    clock.compute(cost.after_s)
+    if not silent and cost.after.seconds:
+        clock.wait(clock.send(cost.after))
+    return clock.time()
+
+
+def bisect(f: Callable[[float], float], low: float, high: float, rounds: int = 40) -> float:
+    """Where the rising f crosses 0 in [low, high]; the nearer end where it does not."""
+    if f(low) >= 0:
+        return low
+    if f(high) <= 0:
+        return high
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        low, high = (middle, high) if f(middle) < 0 else (low, middle)
+    return (low + high) / 2

@@ -1,0 +1,251 @@
+"""A plan as tables of text, which the terminal, Markdown and HTML show alike, and as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ...engine.step.memory import GIB
+from .advice import describe
+from .answer import Sheet, binary, headline, ms, verdicts
+from .estimate import CapacityEstimate
+from .layouts import MOST_SEQUENCES
+
+_RANK = {
+    "replica": "group", "stage": "stage", "rank": "rank", "host": "hostname", "device": "device", "HCA": "hca",
+    "path": "path", "NUMA": "numa", "cores": "cores",
+}  # fmt: skip
+_ALWAYS = ("replica", "rank", "host", "device")
+
+
+def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
+    """All tables, in the order in which they answer questions."""
+    found = [_memory(plan), _depths(plan), _speeds(plan), _exposure(plan), _prefill(plan), _traffic(plan)]
+    if plan.layouts:
+        found += [_layouts(plan), _batches(plan), _contexts(plan), *verdicts(plan)]
+    return (*found, _ranks(plan))
+
+
+def _memory(plan: CapacityEstimate) -> Sheet:
+    m = plan.memory
+    shown = [(name, size) for name, size in m.parts.items() if size]
+    rows = [(name, binary(size), f"{size / m.device_bytes:.1%}") for name, size in shown]
+    rows.append(("KV cache", binary(m.kv_bytes), f"{m.kv_bytes / m.device_bytes:.1%}"))
+    used = sum(m.parts.values()) + m.kv_bytes
+    if m.device_bytes > used:
+        rows.append(("not used", binary(m.device_bytes - used), f"{1 - used / m.device_bytes:.1%}"))
+    rows.append(("there is", binary(m.device_bytes), ""))
+    note = f"A position of KV takes {binary(m.kv_bytes_per_token)} on a rank. {m.verdict[:1].upper()}{m.verdict[1:]}."
+    return Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(rows), 1, note)
+
+
+def _depths(plan: CapacityEstimate) -> Sheet:
+    rows = []
+    for d in plan.depths:
+        then = (f"{d.tokens_per_s:,.0f}", ms(d.step_s)) if d.sequences else ("-", "-")
+        rows.append((f"{d.context:,}", f"{d.sequences}{'+' if d.sequences == MOST_SEQUENCES else ''}", *then))
+    limit = plan.question.keys
+    note = (
+        f"The longest single sequence: {plan.memory.largest_context:,} positions by memory, "
+        f"{plan.question.config.max_position_embeddings:,} by the model; configured: max_model_len "
+        f"{limit.max_model_len:,}, max_num_seqs {limit.max_num_seqs}."
+    )
+    columns = ("context", "sequences that fit", "tokens/s then", "step ms")
+    return Sheet("Context and batch", columns, tuple(rows), 1, note)
+
+
+def _speeds(plan: CapacityEstimate) -> Sheet:
+    names = plan.wirings
+    batches = sorted({p.batch for p in plan.predictions})
+    by_key = {(p.wiring, p.batch): p for p in plan.predictions}
+    rows = []
+    for batch in batches:
+        fits = by_key[names[0], batch].fits
+        cells = [f"{batch}{'' if fits else ' *'}", ms(by_key["standard", batch].time.total_s)]
+        for name in names:
+            p = by_key[name, batch]
+            cells.append(f"{p.tokens_per_s:,.0f}" + (f" ({p.speedup:.2f}x)" if name != "standard" else ""))
+        rows.append(tuple(cells))
+    note = "Tokens/s of one replica, decoding alone, and how much faster than standard."
+    if any(not p.fits for p in plan.predictions):
+        note += " * no room for so many sequences."
+    columns = ("batch", "standard step ms", *names)
+    return Sheet("Decoding, by wiring", columns, tuple(rows), 1, note)
+
+
+def _exposure(plan: CapacityEstimate) -> Sheet:
+    rows = []
+    for p in plan.predictions:
+        if p.batch in (1, 8, 64, 512) and p.wiring != "no-communication":
+            t = p.time
+            rows.append(
+                (p.wiring, str(p.batch), ms(t.total_s), ms(t.compute_s), ms(t.flight_s), ms(t.hidden_s),
+                 ms(t.waited_s), ms(t.slowed_s), f"{t.exposed_s / t.total_s:.0%}")
+            )  # fmt: skip
+    columns = ("wiring", "batch", "step ms", "compute", "in flight", "hidden", "waited", "slowed", "exposed of step")
+    note = "Exposed = waited for, and computing slowed by the collective beside it."
+    return Sheet("What is hidden", columns, tuple(rows), 1, note)
+
+
+def _prefill(plan: CapacityEstimate) -> Sheet:
+    rows = []
+    for p in plan.prefills:
+        share = f"{p.time.exposed_s / p.time.total_s:.0%}"
+        rows.append((f"{p.tokens:,}", p.wiring, ms(p.time.total_s), f"{p.tokens_per_s:,.0f}", share))
+    return Sheet(
+        "One prompt alone", ("tokens", "wiring", "ms", "tokens/s", "exposed"), tuple(rows), 2, _arithmetic(plan)
+    )
+
+
+def _arithmetic(plan: CapacityEstimate) -> str:
+    """What two streams gain, by the law: of one chunk of the prompt."""
+    if plan.split_law is None:
+        return ""
+    law = plan.split_law
+    whole, split = law.sub_block_s + law.all_reduce_s, max(2 * law.half_s, law.half_s + law.half_all_reduce_s)
+    us = "L {:,.0f}, c {:,.0f}, half of it L {:,.0f}, c {:,.0f} us".format(
+        *(1e6 * s for s in (law.all_reduce_s, law.sub_block_s, law.half_all_reduce_s, law.half_s))
+    )
+    return (
+        f"Split: two streams of rows, one computing while the other's all-reduce travels: max(2 c_half, c_half + "
+        f"L_half) in place of c + L. Of {law.tokens:,} tokens {us}: {split * 1e6:,.0f} in place of {whole * 1e6:,.0f}, "
+        f"{whole / split:.2f}x at most, less by what an all-reduce slows computing beside it."
+    )
+
+
+def _traffic(plan: CapacityEstimate) -> Sheet:
+    rows = []
+    for t in plan.traffic:
+        if t.wiring == "no-communication":
+            continue
+        ratio = f"{t.all_reduce_s / t.sub_block_s:.2f}" if t.sub_block_s else "-"
+        rows.append(
+            (t.wiring, str(t.batch), str(t.messages), binary(t.message_bytes), t.strategy, binary(t.intra_bytes),
+             binary(t.inter_bytes), f"{t.all_reduce_s * 1e6:.0f}", f"{t.sub_block_s * 1e6:.0f}", ratio, f"{t.law:.2f}x")
+        )  # fmt: skip
+    columns = (
+        "wiring", "batch", "messages", "each", "strategy", "inside node", "between nodes", "L us", "c us", "L/c",
+        "law's most",
+    )  # fmt: skip
+    note = "A decode step of one rank: L is one all-reduce, c a mean sub-block; the law: (c + L) / max(c, (c + L) / 2)."
+    return Sheet("Bytes and messages a step", columns, tuple(rows), 1, note)
+
+
+def _layouts(plan: CapacityEstimate) -> Sheet:
+    rows = []
+    for x in plan.layouts:
+        best, quick = x.cheapest, x.fastest
+        need = f"{x.memory.weight_bytes / GIB:.1f} GiB"
+        if best is None or quick is None:
+            rows.append((describe(x), need, "does not fit", "", "", "", ""))
+            continue
+        kv = f"{x.memory.kv_tokens * x.replicas:,}"
+        rows.append(
+            (describe(x), need, kv, f"{quick.step_s * 1e3:.1f}", str(best.batch), f"{best.output_per_s:,.0f}",
+             f"{best.dollars:.2f}")
+        )  # fmt: skip
+    columns = (
+        "layout", "weights a rank", "KV positions in all", "ms a token, alone", "best batch", "output tokens/s",
+        "$ a million",
+    )  # fmt: skip
+    w = plan.question.work
+    note = (
+        f"Output tokens/s with each request's prompt of {w.prompt} computed in between; ${w.gpu_hour:g} a GPU hour "
+        f"over all {max(x.gpus for x in plan.layouts)} GPUs. Wirings other than standard need weights trained for them."
+    )
+    return Sheet("Layouts of the same GPUs", columns, tuple(rows), 1, note)
+
+
+def _batches(plan: CapacityEstimate) -> Sheet:
+    shown = [x for x in plan.layouts if x.speeds]
+    batches = sorted({s.batch for x in shown for s in x.speeds})
+    rows = []
+    for x in shown:
+        cells = {s.batch: f"{s.output_per_s:,.0f}" for s in x.speeds}
+        rows.append((describe(x), *(cells.get(b, "-") for b in batches)))
+    note = "Over all replicas; - : no room for so many sequences."
+    return Sheet("Layouts by batch: output tokens/s", ("layout", *map(str, batches)), tuple(rows), 1, note)
+
+
+def _contexts(plan: CapacityEstimate) -> Sheet:
+    shown = [x for x in plan.layouts if x.depths]
+    contexts = sorted({d.context for x in shown for d in x.depths})
+    rows = []
+    for x in shown:
+        cells = {
+            d.context: f"{d.sequences} at {d.tokens_per_s:,.0f} (${d.dollars:.2f})" for d in x.depths if d.sequences
+        }
+        rows.append((describe(x), *(cells.get(c, "-") for c in contexts)))
+    note = (
+        f"Sequences that fit (at most {MOST_SEQUENCES} a replica and stage) at tokens/s, decoding alone, and dollars a "
+        "million of them."
+    )
+    return Sheet("Layouts by context", ("layout", *(f"{c:,}" for c in contexts)), tuple(rows), 1, note)
+
+
+def _ranks(plan: CapacityEstimate) -> Sheet:
+    shown = [(n, key) for n, key in _RANK.items() if n in _ALWAYS or any(getattr(r, key) for r in plan.ranks)]
+    rows = tuple(tuple(str(getattr(r, key)) for _, key in shown) for r in plan.ranks)
+    return Sheet("Ranks", tuple(name for name, _ in shown), rows, len(shown))
+
+
+def markdown(plan: CapacityEstimate) -> str:
+    """The whole plan as Markdown, the same for the same question."""
+    lines = [f"**{headline(plan)}.**", ""]
+    lines += [f"- {sentence}" for sentence in plan.recommendation]
+    for sheet in sheets(plan):
+        lines += ["", *sheet_lines(sheet)] if sheet.rows else []
+    lines += ["", "## What this rests on", ""]
+    lines += [f"- {text}" for text in plan.assumptions]
+    return "\n".join(lines) + "\n"
+
+
+def sheet_lines(sheet: Sheet) -> list[str]:
+    """A table as lines of Markdown, its title above."""
+    lines = [f"## {sheet.title}", "", _line(sheet.columns)]
+    lines.append("|" + "|".join("---" if i < sheet.left else "---:" for i in range(len(sheet.columns))) + "|")
+    lines += [_line(row) for row in sheet.rows]
+    return [*lines, "", sheet.note] if sheet.note else lines
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def as_json(plan: CapacityEstimate) -> dict[str, Any]:
+    """The plan's numbers in base units, and its sentences."""
+    q, m = plan.question, plan.memory
+    return {
+        "model": q.name,
+        "parameters": q.config.num_parameters,
+        "wiring": q.config.wiring.name,
+        "stored": q.stored.summary(),
+        "tensor_parallel_size": q.placement.tensor_parallel_size,
+        "replicas": q.placement.replicas,
+        "stages": q.placement.stages,
+        "fits": m.fits,
+        "verdict": m.verdict,
+        "memory": {**asdict(m), "weight_bytes": m.weight_bytes, "largest_context": m.largest_context},
+        "ranks": [asdict(r) for r in plan.ranks],
+        "traffic": [{**asdict(t), "law": t.law} for t in plan.traffic],
+        "decoding": [
+            {**asdict(p), "tokens_per_s": p.tokens_per_s, "hidden_s": p.time.hidden_s, "exposed_s": p.time.exposed_s}
+            for p in plan.predictions
+        ],
+        "prefill": [{**asdict(p), "tokens_per_s": p.tokens_per_s} for p in plan.prefills],
+        "split_law": plan.split_law and asdict(plan.split_law),
+        "contexts": [{**asdict(d), "tokens_per_s": d.tokens_per_s} for d in plan.depths],
+        "layouts": [
+            {
+                "layout": describe(x), "tp": x.tp, "replicas": x.replicas, "stages": x.stages, "gpus": x.gpus,
+                "stored": x.stored.summary(), "wiring": x.wiring.name, "fits": bool(x.speeds),
+                "weight_bytes": x.memory.weight_bytes, "kv_tokens": x.memory.kv_tokens,
+                "speeds": [asdict(s) for s in x.speeds],
+                "contexts": [{**asdict(d), "tokens_per_s": d.tokens_per_s} for d in x.depths],
+            }
+            for x in plan.layouts
+        ],
+        "recommendation": list(plan.recommendation),
+        "assumptions": list(plan.assumptions),
+    }  # fmt: skip

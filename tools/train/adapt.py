@@ -1,0 +1,84 @@
+"""A checkpoint under another wiring, trained until it answers again: what `laddertron adapt` does, after arXiv
+2501.06589 (there: 16 of 32 layers, 3B tokens). Knows ids, not text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...models.config.dialects import stock_json
+from ...models.config.json_fields import read_json
+from ...models.config.model_config import Wiring, from_folder
+from ...models.reference import Reference
+from ...models.weights.convert import copy_beside
+from .build import adapted, build, load, load_all
+from .data_parallel import DataParallel
+from .export import export
+from .fit import Saving, Settings, TrainProgress, fit
+from .loss import HeldOut, held_out
+from .tokens import Batches
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """Held-out text under the original, under the new wiring before training, and after."""
+
+    original: HeldOut
+    untrained: HeldOut
+    trained: HeldOut
+    parameters: int
+    steps: int
+
+
+def adapt(
+    source: Path,
+    wiring: Wiring,
+    settings: Settings,
+    ids_N: np.ndarray,
+    held_out_N: np.ndarray,
+    ranks: DataParallel,
+    *,
+    frozen: Collection[int] = (),
+    recomputes: bool = False,
+    compiles: bool = False,
+    saving: Saving | None = None,
+    on_step: Callable[[TrainProgress], None] = lambda progress: None,
+    on_model: Callable[[Reference], None] = lambda model: None,
+) -> Adapted:
+    """Trains `source` under `wiring`; all ranks call it. `on_model` gets the trained model, rounded as it is saved.
+    Raises ValueError, CheckpointError, FloatingPointError."""
+    stored_as = from_folder(source)
+    config = adapted(stored_as, wiring)
+    if settings.anneal and (wiring.desync_every or stored_as.wiring.desync_every):
+        raise ValueError("annealing mixes what two wirings read of one residual; desync has one a rank: leave it out")
+    batches = Batches(ids_N, settings.batch, settings.context, settings.seed)
+    compute = getattr(torch, settings.dtype)
+    teacher = load_all(source, ranks, compute)
+    original = held_out(teacher, held_out_N, settings.context, ranks)
+    model = build(config, ranks, compute, stored_as.wiring if settings.anneal else None, frozen, recomputes, compiles)
+    load(model, source, ranks)
+    untrained = held_out(model, held_out_N, settings.context, ranks, teacher)
+    distils = settings.distil.weight > 0
+    fit(model, batches, settings, ranks, teacher if distils else None, saving, on_step)
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.to(getattr(torch, settings.save_dtype)))
+    trained = held_out(model, held_out_N, settings.context, ranks, teacher)
+    on_model(model)
+    return Adapted(original, untrained, trained, config.num_parameters, settings.steps)
+
+
+def write(folder: Path, source: Path, model: Reference, save_dtype: str, ranks: DataParallel) -> None:
+    """The folder of the trained model, but for its card; all ranks call it."""
+    if ranks.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        copy_beside(source, folder)
+    data: Mapping[str, Any] = read_json(source / "config.json").data
+    if from_folder(source).layout == "dolomite":
+        data = stock_json(model.config, data)
+    stock = {key: value for key, value in data.items() if key != "quantization_config"}  # widened weights are saved
+    export(folder, model, save_dtype, stock, ranks)

@@ -1,0 +1,136 @@
+"""A model to train, from nothing or from a checkpoint: made without memory, split over the ranks, then filled with
+the rows that each rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...models.config.model_config import ModelConfig, Wiring, from_folder
+from ...models.reference import Layer, Reference
+from ...models.weights.fill import fill_target
+from ...models.weights.mapping import open_checkpoint
+from ...models.weights.rows import between, sources
+from ...models.weights.slices import Fill
+from ...models.weights.tensor_reader import Reader
+from .data_parallel import DataParallel, local
+
+
+def build(
+    config: ModelConfig,
+    ranks: DataParallel,
+    compute: torch.dtype = torch.float32,
+    before: Wiring | None = None,
+    frozen: Collection[int] = (),
+    recomputes: bool = False,
+    compiles: bool = False,
+) -> Reference:
+    """fp32 parameters, not yet filled. `frozen`: layers whose weights stay (-1: embedding, final norm and head).
+    `compiles`: norms, attention and MLP go through torch.compile, each compiled once for all layers."""
+    with torch.device("meta"):
+        model = Reference(config, before=before)
+    for layer in model.model.layers:
+        assert isinstance(layer, Layer)
+        layer.recomputes = recomputes
+        layer.requires_grad_(layer.index not in frozen)
+    if -1 in frozen:
+        for name, parameter in model.named_parameters():
+            if ".layers." not in name:
+                parameter.requires_grad_(False)
+    ranks.shard(model, model.model.layers, compute)
+    if compiles:  # not whole layers: what they read differs by wiring, so each kind and each fade would compile anew
+        for layer in model.model.layers:
+            for part in layer.children():
+                part.compile()
+    return model.to_empty(device=ranks.device)
+
+
+def initialise(model: Reference, seed: int, ranks: DataParallel | None = None) -> None:
+    """Normal weights of deviation 0.5 / sqrt(D); what writes to the residual is smaller by sqrt of how often it is
+    written to. Every wiring, and every number of ranks, draws the same numbers for the same seed."""
+    ranks = ranks or DataParallel()
+    generator = torch.Generator().manual_seed(seed)
+    deviation = 0.5 / math.sqrt(model.config.hidden_size)
+    for name, parameter in model.named_parameters():
+        drawn = torch.zeros(parameter.shape) if name.endswith("bias") else torch.ones(parameter.shape)
+        if parameter.ndim == 2:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = deviation / math.sqrt(2 * model.config.num_layers) if writes else deviation
+            nn.init.normal_(drawn, std=scale, generator=generator)
+        mine = ranks.rows(parameter.shape[0])
+        local(parameter.detach()).copy_(drawn[mine.start : mine.stop])
+
+
+def load(model: Reference, folder: Path, ranks: DataParallel) -> None:
+    """This rank's rows from the checkpoint, widened. A parallel layer's one norm is made of a sequential layer's two by
+    moving both into the products behind them, which changes nothing that is computed; the other way the norm is used
+    twice. Raises CheckpointError."""
+    stored_as = from_folder(folder)
+    source = open_checkpoint(folder, stored_as)
+    parts = sources(stored_as, "huggingface")
+    with Reader() as reader, torch.no_grad():
+
+        def read(name: str, rows: range, target: Tensor) -> None:
+            at = 0
+            for part in between(parts[name], rows.start, len(rows)):
+                fill = Fill(name, 0, part.count, part.tensor, part.row)
+                fill_target(reader, source.tensors, fill, target[at : at + part.count])
+                at += part.count
+
+        for name, parameter in model.named_parameters():
+            mine, target = ranks.rows(parameter.shape[0]), local(parameter.detach())
+            from_name = name
+            if name not in parts:  # the second norm, of weights that had one
+                from_name = name.replace("post_attention_layernorm", "input_layernorm")
+            read(from_name, mine, target)
+            if (norm := _folded(model.config, stored_as, name)) is None:
+                continue
+            if norm == name:
+                target.fill_(1.0)
+            else:
+                scale = torch.empty(model.config.hidden_size, device=target.device)
+                read(norm, range(len(scale)), scale)
+                target.mul_(scale)
+
+
+def load_all(folder: Path, ranks: DataParallel, compute: torch.dtype = torch.float32) -> Reference:
+    """A checkpoint as it is, split over the ranks and frozen."""
+    model = build(replace(from_folder(folder), layout="huggingface"), ranks, compute)
+    load(model, folder, ranks)
+    return model.requires_grad_(False).eval()
+
+
+def _folded(config: ModelConfig, stored_as: ModelConfig, name: str) -> str | None:
+    """The norm that is multiplied into this weight where a sequential layer becomes a parallel one; itself, for the
+    norm that stays as ones."""
+    if ".layers." not in name:
+        return None
+    prefix, _, stem = name.partition(".layers.")[2].partition(".")
+    index = int(prefix)
+    if config.wiring.kinds[index] != "parallel" or stored_as.wiring.kinds[index] == "parallel":
+        return None
+    here = f"model.layers.{index}."
+    if stem == "input_layernorm.weight":
+        return name
+    if stem.startswith("self_attn.") and stem[10:] in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
+        return f"{here}input_layernorm.weight"
+    if stem in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+        return f"{here}post_attention_layernorm.weight"
+    return None
+
+
+def adapted(config: ModelConfig, wiring: Wiring) -> ModelConfig:
+    """The model under another wiring, as stock names say it. Raises ValueError for what annealing or saving cannot."""
+    scaled = (config.residual_multiplier, config.embedding_multiplier, config.logits_divisor)
+    if set(scaled) != {1.0} or config.attention_scale not in (None, config.head_dim**-0.5):
+        raise ValueError("a ladder_residual model with multipliers has no words in the format that is written: refused")
+    if config.layout == "dolomite" and (config.sliding_window or config.qkv_bias != config.o_bias):
+        raise ValueError("a Llama, as which this ladder_residual is written, has no words for its windows or biases")
+    if wiring.desync_every and (config.o_bias or config.mlp_bias):
+        raise ValueError("desync with an output bias is not defined (whose rank's residual would it join?)")
+    return replace(config, wiring=wiring, layout="huggingface", attention_scale=None, declares_wiring=True)

@@ -1,0 +1,1 @@
+"""Commands of tools/train: one file each."""

@@ -1,0 +1,140 @@
+"""`laddertron adapt`: a checkpoint under another wiring, trained until it answers again. Turns options into settings;
+tools/train/adapt.py trains, tools/train/model_card.py says what came out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ....launchers.cli.errors import ended_by
+from ..training import MODEL, STATES, TEXT, parse_layers, token_files, training_bar, training_ranks
+
+EPILOG = """\b
+Examples:
+  laddertron adapt models/llama-8b -o models/llama-8b-ladder16 --ladder-layers 16 --text data/ --distil 0.5
+  mpirun -n 8 laddertron adapt models/llama-8b -o out --wiring ladder --text data/ --dtype bfloat16 --recompute
+  srun laddertron adapt models/llama-8b -o out --wiring delay-2 --text data/ --save-every 500 --resume
+
+Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks, which must see -o on one
+filesystem. docs/adapting.md has the memory and time of a stock 8B."""
+
+
+@click.command(epilog=EPILOG, context_settings={"show_default": True})
+@click.argument("source", metavar="FROM", type=MODEL)
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder to write.")
+@click.option("--wiring", default="ladder", help="ladder, parallel, delay-2 to delay-7, desync-n, standard.")
+@click.option("--ladder-layers", callback=parse_layers, help="Hybrid: the last n layers, or a list, are ladder.")
+@click.option("--tensor-parallel-size", type=click.IntRange(1), help="desync: ranks to train for.")
+@click.option(
+    "--text",
+    multiple=True,
+    required=True,
+    type=TEXT,
+    help="UTF-8 text, JSONL with `text` or `messages`, or folders of them.",
+)
+@click.option("--held-out", multiple=True, type=TEXT, help="Text to evaluate on.  [default: one text in twenty]")
+@click.option("--held-out-tokens", type=click.IntRange(2), default=262_144, help="Of it at most.")
+@click.option("--context", type=click.IntRange(8), help="Tokens of a sequence.  [default: the model's, at most 4096]")
+@click.option("--distil", type=click.FloatRange(0, 1), default=0.0, help="Share of the loss: KL from the original.")
+@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, help="Of that KL.")
+@click.option("--top-k", type=click.IntRange(0), default=0, help="Of the original's logits in that KL; 0: all.")
+@click.option("--anneal", type=click.IntRange(0), default=0, help="Steps over which the old wiring fades out.")
+@click.option("--freeze", callback=parse_layers, help="Layers that stay as they are; -1: embedding and head.")
+@click.option("--recompute", is_flag=True, help="Compute activations again in the backward pass, in place of keeping.")
+@click.option("--compile", "compiles", is_flag=True, help="Through torch.compile: slower to begin, then quicker.")
+@click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
+@click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
+@click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
+@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step, over all ranks.")
+@click.option("--micro-batch", type=click.IntRange(0), default=0, help="Of them at once on a rank; 0: its share.")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Peak of the schedule.")
+@click.option("--schedule", type=click.Choice(["cosine", "linear"]), default="cosine", help="Down to a tenth.")
+@click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps.")
+@click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Draws what is drawn, and the order of the text.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of products.")
+@click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
+@click.option("--resume", is_flag=True, help="Go on from the last state, on any number of ranks.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
+def command(source: Path, out: Path, **o: Any) -> None:
+    """Retrain the checkpoint FROM for another residual wiring and write it as a folder that declares it.
+
+    The loss is the next token's, and with --distil the original's distribution over it. The folder gets a card
+    (README.md) and an evaluation record: held-out loss of the original, of the new wiring untrained, and trained."""
+    if (out / "config.json").exists():
+        raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
+    with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
+        _adapt(source, out, ranks, o)
+
+
+def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
+    from ....engine.text.tokenizer import TextModel
+    from ....models.config.model_config import from_folder
+    from ....models.config.wiring import retrained
+    from ....models.weights.manifest import sampled_digest
+    from .. import adapt
+    from ..fit import Saving, Settings
+    from ..loss import Distil
+    from ..model_card import write_card
+    from ..training_text import files_in
+
+    config = from_folder(source)
+    wiring = retrained(config, o["wiring"], o["ladder_layers"], o["tensor_parallel_size"])
+    settings = Settings(
+        **{
+            key: o[key]
+            for key in ("tokens", "batch", "micro_batch", "schedule", "warmup", "clip", "seed", "dtype", "anneal")
+        },
+        context=o["context"] or min(4096, config.max_position_embeddings),
+        learning_rate=o["learning_rate"] or 2e-5,
+        save_dtype=config.dtype,
+        distil=Distil(o["distil"], o["temperature"], o["top_k"]),
+    )
+    states = out / STATES
+
+    def check() -> None:
+        if states.exists() and not o["resume"]:
+            raise click.ClickException(f"{states}: an unfinished run: go on with --resume, or remove it")
+
+    ranks.first_does(check)
+    files = files_in(o["text"])
+    apart = files_in(o["held_out"]) if o["held_out"] else []
+    ids_N, held_out_N, digest = token_files(
+        states, TextModel.from_folder(source), files, apart, o["held_out_tokens"], ranks
+    )
+    frozen = o["freeze"] or ()
+    frozen = tuple(range(config.num_layers))[-frozen:] if isinstance(frozen, int) and frozen > 0 else frozen
+    frozen = (frozen,) if isinstance(frozen, int) else frozen
+    about = {
+        "source": source.name,
+        "source_digest": sampled_digest(source, 8),
+        "wiring": wiring.name,
+        "text_sha256": digest,
+        "frozen": list(frozen),
+    }
+    with training_bar(ranks, settings.batch * settings.context) as show:
+        found = adapt.adapt(
+            source,
+            wiring,
+            settings,
+            ids_N,
+            held_out_N,
+            ranks,
+            frozen=frozen,
+            recomputes=o["recompute"],
+            compiles=o["compiles"],
+            saving=Saving(states, o["save_every"], o["resume"], about),
+            on_step=show,
+            on_model=lambda model: adapt.write(out, source, model, settings.save_dtype, ranks),
+        )
+    if ranks.rank == 0:
+        names = [str(path) for path in (*o["text"], *o["held_out"])]
+        write_card(out, source.name, wiring, settings, found, {**about, "text": names, "ranks": ranks.size})
+        shutil.rmtree(states)
+        o_ppl, u_ppl, t_ppl = (each.perplexity for each in (found.original, found.untrained, found.trained))
+        click.echo(f"{out}: held-out perplexity {o_ppl:.3f} original, {u_ppl:.3f} untrained, {t_ppl:.3f} trained")
+    ranks.barrier()

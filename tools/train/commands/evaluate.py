@@ -1,0 +1,81 @@
+"""`laddertron evaluate`: what model folders are worth on one's own text, side by side."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ....launchers.cli.errors import ended_by
+from ..training import MODEL, TEXT, token_file, training_ranks
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("folders", nargs=-1, required=True, type=MODEL)
+@click.option("--text", multiple=True, required=True, type=TEXT, help="UTF-8 text or JSONL.")
+@click.option("--original", type=MODEL, help="Compare each one's next token with this folder's.")
+@click.option("--context", type=click.IntRange(8), help="Tokens read at once.  [default: the models', at most 4096]")
+@click.option("--tokens", type=click.IntRange(2), default=262_144, help="Of the text at most.")
+@click.option("--record", is_flag=True, help="Write the record that `check` and `serve` look for into each folder.")
+@click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@ended_by(ValueError, OSError, end=click.ClickException)
+def command(folders: tuple[Path, ...], **o: Any) -> None:
+    """Perplexity of each of FOLDERS on the text; with --original, also the mean KL of what it and each folder expect
+    next, and how often both would say the same.
+
+    Folders must share one tokenizer: losses a token are not comparable otherwise. In fp32, under each folder's declared
+    wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
+
+    \b
+      laddertron evaluate models/standard models/ladder --text notes/ --original models/standard --record
+    """
+    with training_ranks(threads=o["threads"]) as ranks:
+        rows = _rows(folders, o, ranks)
+        if ranks.rank == 0:
+            click.echo(json.dumps(rows, indent=1) if o["as_json"] else "\n".join(_table(rows)))
+
+
+def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
+    import torch
+
+    from ....models.config.evaluation import RECORD, record
+    from ....models.config.model_config import from_folder
+    from ..build import load_all
+    from ..loss import held_out
+
+    original: Path | None = o["original"]
+    everyone = [*([original] if original else []), *folders]
+    first = everyone[0]
+    for other in everyone[1:]:
+        if (other / "tokenizer.json").read_bytes() != (first / "tokenizer.json").read_bytes():
+            raise ValueError(f"{other} has another tokenizer than {first}: their losses a token are not comparable")
+    length = o["context"] or min(4096, *(from_folder(folder).max_position_embeddings for folder in everyone))
+    ids_N, digest = token_file(first, o["text"], o["tokens"], ranks)
+    compared = load_all(original, ranks) if original else None
+    rows = []
+    with torch.no_grad():
+        for folder in folders:
+            model = load_all(folder, ranks)
+            found = asdict(held_out(model, ids_N, length, ranks, compared))
+            row = record(found, original.name if original else None, digest)
+            rows.append({"folder": folder.name, "wiring": model.config.wiring.name, **row})
+            if o["record"] and ranks.rank == 0:
+                (folder / RECORD).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    """At most 80 columns."""
+    wide = min(26, max(6, *(len(row["folder"]) for row in rows)))
+    lines = [f"{'folder':<{wide}} {'wiring':<10} {'loss':>8} {'perplexity':>11} {'KL':>8} {'agreement':>10}"]
+    for row in rows:
+        apart, same = row["divergence"], row["agreement"]
+        beside = f"{apart:8.4f} {same:10.1%}" if apart is not None else f"{'':>8} {'':>10}"
+        lines.append(
+            f"{row['folder'][:wide]:<{wide}} {row['wiring']:<10} {row['loss']:8.4f} {row['perplexity']:11.3f} {beside}"
+        )
+    return [*lines, f"{rows[0]['tokens']:,} tokens; KL and agreement against {rows[0]['original'] or 'nothing'}"]

@@ -1,0 +1,169 @@
+"""`laddertron train`: a Llama of any wiring from fresh weights. Turns options into settings, shows progress;
+tools/train/train.py trains."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ....launchers.cli.errors import ended_by
+from ..training import MODEL, STATES, TEXT, training_bar, training_ranks
+
+if TYPE_CHECKING:
+    from ....models.config.model_config import ModelConfig
+    from ..data_parallel import DataParallel
+
+EPILOG = """\b
+Examples:
+  laddertron train -o models/ladder --wiring ladder
+  laddertron train -o models/standard --wiring standard --tokenizer models/ladder
+  laddertron train -o models/late --wiring hybrid --ladder-layers 4,5,6,7
+  laddertron train -o models/mine --text notes/ --tokens 10000000
+  laddertron train -o models/draft --teacher models/mine --text answers.jsonl --layers 2 --hidden 64
+  mpirun -n 8 laddertron train -o models/wide --text data/ --hidden 2048 --heads 16 --save-every 500
+
+Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks, which must see -o on one
+filesystem. Without --text it learns from the documentation strings of Python's standard library. A model can only be
+compared with another that had the same text, tokenizer, budget and seed."""
+
+
+def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """0,2,3: layers, counted from 0."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} must be layer numbers with commas between, such as 4,5,6,7") from error
+
+
+def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
+    from ....models.config.known_models import architecture
+    from ....models.config.model_config import make_wiring
+
+    hidden, heads, kv_heads = options["hidden"], options["heads"], options["kv_heads"]
+    if hidden % (2 * heads):
+        raise ValueError(f"--hidden {hidden} must be an even multiple of --heads {heads}")
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    layers, size = options["layers"], options["tensor_parallel_size"]
+    wiring = make_wiring(options["wiring"], layers, options["ladder_layers"], tensor_parallel_size=size)
+    model = architecture(
+        "llama", layers, hidden, heads, kv_heads, options["ffn"], vocab_size, options["context"],
+        tied=True, wiring=wiring, dtype="float32",
+    )  # fmt: skip
+    return replace(model, declares_wiring=True)
+
+
+@click.command(epilog=EPILOG, context_settings={"show_default": True})
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder to write.")
+@click.option(
+    "--wiring",
+    default="ladder",
+    help="How sub-blocks read the residual: standard, parallel, ladder, hybrid, delay-2 to delay-7, desync-n.",
+)
+@click.option("--ladder-layers", callback=_layers, help="hybrid: the layers that are ladder.")
+@click.option("--tensor-parallel-size", type=click.IntRange(1), default=None, help="desync: ranks to train for.")
+@click.option("--layers", type=click.IntRange(1), default=6)
+@click.option("--hidden", type=click.IntRange(2), default=96)
+@click.option("--heads", type=click.IntRange(1), default=4)
+@click.option("--kv-heads", type=click.IntRange(1), default=4)
+@click.option("--ffn", type=click.IntRange(1), default=256)
+@click.option("--vocab", type=click.IntRange(300), default=2048, help="Size of a tokenizer trained anew.")
+@click.option(
+    "--tokenizer",
+    type=MODEL,
+    help="Folder that this command wrote, whose tokenizer.json to use in place of a new one.",
+)
+@click.option(
+    "--text",
+    multiple=True,
+    type=TEXT,
+    help="UTF-8 files, JSON lines with `text`, or folders of *.txt and *.md.  [default: Python's documentation]",
+)
+@click.option(
+    "--teacher",
+    type=MODEL,
+    help="Model whose distribution over the next token to learn, with its tokenizer: makes a draft model for it.",
+)
+@click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
+@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step.")
+@click.option("--context", type=click.IntRange(8), default=256, help="Tokens of a sequence, in training and after.")
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Draws the initial weights and the order of the text.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of matrix products.")
+@click.option(
+    "--save-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", help="Of the weights."
+)
+@click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
+@click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
+@click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
+@click.option("--resume", is_flag=True, help="Go on from the last state, on any number of ranks.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
+def command(out: Path, **o: Any) -> None:
+    """Train a Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
+    if (out / "model.safetensors").exists():
+        raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
+    with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
+        _train(out, ranks, o)
+
+
+def _train(out: Path, ranks: DataParallel, o: dict[str, Any]) -> None:
+    import torch
+    from tokenizers import Tokenizer
+
+    from ....models import reference
+    from .. import corpus, state, train
+    from ..fit import Saving, Settings
+    from ..loss import Distil
+
+    _model(o, o["vocab"])  # what cannot be is refused before anything is written
+    text, teacher, states = o["text"], o["teacher"], out / STATES
+    named = ("tokens", "batch", "context", "learning_rate", "seed", "dtype", "save_dtype")
+    settings = Settings(**{key: o[key] for key in named}, distil=Distil(1.0 if teacher else 0.0))
+    documents = corpus.text_files(text) if text else corpus.python_documentation()
+    given = o["tokenizer"] or teacher
+    own = (given or states) / "tokenizer.json"
+
+    def prepare() -> None:
+        if not o["resume"] and state.newest(states) is not None:
+            raise click.ClickException(f"{states}: an unfinished run: go on with --resume, or remove it")
+        if not given and not (o["resume"] and own.is_file()):
+            states.mkdir(parents=True, exist_ok=True)
+            corpus.train_tokenizer(documents, o["vocab"]).save(str(own))
+
+    ranks.first_does(prepare)
+    words = Tokenizer.from_file(str(own))
+    config = _model(o, words.get_vocab_size())
+    about = {
+        "corpus": [str(path) for path in text] or ["Python's standard library documentation"],
+        "corpus_sha256": corpus.digest(documents),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "parameters": config.num_parameters,
+    }
+    if ranks.rank == 0:
+        click.echo(
+            f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
+            f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens",
+            err=True,
+        )
+    same = {"corpus_sha256": about["corpus_sha256"], "wiring": config.wiring.name, "parameters": config.num_parameters}
+    with training_bar(ranks, settings.batch * settings.context) as show:
+        taught_by = reference.load(teacher, torch.float32).to(ranks.device) if teacher else None
+        saving = Saving(states, o["save_every"], o["resume"], same)
+        trained = train.train(config, settings, words, documents, show, ranks, saving, taught_by)
+    train.save(out, trained, settings, words, about, ranks)
+    if ranks.rank == 0:
+        shutil.rmtree(states, ignore_errors=True)
+        agreement = "" if trained.agreement is None else f", agrees with {teacher} on {trained.agreement:.1%}"
+        over = f"over {trained.held_out_tokens:,} tokens{agreement}"
+        click.echo(f"{out}: held-out perplexity {trained.held_out_perplexity:.3f} {over}")
+    ranks.barrier()

@@ -1,0 +1,121 @@
+"""A trainer's whole state on disk, sharded: parameters and AdamW's moments, each rank's rows in a safetensors file, and
+one JSON that says the step and the settings. Another number of ranks reads the rows that it needs.
+
+torch's Distributed Checkpoint does the same; but its metadata is a pickle, and so is what its planners send one
+another, which this project has neither in files nor on wires.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.config.json_fields import read_json
+from ...models.weights.checkpoint import CheckpointError, StoredTensor, read_annotated
+from ...models.weights.file_writer import write_tensors
+from ...models.weights.tensor_reader import Reader
+from .data_parallel import DataParallel, local
+
+KEPT = 2
+"""States that stay: the newest, and the one before it."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, int]]:
+    """Name -> this rank's rows, and how many rows there are in all."""
+    parts = {}
+    for name, parameter in model.named_parameters():
+        parts[name] = local(parameter.detach()), parameter.shape[0]
+        for moment in _MOMENTS:
+            held = optimizer.state.get(parameter, {})
+            if moment in held:
+                parts[f"{name}:{moment}"] = local(held[moment]), parameter.shape[0]
+    return parts
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
+    ranks: DataParallel,
+) -> None:
+    """Writes folder/step-N, whole or not at all, and removes old ones. All ranks call it; the first copy's write."""
+    part, target = folder / f"step-{step:08}.part", folder / f"step-{step:08}"
+
+    def clear() -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    ranks.first_does(clear)
+    if ranks.replica == 0:
+        held = _parts(model, optimizer)
+        first = {name: ranks.rows(count).start for name, (_, count) in held.items()}
+        write_tensors(
+            part / f"rank-{ranks.place:05}.safetensors",
+            {name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in held.items()},
+            lambda name, out: out.copy_(held[name][0]),
+            {"first_rows": json.dumps(first)},
+        )
+    ranks.barrier()
+
+    def name_it() -> None:
+        with (part / "state.json").open("w") as stream:
+            json.dump({"step": step, "shards": ranks.shards, **about}, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.rename(target)
+        for old in sorted(folder.glob("step-*[0-9]"))[:-KEPT]:
+            shutil.rmtree(old)
+
+    ranks.first_does(name_it)
+
+
+def newest(folder: Path) -> Path | None:
+    """The last whole state."""
+    return max((path for path in folder.glob("step-*[0-9]") if (path / "state.json").is_file()), default=None)
+
+
+def load(
+    state: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, Any], ranks: DataParallel
+) -> int:
+    """Fills this rank's rows, whatever number of ranks wrote them; returns the step. Raises CheckpointError where the
+    state is of another run than `about` says, or incomplete."""
+    said = read_json(state / "state.json").data
+    for key, value in about.items():
+        if said.get(key) != json.loads(json.dumps(value)):
+            raise CheckpointError(
+                f"{state}: was written with {key}={said.get(key)!r}, this run has {value!r}: go on as it was"
+            )
+    where: dict[str, list[tuple[int, StoredTensor]]] = {}
+    for file in sorted(state.glob("rank-*.safetensors")):
+        metadata, tensors = read_annotated(file)
+        first = json.loads(metadata["first_rows"])
+        for stored in tensors:
+            where.setdefault(stored.name, []).append((first[stored.name], stored))
+    step = int(said["step"])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+    with Reader() as reader, torch.no_grad():
+        for name, (target, count) in _parts(model, optimizer).items():
+            mine = ranks.rows(count)
+            filled = 0
+            for first_row, stored in where.get(name, ()):
+                low, high = max(mine.start, first_row), min(mine.stop, first_row + stored.shape[0])
+                if low < high:
+                    reader.read(stored, low - first_row, 0, target[low - mine.start : high - mine.start])
+                    filled += high - low
+            if filled != len(mine):
+                raise CheckpointError(f"{state}: {len(mine) - filled} rows of {name} are missing: take an older state")
+    return step
