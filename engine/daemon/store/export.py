@@ -7,6 +7,7 @@ takeover.py. Knows changes of rows as JSON values, nothing of what they mean.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -159,14 +160,28 @@ class Export:
         """Raises Fenced where another daemon claimed the export, ExportGone where the folder is not the one that was
         opened."""
         try:
+            self._check_files()
+        except ExportGone:
+            # Who takes over claims first and removes segments then: the files may have gone after their claim was read.
+            with contextlib.suppress(OSError):
+                if self.folder.stat().st_ino == self._inode:
+                    self._check_claim(os.listdir(self.folder))
+            raise
+
+    def _check_claim(self, names: Iterable[str]) -> None:
+        numbers = (int(match[1]) for name in names if (match := _NUMBERED.match(name)))
+        if (
+            max(numbers, default=0) > self.generation
+            or self._claim_file(self.generation).read_bytes() != b"%d\n" % self.claim
+        ):
+            raise Fenced(f"{self.folder} was taken over by another daemon: this one must stop")
+
+    def _check_files(self) -> None:
+        try:
             where, names = self.folder.stat(), set(os.listdir(self.folder))
             same = where.st_ino == self._inode
-            numbers = (int(match[1]) for name in names if (match := _NUMBERED.match(name)))
-            if same and (
-                max(numbers, default=0) > self.generation
-                or self._claim_file(self.generation).read_bytes() != b"%d\n" % self.claim
-            ):
-                raise Fenced(f"{self.folder} was taken over by another daemon: this one must stop")
+            if same:
+                self._check_claim(names)
             if self._descriptor is not None and same:
                 found, opened = self._path(self._index).stat(), os.fstat(self._descriptor)
                 same = (found.st_ino, found.st_size) == (opened.st_ino, self._size)

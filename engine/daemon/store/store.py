@@ -114,7 +114,7 @@ class Store:
         """Runs `work` within a group's transaction; returns once the group is committed. What `work` raises undoes it
         alone. Raises StoreUnavailable if the disk failed."""
         if self.failure is not None:
-            raise StoreUnavailable(self.failure)
+            raise (StoreFenced if self.fenced else StoreUnavailable)(self.failure)
         item = _Work(work, self._loop.create_future())
         self._queue.put(item)
         value: T = await item.future
@@ -251,10 +251,8 @@ class Store:
         except (sqlite3.Error, OSError, Fenced) as error:
             if exported and self.export is not None:
                 self.export.undo()
-            self.fenced |= isinstance(error, Fenced)
-            self._options.observe_error()
             db = self._reopened(db)
-            self._say(f"the store cannot be written: {error}")
+            self._failed(error)
             kind = StoreFenced if self.fenced else StoreUnavailable
             self._answer([(work, None, kind(str(error))) for work in works])
             return db
@@ -298,9 +296,12 @@ class Store:
             if self.export is not None:
                 self.export.check()
         except (OSError, Fenced) as error:
-            self.fenced |= isinstance(error, Fenced)
-            self._options.observe_error()
-            self._say(f"the store cannot be written: {error}")
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.fenced |= isinstance(error, Fenced)
+        self._options.observe_error()
+        self._say(f"the store cannot be written: {error}")
 
     def _trial(self, db: sqlite3.Connection) -> sqlite3.Connection:
         """Whether the disk takes writes again."""
@@ -313,8 +314,8 @@ class Store:
                 self.export.append([])
                 note_position(db, self.export)
             db.execute("COMMIT")
-        except (sqlite3.Error, OSError, Fenced):
-            self._options.observe_error()
+        except (sqlite3.Error, OSError, Fenced) as error:
+            self._failed(error)
             return self._reopened(db)
         self._say(None)
         return db

@@ -29,7 +29,7 @@ from laddertron.engine.daemon.store.rows import FileRow, Result
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
 from test_store import WRITER, BadFiles, batch, numbers, put, result, with_store
 from tiny_text import write_folder
-from waiting import until
+from waiting import HANG_S, until
 
 HEAD = struct.Struct("<4sIII")
 
@@ -160,6 +160,66 @@ def test_a_daemon_that_slept_through_two_takeovers_is_fenced(tmp_path: Path) -> 
 
     with_store(tmp_path / "a", sleep, options)
     assert with_store(tmp_path / "d", numbers, options) == {ord("b"), ord("c")}
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_takeover_in_the_middle_of_a_check_fences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """The claim is read before the takeover, the segments are looked at behind it: they are gone, since another daemon
+    superseded them. By the next write, and by the check between writes."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def work(store: Store) -> None:
+        await begin(store)
+        export, other = store.export, list[Store]()
+        assert export is not None
+        loop, check_claim, failed = asyncio.get_running_loop(), export._check_claim, asyncio.Event()
+        store.on_change = failed.set
+
+        async def take_over() -> None:
+            other.append(await open_store(tmp_path / "b", options))
+            await put(other[0], result(7))
+
+        def late(names: Any) -> None:
+            check_claim(names)
+            monkeypatch.setattr(export, "_check_claim", check_claim)
+            asyncio.run_coroutine_threadsafe(take_over(), loop).result(HANG_S)
+
+        monkeypatch.setattr(export, "_check_claim", late)
+        if idle:
+            await asyncio.wait_for(failed.wait(), HANG_S)
+        with pytest.raises(StoreFenced, match="taken over"):
+            await put(store, result(1))
+        await other[0].close()
+
+    with_store(tmp_path / "a", work, options)
+    assert with_store(tmp_path / "d", numbers, options) == {7}
+
+
+def test_a_daemon_that_is_overtaken_while_its_export_is_away_is_fenced(tmp_path: Path) -> None:
+    """It waits as unavailable; what fences it is found by a trial, and it must not wait any longer then."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+
+    async def work(store: Store) -> None:
+        await begin(store)
+        failed = asyncio.Event()
+        store.on_change = failed.set
+        move_away(tmp_path / "export")
+        await asyncio.wait_for(failed.wait(), HANG_S)
+        with pytest.raises(StoreUnavailable, match="was removed"):
+            await put(store, result(1))
+        assert not store.fenced
+        failed.clear()
+        other = await open_store(tmp_path / "b", StoreOptions(export_dir=tmp_path / "away"))
+        await other.close()
+        put_back(tmp_path / "export")
+        await asyncio.wait_for(failed.wait(), HANG_S)
+        assert store.fenced
+        with pytest.raises(StoreFenced, match="taken over"):
+            await put(store, result(1))
+
+    with_store(tmp_path / "a", work, options)
 
 
 def test_an_earlier_copy_of_the_data_folder_catches_up(tmp_path: Path) -> None:
