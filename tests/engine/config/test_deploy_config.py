@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from laddertron.engine.config.bind import hints
-from laddertron.engine.config.load import ConfigError, Deployment, digest, from_json, load, read, to_json
+from laddertron.engine.config.load import ConfigError, Deployment, digest, draft, from_json, load, read, to_json
+from laddertron.engine.config.rules import RULES
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -190,112 +191,120 @@ def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str)
     assert all("\n" not in line for line in found)
 
 
-@pytest.mark.parametrize(
-    ("text", "key", "says"),
-    [
-        ("model: {path: m, wiring: hybrid}", "model.wiring", "needs model.ladder_layers"),
-        ("model: {path: m, wiring: ladder, ladder_layers: 4}", "model.ladder_layers", "set wiring: hybrid"),
-        ("engine: {speculation: true}", "engine.speculation", "use ngram, model, auto or false"),
-        ("engine: {speculation: model}", "engine.speculation", "model needs engine.draft_model"),
-        ("model: {path: m}\nengine: {draft_model: ./d}", "engine.draft_model", "has no effect with speculation false"),
-        (
-            "model: {path: m}\nengine: {draft_model: ./d, speculation: ngram}",
-            "engine.draft_model",
-            "no effect with speculation ngram",
-        ),
-        ("engine: {speculation: ngram, device: cuda}", "engine.speculation", "needs engine.device: cpu"),
-        (
-            "engine: {speculation: auto}\nparallel: {pipeline_parallel_size: 2}",
-            "engine.speculation",
-            "auto needs one stage",
-        ),
-        (
-            "parallel: {pipeline_parallel_size: 2, pipeline_layers: [3, 3, 3]}",
-            "parallel.pipeline_layers",
-            "names 3 stages, pipeline_parallel_size is 2",
-        ),
-        (
-            "parallel: {pipeline_parallel_size: 3, pipeline_microbatches: 2}",
-            "parallel.pipeline_microbatches",
-            "2 < 3 stages",
-        ),
-        ("parallel: {pipeline_microbatches: 2}", "parallel.pipeline_microbatches", "has no effect with one stage"),
-        (
-            "parallel: {pipeline_parallel_size: 4}\nengine: {max_num_seqs: 3}",
-            "engine.max_num_seqs",
-            "3 < 4 micro-batches",
-        ),
-        (
-            "parallel: {pipeline_parallel_size: 2}\nengine: {cuda_graphs: true}",
-            "engine.cuda_graphs",
-            "stages are not recorded yet",
-        ),
-        ("parallel: {split_steps: always}", "parallel.split_steps", "nothing to hide with tensor_parallel_size 1"),
-        (
-            "parallel: {split_steps: always, tensor_parallel_size: 2, overlap: false}",
-            "parallel.split_steps",
-            "always needs overlap: true",
-        ),
-        ("parallel: {emulated_delay: 1ms}", "parallel.emulated_delay", "set collective: emulated"),
-        ("parallel: {emulated_bandwidth: 1GB}", "parallel.emulated_bandwidth", "set collective: emulated"),
-        ("parallel: {emulated_fabric: 8xH100}", "parallel.emulated_fabric", "set collective: emulated"),
-        ("parallel: {emulated_multiprocessors: 4}", "parallel.emulated_multiprocessors", "set collective: emulated"),
-        (
-            "parallel: {collective: emulated, emulated_fabric: 8xH100, emulated_delay: 1ms}",
-            "parallel.emulated_delay",
-            "the prices of 8xH100 say this already",
-        ),
-        (
-            "parallel: {collective: emulated, emulated_fabric: 8xH800}",
-            "parallel.emulated_fabric",
-            "MODEL is one of",
-        ),
-        (
-            "parallel: {collective: emulated, emulated_fabric: 8xH100, tensor_parallel_size: 16}",
-            "parallel.emulated_fabric",
-            "16",
-        ),
-        (
-            "parallel: {collective: emulated, emulated_multiprocessors: 4}\nengine: {device: cpu}",
-            "parallel.emulated_multiprocessors",
-            "only a GPU has multiprocessors",
-        ),
-        ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
-        (
-            "parallel: {deterministic: everywhere}\nengine: {device: cuda, kv_cache_dtype: fp8}",
-            "parallel.deterministic",
-            "not fp8: use kv_cache_dtype: auto",
-        ),
-        (
-            "parallel: {deterministic: true}\nengine: {device: cpu, attention: torch}",
-            "parallel.deterministic",
-            "use engine.attention: auto",
-        ),
-        ("engine: {kv_cache_dtype: fp8, device: cpu}", "engine.kv_cache_dtype", "fp8 needs"),
-        ("engine: {attention: flashinfer, device: cpu}", "engine.attention", "flashinfer needs"),
-        ("engine: {cuda_graphs: true, device: cpu}", "engine.cuda_graphs", "true needs engine.device: cuda"),
-        ("engine: {max_num_batched_tokens: 8, max_num_seqs: 9}", "engine.max_num_batched_tokens", "8 < max_num_seqs=9"),
-        (
-            "model: {path: m, max_model_len: 4096}\nengine: {enable_chunked_prefill: false}",
-            "engine.enable_chunked_prefill",
-            "2048",
-        ),
-        ("daemon: {tls_cert: a}", "daemon.tls_cert", "needs daemon.tls_key too"),
-        ("daemon: {host: 0.0.0.0}", "daemon.host", "set daemon.api_key_file"),
-        ("daemon: {host: 10.0.0.1}", "daemon.host", "set daemon.api_key_file"),
-        ("daemon: {limits: {max_line_bytes: 300MB}}", "daemon.limits.max_line_bytes", "a line is part of a file"),
-        ("metrics: {port: 8000}", "metrics.port", "the daemon's"),
-        ("launch: {hosts: [a], hostfile: f}", "launch.hostfile", "keep one of them"),
-        ("launch: {bind_to: placement}", "launch.bind_to", "needs launch.fabric"),
-        ("launch: {hosts: [a, b], spare_hosts: [b]}", "launch.hosts", "b stands twice"),
-        ("launch: {ranks_per_node: 8}\nparallel: {tensor_parallel_size: 12}", "launch.ranks_per_node", "divisor of 12"),
-        (
-            "launch: {hosts: ['a:8', 'b:4']}\nparallel: {tensor_parallel_size: 16}",
-            "launch.hosts",
-            "8 + 4 = 12 slots for 16 x 1 = 16 ranks",
-        ),
-    ],
+RULE_CASES = (
+    ("model: {path: m, wiring: hybrid}", "model.wiring", "needs model.ladder_layers"),
+    ("model: {path: m, wiring: ladder, ladder_layers: 4}", "model.ladder_layers", "set wiring: hybrid"),
+    ("model: {path: m, weights: int8}\nengine: {device: cuda}", "model.weights", "int8 is computed on CPUs"),
+    ("model: {path: m, weights: int8, dtype: float16}", "model.weights", "computed with bfloat16, not float16"),
+    (
+        "parallel: {collective: emulated, emulated_fabric: 8xH100, emulated_bandwidth: 1GB}",
+        "parallel.emulated_bandwidth",
+        "the prices of 8xH100 say this already",
+    ),
+    ("daemon: {tls_key: a}", "daemon.tls_key", "needs daemon.tls_cert too"),
+    ("engine: {speculation: true}", "engine.speculation", "use ngram, model, auto or false"),
+    ("engine: {speculation: model}", "engine.speculation", "model needs engine.draft_model"),
+    ("model: {path: m}\nengine: {draft_model: ./d}", "engine.draft_model", "has no effect with speculation false"),
+    (
+        "model: {path: m}\nengine: {draft_model: ./d, speculation: ngram}",
+        "engine.draft_model",
+        "no effect with speculation ngram",
+    ),
+    ("engine: {speculation: ngram, device: cuda}", "engine.speculation", "needs engine.device: cpu"),
+    (
+        "engine: {speculation: auto}\nparallel: {pipeline_parallel_size: 2}",
+        "engine.speculation",
+        "auto needs one stage",
+    ),
+    (
+        "parallel: {pipeline_parallel_size: 2, pipeline_layers: [3, 3, 3]}",
+        "parallel.pipeline_layers",
+        "names 3 stages, pipeline_parallel_size is 2",
+    ),
+    (
+        "parallel: {pipeline_parallel_size: 3, pipeline_microbatches: 2}",
+        "parallel.pipeline_microbatches",
+        "2 < 3 stages",
+    ),
+    ("parallel: {pipeline_microbatches: 2}", "parallel.pipeline_microbatches", "has no effect with one stage"),
+    (
+        "parallel: {pipeline_parallel_size: 4}\nengine: {max_num_seqs: 3}",
+        "engine.max_num_seqs",
+        "3 < 4 micro-batches",
+    ),
+    (
+        "parallel: {pipeline_parallel_size: 2}\nengine: {cuda_graphs: true}",
+        "engine.cuda_graphs",
+        "stages are not recorded yet",
+    ),
+    ("parallel: {split_steps: always}", "parallel.split_steps", "nothing to hide with tensor_parallel_size 1"),
+    (
+        "parallel: {split_steps: always, tensor_parallel_size: 2, overlap: false}",
+        "parallel.split_steps",
+        "always needs overlap: true",
+    ),
+    ("parallel: {emulated_delay: 1ms}", "parallel.emulated_delay", "set collective: emulated"),
+    ("parallel: {emulated_bandwidth: 1GB}", "parallel.emulated_bandwidth", "set collective: emulated"),
+    ("parallel: {emulated_fabric: 8xH100}", "parallel.emulated_fabric", "set collective: emulated"),
+    ("parallel: {emulated_multiprocessors: 4}", "parallel.emulated_multiprocessors", "set collective: emulated"),
+    (
+        "parallel: {collective: emulated, emulated_fabric: 8xH100, emulated_delay: 1ms}",
+        "parallel.emulated_delay",
+        "the prices of 8xH100 say this already",
+    ),
+    (
+        "parallel: {collective: emulated, emulated_fabric: 8xH800}",
+        "parallel.emulated_fabric",
+        "MODEL is one of",
+    ),
+    (
+        "parallel: {collective: emulated, emulated_fabric: 8xH100, tensor_parallel_size: 16}",
+        "parallel.emulated_fabric",
+        "16",
+    ),
+    (
+        "parallel: {collective: emulated, emulated_multiprocessors: 4}\nengine: {device: cpu}",
+        "parallel.emulated_multiprocessors",
+        "only a GPU has multiprocessors",
+    ),
+    ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
+    (
+        "parallel: {deterministic: everywhere}\nengine: {device: cuda, kv_cache_dtype: fp8}",
+        "parallel.deterministic",
+        "not fp8: use kv_cache_dtype: auto",
+    ),
+    (
+        "parallel: {deterministic: true}\nengine: {device: cpu, attention: torch}",
+        "parallel.deterministic",
+        "use engine.attention: auto",
+    ),
+    ("engine: {kv_cache_dtype: fp8, device: cpu}", "engine.kv_cache_dtype", "fp8 needs"),
+    ("engine: {attention: flashinfer, device: cpu}", "engine.attention", "flashinfer needs"),
+    ("engine: {cuda_graphs: true, device: cpu}", "engine.cuda_graphs", "true needs engine.device: cuda"),
+    ("engine: {max_num_batched_tokens: 8, max_num_seqs: 9}", "engine.max_num_batched_tokens", "8 < max_num_seqs=9"),
+    (
+        "model: {path: m, max_model_len: 4096}\nengine: {enable_chunked_prefill: false}",
+        "engine.enable_chunked_prefill",
+        "2048",
+    ),
+    ("daemon: {tls_cert: a}", "daemon.tls_cert", "needs daemon.tls_key too"),
+    ("daemon: {host: 0.0.0.0}", "daemon.host", "set daemon.api_key_file"),
+    ("daemon: {host: 10.0.0.1}", "daemon.host", "set daemon.api_key_file"),
+    ("daemon: {limits: {max_line_bytes: 300MB}}", "daemon.limits.max_line_bytes", "a line is part of a file"),
+    ("metrics: {port: 8000}", "metrics.port", "the daemon's"),
+    ("launch: {hosts: [a], hostfile: f}", "launch.hostfile", "keep one of them"),
+    ("launch: {bind_to: placement}", "launch.bind_to", "needs launch.fabric"),
+    ("launch: {hosts: [a, b], spare_hosts: [b]}", "launch.hosts", "duplicate host b"),
+    ("launch: {ranks_per_node: 8}\nparallel: {tensor_parallel_size: 12}", "launch.ranks_per_node", "divisor of 12"),
+    (
+        "launch: {hosts: ['a:8', 'b:4']}\nparallel: {tensor_parallel_size: 16}",
+        "launch.hosts",
+        "8 + 4 = 12 slots for 16 x 1 = 16 ranks",
+    ),
 )
+
+
+@pytest.mark.parametrize(("text", "key", "says"), RULE_CASES)
 def test_rules_between_keys(tmp_path: Path, text: str, key: str, says: str) -> None:
     """Broken alone, each rule is the only fault, at the line of the key that it names."""
     whole = text if "model:" in text else f"model: {{path: m}}\n{text}"
@@ -304,6 +313,15 @@ def test_rules_between_keys(tmp_path: Path, text: str, key: str, says: str) -> N
     assert says in found
     line = int(found.split(":")[1])
     assert key.rpartition(".")[2] in whole.splitlines()[line - 1]
+
+
+def test_every_rule_has_a_case(tmp_path: Path) -> None:
+    """A row of the table that none of the cases above breaks fails here."""
+    drafts = [
+        draft(write(tmp_path, text if "model:" in text else f"model: {{path: m}}\n{text}")) for text, *_ in RULE_CASES
+    ]
+    unbroken = [rule for rule in RULES if not any(rule.broken(found.loaded.deployment) for found in drafts)]
+    assert unbroken == []
 
 
 def test_what_is_not_a_deployment_file(tmp_path: Path) -> None:

@@ -1,0 +1,294 @@
+"""The constraints between keys of a deployment, one row each. A new one is a new row, and a case in
+`RULE_CASES` of tests/engine/config/test_deploy_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from .emulation import emulated_link
+from .schema import PLACEMENT, Deployment
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`broken` is truthy where the constraint is violated. `message` says what is wrong and its fix; it may name
+    `{section.key}`, and as `{found}` what `broken` returned. The error is reported at the first of `keys` that the file
+    sets, and left out where one of them could not be read."""
+
+    keys: tuple[str, ...]
+    broken: Callable[[Deployment], object]
+    message: str
+
+
+def broken_rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
+    """(the keys concerned, the message) of each rule that the deployment breaks."""
+    for rule in RULES:
+        if found := rule.broken(d):
+            sections = {"model": d.model, "parallel": d.parallel, "launch": d.launch, "engine": d.engine}
+            yield rule.keys, rule.message.format(found=found, daemon=d.daemon, metrics=d.metrics, **sections)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _where_not(fine: Callable[[Deployment], bool], key: str) -> Callable[[Deployment], object]:
+    """Broken where `key` is set, unless `fine`."""
+    return lambda d: not fine(d) and attrgetter(key)(d)
+
+
+def _stages(d: Deployment) -> int:
+    return d.parallel.pipeline_parallel_size
+
+
+def _emulation_fault(d: Deployment) -> str:
+    if d.parallel.collective != "emulated" or d.parallel.emulated_fabric is None:
+        return ""
+    try:
+        emulated_link(d.parallel)
+    except ValueError as fault:
+        return str(fault)
+    return ""
+
+
+def _duplicate_hosts(d: Deployment) -> str:
+    names = [host.partition(":")[0] for host in (*d.launch.hosts, *d.launch.spare_hosts)]
+    return ", ".join(sorted({name for name in names if names.count(name) > 1}))
+
+
+def _missing_slots(d: Deployment) -> str:
+    tp, stages, replicas = d.parallel.tensor_parallel_size, _stages(d), d.parallel.replicas
+    slots = [int(host.partition(":")[2] or d.launch.ranks_per_node or 0) for host in d.launch.hosts]
+    ranks = tp * stages * replicas
+    if not slots or not all(slots) or sum(slots) >= ranks:
+        return ""
+    product = f"{tp} x {stages} x {replicas}" if stages > 1 else f"{tp} x {replicas}"
+    return f"{' + '.join(map(str, slots))} = {sum(slots)} slots for {product} = {ranks} ranks"
+
+
+_TP, _PP = "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        ("model.wiring", "model.ladder_layers"),
+        lambda d: d.model.wiring == "hybrid" and d.model.ladder_layers is None,
+        "hybrid needs model.ladder_layers: last n, or a list",
+    ),
+    Rule(
+        ("model.ladder_layers", "model.wiring"),
+        lambda d: d.model.wiring not in ("auto", "hybrid") and d.model.ladder_layers is not None,
+        "has no meaning with wiring {model.wiring}: set wiring: hybrid",
+    ),
+    Rule(
+        ("model.weights", "engine.device"),
+        lambda d: d.model.weights == "int8" and d.engine.device == "cuda",
+        "int8 is computed on CPUs: use stored, or an fp8 checkpoint",
+    ),
+    Rule(
+        ("model.weights", "model.dtype"),
+        lambda d: d.model.weights == "int8" and d.model.dtype not in ("auto", "bfloat16"),
+        "int8 is computed with bfloat16, not {model.dtype}: use stored",
+    ),
+    *(
+        Rule(
+            (f"parallel.{key}", "parallel.collective"),
+            _where_not(lambda d: d.parallel.collective == "emulated", f"parallel.{key}"),
+            "has no effect with collective {parallel.collective}: set collective: emulated, or leave it out",
+        )
+        for key in ("emulated_delay", "emulated_bandwidth", "emulated_fabric", "emulated_multiprocessors")
+    ),
+    *(
+        Rule(
+            (f"parallel.{key}", "parallel.emulated_fabric"),
+            _where_not(
+                lambda d: d.parallel.collective != "emulated" or d.parallel.emulated_fabric is None, f"parallel.{key}"
+            ),
+            "the prices of {parallel.emulated_fabric} say this already: leave one of the two out",
+        )
+        for key in ("emulated_delay", "emulated_bandwidth")
+    ),
+    Rule(("parallel.emulated_fabric", _TP), _emulation_fault, "{found}"),
+    Rule(
+        ("parallel.split_steps", _TP),
+        lambda d: d.parallel.split_steps == "always" and d.parallel.tensor_parallel_size == 1,
+        "always has nothing to hide with tensor_parallel_size 1: use auto or never",
+    ),
+    Rule(
+        ("parallel.split_steps", "parallel.overlap"),
+        lambda d: d.parallel.split_steps == "always" and not d.parallel.overlap,
+        "always needs overlap: true; use auto or never",
+    ),
+    Rule(
+        ("parallel.emulated_multiprocessors", "engine.device"),
+        lambda d: d.parallel.emulated_multiprocessors and d.engine.device == "cpu",
+        "only a GPU has multiprocessors to hold: leave it at 0 on a CPU",
+    ),
+    Rule(
+        ("parallel.backend", "engine.device"),
+        lambda d: d.parallel.backend == "nccl" and d.engine.device == "cpu",
+        "nccl needs engine.device: cuda; on a CPU use auto",
+    ),
+    Rule(
+        ("parallel.deterministic", "engine.kv_cache_dtype"),
+        lambda d: d.parallel.deterministic and d.engine.kv_cache_dtype == "fp8",
+        "it needs keys and values in the model's type, not fp8: use kv_cache_dtype: auto",
+    ),
+    Rule(
+        ("parallel.deterministic", "engine.attention"),
+        lambda d: d.parallel.deterministic and d.engine.attention == "torch",
+        "attention torch computes a row as its step's other rows have it: use engine.attention: auto",
+    ),
+    Rule(
+        ("engine.kv_cache_dtype", "engine.device"),
+        lambda d: d.engine.kv_cache_dtype == "fp8" and d.engine.device == "cpu",
+        "fp8 needs engine.device: cuda; on a CPU use auto",
+    ),
+    Rule(
+        ("engine.attention", "engine.device"),
+        lambda d: d.engine.attention == "flashinfer" and d.engine.device == "cpu",
+        "flashinfer needs engine.device: cuda; on a CPU use auto or torch",
+    ),
+    Rule(
+        ("engine.speculation",),
+        lambda d: d.engine.speculation is True,
+        "true does not say by which drafts: use ngram, model, auto or false",
+    ),
+    Rule(
+        ("engine.speculation", "engine.draft_model"),
+        lambda d: d.engine.speculation == "model" and d.engine.draft_model is None,
+        "model needs engine.draft_model: the folder of a small model with the same tokenizer; or use ngram",
+    ),
+    Rule(
+        ("engine.draft_model", "engine.speculation"),
+        lambda d: (
+            d.engine.draft_model is not None
+            and d.engine.speculation not in ("model", "auto")
+            and (d.engine.speculation or "false")
+        ),
+        "has no effect with speculation {found}: use model or auto, or leave it out",
+    ),
+    Rule(
+        ("engine.speculation", "engine.device"),
+        lambda d: d.engine.speculation and d.engine.device == "cuda",
+        "{engine.speculation} needs engine.device: cpu: on a GPU steps are set off before the ids that drafts "
+        "follow are known; use false",
+    ),
+    Rule(
+        ("engine.cuda_graphs", "engine.device"),
+        lambda d: d.engine.cuda_graphs is True and d.engine.device == "cpu",
+        "true needs engine.device: cuda; on a CPU use auto or false",
+    ),
+    Rule(
+        ("parallel.pipeline_layers", _PP),
+        lambda d: (
+            d.parallel.pipeline_layers
+            and len(d.parallel.pipeline_layers) != _stages(d)
+            and len(d.parallel.pipeline_layers)
+        ),
+        "names {found} stages, pipeline_parallel_size is {parallel.pipeline_parallel_size}: name one number a "
+        "stage, or leave it out",
+    ),
+    Rule(
+        ("parallel.pipeline_microbatches", _PP),
+        lambda d: d.parallel.pipeline_microbatches is not None and d.parallel.microbatches < _stages(d),
+        "{parallel.microbatches} < {parallel.pipeline_parallel_size} stages: so many less would always be idle: use "
+        "{parallel.pipeline_parallel_size} or more",
+    ),
+    Rule(
+        ("parallel.pipeline_microbatches", _PP),
+        lambda d: d.parallel.pipeline_microbatches is not None and _stages(d) == 1,
+        "has no effect with one stage: leave it out",
+    ),
+    Rule(
+        ("engine.max_num_seqs", "parallel.pipeline_microbatches", _PP),
+        lambda d: _stages(d) > 1 and d.engine.max_num_seqs < d.parallel.microbatches,
+        "{engine.max_num_seqs} < {parallel.microbatches} micro-batches: each needs a sequence: raise it",
+    ),
+    Rule(
+        ("engine.speculation", _PP),
+        lambda d: _stages(d) > 1 and d.engine.speculation,
+        "{engine.speculation} needs one stage: drafts follow ids that the first one does not know yet; use false",
+    ),
+    Rule(
+        ("engine.cuda_graphs", _PP),
+        lambda d: _stages(d) > 1 and d.engine.cuda_graphs is True,
+        "stages are not recorded yet: use auto or false",
+    ),
+    Rule(
+        ("launch.hostfile", "launch.hosts"),
+        lambda d: d.launch.hosts and d.launch.hostfile,
+        "conflicts with launch.hosts: keep one of them",
+    ),
+    Rule(
+        ("launch.hosts", "launch.spare_hosts"),
+        _duplicate_hosts,
+        "duplicate host {found}: name each host once",
+    ),
+    Rule(
+        ("launch.bind_to", "launch.fabric"),
+        lambda d: d.launch.bind_to == PLACEMENT and d.launch.fabric is None,
+        "placement needs launch.fabric, which says the cores: set it (or --fabric FILE), or bind_to: none",
+    ),
+    Rule(
+        ("launch.ranks_per_node", _TP),
+        lambda d: (
+            (per_node := d.launch.ranks_per_node) is not None
+            and (tp := d.parallel.tensor_parallel_size) > per_node
+            and tp % per_node
+        ),
+        "{parallel.tensor_parallel_size} ranks are no multiple of {launch.ranks_per_node} a node: use a divisor of "
+        "{parallel.tensor_parallel_size}",
+    ),
+    Rule(
+        ("launch.hosts", _TP, "parallel.replicas"),
+        _missing_slots,
+        "{found}: add hosts, or lower parallel.tensor_parallel_size or parallel.replicas",
+    ),
+    Rule(
+        ("engine.max_num_batched_tokens", "engine.max_num_seqs"),
+        lambda d: d.engine.max_num_batched_tokens < d.engine.max_num_seqs,
+        "{engine.max_num_batched_tokens} < max_num_seqs={engine.max_num_seqs}: every running sequence needs a "
+        "token a step: raise it or lower engine.max_num_seqs",
+    ),
+    Rule(
+        ("engine.enable_chunked_prefill", "engine.max_num_batched_tokens", "model.max_model_len"),
+        lambda d: (
+            not d.engine.enable_chunked_prefill and d.engine.max_num_batched_tokens < (d.model.max_model_len or 0)
+        ),
+        "false needs max_num_batched_tokens ({engine.max_num_batched_tokens}) >= model.max_model_len "
+        "({model.max_model_len}): a prompt would not fit one step",
+    ),
+    Rule(
+        ("daemon.tls_cert", "daemon.tls_key"),
+        lambda d: d.daemon.tls_cert and d.daemon.tls_key is None,
+        "needs daemon.tls_key too: TLS takes the pair",
+    ),
+    Rule(
+        ("daemon.tls_key", "daemon.tls_cert"),
+        lambda d: d.daemon.tls_key and d.daemon.tls_cert is None,
+        "needs daemon.tls_cert too: TLS takes the pair",
+    ),
+    Rule(
+        ("daemon.host", "daemon.api_key_file"),
+        lambda d: not is_loopback(d.daemon.host) and d.daemon.api_key_file is None,
+        "{daemon.host} can be reached from other machines: set daemon.api_key_file (laddertron keys add), "
+        "or use 127.0.0.1",
+    ),
+    Rule(
+        ("daemon.limits.max_line_bytes", "daemon.limits.max_body_bytes"),
+        lambda d: d.daemon.limits.max_line_bytes > d.daemon.limits.max_body_bytes,
+        "{daemon.limits.max_line_bytes} is more than limits.max_body_bytes={daemon.limits.max_body_bytes}: "
+        "a line is part of a file",
+    ),
+    Rule(
+        ("metrics.port", "daemon.port"),
+        lambda d: (
+            d.metrics.enabled and d.metrics.port and (d.metrics.host, d.metrics.port) == (d.daemon.host, d.daemon.port)
+        ),
+        "{metrics.port} is the daemon's: leave it out to share its listener",
+    ),
+)
