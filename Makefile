@@ -110,9 +110,8 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
 	@$(VENV)/bin/pytest tests/cluster/test_slurm.py
 
-quality: env ## What the wirings are worth from scratch, and after adapting, three seeds (resumable; hours of one core)
+quality: env ## What the wirings are worth from scratch, three seeds (resumable; hours of one core)
 	@$(PY) tools/benchmarks/quality.py --minutes 480
-	@$(PY) tools/benchmarks/adaptation.py --minutes 480
 
 .PHONY: gpu
 gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU_PYTHON=python3 runs it without `make env`)

@@ -19,7 +19,7 @@ from faults.night import ROOT, Night, Stream, until
 
 sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 from common import table
-from loading import drop_caches, make_checkpoint
+from peers.model import write
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,6 +33,20 @@ import sys, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
 print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1].item())
 """
+
+
+def make_checkpoint(folder: Path, gigabytes: float) -> None:
+    """Layers as wide as those of Llama 3.2 1B, until the weights have this size."""
+    layers = max(1, round((gigabytes * 1e9 - 2 * 2 * 32000 * 2048) / 2 / 60.8e6))
+    write(folder, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32, intermediate_size=8192,
+          vocab_size=32000)  # fmt: skip
+
+
+def drop_caches(folder: Path) -> None:
+    for file in folder.rglob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def test_the_next_token_after_a_rank_died_with_large_weights(tmp_path: Path) -> None:

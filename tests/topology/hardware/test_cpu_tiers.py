@@ -19,7 +19,7 @@ from laddertron.topology.hardware.cpu_tier import TIERS, VARIABLE, Tier, own
 HERE = Path(__file__).parents[2]
 PLAYED = (
     "models/cpu/test_cpu_ops.py",
-    "tools/benchmarks/test_int8.py",
+    "models/cpu/test_int8.py",
     "engine/test_oracle_dtypes.py",
 )
 
