@@ -12,6 +12,7 @@
 #define TARGET
 #define FLOATS 4
 #include "plain_loops.h"
+#include "experts_sum.h"
 #include "products_plain.h"
 
 /* ---- the tier ---- */
@@ -24,6 +25,7 @@ static const struct loops generic = {
     .rms_norm = rms_norm,
     .silu_and_mul = silu_and_mul,
     .attention = attention,
+    .add_slots = add_slots,
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &plain_bf16_loops, [FP16] = &plain_fp16_loops},
 };
 

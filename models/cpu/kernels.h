@@ -159,12 +159,23 @@ INLINE int64_t stride_of(int64_t inputs, size_t item) {
 void kernels_prepare(const struct product_loops *loops, const struct product *p, const struct tokens *given, void *prepared, int64_t stride,
                      int64_t from, int64_t to);
 
+/* One block of outputs of a step's experts, see experts.c. */
+struct slots {
+    const void *out; /* [assignments][stride] */
+    int64_t stride;
+    const int32_t *place; /* [rows, slots]: a slot's assignment, or -1 */
+    const float *weight;  /* [rows, slots] */
+    void *y;              /* [rows][width] */
+    int64_t width, rows, slots, columns; /* columns: of the block, 32 at most */
+};
+
 /* What runs in a tier. */
 struct loops {
     int floats; /* fp32 values of a vector: half the rows of a panel of packed weights */
     void (*rms_norm)(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps);
     void (*silu_and_mul)(int type, void *out, const void *gate_up, int64_t rows, int64_t n);
     void (*attention)(const struct attention *a, int64_t row, int64_t rows, int64_t kv, float *space);
+    void (*add_slots)(int type, const struct slots *s);
     const struct product_loops *products[4]; /* by type of weights; NULL: none */
 };
 

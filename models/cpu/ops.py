@@ -67,6 +67,7 @@ class Kernels:
     otherwise torch's libraries do where they are faster: in the tier `generic`."""
 
     def __init__(self, library: ctypes.CDLL, deterministic: bool = False) -> None:
+        self.library = library
         tiers, tier = cpu_tier.TIERS[::-1], cpu_tier.current()
         self.tier: cpu_tier.Tier = tier
         """As which it computes; without AMX's tiles, the one below."""

@@ -5,6 +5,7 @@
 #include "vectors.h"
 
 #include "plain_loops.h"
+#include "experts_sum.h"
 #include "products_vectors.h"
 #include "products_plain.h"
 
@@ -15,6 +16,7 @@ const struct loops NAME = {
     .rms_norm = rms_norm,
     .silu_and_mul = silu_and_mul,
     .attention = attention,
+    .add_slots = add_slots,
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &bf16_loops, [FP16] = &fp16_loops, [INT8] = &int8_loops},
 };
 #endif

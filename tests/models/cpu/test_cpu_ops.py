@@ -46,7 +46,7 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (70, 66), (32, 96), (16, 2), (10, 34), (1, 130)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (70, 66), (32, 96), (16, 2), (10, 34), (1, 130), (10, 2048)])
 @pytest.mark.parametrize("tokens", [1, 2, 11, 12, 13, 17, 100, 205])
 @needs_kernels
 def test_products_mean_what_torch_means(dtype: torch.dtype, outputs: int, inputs: int, tokens: int) -> None:
@@ -83,20 +83,23 @@ def test_a_tied_table_serves_head_and_lookup(dtype: torch.dtype, rows: int) -> N
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_token_does_not_notice_its_neighbours(dtype: torch.dtype) -> None:
-    """Products by the kernel: a token alone, among 5, among 40, behind 128 gives the same bits."""
+@pytest.mark.parametrize("inputs", [64, 2048])
+def test_a_token_does_not_notice_its_neighbours(dtype: torch.dtype, inputs: int) -> None:
+    """Products by the kernel: a token alone, among 5, among 40, behind 128 gives the same bits; also where many tokens
+    are copied apart first (2048 inputs)."""
     assert KERNELS is not None
     if dtype not in KERNELS.served:
         pytest.skip(f"products in {dtype} are not the kernel's in tier {cpu_tier.current()}")
-    weight, norm = normal(96, 64, dtype=dtype), Norm(normal(64, dtype=dtype), 1e-5)
-    product, x = CpuOps(KERNELS).gated_product(weight, None, norm), normal(40, 64, dtype=dtype)
-    together = product(x)
-    for row in range(40):
-        assert torch.equal(product(x[row : row + 1])[0], together[row])
-    assert torch.equal(product(x[3:8]), together[3:8])
-    for count in range(2, 14):
-        assert torch.equal(product(x[:count]), together[:count])
-    assert torch.equal(product(torch.cat((normal(128, 64, dtype=dtype), x)))[128:], together)
+    weight, norm = normal(96, inputs, dtype=dtype), Norm(normal(inputs, dtype=dtype), 1e-5)
+    x = normal(40, inputs, dtype=dtype)
+    for product in (CpuOps(KERNELS).gated_product(weight, None, norm), CpuOps(KERNELS).product(weight, None)):
+        together = product(x)
+        for row in range(40):
+            assert torch.equal(product(x[row : row + 1])[0], together[row])
+        assert torch.equal(product(x[3:8]), together[3:8])
+        for count in range(2, 14):
+            assert torch.equal(product(x[:count]), together[:count])
+        assert torch.equal(product(torch.cat((normal(128, inputs, dtype=dtype), x)))[128:], together)
 
 
 @needs_kernels
