@@ -82,9 +82,9 @@ def serve(
         if (metrics := deployment.metrics).enabled and metrics.port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged)
-        parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys)
-        reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
         try:
+            reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
+            parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys, reloader.model)
             return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))
         except (DiskError, TextError, OSError) as error:
             raise ServeError(str(error)) from error

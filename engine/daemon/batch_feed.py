@@ -57,6 +57,9 @@ def rules_of(batch: BatchRow, limits: LimitsConfig) -> LineRules:
     return LineRules(batch.endpoint, limits.max_line_bytes, limits.max_lines)
 
 
+_answers = partial(records.answers_after, limit=_BREATH)
+
+
 class BatchFeed(LineFlights):
     """`run` until every line has its result, or it is cancelled; then `stop`."""
 
@@ -76,6 +79,10 @@ class BatchFeed(LineFlights):
     def lost_some(self) -> bool:
         """Whether lines of this batch were aboard when ranks were lost, and have not been answered since."""
         return any(flight.epoch > 0 for flight in self._flights)
+
+    @property
+    def _model(self) -> str:
+        return self._core.model_digest()
 
     @property
     def _path(self) -> Path:
@@ -106,10 +113,13 @@ class BatchFeed(LineFlights):
         return self._large(line, ids=False)
 
     async def reuse(self, batch_id: str) -> None:
-        """Takes over an earlier batch's answers to lines that stand in both files, byte for byte. Nobody pays for them
-        again. Raises StoreUnavailable or OSError."""
+        """Takes over an earlier batch's answers of the same model to lines that stand in both files, byte for byte.
+        Nobody pays for them again. Raises StoreUnavailable or OSError."""
         earlier = await self._store.read(lambda db: records.get_batch(db, batch_id, self.batch.owner))
         if earlier is None:
+            return
+        if not self._model or not earlier.model_digest == self.batch.model_digest == self._model:
+            log.warning("batch %s: no answers of batch %s are reused: another model", self.batch.id, batch_id)
             return
         before, most = self._store.path_of(earlier.input_file_id), self._rules.max_line_bytes
         try:
@@ -119,12 +129,12 @@ class BatchFeed(LineFlights):
                 raise  # it is this batch's own that is gone
             log.warning("batch %s: no answers of batch %s are reused, whose input is gone", self.batch.id, batch_id)
             return
-        last = 0
-        while part := await self._store.read(lambda db: records.answers_after(db, batch_id, last, _BREATH)):  # noqa: B023
+        last: int | None = 0
+        while last is not None:
+            part, last = await self._store.read(partial(_answers, batch_id=batch_id, number=last))
             taken = [replace(found, number=numbers[found.number]) for found in part if found.number in numbers]
             add = partial(records.add_results, batch_id=self.batch.id, results=taken, epoch=self._store.generation)
             await self._store.write(partial(add, day=None))
-            last = part[-1].number
 
     async def stop(self) -> None:
         """Drops what is under way; what was answered is stored."""
@@ -213,11 +223,14 @@ class BatchFeed(LineFlights):
 
     async def _write(self, results: Iterable[Result], deaths: dict[int, int] | None = None) -> None:
         """Until the disk has them."""
-        part, day = list(results), self._store.clock.stamp() // DAY
+        part, day, model = list(results), self._store.clock.stamp() // DAY, self._model
 
         def work(rows: Rows) -> BatchRow:
             records.add_deaths(rows, self.batch.id, deaths or {})
-            return records.add_results(rows, self.batch.id, part, self._store.generation, day)
+            batch = records.add_results(rows, self.batch.id, part, self._store.generation, day)
+            if batch.model_digest not in (None, model) and any(result.ok for result in part):
+                return records.change_batch(rows, batch.id, model_digest=None)  # answers of several models
+            return batch
 
         while True:
             try:

@@ -19,6 +19,7 @@ from ..openai.errors import ApiError
 from .batch_feed import BatchFeed, Gate, rules_of
 from .core import Core
 from .store import records
+from .store.inputs import InputFault, check_input
 from .store.outputs import Outputs, size_of
 from .store.retention import Cleaner
 from .store.rows import BatchRow, FileRow, Status, new_id
@@ -34,6 +35,11 @@ _OUTCOMES: dict[str, tuple[str, str]] = {
     "expired": ("batch_expired", "the batch's completion window was over before this request ran"),
     "failed": ("batch_failed", "the engine failed before this request ran"),
 }
+
+
+def _error(code: str, message: str | None) -> dict[str, Any]:
+    """What a batch that failed as a whole says."""
+    return {"errors": [{"code": code, "message": message, "param": None, "line": None}]}
 
 
 class Batches:
@@ -156,14 +162,25 @@ class Batches:
     async def _live(self, batch: BatchRow) -> None:
         """From any status to its end. What fails for want of a disk is tried again when there is one."""
         said = {"event": "batch", "batch": batch.id}
+        fault: InputFault | None = None
+        checked = False
         try:
             while not batch.ended:
                 try:
-                    batch = await self._step(batch)
+                    if batch.status != "finalizing" and not checked:
+                        await self._check_input(batch)
+                        checked = True
+                    if batch.status != "finalizing" and fault is not None:
+                        batch = await self._without_input(batch, fault)
+                    else:
+                        batch = await self._step(batch)
                     log.info("batch %s is %s", batch.id, batch.status, extra=said)
-                except FileNotFoundError as error:
-                    batch = await self._without_input(batch, error)
+                except InputFault as found:
+                    fault, checked = found, True
+                    log.error("batch %s: %s", batch.id, found, extra=said)
                 except (StoreUnavailable, OSError) as error:
+                    if isinstance(error, FileNotFoundError) and batch.status != "finalizing":
+                        checked = False
                     if self._store.fenced:
                         return
                     log.error("batch %s waits: %s", batch.id, error, extra=said)
@@ -180,11 +197,16 @@ class Batches:
         finally:
             self._stops.pop(batch.id, None)
 
-    async def _without_input(self, batch: BatchRow, error: OSError) -> BatchRow:
-        """Whatever its status was: nothing more can be done."""
-        said = {"code": "input_file_missing", "message": f"the input file is gone: {error.strerror}"}
-        errors = [{**said, "param": None, "line": None}]
-        return await self._change(batch, batch.status, status="failed", failed_at=self._clock.stamp(), errors=errors)
+    async def _check_input(self, batch: BatchRow) -> None:
+        """Raises InputFault where its lines are not those that were uploaded."""
+        file = await self._store.read(lambda db: records.get_file(db, batch.input_file_id))
+        if file is None:
+            raise InputFault("input_file_missing", f"input file {batch.input_file_id} was deleted")
+        await self._store.in_thread(lambda: check_input(file, self._store.path_of(file.id)))
+
+    async def _without_input(self, batch: BatchRow, fault: InputFault) -> BatchRow:
+        """Fails with the results that there are."""
+        return await self._name_files(batch, "failed", _error(fault.code, str(fault)))
 
     async def _reread(self, batch: BatchRow) -> BatchRow:
         found = await self._store.read(lambda db: records.get_batch(db, batch.id))
@@ -280,7 +302,12 @@ class Batches:
         if outcome == "expired":
             values["expired_at"] = now
         if outcome == "failed":
-            values["errors"] = [{"code": "engine_failed", "message": self._over, "param": None, "line": None}]
+            values |= _error("engine_failed", self._over)
+        return await self._name_files(batch, outcome, values)
+
+    async def _name_files(self, batch: BatchRow, outcome: str, values: dict[str, Any]) -> BatchRow:
+        """The files of what has a result; a batch of which lines have none has failed, not completed."""
+        now = self._clock.stamp()
 
         def work(rows: Rows) -> BatchRow:
             found = records.get_batch(rows.db, batch.id)
@@ -290,11 +317,21 @@ class Batches:
                 "output_file_id": found.output_file_id or (new_id("file-") if found.completed else None),
                 "error_file_id": found.error_file_id or (new_id("file-") if found.failed else None),
             }
+            lines, counted = records.count_results(rows.db, batch.id), found.completed + found.failed
+            if outcome == "completed" and not lines == counted == found.total:
+                message = (
+                    f"of {found.total} lines {lines} have a result ({counted} were counted): send the others again"
+                )
+                names |= _error("results_missing", message)
             return records.change_batch(rows, batch.id, status="finalizing", finalizing_at=now, **names, **values)
 
         return await self._store.write(work)
 
     async def _finalise(self, batch: BatchRow) -> BatchRow:
+        if errors := await self._store.read(lambda db: records.unreadable_results(db, batch.id)):
+            log.error("batch %s: %d stored results cannot be read", batch.id, len(errors), extra={"event": "store"})
+            epoch = self._store.generation
+            batch = await self._store.write(lambda rows: records.fail_results(rows, batch.id, errors, epoch))
         sizes = await self._outputs.make_all(batch)
         now = self._clock.stamp()
         status: Status = "completed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config.schema import LimitsConfig
@@ -23,3 +24,5 @@ class Core:
     usage: Usage
     limits: LimitsConfig
     served_model_name: str
+    model_digest: Callable[[], str]
+    """Of the model that answers now; "" while there are several or it is unknown."""

@@ -11,7 +11,7 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -45,7 +45,8 @@ _FAILING_SECONDS = 20.0  # for batches that failed with the engine to get their 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the daemon is made of and does not make itself. `store`: observers and, in tests, failing disks."""
+    """What the daemon is made of and does not make itself. `store`: observers and, in tests, failing disks;
+    `model_digest`: see Core."""
 
     jobs: Sequence[EngineJob]
     text: TextModel
@@ -54,6 +55,7 @@ class Parts:
     observer: Observer = field(default_factory=Observer)
     store: StoreOptions = field(default_factory=StoreOptions)
     keys: KeyRing | None = None
+    model_digest: Callable[[], str] = lambda: ""
 
 
 class Daemon:
@@ -192,7 +194,7 @@ class Daemon:
     def _services(self, store: Store, pool: TextPool, usage: Usage) -> Services:
         daemon, parts = self._deployment.daemon, self._parts
         limits, served = daemon.limits, self._deployment.served_model_name
-        core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served)
+        core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served, parts.model_digest)
         batches = Batches(Core(*core), daemon.retention)
         bodies = HeldBodies(limits.max_held_bytes, limits.max_request_bytes)
         return Services(*core, batches, int(time.time()), bodies)

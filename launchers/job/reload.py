@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
+from ...engine.run.model_digest import model_digest
 from ...engine.text.tokenizer import text_digest
 from ...topology.json_codec import build, write_file
 from .rolling_job import HeldJob, RollingJob
@@ -109,8 +110,13 @@ class Reloader:
         self.deployments = [loaded.deployment] * len(jobs)
         """What each replica serves."""
         self._read, self._make, self._on_outcome = read, make, on_outcome
+        self._models = [model_digest(loaded.deployment)] * len(jobs)
         self._text = text_digest(Path(loaded.deployment.text_folder))
         self._asked = asyncio.Event()
+
+    def model(self) -> str:
+        """Digest of the model that every replica serves; "" while they differ, or one is exchanged."""
+        return self._models[0] if len(set(self._models)) == 1 else ""
 
     def ask(self) -> None:
         """From a signal handler: as soon as the one under way is over, once for however many asked meanwhile."""
@@ -144,16 +150,19 @@ class Reloader:
                 found.append(loaded.fault(key, f"cannot change by a reload, {text}"))
             if found:
                 return "refused", found
+            digest = await asyncio.to_thread(model_digest, new)
             jobs = await asyncio.to_thread(self._make, new, True)
         except ConfigError as error:
             return "refused", str(error).splitlines()
         except (ValueError, OSError) as error:
             return "refused", [str(error)]
         for index, (job, coming) in enumerate(zip(self._jobs, jobs, strict=True)):
+            before, self._models[index] = self._models[index], ""
             try:
                 reason = await job.replace(coming, partial(self._again, index))
             except (ValueError, OSError) as error:
                 reason = str(error)
+            self._models[index] = digest if reason is None else before
             if reason is not None:
                 kept = f"replica {index} keeps the configuration before"
                 return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]

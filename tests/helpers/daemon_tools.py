@@ -51,6 +51,7 @@ class Served:
     ) -> None:
         self.config, self._text_folder, self._make_jobs = config, text_folder, make_jobs
         self._store, self._keys, self._observer = store or StoreOptions(), keys, observer or Observer()
+        self.model = "a model"
         self.jobs: Sequence[Any] = ()
         self.daemon: Daemon
         self.code: int | None = None
@@ -90,7 +91,8 @@ class Served:
         ring = None if self._keys is None else KeyRing(self._keys)
         text = TextModel.from_folder(self._text_folder)
         self.daemon = Daemon(
-            self.config, Parts(self.jobs, text, self._text_folder, "0", self._observer, self._store, ring)
+            self.config,
+            Parts(self.jobs, text, self._text_folder, "0", self._observer, self._store, ring, lambda: self.model),
         )
         running = asyncio.ensure_future(self.daemon.run(self._listener, self._probes))
         started = asyncio.ensure_future(self.daemon.started.wait())

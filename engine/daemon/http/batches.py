@@ -44,7 +44,8 @@ class NewBatch(StrictModel):
     output_expires_after: ExpiresAfter | None = None
     reuse_batch_id: Annotated[str, text(80, 1)] | None = Field(
         None,
-        description="Answers of this batch of yours to the same lines are taken over: only the others are computed.",
+        description="Answers of this batch of yours, by the same model to the same lines, are taken over: only the "
+        "others are computed.",
     )
 
 
@@ -62,11 +63,11 @@ def batches_router(services: Services) -> APIRouter:
         if file is None or file.purpose != "batch":
             message = f"input_file_id={wanted['input_file_id'][:80]!r}: no such file of purpose batch"
             raise ApiError(message, "invalid_input_file", "input_file_id")
-        if (reuse := wanted.get("reuse_batch_id")) is not None and not await services.read(
-            lambda db: records.can_reuse(db, reuse, owner)
+        model = services.model_digest()
+        if (reuse := wanted.get("reuse_batch_id")) is not None and (
+            reason := await services.read(lambda db: records.why_not_reuse(db, reuse, owner, model))
         ):
-            message = f"reuse_batch_id={reuse[:80]!r}: no batch of yours whose input file is still here"
-            raise ApiError(message, "invalid_reuse_batch", "reuse_batch_id")
+            raise ApiError(f"reuse_batch_id={reuse[:80]!r}: {reason}", "invalid_reuse_batch", "reuse_batch_id")
         number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
         batch = BatchRow(
             new_id("batch_"),
@@ -80,6 +81,7 @@ def batches_router(services: Services) -> APIRouter:
             metadata=wanted.get("metadata"),
             output_seconds=wanted.get("output_expires_after", {}).get("seconds"),
             reuse_batch_id=reuse,
+            model_digest=model or None,
         )
         digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
         made = await services.write(services.batches.create(batch, idempotency_key, digest))

@@ -15,6 +15,7 @@ from ...openai.errors import ApiError
 from ...openai.validators import StrictModel, checked, json_schema, takes
 from ..store import records
 from ..store.disk import NewFile, free_bytes
+from ..store.inputs import new_digest
 from ..store.rows import FileRow, new_id
 from ..store.store import StoreUnavailable
 from .errors import not_found, unstored
@@ -81,6 +82,7 @@ class _Upload:
         self._parts: list[bytes] = []
         self._size = 0
         self._lines = _Lines(services.limits.max_lines, services.limits.max_line_bytes)
+        self.digest = new_digest()
 
     def take(self, data: bytes) -> None:
         self._lines.feed(data)
@@ -93,7 +95,11 @@ class _Upload:
     async def write(self, least: int) -> None:
         if self._size >= least:
             data, self._parts, self._size = b"".join(self._parts), [], 0
-            await self._services.store.in_thread(lambda: self._file.write(data))
+            await self._services.store.in_thread(lambda: self._write(data))
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.digest.update(data)
 
 
 def files_router(services: Services) -> APIRouter:
@@ -123,7 +129,7 @@ def files_router(services: Services) -> APIRouter:
                 row = _row(form, file_id, owner, store.clock.stamp())
                 await into.write(0)
                 await store.in_thread(file.commit)
-                row = replace(row, bytes=file.size)
+                row = replace(row, bytes=file.size, digest=into.digest.hexdigest())
             await services.batches.add_file(row, lambda stored: services.usage.check_stored(owner, stored, row.bytes))
         except ApiError:
             store.path_of(file_id).unlink(missing_ok=True)

@@ -22,7 +22,16 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
     db.execute("PRAGMA cache_size = -2048")  # KiB: it fills up with results, on every connection
     db.execute(f"PRAGMA journal_size_limit = {LOG_KEPT_BYTES}")
     db.row_factory = sqlite3.Row
+    db.text_factory = _text  # one damaged text must not fail the query that meets it
     return db
+
+
+def _text(raw: bytes) -> str | bytes:
+    """Bytes where they are not UTF-8."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
 
 
 def set_meta(db: sqlite3.Connection, key: str, value: int) -> None:
@@ -49,4 +58,6 @@ def snapshot(db: sqlite3.Connection) -> Iterator[Change]:
     for table in KEYS:
         names = columns(db, table)
         for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
-            yield ["insert", table, {name: row[name] for name in names if row[name] is not None}]
+            # an empty text where one cannot be read: no answer is empty, so that a rebuilt store fails that line too
+            values = {name: "" if isinstance(row[name], bytes) else row[name] for name in names}
+            yield ["insert", table, {name: value for name, value in values.items() if value is not None}]

@@ -13,11 +13,14 @@ from dataclasses import asdict
 from typing import Any
 
 from ...metrics.observer import BatchView
-from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens
+from ...openai.batch_lines import error_line
+from ...openai.errors import ApiError
+from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens, new_id
 from .schema import Rows
 
-_FILE = "id, owner, purpose, filename, bytes, created_at, batch_id, expires_at"
+_FILE = "id, owner, purpose, filename, bytes, created_at, batch_id, expires_at, digest"
 _JSON = ("errors", "metadata")
+_READABLE = "typeof(line) = 'text' AND json_valid(line)"
 _HAS_ENDED = f"status IN ({', '.join(repr(status) for status in sorted(ENDED))})"
 
 
@@ -100,10 +103,15 @@ def get_batch(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -
     return _batch(row) if row is not None and owner in (None, row["owner"]) else None
 
 
-def can_reuse(db: sqlite3.Connection, batch_id: str, owner: str) -> bool:
-    """Whether lines can be compared with those of a batch of this owner."""
+def why_not_reuse(db: sqlite3.Connection, batch_id: str, owner: str, model: str) -> str | None:
+    """Why answers of a batch cannot be taken over, by a model of this digest; None where they can."""
     batch = get_batch(db, batch_id, owner)
-    return batch is not None and get_file(db, batch.input_file_id, owner) is not None
+    if batch is None or get_file(db, batch.input_file_id, owner) is None:
+        return "no batch of yours whose input file is still here"
+    if not model or batch.model_digest != model:
+        before, now = (digest or "of several models, or unknown" for digest in (batch.model_digest, model))
+        return f"another model answered it (digest {before}; now {now}): submit without it"
+    return None
 
 
 def list_batches(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> list[BatchRow] | None:
@@ -200,18 +208,60 @@ def finished_numbers(db: sqlite3.Connection, batch_id: str) -> set[int]:
     return {row[0] for row in db.execute("SELECT number FROM results WHERE batch_id = ?", (batch_id,))}
 
 
-def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int) -> list[Result]:
-    """The answers of the lines behind one, in order; their tokens are not looked at."""
-    query = "SELECT * FROM results WHERE batch_id = ? AND ok = 1 AND number > ? ORDER BY number LIMIT ?"
-    found = db.execute(query, (batch_id, number, limit))
-    return [Result(row["custom_id"], row["number"], True, row["line"]) for row in found]
+def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int) -> tuple[list[Result], int | None]:
+    """The readable answers of the next lines behind one, in order, their tokens not looked at; and the number of the
+    last of these lines, None where there are no more."""
+    query = f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? AND ok = 1 AND number > ? ORDER BY number LIMIT ?"
+    rows = db.execute(query, (batch_id, number, limit)).fetchall()
+    good = [row for row in rows if _readable(row)]
+    results = [Result(row["custom_id"], row["number"], True, row["line"]) for row in good]
+    return results, rows[-1]["number"] if rows else None
+
+
+def _readable(row: sqlite3.Row) -> bool:
+    """Of a row whose last column is _READABLE."""
+    return bool(row[-1]) and isinstance(row["line"], str) and isinstance(row["custom_id"], str)
+
+
+def _unreadable(batch_id: str, row: sqlite3.Row) -> Result:
+    custom_id, number = row["custom_id"], int(row["number"])
+    name = custom_id.decode(errors="replace") if isinstance(custom_id, bytes) else str(custom_id)
+    error = ApiError(
+        f"line {number}: its stored result cannot be read: send it again", "result_unreadable", status=None
+    )
+    return Result(name, number, False, error_line(name, f"{batch_id[-12:]}-{number}", error).decode())
+
+
+def count_results(db: sqlite3.Connection, batch_id: str) -> int:
+    return int(db.execute("SELECT count(*) FROM results WHERE batch_id = ?", (batch_id,)).fetchone()[0])
+
+
+def unreadable_results(db: sqlite3.Connection, batch_id: str) -> list[Result]:
+    """Errors in place of the results that cannot be read."""
+    rows = db.execute(f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? ORDER BY number", (batch_id,))
+    return [_unreadable(batch_id, row) for row in rows if not _readable(row)]
+
+
+def fail_results(rows: Rows, batch_id: str, errors: Sequence[Result], epoch: int) -> BatchRow:
+    """Puts errors in the place of lines' results, and counts those that were answers as failed."""
+    batch, answers = get_batch(rows.db, batch_id), 0
+    if batch is None:
+        raise KeyError(batch_id)
+    for error in errors:
+        key = {"batch_id": batch_id, "number": error.number}
+        answers += rows.delete("results", {**key, "ok": 1})
+        rows.delete("results", key)
+        rows.insert("results", {**key, "custom_id": error.custom_id, "epoch": epoch, "ok": 0, "line": error.line})
+    name = batch.error_file_id or new_id("file-")
+    counts: dict[str, Any] = {"completed": batch.completed - answers, "failed": batch.failed + answers}
+    return change_batch(rows, batch_id, error_file_id=name, **counts)
 
 
 def result_lines(db: sqlite3.Connection, batch_id: str, ok: bool) -> Iterator[bytes]:
     """Lines of the output file (or the error file), in the order of the input: the same bytes every time."""
-    query = "SELECT line FROM results WHERE batch_id = ? AND ok = ? ORDER BY number"
+    query = f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? AND ok = ? ORDER BY number"
     for row in db.execute(query, (batch_id, int(ok))):
-        yield row[0].encode()
+        yield (row["line"] if _readable(row) else _unreadable(batch_id, row).line).encode()
 
 
 def add_deaths(rows: Rows, batch_id: str, deaths: dict[int, int]) -> None:
@@ -230,7 +280,8 @@ def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
 def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, int]:
     """How often each error code stands in a batch's first error lines, the most frequent first."""
     code = "coalesce(json_extract(line, '$.error.code'), json_extract(line, '$.response.body.error.code'))"
-    query = f"SELECT {code} AS code FROM results WHERE batch_id = ? AND ok = 0 ORDER BY number LIMIT ?"
+    where = f"batch_id = ? AND ok = 0 AND {_READABLE}"
+    query = f"SELECT {code} AS code FROM results WHERE {where} ORDER BY number LIMIT ?"
     return dict(db.execute(f"SELECT code, count(*) FROM ({query}) GROUP BY code ORDER BY 2 DESC, 1", (batch_id, limit)))
 
 

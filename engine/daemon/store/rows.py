@@ -49,7 +49,7 @@ NO_TOKENS = Tokens()
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """`batch_id`: whose output or error file it is."""
+    """`batch_id`: whose output or error file it is. `digest`: of an upload's bytes (inputs.py)."""
 
     id: str
     owner: str
@@ -59,6 +59,7 @@ class FileRow:
     created_at: int
     batch_id: str | None = None
     expires_at: int | None = None
+    digest: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -77,7 +78,8 @@ class FileRow:
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """Times are unix seconds. `errors` and `metadata` are JSON values. `output_seconds`: how long the files of its
-    results are kept; `reuse_batch_id`: whose answers to the same lines it takes over."""
+    results are kept; `reuse_batch_id`: whose answers to the same lines it takes over; `model_digest`: of the model that
+    made all its answers, None where that is unknown or they are of several."""
 
     id: str
     owner: str
@@ -106,6 +108,7 @@ class BatchRow:
     output_tokens: int = 0
     output_seconds: int | None = None
     reuse_batch_id: str | None = None
+    model_digest: str | None = None
 
     @property
     def tokens(self) -> Tokens:

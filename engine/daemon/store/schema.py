@@ -66,6 +66,10 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE batches ADD COLUMN output_seconds INTEGER;
     ALTER TABLE batches ADD COLUMN reuse_batch_id TEXT;
     """,
+    """
+    ALTER TABLE files ADD COLUMN digest TEXT;
+    ALTER TABLE batches ADD COLUMN model_digest TEXT;
+    """,
 )
 VERSION = len(MIGRATIONS)
 

@@ -19,7 +19,11 @@ from .run import read_text
 @click.argument("config", type=click.Path())
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
-@click.option("--adopt", is_flag=True, help="Take daemon.data_dir though its store is missing, empty or another's.")
+@click.option(
+    "--adopt",
+    is_flag=True,
+    help="Take daemon.data_dir though its store is missing, empty, another's or lacks acknowledged commits.",
+)
 @click.option("--skip-damaged", is_flag=True, help="Rebuild from an export without its unreadable frames; logs them.")
 def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: bool) -> int:
     """Serve the model that CONFIG describes over the OpenAI API: files, batches, chats, completions.

@@ -442,6 +442,36 @@ def test_a_batch_takes_over_answers_to_the_same_lines(folder: Path, tmp_path: Pa
             submit(client, again, extra_body=reuse)
 
 
+def test_answers_of_another_model_are_not_taken_over(folder: Path, tmp_path: Path) -> None:
+    """By a model that was changed since, of a batch that two models answered, and where the change comes after the
+    batch was created, before its file is checked."""
+    with served(deployment(tmp_path), folder) as daemon:
+        client, job = daemon.client(), daemon.jobs[0]
+
+        def again(batch: Any) -> Any:
+            return submit(client, line("a") + line("b"), extra_body={"reuse_batch_id": batch.id})
+
+        first = wait_batch(client, submit(client, line("a") + line("b")).id)
+        for other in ("another", ""):  # "": a reload is under way
+            daemon.model = other
+            with pytest.raises(openai.BadRequestError, match=f"digest a model; now {other or 'of several'}"):
+                again(first)
+        assert len(job.submitted) == 2
+        daemon.model = "another"
+        second = wait_batch(client, submit(client, line("a") + line("b")).id)
+        wait_batch(client, again(second).id)
+        assert len(job.submitted) == 4
+        daemon.on_loop(daemon.daemon.services.batches._checking.acquire())
+        waiting = again(second)
+        daemon.model = "a third"
+        daemon.on_loop(daemon.daemon.services.batches._checking.release)
+        wait_batch(client, waiting.id)
+        assert len(job.submitted) == 6
+        mixed = client.batches.retrieve(waiting.id)
+        with pytest.raises(openai.BadRequestError, match="digest of several models, or unknown; now a third"):
+            again(mixed)
+
+
 # order and streams
 
 
