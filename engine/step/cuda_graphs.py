@@ -21,7 +21,7 @@ from ...models.llama import LlamaModel
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.groups import Communicator
-from ..config.schema import Deployment
+from ..config.schema import EngineConfig
 from ..sampling.device_sampler import feed
 from .cuda_graph_sizes import graph_sizes, padded_size
 
@@ -266,7 +266,8 @@ class DecodeGraphs:
 
 
 def make_graphs(
-    deployment: Deployment,
+    keys: EngineConfig,
+    emulated: bool,
     communicator: Communicator,
     model: LlamaModel,
     attention: AttentionBackend,
@@ -278,9 +279,9 @@ def make_graphs(
     warn: Callable[[str], None] = lambda line: None,
 ) -> DecodeGraphs | None:
     """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
-    be nobody's. latest: see DecodeGraphs. reserved: bytes that were kept free for them. say and warn: the log, tell:
-    the start's progress. Raises GraphsError."""
-    keys, device, emulated = deployment.engine, model.rotary.cos.device, deployment.parallel.collective == "emulated"
+    be unassigned. emulated: whether collectives are. latest: see DecodeGraphs. reserved: bytes that were kept free for
+    them. say and warn: the log, tell: the start's progress. Raises GraphsError."""
+    device = model.rotary.cos.device
     host = collectives_refuse(communicator.backend, communicator.size, emulated)
     use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
     if fell_back(device, keys.cuda_graphs, use):

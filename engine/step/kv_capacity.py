@@ -75,13 +75,17 @@ def working_bytes(
     return working_memory(config, size, dtype.itemsize, wanted)
 
 
+def configured_kv_bytes(keys: EngineKeys, cpu: bool) -> int | None:
+    """The size of the KV cache that the deployment leads to; None on a GPU where what is free decides."""
+    return keys.cpu_kv_bytes if cpu else keys.kv_cache_memory
+
+
 def check_memory(
-    deployment: Deployment, size: int, weights: int, free: int, working: Mapping[str, int], device: torch.device
+    keys: EngineKeys, size: int, weights: int, free: int, working: Mapping[str, int], device: torch.device
 ) -> None:
     """Refuses before loading what cannot fit. weights: bytes on a rank; working: what steps take besides, by name.
     Raises CapacityError with need and have."""
-    keys = deployment.engine
-    kv = keys.cpu_kv_bytes if device.type == "cpu" else keys.kv_cache_memory or 0
+    kv = configured_kv_bytes(keys, device.type == "cpu") or 0
     if weights + kv + sum(working.values()) > free:
         others = "".join(f", {held >> 20} MiB for {name}" for name, held in working.items() if held)
         raise CapacityError(
@@ -93,8 +97,9 @@ def check_memory(
 def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[str, int]) -> Budget:
     """total: the GPU's memory, None on a CPU; free: bytes left after the weights; working: what steps will take of
     them, by name."""
-    if keys.kv_cache_memory is not None or total is None:
-        return Budget(keys.cpu_kv_bytes, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")
+    configured = configured_kv_bytes(keys, total is None)
+    if configured is not None or total is None:
+        return Budget(configured or 0, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")
     kept = int(total * (1.0 - keys.gpu_memory_utilization))
     left = max(0, free - kept - sum(working.values()))
     parts = [f"{kept / GIB:.2f} unused by engine.gpu_memory_utilization={keys.gpu_memory_utilization:g}"]

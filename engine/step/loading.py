@@ -18,20 +18,22 @@ from ...models.weights.load import Progress
 from ...models.weights.mapping import Source
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
-from ..config.schema import Deployment
+from ..config.schema import ModelSection, ParallelConfig
 
 log = logging.getLogger(__name__)
 
 
-def held_weights(source: Source, deployment: Deployment, communicator: Communicator, file: int) -> HeldPages | None:
+def held_weights(
+    source: Source, model: ModelSection, p: ParallelConfig, communicator: Communicator, file: int
+) -> HeldPages | None:
     """Where this rank's packed weights go, or lie: in `file` (-1: none), if they are what this rank would make of the
     checkpoint now. None where the system has no such files."""
     files = sorted({stored.file for stored in source.tensors.values()})
     stats = [(str(path), (found := path.stat()).st_size, found.st_ctime_ns, found.st_ino) for path in files]
-    p, pipeline = deployment.parallel, communicator.pipeline
+    pipeline = communicator.pipeline
     layout = p.tensor_parallel_size, p.pipeline_parallel_size, p.pipeline_layers, p.deterministic, p.embedding
     place = communicator.rank, None if pipeline is None else pipeline.stage
-    made = __version__, deployment.model, layout, place, cpu_tier.current(), source.digest, stats
+    made = __version__, model, layout, place, cpu_tier.current(), source.digest, stats
     label = hashlib.sha256(repr(made).encode()).hexdigest()
     if file >= 0:
         try:
@@ -54,7 +56,7 @@ def held_weights(source: Source, deployment: Deployment, communicator: Communica
 def load_weights(
     model: LlamaModel,
     source: Source,
-    deployment: Deployment,
+    timeout_s: float,
     communicator: Communicator,
     progress: Progress | None,
     say: Callable[[str], None],
@@ -62,7 +64,7 @@ def load_weights(
     """Fills the model and says what that took. All ranks of the group call it at once. Raises CheckpointError or
     CommunicationError. Collectives wait as long as a load may take from here on: a node's storage may be slow, and a
     rank that ends is noticed at once."""
-    communicator.set_timeout(deployment.daemon.load_timeout)
+    communicator.set_timeout(timeout_s)
     per_node, nodes, began = communicator.layout.per_node, len(communicator.layout.nodes), time.monotonic()
     # Nodes may have different copies: each verifies all of its own, divided between its ranks.
     read = model.load(source, progress, (communicator.rank % per_node, per_node))

@@ -248,7 +248,8 @@ def run_rank(
     set_threads(deployment, identity)
     import torch
 
-    from ...engine.step.build import build, has_room
+    from ...engine.step.build import build
+    from ...engine.step.share import has_room
 
     device = choose_device(deployment, identity)
     status.computes_with = device.type, current_tier(), str(torch.get_num_threads())

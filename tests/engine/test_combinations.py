@@ -11,7 +11,7 @@ import checkpoints
 import pytest
 import torch
 from laddertron.engine.config.load import ConfigError, load
-from laddertron.engine.config.schema import Deployment, ModelSection, ParallelConfig
+from laddertron.engine.config.schema import ParallelConfig
 from laddertron.engine.schedule.split import SplitRule
 from laddertron.engine.step.build import split_rule
 from laddertron.models.config.known_models import known
@@ -99,8 +99,8 @@ def test_on_gpus_steps_are_split_where_that_is_asked_for_alone() -> None:
     graphs: Any = SimpleNamespace(sizes=(1, 8))
 
     def rule(device: str, graphs: Any = None, **keys: Any) -> SplitRule | None:
-        d = Deployment(ModelSection("m"), parallel=ParallelConfig(tensor_parallel_size=2, **keys))
-        return split_rule(d, group, config, torch.device(device), graphs)  # type: ignore[arg-type]
+        parallel = ParallelConfig(tensor_parallel_size=2, **keys)
+        return split_rule(parallel, group, config, torch.device(device), graphs)  # type: ignore[arg-type]
 
     assert rule("cuda") is None
     assert (asked := rule("cuda", graphs, split_steps="always")) is not None

@@ -15,7 +15,7 @@ import engine_cases
 import torch
 from fake_flashinfer import LIBRARY
 from laddertron.engine.sampling.sampler import Sampler
-from laddertron.engine.step import build
+from laddertron.engine.step import share
 from laddertron.engine.step.build import Built
 from laddertron.engine.step.cuda_graph_sizes import graph_sizes
 from laddertron.engine.step.cuda_graphs import DecodeGraphs
@@ -126,7 +126,7 @@ def generate(
     communicator, recorder = rank.connect(stages=stages) if stages > 1 else rank.communicator, TapeRecorder()
     d = engine_cases.deployment(folder, rank.size // stages, max_num_seqs=5, enable_prefix_caching=False)
     d = replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages))
-    with patch.object(build, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
+    with patch.object(share, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
         built = engine_cases.build_on(rank, d, communicator)
     notes: list[str] = []
     if how != "portable":

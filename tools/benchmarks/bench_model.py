@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSection
+from laddertron.engine.config.schema import EngineConfig
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.schedule.scheduler import SchedulerLimits
-from laddertron.engine.step.build import DTYPES, drawn_on_device
+from laddertron.engine.step.build import drawn_on_device
 from laddertron.engine.step.cuda_graphs import make_graphs
 from laddertron.engine.step.runner import Runner
+from laddertron.engine.step.share import DTYPES
 from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import architecture
@@ -112,8 +113,7 @@ def make_runner(
     keys = EngineConfig(max_num_seqs=seats, cuda_graphs=cuda_graphs)
     on_device, _ = drawn_on_device(communicator, device, backend, deterministic=False)
     sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
-    deployment = Deployment(ModelSection("random"), engine=keys)
-    graphs = make_graphs(deployment, communicator, model, backend, cache, sampler.latest)
+    graphs = make_graphs(keys, False, communicator, model, backend, cache, sampler.latest)
     runner = Runner(
         model,
         cache,

@@ -84,9 +84,9 @@ def test_too_few_blocks_are_refused_with_the_numbers() -> None:
 
 def test_what_cannot_fit_is_refused_before_loading() -> None:
     """Weights alone would fit; with what steps take they do not, and the message says what that is."""
-    check_memory(deployment(), 2, 10 * GIB, 11 * GIB + 769 * MIB, WORKING, CUDA)
+    check_memory(deployment().engine, 2, 10 * GIB, 11 * GIB + 769 * MIB, WORKING, CUDA)
     with pytest.raises(CapacityError) as caught:
-        check_memory(deployment(), 2, 10 * GIB, 11 * GIB + 767 * MIB, WORKING, CUDA)
+        check_memory(deployment().engine, 2, 10 * GIB, 11 * GIB + 767 * MIB, WORKING, CUDA)
     assert str(caught.value) == (
         "a rank needs about 10240 MiB for weights and 0 MiB for KV, 256 MiB for activations, 512 MiB for attention "
         "workspace, 1024 MiB for CUDA graphs, 12031 MiB are free: use more ranks than 2, a smaller kv_cache_memory or "
@@ -98,9 +98,9 @@ def test_the_check_before_loading_counts_the_kv_cache_that_a_cpu_allocates_by_de
     """With kv_cache_memory null as with the same figure given."""
     for engine in ({}, {"kv_cache_memory": CPU_KV_CACHE_MEMORY}):
         least = GIB + kv_budget(deployment(**engine).engine, None, 0, {}).kv
-        check_memory(deployment(**engine), 1, GIB, least, {}, CPU)
+        check_memory(deployment(**engine).engine, 1, GIB, least, {}, CPU)
         with pytest.raises(CapacityError, match="1024 MiB for weights and 512 MiB for KV, 1535 MiB are free"):
-            check_memory(deployment(**engine), 1, GIB, least - 1, {}, CPU)
+            check_memory(deployment(**engine).engine, 1, GIB, least - 1, {}, CPU)
 
 
 def test_a_cpu_keeps_nothing_free() -> None:
@@ -151,9 +151,9 @@ def test_what_widening_fp8_takes_is_counted() -> None:
     rooms = [memory(config, 1, StoredTypes("fp8"), MemoryKeys(widens_fp8=widens), H100) for widens in (False, True)]
     assert rooms[0].kv_bytes - rooms[1].kv_bytes == 2 * largest
     free = 10 * GIB + sum(kept.values())
-    check_memory(deployment(), 1, 10 * GIB, free, kept, CUDA)
+    check_memory(deployment().engine, 1, 10 * GIB, free, kept, CUDA)
     with pytest.raises(CapacityError, match="224 MiB for widened fp8 weights"):
-        check_memory(deployment(), 1, 10 * GIB, free, widened, CUDA)
+        check_memory(deployment().engine, 1, 10 * GIB, free, widened, CUDA)
 
 
 def test_drafts_and_their_model_are_counted() -> None:

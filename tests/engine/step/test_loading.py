@@ -16,8 +16,8 @@ import pytest
 import torch
 from engine_cases import CPU, deployment, forward_all
 from laddertron.engine.config.schema import DaemonConfig, Deployment
-from laddertron.engine.step import build as building
 from laddertron.engine.step import loading
+from laddertron.engine.step import share as sharing
 from laddertron.engine.step.build import Built, build
 from laddertron.models.cpu.ops import CpuOps, Kernels
 from laddertron.models.llama import LlamaModel
@@ -57,11 +57,11 @@ def case_held(rank: Rank, folder: str, weights: str, deterministic: Any) -> dict
         first = build(d, c, CPU)
         found, files = [bits(own), bits(first)], [own.weights_file, first.weights_file]
         if first.weights_file >= 0:  # what lies there needs no room
-            least = building._share(d, c, CPU).needed + (d.engine.kv_cache_memory or 0)
+            least = sharing.make_share(d, c, CPU).needed + (d.engine.kv_cache_memory or 0)
             with pytest.MonkeyPatch.context() as short:
-                short.setattr(building, "available_bytes", lambda device: least - 1)
-                assert not building.has_room(d, c, CPU, 1)
-                assert building.has_room(d, c, CPU, 1, first.weights_file)
+                short.setattr(sharing, "available_bytes", lambda device: least - 1)
+                assert not sharing.has_room(d, c, CPU, 1)
+                assert sharing.has_room(d, c, CPU, 1, first.weights_file)
         before = first
         for _ in range(2 if first.weights_file >= 0 else 0):
             again = build(d, c, CPU, weights_file=os.open(f"/proc/self/fd/{before.weights_file}", os.O_RDONLY))
@@ -131,11 +131,11 @@ def test_what_is_no_file_of_weights_is_passed_over(tmp_path: Path, caplog: pytes
     (tmp_path / "other").write_text("{}")
     d = standing("nowhere", 1, "stored", False)
     for file in (os.open(tmp_path / "other", os.O_RDONLY), os.memfd_create("unfinished"), 1 << 20):
-        fresh: Any = loading.held_weights(source, d, alone, file)
+        fresh: Any = loading.held_weights(source, d.model, d.parallel, alone, file)
         assert not fresh.filled
     assert caplog.text.count("weights are loaded, as") == 3
     fresh.seal([])
-    held: Any = loading.held_weights(source, d, alone, os.dup(fresh.file))
+    held: Any = loading.held_weights(source, d.model, d.parallel, alone, os.dup(fresh.file))
     assert held.filled
 
 
@@ -149,5 +149,6 @@ def test_a_system_without_files_of_memory_loads(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
-    assert loading.held_weights(source, standing("nowhere", 1, "stored", False), alone, -1) is None
+    d = standing("nowhere", 1, "stored", False)
+    assert loading.held_weights(source, d.model, d.parallel, alone, -1) is None
     assert "will have to load" in caplog.text

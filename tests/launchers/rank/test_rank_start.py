@@ -19,7 +19,7 @@ import pytest
 import torch
 from laddertron.engine.config.load import load
 from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConfig, ModelSection, ParallelConfig
-from laddertron.engine.step.build import has_room
+from laddertron.engine.step.share import has_room
 from laddertron.launchers.compose.rank_mapping import ENV_CORES
 from laddertron.launchers.control.messages import Command, Drain, HeldWeights, Load, Shutdown, Standing, StateMessage
 from laddertron.launchers.control.processes import start_time

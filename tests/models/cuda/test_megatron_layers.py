@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import prompts, save
 from engine_cases import build_on, deployment, forward_all
-from laddertron.engine.step import build
+from laddertron.engine.step import share
 from laddertron.models import layers, llama
 from laddertron.models.cuda.megatron_layers import MegatronLayers
 from laddertron.models.layers import PlainLayers, make_layers, prepare
@@ -91,7 +91,7 @@ def case_digests(rank: Rank, folder: str, prompts: list[list[int]]) -> list[str]
     for make in (PlainLayers, MegatronLayers):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llama, "make_layers", lambda group, dtype, device, make=make: make(group, dtype))
-            patch.setattr(build, "make_ops", lambda *_: TorchOps())
+            patch.setattr(share, "make_ops", lambda *_: TorchOps())
             built = build_on(rank, deployment(folder, rank.size))
             assert isinstance(built.runner.model.layers[0].get_submodule("qkv"), layers.Linear) == (make is PlainLayers)
             digests.append(hashlib.sha256(forward_all(built, prompts).contiguous().numpy().tobytes()).hexdigest())

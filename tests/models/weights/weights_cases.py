@@ -147,7 +147,7 @@ def memory(rank: Rank, folder: str) -> dict[str, int]:
 def fp8_distance(rank: Rank, folder: str, prompts: list[list[int]], native: bool) -> dict[str, float]:
     """How far this rank's logits with fp8 weights kept, as on a GPU, are from those with the weights widened."""
     from engine_cases import build_on, deployment, forward_all
-    from laddertron.engine.step import build as building
+    from laddertron.engine.step import share
     from laddertron.models.cuda.fp8 import Fp8
 
     model = {"dtype": "bfloat16" if native else "float32"}
@@ -156,7 +156,7 @@ def fp8_distance(rank: Rank, folder: str, prompts: list[list[int]], native: bool
     def kept_as_on_a_gpu(source: Any, shard: Any, device: torch.device, *_: object) -> Fp8 | None:
         return Fp8(source.quantised_products(shard.config), native)
 
-    with patch.object(building, "make_stored_products", kept_as_on_a_gpu):
+    with patch.object(share, "make_stored_products", kept_as_on_a_gpu):
         built = build_on(rank, deployment(folder, rank.size, model))
     kept = sum(p.dtype == torch.float8_e4m3fn for p in built.runner.model.parameters())
     got = forward_all(built, prompts)

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from bench_model import BLOCK, fill, rewired
 from common import say
 from gpu_shard_report import shard_table
-from laddertron.engine.step.build import DTYPES
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
+from laddertron.engine.step.share import DTYPES
 from laddertron.models.attention import AttentionBackend, Capturable, KVCache, StepLayout
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import known

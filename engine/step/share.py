@@ -1,0 +1,120 @@
+"""A rank's share of a deployment: its layers and shard, the checkpoint that they come from, dtypes, operators, and what
+the weights need. Settled from headers, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...models.config.model_config import ModelConfig, from_folder
+from ...models.config.shapes import check_everywhere, check_shapes
+from ...models.config.wiring import check_split, choose_wiring
+from ...models.cuda.fp8 import Fp8
+from ...models.ops import TorchOps
+from ...models.ops_choice import make_ops, make_stored_products
+from ...models.stages import RankShard, Stage, choose_layers, make_stages
+from ...models.weights.mapping import Source, open_source
+from ...models.weights.slices import plan_fills
+from ...models.weights.tensor_reader import FP8
+from ...topology.comm.groups import Communicator
+from ..config.schema import Deployment, ModelSection, ParallelConfig
+from .draft_model import DraftWeights
+from .kv_capacity import CapacityError, available_bytes
+from .loading import held_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8": FP8}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank is to hold. `length`: the longest sequence served; `draft`: the draft model, if there is one;
+    `needed`: bytes of the weights of both that are not in memory yet."""
+
+    config: ModelConfig
+    warnings: list[str]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    length: int
+    stage: Stage
+    shard: RankShard
+    source: Source
+    stored: Fp8 | None
+    ops: TorchOps
+    draft: DraftWeights | None
+    needed: int
+
+
+def model_config(keys: ModelSection, parallel: ParallelConfig) -> tuple[ModelConfig, list[str]]:
+    """The checkpoint's configuration with its wiring settled and its shapes accepted.
+
+    Raises ConfigError, WiringError or ShapeError.
+    """
+    config, warnings = choose_wiring(
+        from_folder(Path(keys.path)), keys.wiring, keys.ladder_layers, keys.allow_untrained_ladder
+    )
+    check_shapes(config, parallel.tensor_parallel_size)
+    check_split(config.wiring, parallel.split_steps)
+    if parallel.deterministic == "everywhere":
+        check_everywhere(config, parallel.tensor_parallel_size)
+    return config, warnings
+
+
+def stage_here(parallel: ParallelConfig, config: ModelConfig, communicator: Communicator) -> Stage:
+    """The stage that this rank's group is; of a group alone, all there is. Raises StageError."""
+    if communicator.pipeline is None:
+        return Stage(config)
+    layers = choose_layers(config, parallel.pipeline_parallel_size, parallel.pipeline_layers)
+    return make_stages(config, layers)[communicator.pipeline.stage]
+
+
+def model_length(config: ModelConfig, wanted: int | None) -> int:
+    """The longest sequence that is served. Raises CapacityError."""
+    most = config.max_position_embeddings
+    if config.rope.kind == "dynamic" and config.rope.original_max_position_embeddings:
+        most = min(most, config.rope.original_max_position_embeddings)
+    if wanted is not None and wanted > most:
+        raise CapacityError(f"model.max_model_len={wanted}: the checkpoint knows {most} positions; use at most {most}")
+    return wanted or most
+
+
+def make_share(
+    deployment: Deployment, communicator: Communicator, device: torch.device, held: int | None = None
+) -> Share:
+    """Reads the checkpoint's headers, no weight. This is where `auto` and null become values. held: the descriptor of
+    retained weights, -1 where there is none; None: nothing will be loaded. Raises as `build`."""
+    keys, parallel, engine = deployment.model, deployment.parallel, deployment.engine
+    config, warnings = model_config(keys, parallel)
+    dtype = DTYPES[config.dtype if keys.dtype == "auto" else keys.dtype]
+    kv_dtype = dtype if engine.kv_cache_dtype == "auto" else KV_DTYPES[engine.kv_cache_dtype]
+    length = model_length(config, keys.max_model_len)
+    stage = stage_here(parallel, config, communicator)
+    shard = RankShard.of(stage, communicator.size, communicator.rank)
+    source = open_source(Path(keys.path), shard, config)
+    stored = make_stored_products(source, shard, device, parallel.deterministic)
+    pages = None
+    if held is not None and device.type == "cpu" and deployment.daemon.standby:
+        pages = held_weights(source, keys, parallel, communicator, held)
+    ops = make_ops(device, dtype, keys.weights, parallel.deterministic, pages)
+    mine = None if shard.stage is None else {fill.tensor for fill in plan_fills(shard) if fill.tensor is not None}
+    needed = source.rank_bytes(dtype.itemsize, shard.size, stored is not None, ops.matrix_bytes, mine)
+    if pages is not None:
+        needed = max(0, needed - pages.nbytes)
+    draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)
+    if draft is not None:
+        needed += draft.bytes
+    return Share(config, warnings, dtype, kv_dtype, length, stage, shard, source, stored, ops, draft, needed)
+
+
+def has_room(
+    deployment: Deployment, communicator: Communicator, device: torch.device, ranks_here: int, weights_file: int = -1
+) -> bool:
+    """Whether the weights and KV caches of this host's ranks fit into free memory. On a GPU they never do: the serving
+    ranks have taken what engine.gpu_memory_utilization allows. weights_file: as of `build`. Raises as `build`."""
+    share = make_share(deployment, communicator, device, None if weights_file < 0 else os.dup(weights_file))
+    kv = deployment.engine.cpu_kv_bytes
+    return device.type == "cpu" and (share.needed + kv) * ranks_here <= available_bytes(device)
