@@ -72,9 +72,9 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, shard: RankShard, dtype: torch.dtype) -> None:
         super().__init__()
-        weight = torch.empty((len(shard.vocab), shard.config.hidden_size), dtype=dtype)
+        weight = torch.empty((len(shard.embedded), shard.config.hidden_size), dtype=dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self._rows, self._whole = shard.vocab, shard.size == 1
+        self._rows, self._whole = shard.embedded, shard.dense_size == 1
         self._lookup: Lookup | None = None
 
     def repacked(self, lookup: Lookup) -> None:

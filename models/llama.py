@@ -21,6 +21,7 @@ from .config.model_config import ModelConfig
 from .config.shapes import LEAVES
 from .cuda.fp8 import Fp8
 from .layers import Layers, Linear, VocabEmbedding, make_layers, prepare
+from .mixture import Mixture, MixtureWeights
 from .ops import Norm, Product, RunningSum, TorchOps, Tree
 from .rotary import RotaryTable
 from .stages import RankShard, Stage
@@ -45,8 +46,11 @@ class LayerWeights(nn.Module):
         self.o = layers.row(c.num_heads * dim, c.hidden_size, c.o_bias)
         if c.wiring.kinds[layer] != "parallel":
             self.mlp_norm = _Scale(c.hidden_size, dtype=dtype)
-        self.gate_up = layers.column(c.hidden_size, 2 * c.ffn_size, c.mlp_bias)
-        self.down = layers.row(c.ffn_size, c.hidden_size, c.mlp_bias)
+        if c.has_experts(layer):
+            self.experts = MixtureWeights(shard, dtype)
+        else:
+            self.gate_up = layers.column(c.hidden_size, 2 * c.ffn_size, c.mlp_bias)
+            self.down = layers.row(c.ffn_size, c.hidden_size, c.mlp_bias)
 
 
 class _Scale(nn.Module):
@@ -64,8 +68,9 @@ class _Layer:
     k_norm: Norm | None
     qkv: Product
     o: Product
-    gate_up: Product
-    down: Product | None
+    gate_up: Product | None = None
+    down: Product | None = None
+    mixture: Mixture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +201,21 @@ class LlamaModel(nn.Module):
 
     def _prepared(self, layer: LayerWeights, down_name: str) -> _Layer:
         shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer
+        q_norm = self._norm(layer.q_norm) if self.config.qk_norm else None
+        k_norm = self._norm(layer.k_norm) if self.config.qk_norm else None
+        qkv = prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), stored=self.stored)
+        if hasattr(layer, "experts"):
+            out = prepare(layer.o, self.ops, stored=self.stored)
+            return _Layer(q_norm, k_norm, qkv, out, mixture=layer.experts.prepare(self.ops, self._norm(shared)))
         o: nn.Module = layer.o
         down: nn.Module | None = layer.down
         if self.tree is not None and shared is layer.attention_norm:
             o, down = self._joint(o, down), None
         return _Layer(
-            q_norm=self._norm(layer.q_norm) if self.config.qk_norm else None,
-            k_norm=self._norm(layer.k_norm) if self.config.qk_norm else None,
-            qkv=prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), stored=self.stored),
-            o=prepare(o, self.ops, stored=self.stored, tree=self.tree),
+            q_norm,
+            k_norm,
+            qkv,
+            prepare(o, self.ops, stored=self.stored, tree=self.tree),
             gate_up=prepare(
                 layer.gate_up,
                 self.ops,
@@ -326,13 +337,19 @@ class LlamaModel(nn.Module):
 
     def mlp(self, layer: int, residual: Tensor) -> Tensor:
         part = self._layers[layer]
+        if part.mixture is not None:
+            return self._scaled(part.mixture(residual, self._note))
+        assert part.gate_up is not None
         assert part.down is not None
         return self._scaled(part.down(part.gate_up(residual)))
+
+    def _note(self, chosen: Tensor) -> None: ...
 
     def attention_and_mlp(self, layer: int, residual: Tensor) -> Tensor:
         if self.tree is None:
             return self.attention(layer, residual) + self.mlp(layer, residual)
         part = self._layers[layer]
+        assert part.gate_up is not None
         inputs = self._heads(layer, part, residual), part.gate_up(residual)
         return part.o(torch.cat([x.view(len(x), self.tree.leaves, -1) for x in inputs], -1).flatten(1))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .experts import ExpertProduct, TorchExperts
 from .pages import HugePages
 
 Product = Callable[[Tensor], Tensor]
@@ -144,6 +145,10 @@ class TorchOps:
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
         """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
         return self.around(self._matmul(weight, bias), norm, gated=True)
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> ExpertProduct:
+        """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F]."""
+        return TorchExperts(gate_up, down)
 
     def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
         """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its

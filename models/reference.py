@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .config.model_config import ModelConfig, Wiring, from_folder
+from .config.model_config import Experts, ModelConfig, Wiring, from_folder
 
 Turn = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, [T, head_dim] each."""
@@ -115,9 +115,10 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, size: int | None = None) -> None:
+        """size: of the inner dimension, of an expert."""
         super().__init__()
-        d, f, bias = config.hidden_size, config.ffn_size, config.mlp_bias
+        d, f, bias = config.hidden_size, size or config.ffn_size, config.mlp_bias
         self.gate_proj, self.up_proj = nn.Linear(d, f, bias=bias), nn.Linear(d, f, bias=bias)
         self.down_proj = nn.Linear(f, d, bias=bias)
 
@@ -131,6 +132,55 @@ class Mlp(nn.Module):
 
         inner = F.silu(project(self.gate_proj)) * project(self.up_proj)
         return F.linear(inner, self.down_proj.weight[:, mine], self.down_proj.bias if rank == 0 else None)
+
+
+def _ranking(scores: Tensor) -> Tensor:
+    """Indices by descending score, ties by index."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices
+
+
+class Mixture(nn.Module):
+    """A layer's experts, each row through those that the router chooses for it."""
+
+    def __init__(self, config: ModelConfig, experts: Experts) -> None:
+        super().__init__()
+        self.config = experts
+        self.gate = nn.Linear(config.hidden_size, experts.count, bias=False)
+        if experts.router.biased:
+            self.gate.register_parameter("e_score_correction_bias", nn.Parameter(torch.zeros(experts.count)))
+        self.experts = nn.ModuleList(Mlp(config, experts.ffn_size) for _ in range(experts.count))
+        self.shared_experts = Mlp(config, experts.shared_ffn_size) if experts.shared_ffn_size else None
+
+    def weights(self, x_ND: Tensor) -> Tensor:
+        """[N, E]: what each expert's output counts, 0 where it was not chosen."""
+        c, router = self.config, self.config.router
+        wide = router.wide
+        logits = F.linear(x_ND.float(), self.gate.weight.float()) if wide else self.gate(x_ND)
+        scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
+        ranked = scores + self.gate.get_parameter("e_score_correction_bias") if router.biased else scores
+        groups = ranked.reshape(len(ranked), router.groups, -1)
+        best = groups.topk(min(2, groups.shape[2]), -1).values.sum(-1)  # [N, groups]
+        dropped = _ranking(best)[:, router.chosen_groups :]
+        groups = groups.scatter(1, dropped[..., None].expand(-1, -1, groups.shape[2]), -math.inf)
+        chosen = _ranking(groups.flatten(1))[:, : c.chosen]
+        weight = scores.gather(1, chosen)
+        if router.normalises:
+            weight = weight / (weight.sum(-1, keepdim=True) + router.epsilon)
+        weight = weight * router.scale
+        if router.rounds:
+            weight = weight.to(logits.dtype).float()
+        return torch.zeros_like(scores).scatter(1, chosen, weight)
+
+    def forward(self, x_BTD: Tensor, rank: int, tp: int) -> Tensor:
+        """Rank `rank`'s partial sum among tp: its share of every expert's inner dimension."""
+        x_ND = x_BTD.flatten(0, 1)
+        weights, out = self.weights(x_ND), torch.zeros_like(x_ND, dtype=torch.float32)
+        for expert, weight in zip(self.experts, weights.unbind(1), strict=True):
+            rows = weight.nonzero().flatten()  # also none: each expert has a gradient on every rank
+            part = expert(x_ND[rows], rank, tp).float() * weight[rows, None]
+            out = out.index_add(0, rows, part)
+        out = out.to(x_BTD.dtype).view_as(x_BTD)
+        return out if self.shared_experts is None else out + self.shared_experts(x_BTD, rank, tp)
 
 
 Streams = tuple[Tensor, ...]
@@ -156,7 +206,8 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, config.sliding_window[index] if config.sliding_window else None)
         if config.wiring.kinds[index] != "parallel":
             self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.norm_eps)
-        self.mlp = Mlp(config)
+        mixed = config.experts is not None and config.experts.layers[index]
+        self.mlp = Mixture(config, config.experts) if mixed and config.experts is not None else Mlp(config)
 
     def attention_of(self, x: Tensor, turn: Turn, rank: int = 0, tp: int = 1) -> Tensor:
         out: Tensor = self.self_attn(self.input_layernorm(x), *turn, rank, tp) * self.scale
@@ -302,6 +353,11 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, config: ModelConf
             tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 (not a mapping)
     if config.layout == "dolomite":
         tensors = _from_dolomite(config, tensors)
+    if config.layout == "mixtral":
+        for name in list(tensors):
+            parts = name.replace("block_sparse_moe", "mlp").split(".")
+            parts[-2] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(parts[-2], parts[-2])
+            tensors[".".join(parts)] = tensors.pop(name)
     if config.tied_embeddings:
         tensors.pop("lm_head.weight", None)
     model.load_state_dict(tensors)

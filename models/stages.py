@@ -45,17 +45,19 @@ def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]
     """The stages of a model, given how many layers each holds."""
     ends = (0, *accumulate(layers))
     return tuple(
-        Stage(_part(config, a, b), i, len(layers), a, pending_at(config.wiring, a), pending_at(config.wiring, b))
+        Stage(_layers(config, a, b), i, len(layers), a, pending_at(config.wiring, a), pending_at(config.wiring, b))
         for i, (a, b) in enumerate(pairwise(ends))
     )
 
 
-def _part(config: ModelConfig, begin: int, end: int) -> ModelConfig:
+def _layers(config: ModelConfig, begin: int, end: int) -> ModelConfig:
     if (begin, end) == (0, config.num_layers):
         return config
     wiring = replace(config.wiring, kinds=config.wiring.kinds[begin:end])
-    windows = config.sliding_window[begin:end]
-    return replace(config, num_layers=end - begin, wiring=wiring, sliding_window=windows)
+    windows, experts = config.sliding_window[begin:end], config.experts
+    if experts is not None:
+        experts = replace(experts, layers=experts.layers[begin:end])
+    return replace(config, num_layers=end - begin, wiring=wiring, sliding_window=windows, experts=experts)
 
 
 def choose_layers(config: ModelConfig, count: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
@@ -130,10 +132,24 @@ class RankShard:
     rank: int
     stage: Stage | None = None
     """Where this is one of several: then `config` is its own."""
+    spread: bool = False
+    """Whether whole experts are dealt out to the ranks in turn; else each expert is cut over all of them."""
+    per_node: int = 0
+    """Where attention, dense MLPs and embedding are cut over the ranks of a node and held once a node: its ranks. The
+    head, experts and shared experts are cut over all ranks in any case."""
 
     @staticmethod
-    def of(stage: Stage, size: int, rank: int) -> RankShard:
-        return RankShard(stage.config, size, rank, stage if stage.count > 1 else None)
+    def of(stage: Stage, size: int, rank: int, spread: bool = False, per_node: int = 0) -> RankShard:
+        return RankShard(stage.config, size, rank, stage if stage.count > 1 else None, spread, per_node)
+
+    @property
+    def dense_size(self) -> int:
+        """The ranks that attention, dense MLPs and embedding are cut over."""
+        return self.per_node or self.size
+
+    @property
+    def dense_rank(self) -> int:
+        return self.rank % self.dense_size
 
     @property
     def embeds(self) -> bool:
@@ -147,37 +163,39 @@ class RankShard:
 
     def has_head(self, replicate_embedding: bool) -> bool:
         """Whether the head is a parameter of its own here: a tied one is the embedding, where that lies beside it."""
-        return self.samples and (not self.config.tied_embeddings or replicate_embedding or not self.embeds)
+        apart = replicate_embedding or not self.embeds or self.dense_size != self.size
+        return self.samples and (not self.config.tied_embeddings or apart)
 
     @property
     def num_heads(self) -> int:
-        return self.config.num_heads // self.size
+        return self.config.num_heads // self.dense_size
 
     @property
     def first_head(self) -> int:
-        return self.rank * self.num_heads
+        return self.dense_rank * self.num_heads
 
     @property
     def num_kv_heads(self) -> int:
         """At least one: with more ranks than KV heads, several ranks hold the same one."""
-        return max(1, self.config.num_kv_heads // self.size)
+        return max(1, self.config.num_kv_heads // self.dense_size)
 
     @property
     def first_kv_head(self) -> int:
-        return self.rank * self.config.num_kv_heads // self.size
+        return self.dense_rank * self.config.num_kv_heads // self.dense_size
 
     @property
     def kv_heads_in_all(self) -> int:
-        """KV heads over all ranks, replicas counted: the fused projection's global size is made of these."""
-        return self.num_kv_heads * self.size
+        """KV heads over the ranks that cut attention, replicas counted: the fused projection's global size is made of
+        these."""
+        return self.num_kv_heads * self.dense_size
 
     @property
     def ffn_size(self) -> int:
-        return self.config.ffn_size // self.size
+        return self.config.ffn_size // self.dense_size
 
     @property
     def first_ffn(self) -> int:
-        return self.rank * self.ffn_size
+        return self.dense_rank * self.ffn_size
 
     @property
     def padded_vocab(self) -> int:
@@ -185,6 +203,33 @@ class RankShard:
 
     @property
     def vocab(self) -> range:
-        """Global ids of this rank's rows; ids from vocab_size on are padding."""
-        rows = self.padded_vocab // self.size
-        return range(self.rank * rows, (self.rank + 1) * rows)
+        """Global ids of this rank's rows of the head; ids from vocab_size on are padding."""
+        return _part(self.config.vocab_size, self.size, self.rank)
+
+    @property
+    def embedded(self) -> range:
+        """The same of the embedding."""
+        return _part(self.config.vocab_size, self.dense_size, self.dense_rank)
+
+    @property
+    def expert_ids(self) -> range:
+        """The experts that this rank holds, or holds a share of."""
+        count = 0 if self.config.experts is None else self.config.experts.count
+        return range(self.rank, count, self.size) if self.spread else range(count)
+
+    @property
+    def expert_ffn(self) -> range:
+        """Its share of each expert's inner dimension."""
+        whole = 0 if self.config.experts is None else self.config.experts.ffn_size
+        return range(whole) if self.spread else _part(whole, self.size, self.rank)
+
+    @property
+    def shared_ffn(self) -> range:
+        """Its share of the shared experts' inner dimension."""
+        return _part(0 if self.config.experts is None else self.config.experts.shared_ffn_size, self.size, self.rank)
+
+
+def _part(whole: int, parts: int, index: int) -> range:
+    """Share `index` of equal parts, the last ones beyond `whole` where it does not divide."""
+    each = -(-whole // parts)
+    return range(index * each, (index + 1) * each)

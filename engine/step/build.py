@@ -116,10 +116,10 @@ def split_rule(
     if keys.split_steps == "auto" and near:
         return None
     products = config.hidden_size * (config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads))
-    products += 3 * config.hidden_size * config.ffn_size
+    mlp = 3 * config.hidden_size * config.ffn_size_used
     return SplitRule(
         keys.split_steps == "always",
-        attention_share=2 * config.num_heads * config.head_dim / products,
+        attention_share=2 * config.num_heads * config.head_dim / (products + mlp),
         whole_decodes=0 if graphs is None else graphs.sizes[-1],
     )
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from .json_fields import Refusal
-from .model_config import STOCK_FAMILIES, ModelConfig, description
+from .model_config import STOCK_FAMILIES, Layout, ModelConfig, description
 from .parts import declaration
 
 DIALECTS = ("hf", "laddertron", "llama-ladder", "ladder-residual")
@@ -24,7 +24,12 @@ class DialectError(Refusal, ValueError):
 
 def dialect_of(config: ModelConfig) -> str:
     """The format that can say a model's wiring to programs that never heard of us, else ours."""
-    return "hf" if config.wiring.name == "standard" and config.layout == "huggingface" else "laddertron"
+    stock = config.layout == _stock_layout(config.family)
+    return "hf" if config.wiring.name == "standard" and stock else "laddertron"
+
+
+def _stock_layout(family: str) -> Layout:
+    return "mixtral" if family == "mixtral" else "huggingface"
 
 
 def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> dict[str, Any]:
@@ -45,7 +50,8 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
             f"{', '.join(used)} of this ladder_residual model have no words in {dialect}: keep its format"
         )
     kept = _stock(config, data) if config.layout == "dolomite" else {k: v for k, v in data.items() if k not in _OURS}
-    config, architecture = replace(config, layout="huggingface", attention_scale=None), STOCK_FAMILIES[family]
+    layout: Layout = _stock_layout(family) if dialect == "hf" else "huggingface"
+    config, architecture = replace(config, layout=layout, attention_scale=None), STOCK_FAMILIES[family]
     if dialect == "hf":
         if config.wiring.name != "standard":
             raise DialectError(
@@ -138,6 +144,7 @@ def _ladder_residual(config: ModelConfig, family: str, data: Mapping[str, Any]) 
         kept = {key: value for key, value in data.items() if key not in _OURS}
         return _remote(config, kept, "ladder_residual", "LadderResidual")
     reasons = {
+        "mixtures of experts": config.experts is not None,
         f"{config.wiring.name} wiring (it is ladder throughout)": config.wiring.name != "ladder",
         f"{config.rope.kind} rotary embedding (default and yarn)": config.rope.kind not in ("default", "yarn"),
         "norms of queries and keys": config.qk_norm,

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from . import experts as moe
+from .experts import Experts
 from .json_fields import ConfigFields, read_json
 from .parts import Rope, Wiring, WiringKind, declared_wiring, ladder_last, make_wiring, read_rope
 from .quantisation import quantisation_in
 
-__all__ = ["Dtype", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
+__all__ = ["Dtype", "Experts", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
-Layout = Literal["huggingface", "dolomite"]
+Layout = Literal["huggingface", "mixtral", "dolomite"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 STOCK_FAMILIES = {
@@ -25,6 +27,7 @@ STOCK_FAMILIES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **{family: words.architecture for family, words in moe.FAMILIES.items()},
 }
 """Families that transformers has, and its class of each. `model_type: laddertron` is one of them, named in
 `laddertron_family`, under a name that stops programs which do not know its wiring."""
@@ -34,9 +37,9 @@ MAX_LAYERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One dense decoder. L = num_layers, D = hidden_size, H = num_heads, K = num_kv_heads, V = vocab_size."""
+    """One decoder. L = num_layers, D = hidden_size, H = num_heads, K = num_kv_heads, V = vocab_size."""
 
-    family: str  # model_type as the checkpoint says it: llama, llamaLadder, ladder_residual, mistral, qwen2, qwen3
+    family: str  # model_type as the checkpoint says it: llama, llamaLadder, ladder_residual, mistral, qwen3_moe, …
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -63,6 +66,19 @@ class ModelConfig:
     declares_wiring: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    experts: Experts | None = None
+    ignored_layers: int = 0  # stored behind the others, for prediction of several tokens
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
+
+    @property
+    def ffn_size_used(self) -> float:
+        """The inner dimension that a token goes through, on average over the layers."""
+        if (e := self.experts) is None:
+            return self.ffn_size
+        mixed = sum(e.layers) / self.num_layers
+        return mixed * (e.chosen * e.ffn_size + e.shared_ffn_size) + (1 - mixed) * self.ffn_size
 
     @property
     def num_parameters(self) -> int:
@@ -70,10 +86,14 @@ class ModelConfig:
         d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = d * (q + 2 * kv) + q * d
         attention += (q + 2 * kv) * self.qkv_bias + d * self.o_bias + 2 * self.head_dim * self.qk_norm
-        mlp = 3 * d * self.ffn_size + (2 * self.ffn_size + d) * self.mlp_bias
+        dense = 3 * d * self.ffn_size + (2 * self.ffn_size + d) * self.mlp_bias
+        mlps = self.num_layers * dense
+        if (e := self.experts) is not None:
+            one = 3 * d * (e.count * e.ffn_size + e.shared_ffn_size) + e.count * (d + e.router.biased)
+            mlps += sum(e.layers) * (one - dense)
         norms = sum(d if kind == "parallel" else 2 * d for kind in self.wiring.kinds)
         head = 0 if self.tied_embeddings else self.vocab_size * d
-        return self.vocab_size * d + self.num_layers * (attention + mlp) + norms + d + head
+        return self.vocab_size * d + self.num_layers * attention + mlps + norms + d + head
 
 
 def from_folder(path: str | Path) -> ModelConfig:
@@ -88,9 +108,10 @@ def from_folder(path: str | Path) -> ModelConfig:
     elif family in (*STOCK_FAMILIES, "llamaLadder", "laddertron"):
         config = _huggingface(fields, family, _stop_ids(folder, fields))
     else:
+        names = sorted((*STOCK_FAMILIES, "llamaLadder", "ladder_residual", "laddertron"), key=str.lower)
+        missing = f": {moe.MISSING[family]} is missing" if family in moe.MISSING else ""
         raise fields.fail(
-            f"model_type {family!r} is not computed here; llama, llamaLadder, ladder_residual, laddertron, mistral,"
-            " qwen2 and qwen3 are"
+            f"model_type {family!r} is not computed here{missing}; {', '.join(names[:-1])} and {names[-1]} are"
         )
     if "laddertron_model" in fields and description(config) != fields.data["laddertron_model"]:
         raise fields.fail(
@@ -141,6 +162,9 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
         if "sliding_window" in fields.data and fields.data["sliding_window"] is None:
             return ()
         return (fields.integer("sliding_window", 4096),) * num_layers
+    if family in ("mixtral", "qwen3_moe"):
+        used = "sliding_window" in fields and (family == "mixtral" or fields.boolean("use_sliding_window", False))
+        return (fields.integer("sliding_window"),) * num_layers if used else ()
     if not family.startswith("qwen"):
         return ()
     window = fields.integer("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
@@ -162,9 +186,6 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
 def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
     if family == "laddertron" and (family := fields.string("laddertron_family", "llama")) not in STOCK_FAMILIES:
         raise fields.fail(f"laddertron_family {family!r} must be one of {', '.join(STOCK_FAMILIES)}")
-    for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size"):
-        if key in fields:
-            raise fields.fail(f"{key} says mixture of experts, which is not computed here: dense models are")
     if (activation := fields.string("hidden_act", "silu")) not in ("silu", "swish"):
         raise fields.fail(f"hidden_act {activation!r} is not computed here; silu is")
     layers, hidden = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
@@ -190,7 +211,7 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         wiring = declared_wiring(fields.object("laddertron_wiring"), layers)
     else:
         wiring = make_wiring("standard", layers)
-    bias = family != "qwen2" and family != "mistral" and fields.boolean("attention_bias", False)
+    bias = family not in ("qwen2", "mistral", "mixtral") and fields.boolean("attention_bias", False)
     return ModelConfig(
         family=family,
         num_layers=layers,
@@ -209,11 +230,13 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         qkv_bias=bias or family == "qwen2",
         o_bias=bias,
         mlp_bias=family.startswith("llama") and fields.boolean("mlp_bias", False),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=_windows(fields, family, layers),
         declares_wiring=declared or family == "llamaLadder",
         eos_token_ids=eos,
         bos_token_id=_bos(fields),
+        layout="mixtral" if fields.string("model_type") == "mixtral" else "huggingface",
+        experts=moe.read_experts(fields, family, layers),
     )
 
 

@@ -1,8 +1,9 @@
 """What a checkpoint's config.json says about quantised weights: the fp8 layouts that are read, everything else refused
 by name. No torch.
 
-Read are fp8 (E4M3) weights with one scale a tensor or one an output channel: FBGEMM's layout, compressed-tensors'
-float-quantized, and quant_method fp8. Activations are never scaled as calibrated but per token, which is finer.
+Read are fp8 (E4M3) weights with one scale a tensor, one an output channel or one a block: FBGEMM's layout,
+compressed-tensors' float-quantized, and quant_method fp8. Activations are never scaled as calibrated but per token,
+which is finer.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.
 class Quantisation:
     """How weights stored as F8_E4M3 are meant. `activations`: products may run on fp8 activations (W8A8), else only
     the weights are 8-bit. `activation_bound`: FBGEMM's upper bound of a token's largest activation; infinite if none.
-    """
+    `block`: rows and columns that share a scale; None where scales are of tensors or rows."""
 
     method: Method
     activations: bool = True
     activation_bound: float = math.inf
+    block: tuple[int, int] | None = None
 
 
 def read_quantisation(folder: Path) -> Quantisation | None:
@@ -47,11 +49,7 @@ def _read(words: ConfigFields) -> Quantisation:
             bound = words.number("activation_scale_ub") if "activation_scale_ub" in words else math.inf
             return Quantisation("fbgemm_fp8", activation_bound=bound)
         case "fp8":
-            if "weight_block_size" in words:
-                raise words.fail(
-                    "weight_block_size: scales by block are not read; one a tensor or an output channel is"
-                )
-            return Quantisation("fp8")
+            return Quantisation("fp8", block=_block(words, "weight_block_size"))
         case "compressed-tensors":
             return _compressed_tensors(words)
         case other:
@@ -61,20 +59,34 @@ def _read(words: ConfigFields) -> Quantisation:
             )
 
 
+def _block(words: ConfigFields, key: str) -> tuple[int, int] | None:
+    if key not in words:
+        return None
+    sizes = words.integers(key, 1 << 20)
+    if len(sizes) != 2 or 0 in sizes:
+        raise words.fail(f"{key}={list(sizes)} must be two numbers above 0: the rows and columns of a block")
+    return sizes[0], sizes[1]
+
+
 def _compressed_tensors(words: ConfigFields) -> Quantisation:
     if (layout := words.string("format", "float-quantized")) not in ("float-quantized", "naive-quantized"):
         raise words.fail(f"format {layout!r} is not read; float-quantized is")
     for key in ("sparsity_config", "transform_config"):
         if key in words and words.object(key).data.get("format", key) != "dense" and words.object(key).data:
             raise words.fail(f"{key} is not computed here; dense weights are")
-    groups, activations = words.object("config_groups"), True
+    groups, activations, blocks = words.object("config_groups"), True, set[tuple[int, int] | None]()
     for name in groups.data:
         group = groups.object(name)
         weights = group.object("weights")
         kind = (weights.integer("num_bits"), weights.string("type"), weights.string("strategy"))
-        if kind[:2] != (8, "float") or kind[2] not in ("tensor", "channel") or not weights.boolean("symmetric", True):
+        known = kind[:2] == (8, "float") and kind[2] in ("tensor", "channel", "block")
+        if not known or not weights.boolean("symmetric", True):
             raise weights.fail(
-                f"{kind[0]}-bit {kind[1]} by {kind[2]} is not read; symmetric 8-bit float by tensor or channel is"
+                f"{kind[0]}-bit {kind[1]} by {kind[2]} is not read; symmetric 8-bit float by tensor, channel or block "
+                "is"
             )
         activations = activations and "input_activations" in group
-    return Quantisation("compressed-tensors", activations=activations)
+        blocks.add(_block(weights, "block_structure") if kind[2] == "block" else None)
+    if len(blocks) > 1:
+        raise words.fail("config_groups with scales by block and others: one kind for all is read")
+    return Quantisation("compressed-tensors", activations=activations, block=next(iter(blocks), None))

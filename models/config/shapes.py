@@ -28,8 +28,12 @@ def why_not(config: ModelConfig, tp: int) -> str:
     reasons = []
     if config.num_heads % tp:
         reasons.append(f"{config.num_heads} heads % {tp} = {config.num_heads % tp}")
-    if config.ffn_size % tp:
+    e = config.experts
+    if config.ffn_size % tp and not (e and all(e.layers)):
         reasons.append(f"FFN {config.ffn_size} % {tp} = {config.ffn_size % tp}")
+    for what, size in (("an expert's", e.ffn_size), ("the shared experts'", e.shared_ffn_size)) if e else ():
+        if size % tp:
+            reasons.append(f"{what} FFN {size} % {tp} = {size % tp}")
     kv = config.num_kv_heads
     if kv % tp and tp % kv:
         reasons.append(
@@ -80,6 +84,8 @@ def check_everywhere(config: ModelConfig, tp: int) -> None:
             reasons.append(
                 f"{what}: {inputs} inputs % {2 * LEAVES} = {inputs % (2 * LEAVES)}, not {LEAVES} shares of pairs"
             )
+    if config.experts is not None:
+        reasons.append("experts are not added up in a tree")
     if config.wiring.desync_every or "none" in config.wiring.kinds:
         reasons.append(f"the {config.wiring.name} wiring adds other numbers at other sizes")
     if reasons:

@@ -267,6 +267,15 @@ class CpuOps(TorchOps):
 
         return self._call(kind, packed, None, None, norm, inputs, rows, False), lookup
 
+    def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
+        normed, gate = None if norm is None else self._norm(norm), self._gate() if gated else None
+
+        def product(x: Tensor) -> Tensor:
+            y = matmul(x if normed is None else normed(x))
+            return y if gate is None else gate(y)
+
+        return product
+
     def _norm(self, norm: Norm) -> Product:
         if self.kernels is None:
             return lambda x: rms_norm(x, norm)

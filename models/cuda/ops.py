@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention import KVCache
+from ..experts import ExpertProduct, TorchExperts
 from ..ops import Norm, Product, RunningSum, TorchOps, Tree, tree_product
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels
@@ -36,6 +37,9 @@ class RowOps(TritonOps):
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: row_linear(x, weight, bias)
+
+    def experts(self, gate_up: Tensor, down: Tensor) -> ExpertProduct:
+        return TorchExperts(gate_up, down, lambda x, weight: row_linear(x, weight, None))
 
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None

@@ -35,7 +35,8 @@ class CheckpointError(Refusal):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in one file: bytes [begin, end) of the whole file."""
+    """One tensor in one file: bytes [begin, end) of the whole file. block: of scales, the rows and columns that share
+    one, where they are not of rows."""
 
     name: str
     file: Path
@@ -43,6 +44,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+    block: tuple[int, int] | None = None
 
 
 def shown(name: object) -> str:

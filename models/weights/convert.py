@@ -41,6 +41,8 @@ def convert(folder: Path, target: Path, dialect: str, progress: Progress = lambd
     words = to_dialect(config, data, dialect)
     stored = open_checkpoint(folder, config).tensors
     layout: Layout = "dolomite" if dialect == "ladder-residual" else "huggingface"
+    if (words["model_type"], layout) == ("mixtral", "huggingface"):
+        layout = "mixtral"
     parts = sources(config, layout)
     extra = [name for name in stored if name not in sources(config, config.layout) and name != head_of(config)]
     if extra and layout != config.layout:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .checkpoint import CheckpointError, StoredTensor, shown
-from .quantised import is_quantised, is_scale, scale_of, scale_rows
+from .quantised import is_quantised, is_scale, scale_blocks, scale_of, scale_rows
 from .slices import Fill
 from .tensor_reader import DTYPES, Reader
 
@@ -29,5 +29,14 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
         )
     scale = None
     if is_quantised(stored) and target.dtype != DTYPES[stored.dtype]:
-        scale = scale_rows(reader.whole(tensors[scale_of(fill.tensor)]), fill.source_row, fill.count)
+        scale = _scale(reader, tensors[scale_of(fill.tensor)], fill, columns)
     reader.read(stored, fill.source_row, fill.source_col, target, scale)
+
+
+def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: int) -> Tensor:
+    """One number, one a row of the fill, or one an element."""
+    values, row = reader.whole(stored), fill.source_row
+    if stored.block is None or values.numel() == 1:
+        return scale_rows(values, row, fill.count)
+    wanted = range(row, row + fill.count), range(fill.source_col, fill.source_col + columns)
+    return scale_blocks(values, stored.block, *wanted)

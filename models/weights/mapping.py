@@ -5,7 +5,7 @@ models/weights/load.py reads a rank's parameters from.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config.model_config import ModelConfig
@@ -15,7 +15,7 @@ from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read
 from .manifest import weights_digest
 from .quantised import CALIBRATION, PLAIN, READABLE, check_scale, is_quantised, scale_of
 from .rank_files import open_shards
-from .slices import PRODUCTS, expected_shapes, head_of, sources_of
+from .slices import PRODUCTS, expected_shapes, fused_experts, head_of, sources_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,14 @@ class Source:
     def quantised_products(self, config: ModelConfig, first_layer: int = 0) -> frozenset[str]:
         """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …; of a stage whose
         layers begin with the checkpoint's `first_layer`."""
-        if self.quantisation is None:
+        if self.quantisation is None or self.quantisation.block is not None:
             return frozenset()
         return frozenset(
             f"layers.{layer}.{product}"
             for layer in range(config.num_layers)
             for product in PRODUCTS
-            if all(
-                name in self.tensors and is_quantised(self.tensors[name])
-                for name in self._names(config, layer, first_layer, product)
-            )
+            if (names := self._names(config, layer, first_layer, product))
+            and all(name in self.tensors and is_quantised(self.tensors[name]) for name in names)
         )
 
     def _names(self, config: ModelConfig, layer: int, first_layer: int, product: str) -> tuple[str, ...]:
@@ -96,6 +94,7 @@ def _quantisation(folder: Path) -> Quantisation | None:
 
 def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None) -> dict[str, StoredTensor]:
     tensors = read_folder(folder)
+    _divide_fused(tensors, config)
     expected = expected_shapes(config)
     scales = set()
     for name, shape in expected.items():
@@ -105,12 +104,14 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
         if stored.shape != shape:
             raise CheckpointError(f"{stored.file}: tensor {name} has shape {stored.shape}, config.json says {shape}")
         if is_quantised(stored) and quantisation is not None and len(shape) == 2:
-            scales.add(check_scale(stored, tensors.get(scale_of(name))))
+            _name_scale(tensors, name, quantisation.block)
+            scales.add(check_scale(stored, tensors.get(scale_of(name)), quantisation.block))
         elif stored.dtype not in PLAIN:
             raise CheckpointError(f"{stored.file}: tensor {name} is stored as {stored.dtype}; readable are {READABLE}")
     known = scales | ({head_of(config)} if config.tied_embeddings else set())
+    behind = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.ignored_layers))
     for name, stored in tensors.items():
-        if name in expected or name in known or HARMLESS.fullmatch(name):
+        if name in expected or name in known or HARMLESS.fullmatch(name) or name.startswith(behind):
             continue
         if quantisation is None or not CALIBRATION.fullmatch(name):
             raise CheckpointError(
@@ -118,3 +119,31 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
                 f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"
             )
     return tensors
+
+
+def _name_scale(tensors: dict[str, StoredTensor], name: str, block: tuple[int, int] | None) -> None:
+    """Calls a matrix's scale as `scale_of` does: some checkpoints add _inv, though it multiplies as well."""
+    usual, other = scale_of(name), f"{scale_of(name)}_inv"
+    if usual not in tensors and other in tensors:
+        tensors[usual] = replace(tensors.pop(other), name=usual)
+    if usual in tensors and block is not None:
+        tensors[usual] = replace(tensors[usual], block=block)
+
+
+def _divide_fused(tensors: dict[str, StoredTensor], config: ModelConfig) -> None:
+    """Replaces tensors of all experts of a layer, [E, rows, columns], by those of each expert. Raises
+    CheckpointError."""
+    for fused, names, shape in fused_experts(config):
+        stored = tensors.pop(fused, None)
+        if stored is None:
+            continue
+        rows = len(names[0]) * shape[0]
+        if stored.shape != (len(names), rows, shape[1]) or stored.dtype not in PLAIN:
+            raise CheckpointError(
+                f"{stored.file}: tensor {fused} is {stored.dtype} {stored.shape}; config.json says "
+                f"{(len(names), rows, shape[1])}, and {', '.join(PLAIN)} are read of experts in one tensor"
+            )
+        size = (stored.end - stored.begin) // (len(names) * len(names[0]))
+        for number, name in enumerate(name for parts in names for name in parts):
+            begin = stored.begin + number * size
+            tensors[name] = replace(stored, name=name, shape=shape, begin=begin, end=begin + size)

@@ -136,23 +136,69 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, m, tp):
+    def __init__(self, m, tp, size=None):
         super().__init__()
-        self.tp, self.share, self.fused = tp, m["ffn_size"] // tp, m["layout"] == "dolomite"
-        d, f, bias = m["hidden_size"], m["ffn_size"], m["mlp_bias"]
+        d, f, bias = m["hidden_size"], size or m["ffn_size"], m["mlp_bias"]
+        self.tp, self.share, self.fused = tp, f // tp, m["layout"] == "dolomite"
         if self.fused:
             self.c_fc, self.c_proj = nn.Linear(d, 2 * f, bias=bias), nn.Linear(f, d, bias=bias)
         else:
             self.gate_proj, self.up_proj = nn.Linear(d, f, bias=bias), nn.Linear(d, f, bias=bias)
             self.down_proj = nn.Linear(f, d, bias=bias)
 
+    def part(self, x, rank):
+        down = self.c_proj if self.fused else self.down_proj
+        up, gate = self.c_fc(x).chunk(2, -1) if self.fused else (self.up_proj(x), self.gate_proj(x))
+        mine = slice(rank * self.share, (rank + 1) * self.share)
+        return F.linear((F.silu(gate) * up)[..., mine], down.weight[:, mine], None if rank else down.bias)
+
     def forward(self, xs):
-        outs, down = [], self.c_proj if self.fused else self.down_proj
+        return [self.part(x, rank) for rank, x in enumerate(xs)]
+
+
+def ranking(scores):
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices
+
+
+class Mixture(nn.Module):
+    def __init__(self, m, tp):
+        super().__init__()
+        e = self.e = m["experts"]
+        self.gate = nn.Linear(m["hidden_size"], e["count"], bias=False)
+        if e["router"]["biased"]:
+            self.gate.e_score_correction_bias = nn.Parameter(torch.zeros(e["count"]))
+        self.experts = nn.ModuleList(Mlp(m, tp, e["ffn_size"]) for _ in range(e["count"]))
+        self.shared_experts = Mlp(m, tp, e["shared_ffn_size"]) if e["shared_ffn_size"] else None
+
+    def choose(self, x):
+        """Experts [N, k] of rows [N, D], ties to the lower index, and their weights."""
+        r = self.e["router"]
+        logits = F.linear(x.float(), self.gate.weight.float()) if r["wide"] else self.gate(x)
+        scores = logits.float().softmax(-1) if r["score"] == "softmax" else logits.float().sigmoid()
+        ranked = scores + self.gate.e_score_correction_bias if r["biased"] else scores
+        if r["groups"] > 1:
+            groups = ranked.view(len(ranked), r["groups"], -1)
+            best = groups.topk(2, -1).values.sum(-1)
+            drop = ranking(best)[:, r["chosen_groups"] :, None].expand(-1, -1, groups.shape[2])
+            ranked = groups.scatter(1, drop, -math.inf).flatten(1)
+        chosen = ranking(ranked)[:, : self.e["chosen"]]
+        weight = scores.gather(1, chosen)
+        if r["normalises"]:
+            weight = weight / (weight.sum(-1, keepdim=True) + r["epsilon"])
+        weight = weight * r["scale"]
+        return chosen, weight.to(logits.dtype).float() if r["rounds"] else weight
+
+    def forward(self, xs):
+        outs = []
         for rank, x in enumerate(xs):
-            up, gate = self.c_fc(x).chunk(2, -1) if self.fused else (self.up_proj(x), self.gate_proj(x))
-            mine = slice(rank * self.share, (rank + 1) * self.share)
-            inner = (F.silu(gate) * up)[..., mine]
-            outs.append(F.linear(inner, down.weight[:, mine], None if rank else down.bias))
+            rows = x.flatten(0, 1)
+            chosen, weight = self.choose(rows)
+            out = torch.zeros(rows.shape, dtype=torch.float32, device=x.device)
+            for number in chosen.unique().tolist():
+                at, slot = torch.where(chosen == number)
+                out.index_add_(0, at, self.experts[number].part(rows[at], rank).float() * weight[at, slot, None])
+            out = out.to(x.dtype).view_as(x)
+            outs.append(out if self.shared_experts is None else out + self.shared_experts.part(x, rank))
         return outs
 
 
@@ -172,7 +218,8 @@ class Layer(nn.Module):
         for name in set(self.names[:2]):
             setattr(self, name, Norm(m["hidden_size"], m["norm_eps"]))
         setattr(self, self.names[2], Attention(m, index, tp))
-        setattr(self, self.names[3], Mlp(m, tp))
+        mixed = m["experts"] and m["experts"]["layers"][index]
+        setattr(self, self.names[3], Mixture(m, tp) if mixed else Mlp(m, tp))
 
     def forward(self, streams, turn, cache, padding):
         """streams: the residual as it was after each of the latest sub-blocks, newest last; under desync, each rank's.

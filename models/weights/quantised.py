@@ -1,5 +1,5 @@
-"""Weights that a checkpoint stores quantised: fp8 with a scale a tensor or a row. What their scales are called and look
-like, which parameters a kept product has. No torch: tensor_reader.py widens rows.
+"""Weights that a checkpoint stores quantised: fp8 with a scale a tensor, a row or a block. What their scales are called
+and look like, which parameters a kept product has. No torch: tensor_reader.py widens rows.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ def is_scale(parameter: str) -> bool:
     return parameter.endswith("_scale")
 
 
-def check_scale(stored: StoredTensor, scale: StoredTensor | None) -> str:
-    """The scale's name, once it fits its tensor: one number, or one a row. Raises CheckpointError."""
+def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[int, int] | None = None) -> str:
+    """The scale's name, once it fits its tensor: one number, one a row, or one a block. Raises CheckpointError."""
     if scale is None:
         raise CheckpointError(
             f"{stored.file}: tensor {stored.name} is fp8 without {scale_of(stored.name)}: its scale is missing"
         )
-    rows = stored.shape[0]
-    if scale.shape not in ((), (1,), (rows,), (rows, 1)) or scale.dtype not in PLAIN:
+    rows, columns = stored.shape
+    read: tuple[tuple[int, ...], ...] = ((), (1,), (rows,), (rows, 1))
+    if block is not None:
+        read = ((), (1,), (-(-rows // block[0]), -(-columns // block[1])))
+    if scale.shape not in read or scale.dtype not in PLAIN:
         raise CheckpointError(
-            f"{scale.file}: tensor {scale.name} is {scale.dtype} {scale.shape}; one number or ({rows}, 1) is read"
+            f"{scale.file}: tensor {scale.name} is {scale.dtype} {scale.shape}; one number or {read[-1]} is read"
         )
     return scale.name
 
@@ -62,3 +65,12 @@ def scale_rows(scale: Tensor, row: int, count: int) -> Tensor:
     """fp32, of rows [row, row + count): one number for all of them, or one each."""
     values = scale.view(-1).float()
     return values if values.numel() == 1 else values[row : row + count]
+
+
+def scale_blocks(scale: Tensor, block: tuple[int, int], rows: range, columns: range) -> Tensor:
+    """fp32 [rows, columns]: of those elements of a tensor whose blocks have one each."""
+    spread = scale.float()[rows.start // block[0] : -(-rows.stop // block[0])]
+    spread = spread[:, columns.start // block[1] : -(-columns.stop // block[1])]
+    spread = spread.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    top, left = rows.start % block[0], columns.start % block[1]
+    return spread[top : top + len(rows), left : left + len(columns)]

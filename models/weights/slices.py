@@ -7,7 +7,7 @@ of models/llama.py. Used by models/weights*.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..config.model_config import Layout, ModelConfig
@@ -31,10 +31,13 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Row:
     """A stored matrix or vector, the parameter whose next rows it fills, and the axes of its rows and columns (None: a
-    vector), which say what of it this rank holds.
+    vector), which say what of it this rank holds. A tensor with a second `{}` is an expert's: each expert that the rank
+    holds comes in turn.
 
     when: whether `layer` has it. bias: the field of ModelConfig that says whether a vector ".bias" belongs to it. at:
-    where a row of the axis is stored, in whole heads for axes of heads: for tensors that hold several parts.
+    where a row of the axis is stored, in whole heads for axes of heads: for tensors that hold several parts. fused: a
+    tensor of all experts that may stand for those of each, which may hold the parts of several rows, one after the
+    other.
     """
 
     parameter: str
@@ -44,6 +47,12 @@ class Row:
     when: Callable[[ModelConfig, int], bool] = lambda config, layer: True
     bias: str | None = None
     at: Callable[[ModelConfig, int], int] | None = None
+    suffix: str = ".weight"
+    fused: str | None = None
+
+    @property
+    def per_expert(self) -> bool:
+        return self.tensor.count("{}") == 2
 
 
 _AXES: dict[str, Callable[[RankShard], range]] = {
@@ -52,6 +61,9 @@ _AXES: dict[str, Callable[[RankShard], range]] = {
     "heads": lambda s: _span(s.first_head, s.num_heads, s.config.head_dim),
     "kv_heads": lambda s: _span(s.first_kv_head, s.num_kv_heads, s.config.head_dim),
     "ffn": lambda s: _span(s.first_ffn, s.ffn_size, 1),
+    "experts": lambda s: range(0 if s.config.experts is None else s.config.experts.count),
+    "expert_ffn": lambda s: s.expert_ffn,
+    "shared_ffn": lambda s: s.shared_ffn,
 }
 """The rows or columns of an axis on a rank, as a stored tensor of its own numbers them."""
 
@@ -68,6 +80,10 @@ def _has_qk_norm(config: ModelConfig, layer: int) -> bool:
     return config.qk_norm
 
 
+def _is_dense(config: ModelConfig, layer: int) -> bool:
+    return not config.has_experts(layer)
+
+
 def _in_group(place: int | None) -> Callable[[ModelConfig, int], int]:
     """Where dolomite's c_attn holds a row: group by group, a group's query heads, its key, its value. place: of the key
     and the value behind the query heads; None: the query heads."""
@@ -82,20 +98,39 @@ def _in_group(place: int | None) -> Callable[[ModelConfig, int], int]:
 
 _LAYER = "model.layers.{}."
 _FUSED = "transformer.h.{}."
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """A layer's experts under a family's names."""
+    mixed, every = ModelConfig.has_experts, f"{_LAYER}{block}.experts."
+    expert = f"{every}{{}}."
+    return (
+        Row("experts.router", f"{_LAYER}{block}.gate", "experts", "hidden", when=mixed),
+        Row("experts.gate_up", f"{expert}{gate}", "expert_ffn", "hidden", when=mixed, fused=f"{every}gate_up_proj"),
+        Row("experts.gate_up", f"{expert}{up}", "expert_ffn", "hidden", when=mixed, fused=f"{every}gate_up_proj"),
+        Row("experts.down", f"{expert}{down}", "hidden", "expert_ffn", when=mixed, fused=f"{every}down_proj"),
+    )
+
+
+_ATTENTION = (
+    Row("attention_norm", f"{_LAYER}input_layernorm", "hidden"),
+    Row("qkv", f"{_LAYER}self_attn.q_proj", "heads", "hidden", bias="qkv_bias"),
+    Row("qkv", f"{_LAYER}self_attn.k_proj", "kv_heads", "hidden", bias="qkv_bias"),
+    Row("qkv", f"{_LAYER}self_attn.v_proj", "kv_heads", "hidden", bias="qkv_bias"),
+    Row("q_norm", f"{_LAYER}self_attn.q_norm", "head", when=_has_qk_norm),
+    Row("k_norm", f"{_LAYER}self_attn.k_norm", "head", when=_has_qk_norm),
+    Row("o", f"{_LAYER}self_attn.o_proj", "hidden", "heads", bias="o_bias"),
+    Row("mlp_norm", f"{_LAYER}post_attention_layernorm", "hidden", when=_has_mlp_norm),
+)
 _ROWS: dict[Layout, tuple[Row, ...]] = {
     "huggingface": (
-        Row("attention_norm", f"{_LAYER}input_layernorm", "hidden"),
-        Row("qkv", f"{_LAYER}self_attn.q_proj", "heads", "hidden", bias="qkv_bias"),
-        Row("qkv", f"{_LAYER}self_attn.k_proj", "kv_heads", "hidden", bias="qkv_bias"),
-        Row("qkv", f"{_LAYER}self_attn.v_proj", "kv_heads", "hidden", bias="qkv_bias"),
-        Row("q_norm", f"{_LAYER}self_attn.q_norm", "head", when=_has_qk_norm),
-        Row("k_norm", f"{_LAYER}self_attn.k_norm", "head", when=_has_qk_norm),
-        Row("o", f"{_LAYER}self_attn.o_proj", "hidden", "heads", bias="o_bias"),
-        Row("mlp_norm", f"{_LAYER}post_attention_layernorm", "hidden", when=_has_mlp_norm),
-        Row("gate_up", f"{_LAYER}mlp.gate_proj", "ffn", "hidden", bias="mlp_bias"),
-        Row("gate_up", f"{_LAYER}mlp.up_proj", "ffn", "hidden", bias="mlp_bias"),
-        Row("down", f"{_LAYER}mlp.down_proj", "hidden", "ffn", bias="mlp_bias"),
+        *_ATTENTION,
+        Row("gate_up", f"{_LAYER}mlp.gate_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
+        Row("gate_up", f"{_LAYER}mlp.up_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
+        Row("down", f"{_LAYER}mlp.down_proj", "hidden", "ffn", when=_is_dense, bias="mlp_bias"),
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
+    "mixtral": (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     "dolomite": (
         Row("attention_norm", f"{_FUSED}ln_1", "hidden"),
         Row("qkv", f"{_FUSED}sequence_mixer.c_attn", "heads", "hidden", bias="qkv_bias", at=_in_group(None)),
@@ -111,24 +146,30 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
 }
 _ENDS: dict[Layout, tuple[str, str, str]] = {
     "huggingface": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+    "mixtral": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
     "dolomite": ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"),
 }
 """The embedding, the final norm and the head."""
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 
 
-def _tensors(config: ModelConfig, layer: int) -> Iterator[tuple[Row, str]]:
-    """The rows of the table that a layer has, with the suffix of each tensor."""
-    for row in _ROWS[config.layout]:
-        if row.when(config, layer):
-            yield row, "weight"
+def _tensors(config: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[tuple[Row, str, str]]:
+    """The rows of the table that a layer has, the suffix of the parameter, and the tensor's name but for the layer's
+    number: those of each expert last, expert by expert."""
+    rows = [row for row in _ROWS[config.layout] if row.when(config, layer)]
+    for row in rows:
+        if not row.per_expert:
+            yield row, "weight", f"{row.tensor}{row.suffix}"
             if row.bias is not None and getattr(config, row.bias):
-                yield row, "bias"
+                yield row, "bias", f"{row.tensor}.bias"
+    of_experts = [row for row in rows if row.per_expert]
+    for expert in experts if of_experts else ():
+        for row in of_experts:
+            yield row, "weight", f"{row.tensor.format('{}', expert)}{row.suffix}"
 
 
-def _vocabulary(parameter: str, tensor: str, shard: RankShard) -> Iterator[Fill]:
-    rows = shard.vocab
-    real = max(0, min(rows.stop, shard.config.vocab_size) - rows.start)
+def _vocabulary(parameter: str, tensor: str, rows: range, vocab_size: int) -> Iterator[Fill]:
+    real = max(0, min(rows.stop, vocab_size) - rows.start)
     if real:
         yield Fill(parameter, 0, real, tensor, source_row=rows.start)
     if real < len(rows):
@@ -139,16 +180,16 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
     config = shard.config
     stored = layer if shard.stage is None else shard.stage.first_layer + layer
     filled: dict[str, int] = {}
-    for row, suffix in _tensors(config, layer):
+    for row, suffix, name in _tensors(config, layer, shard.expert_ids):
         columns = None if row.columns is None else _AXES[row.columns](shard)
         part = columns is not None and row.columns != "hidden"
-        if suffix == "bias" and part and shard.rank:
+        if suffix == "bias" and part and shard.dense_rank:
             continue  # the all-reduce would add it once a rank
         parameter, rows = f"layers.{layer}.{row.parameter}.{suffix}", _AXES[row.rows](shard)
         step = config.head_dim if row.at is not None and "heads" in row.rows else len(rows)
         for first in rows[::step]:
             at, to = first if row.at is None else row.at(config, first), filled.get(parameter, 0)
-            fill = Fill(parameter, to, step, f"{row.tensor.format(stored)}.{suffix}", at)
+            fill = Fill(parameter, to, step, name.format(stored), at)
             if columns is not None and part and suffix == "weight":
                 fill = replace(fill, source_col=columns.start, columns=len(columns))
             yield fill
@@ -162,13 +203,14 @@ def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill
     if shard.embeds and replicate_embedding:
         fills.append(Fill("embedding.weight", 0, config.vocab_size, embedding))
     elif shard.embeds:
-        fills.extend(_vocabulary("embedding.weight", embedding, shard))
+        fills.extend(_vocabulary("embedding.weight", embedding, shard.embedded, config.vocab_size))
     for layer in range(config.num_layers):
         fills.extend(_layer_fills(shard, layer))
     if shard.samples:
         fills.append(Fill("norm.weight", 0, config.hidden_size, norm))
     if shard.has_head(replicate_embedding):
-        fills.extend(_vocabulary("head.weight", embedding if config.tied_embeddings else head, shard))
+        stored = embedding if config.tied_embeddings else head
+        fills.extend(_vocabulary("head.weight", stored, shard.vocab, config.vocab_size))
     return fills
 
 
@@ -180,18 +222,34 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tied_embeddings:
         shapes[head] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        for row, suffix in _tensors(config, layer):
-            name = f"{row.tensor.format(layer)}.{suffix}"
+        for row, suffix, tensor in _tensors(config, layer, whole.expert_ids):
+            name = tensor.format(layer)
             rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](whole))
             columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](whole)),)
             shapes[name] = (rows, *columns)
     return shapes
 
 
+def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], tuple[int, int]]]:
+    """Tensors [E, parts * rows, columns] that may stand for those of each expert: for every expert the names of its
+    parts, and the shape of a part."""
+    whole = RankShard(config, 1, 0)
+    for layer in range(config.num_layers):
+        parts: dict[str, list[Row]] = {}
+        for row in _ROWS[config.layout]:
+            if row.fused is not None and row.when(config, layer):
+                parts.setdefault(row.fused.format(layer), []).append(row)
+        for fused, rows in parts.items():
+            axes = rows[0].rows, rows[0].columns or rows[0].rows
+            shape = len(_AXES[axes[0]](whole)), len(_AXES[axes[1]](whole))
+            names = [[f"{row.tensor.format(layer, e)}{row.suffix}" for row in rows] for e in whole.expert_ids]
+            yield fused, names, shape
+
+
 def sources_of(config: ModelConfig, layer: int, product: str) -> tuple[str, ...]:
     """The checkpoint tensors whose rows make up one product's weight."""
-    names = (row.tensor for row, suffix in _tensors(config, layer) if (row.parameter, suffix) == (product, "weight"))
-    return tuple(dict.fromkeys(f"{name.format(layer)}.weight" for name in names))
+    found = ((row.parameter, suffix, name) for row, suffix, name in _tensors(config, layer, ()))
+    return tuple(dict.fromkeys(name.format(layer) for *what, name in found if what == [product, "weight"]))
 
 
 def head_of(config: ModelConfig) -> str:

@@ -102,7 +102,8 @@ class Reader:
     def read(self, stored: StoredTensor, row: int, column: int, target: Tensor, scale: Tensor | None = None) -> None:
         """target [n] or [n, c] = rows [row, row + n) and columns [column, column + c), converted to its type.
 
-        scale [n] or a single number multiplies rows of a quantised tensor. Raises CheckpointError if the file shrank.
+        scale, a single number, [n] or [n, c], multiplies rows of a quantised tensor. Raises CheckpointError if the file
+        shrank.
         """
         if target.numel() == 0:
             return
@@ -207,10 +208,10 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def widened(source: Tensor, scale: Tensor) -> Tensor:
-    """fp8 [n, c] -> fp32, times scale, [n] or one number. By table: torch converts element by element on a CPU, ten
-    times slower."""
+    """fp8 [n, c] -> fp32, times scale: one number, [n] or [n, c]. By table: torch converts element by element on a
+    CPU, ten times slower."""
     values = np.take(_fp8_table(), source.contiguous().view(torch.uint8).numpy())
-    return torch.from_numpy(values).mul_(scale.view(-1, *[1] * (source.ndim - 1)))
+    return torch.from_numpy(values).mul_(scale if scale.ndim == 2 else scale.view(-1, *[1] * (source.ndim - 1)))
 
 
 @cache

@@ -113,8 +113,9 @@ def test_more_ranks_than_kv_heads(
 
 def wirings_and_sizes() -> list[tuple[str, int]]:
     """Every wiring and ladder format on 1, 2 and 4 ranks; desync weights on the number they were trained for."""
-    trained = {name: how.get("tensor_parallel_size") for name, how in checkpoints.DECLARED.items()}
-    recipes = (*checkpoints.DECLARED, *checkpoints.LADDER_FORMATS)
+    declared = checkpoints.DECLARED | {name: how for name, (_, how) in checkpoints.MIXED.items()}
+    trained = {name: how.get("tensor_parallel_size") for name, how in declared.items()}
+    recipes = (*declared, *checkpoints.LADDER_FORMATS)
     return [(r, size) for r in recipes for size in (1, 2, 4) if trained.get(r) in (None, size)]
 
 

@@ -38,6 +38,9 @@ SMALL: dict[str, Any] = {
 }
 
 
+MOE = {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
 def _rope(kind: str, **factors: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **factors}}
 
@@ -67,6 +70,12 @@ STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3_bias": (transformers.Qwen3Config, {"head_dim": 8, "attention_bias": True}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, MOE | {"moe_intermediate_size": 40, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        transformers.Qwen3MoeConfig,
+        MOE | {"moe_intermediate_size": 40, "mlp_only_layers": [0], "num_experts_per_tok": 3},
+    ),
+    "mixtral": (transformers.MixtralConfig, MOE),
 }
 """What transformers computes, too."""
 
@@ -86,8 +95,17 @@ DECLARED: dict[str, dict[str, Any]] = {
 """A stock Llama's names with `laddertron_wiring` beside; of the six sub-blocks desync4's last comes after one that
 drifted, desync5's straight after a reduce."""
 
+MIXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "moe_ladder": ("qwen3_moe", {"kind": "ladder"}),
+    "moe_hybrid": ("qwen3_moe_mixed", {"kind": "hybrid", "ladder_layers": [1, 2]}),
+    "moe_parallel": ("mixtral", {"kind": "parallel"}),
+    "moe_delay2": ("mixtral", {"kind": "delay", "delay": 2}),
+    "moe_desync4_tp2": ("qwen3_moe", {"kind": "desync", "every": 4, "tensor_parallel_size": 2}),
+}
+"""A family with experts under a wiring: `laddertron_wiring` beside its own names."""
+
 LADDER_FORMATS = ("llamaLadder_last", "llamaLadder_list", "dolomite", "dolomite_bias")
-RECIPES = (*STOCK, *DECLARED, *LADDER_FORMATS)
+RECIPES = (*STOCK, *DECLARED, *MIXED, *LADDER_FORMATS)
 
 
 def save(
@@ -102,7 +120,8 @@ def save(
 ) -> Path:
     """Writes a checkpoint and returns its folder. `overrides` are keywords of transformers' configuration; a small
     `max_shard_size` ("40KB") makes several shards and an index."""
-    kind, quirks = STOCK.get(recipe, STOCK["llama"])
+    family, declared = MIXED.get(recipe, (recipe, DECLARED.get(recipe)))
+    kind, quirks = STOCK.get(family, STOCK["llama"])
     if recipe == "dolomite_bias":
         quirks = {"attention_bias": True, "mlp_bias": True}
     config = kind(**{**SMALL, **quirks, **overrides})
@@ -113,9 +132,9 @@ def save(
             if parameter.ndim == 1:
                 parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
-    if recipe in DECLARED:
-        edit_config(folder, laddertron_wiring=DECLARED[recipe])
-        if recipe == "parallel":
+    if declared is not None:
+        edit_config(folder, laddertron_wiring=declared)
+        if declared["kind"] == "parallel":
             edit_tensors(folder, lambda tensors: {k: v for k, v in tensors.items() if "post_attention" not in k})
     elif recipe.startswith("llamaLadder"):
         layers: int | list[int] = 2 if recipe == "llamaLadder_last" else [0, 2]

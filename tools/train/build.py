@@ -119,7 +119,7 @@ def _folded(config: ModelConfig, stored_as: ModelConfig, name: str) -> str | Non
         return name
     if stem.startswith("self_attn.") and stem[10:] in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
         return f"{here}input_layernorm.weight"
-    if stem in ("mlp.gate_proj.weight", "mlp.up_proj.weight"):
+    if stem.startswith("mlp.") and stem.split(".")[-2] in ("gate_proj", "up_proj", "gate"):
         return f"{here}post_attention_layernorm.weight"
     return None
 

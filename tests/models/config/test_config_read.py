@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from laddertron.models.config.experts import MISSING, Experts, Router
 from laddertron.models.config.json_fields import MAX_JSON_BYTES, read_json
 from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
 
@@ -29,6 +30,13 @@ LLAMA: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+MOE: dict[str, Any] = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 MIXER = {"sequence_mixer_type": "softmax_attention", "num_attention_heads": 8, "num_key_value_heads": 2}
 MLP = {"mlp_type": "MLP", "intermediate_size": 96, "activation_function": "swiglu"}
 DOLOMITE: dict[str, Any] = {
@@ -182,8 +190,42 @@ def test_stop_ids_come_from_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA, eos_token_id="null").eos_token_ids == ()
 
 
+def test_experts_are_read_under_either_name(tmp_path: Path) -> None:
+    """As published and as transformers writes it since version 5; dense layers by list and by step."""
+    router, everywhere = Router("softmax", rounds=True), (True,) * 4
+    assert read(tmp_path, MOE).experts == Experts(8, 2, 40, everywhere, router)
+    assert read(tmp_path, MOE, num_experts=None, num_local_experts=8) == read(tmp_path, MOE)
+    assert read(tmp_path, MOE, num_local_experts=8) == read(tmp_path, MOE)
+    assert read(tmp_path, MOE, mlp_only_layers=[0]).experts == Experts(8, 2, 40, (False, True, True, True), router)
+    assert read(tmp_path, MOE, decoder_sparse_step=2).experts == Experts(8, 2, 40, (False, True) * 2, router)
+    assert read(tmp_path, MOE, decoder_sparse_step=9).experts is None
+    plain = read(tmp_path, MOE, norm_topk_prob=None).experts
+    assert plain is not None
+    assert not plain.router.normalises
+    mixtral = read(tmp_path, LLAMA, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, sliding_window=9)
+    assert mixtral.experts == Experts(8, 2, 96, everywhere, Router("softmax"))
+    assert (mixtral.sliding_window, mixtral.qk_norm, mixtral.layout) == ((9,) * 4, False, "mixtral")
+    assert read(tmp_path, MOE, sliding_window=9).sliding_window == ()
+    assert read(tmp_path, MOE, sliding_window=9, use_sliding_window=True).sliding_window == (9,) * 4
+
+
+def test_parameters_of_experts_are_counted(tmp_path: Path) -> None:
+    """8 experts of 3 x 64 x 40 and a router of 8 x 64 in place of an MLP of 3 x 64 x 96."""
+    more = read(tmp_path, MOE).num_parameters - read(tmp_path, MOE, mlp_only_layers=[2]).num_parameters
+    assert more == 8 * (3 * 64 * 40 + 64) - 3 * 64 * 96
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"model_type": "mixtral"}, "model_type 'mixtral' is not computed here; llama, "),
+    (LLAMA, {"model_type": "jetmoe"}, "model_type 'jetmoe' is not computed here; ladder_residual, "),
+    *[
+        (LLAMA, {"model_type": family}, f"model_type '{family}' is not computed here: {missing} is missing; ladder")
+        for family, missing in MISSING.items()
+    ],
+    (MOE, {"num_local_experts": 4}, "num_experts=8 and num_local_experts=4 contradict each other"),
+    (MOE, {"num_experts": None}, "num_experts is missing"),
+    (MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be an integer from 1 to 8"),
+    (MOE, {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+    (MOE, {"mlp_only_layers": [9]}, "mlp_only_layers="),
     (LLAMA, {"model_type": None}, "model_type is missing"),
     (LLAMA, {"model_type": 3}, "model_type=3 must be a string"),
     (LLAMA, {"num_local_experts": 8}, "num_local_experts says mixture of experts"),

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 STOCK = ("llama_tied", "llama_bias", "llama_llama3_rope", "llama_yarn_rope", "mistral", "qwen2_window", "qwen3")
+EXPERTS = ("qwen3_moe_mixed", "mixtral")
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -37,7 +38,7 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "there", "back"),
     [
-        *[(recipe, "laddertron", "hf") for recipe in STOCK],
+        *[(recipe, "laddertron", "hf") for recipe in (*STOCK, *EXPERTS)],
         ("llamaLadder_last", "laddertron", "llama-ladder"),
         ("llamaLadder_list", "laddertron", "llama-ladder"),
         ("hybrid", "llama-ladder", "laddertron"),
@@ -83,7 +84,7 @@ def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: 
 
 IDS = torch.randint(6, checkpoints.VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))
 COMPUTED = [
-    *[(recipe, "laddertron") for recipe in (*STOCK, *checkpoints.DECLARED)],
+    *[(recipe, "laddertron") for recipe in (*STOCK, *EXPERTS, *checkpoints.DECLARED, "moe_ladder", "moe_desync4_tp2")],
     *[("llamaLadder_last", "llama-ladder"), ("hybrid_early", "llama-ladder")],
     *[("ladder", "ladder-residual"), ("dolomite", "ladder-residual"), ("dolomite_bias", "ladder-residual")],
 ]

@@ -44,9 +44,10 @@ def config(**changes: Any) -> ModelConfig:
 def shapes(shard: RankShard, replicate_embedding: bool = False) -> dict[str, tuple[int, ...]]:
     """Of every parameter of a rank, from the arithmetic of tensor parallelism alone."""
     c, d = shard.config, shard.config.hidden_size
-    heads, kv, ffn = c.num_heads // shard.size, max(1, c.num_kv_heads // shard.size), c.ffn_size // shard.size
-    vocab = -(-c.vocab_size // shard.size)
-    out: dict[str, tuple[int, ...]] = {"embedding.weight": (c.vocab_size if replicate_embedding else vocab, d)}
+    size = shard.per_node or shard.size
+    heads, kv, ffn = c.num_heads // size, max(1, c.num_kv_heads // size), c.ffn_size // size
+    vocab, embedded = -(-c.vocab_size // shard.size), -(-c.vocab_size // size)
+    out: dict[str, tuple[int, ...]] = {"embedding.weight": (c.vocab_size if replicate_embedding else embedded, d)}
     out["norm.weight"] = (d,)
     if not c.tied_embeddings or replicate_embedding:
         out["head.weight"] = (vocab, d)
@@ -54,8 +55,15 @@ def shapes(shard: RankShard, replicate_embedding: bool = False) -> dict[str, tup
         here = f"layers.{i}."
         qkv = (heads + 2 * kv) * c.head_dim
         out |= {f"{here}attention_norm.weight": (d,), f"{here}qkv.weight": (qkv, d)}
-        out |= {f"{here}o.weight": (d, heads * c.head_dim), f"{here}gate_up.weight": (2 * ffn, d)}
-        out[f"{here}down.weight"] = (d, ffn)
+        out[f"{here}o.weight"] = (d, heads * c.head_dim)
+        if c.experts is not None and c.experts.layers[i]:
+            e = c.experts
+            held, inner = (e.count // shard.size, e.ffn_size) if shard.spread else (e.count, e.ffn_size // shard.size)
+            out[f"{here}experts.router.weight"] = (e.count, d)
+            out[f"{here}experts.gate_up.weight"] = (held * 2 * inner, d)
+            out[f"{here}experts.down.weight"] = (held * d, inner)
+        else:
+            out |= {f"{here}gate_up.weight": (2 * ffn, d), f"{here}down.weight": (d, ffn)}
         if c.wiring.kinds[i] != "parallel":
             out[f"{here}mlp_norm.weight"] = (d,)
         if c.qk_norm:

@@ -1,0 +1,122 @@
+"""Mixtures of experts as config.json describes them: how many, of which size, in which layers, and how a family's
+router chooses among them. One row of data a family. Data only, no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from .json_fields import ConfigFields
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a token's experts are chosen and weighed. wide: the product is computed in fp32, not in the model's type;
+    rounds: weights are rounded to the model's type; biased: a stored bias is added to the scores for the choice alone;
+    groups, chosen_groups: experts are chosen from the groups whose two best scores have the largest sums; normalises:
+    weights are divided by their sum + epsilon; scale: weights are multiplied by it."""
+
+    score: Literal["softmax", "sigmoid"]
+    wide: bool = False
+    rounds: bool = False
+    biased: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    normalises: bool = True
+    epsilon: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """`count` gated MLPs of `ffn_size`, of which a token goes through `chosen`; layers: one entry a layer, whether it
+    has them in place of its MLP."""
+
+    count: int
+    chosen: int
+    ffn_size: int
+    layers: tuple[bool, ...]
+    router: Router
+    shared_ffn_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """A family's words: the names of the number of experts, the first of them as published; the name of an expert's
+    size; which layers have experts; its router."""
+
+    architecture: str
+    count: tuple[str, ...]
+    ffn: str
+    layers: Callable[[ConfigFields, int], tuple[bool, ...]]
+    router: Callable[[ConfigFields], Router]
+
+
+def _by_step(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.integers("mlp_only_layers", layers) if "mlp_only_layers" in fields else ()
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+
+
+def _softmax(fields: ConfigFields) -> Router:
+    return Router("softmax", rounds=True, normalises=fields.boolean("norm_topk_prob", False))
+
+
+FAMILIES = {
+    "qwen3_moe": _Family(
+        "Qwen3MoeForCausalLM", ("num_experts", "num_local_experts"), "moe_intermediate_size", _by_step, _softmax
+    ),
+    "mixtral": _Family(
+        "MixtralForCausalLM",
+        ("num_local_experts", "num_experts"),
+        "intermediate_size",
+        lambda fields, layers: (True,) * layers,
+        lambda fields: Router("softmax"),
+    ),
+}
+MISSING = {
+    "deepseek_v2": "latent attention",
+    "deepseek_v3": "latent attention",
+    "deepseek_v32": "latent and sparse attention",
+    "deepseek_v4": "sparse attention",
+    "ernie4_5_moe": "its router and shared experts",
+    "glm4_moe_lite": "latent attention",
+    "glm_moe_dsa": "latent and sparse attention",
+    "gpt_oss": "attention sinks and MXFP4 experts",
+    "granitemoe": "its multipliers and fused experts",
+    "kimi_k2": "latent attention",
+    "kimi_k25": "latent attention",
+    "kimi_linear": "linear attention",
+    "llama4": "its router and chunked attention",
+    "longcat_flash": "latent attention and shortcut-connected experts",
+    "minimax": "linear attention",
+    "minimax_m2": "its norm of queries and keys over all heads together",
+    "olmoe": "its norm of queries and keys over all heads together",
+    "phimoe": "its router",
+    "qwen2_moe": "its gated shared expert",
+    "qwen3_5_moe": "linear attention",
+    "qwen3_next": "linear attention",
+    "qwen3_vl_moe": "its vision tower",
+}
+"""What other families of experts need that is not computed here."""
+_WORDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+def read_experts(fields: ConfigFields, family: str, layers: int) -> Experts | None:
+    """None for a dense family. Raises ValueError."""
+    words = FAMILIES.get(family)
+    if words is None:
+        if used := next((key for key in _WORDS if key in fields), None):
+            raise fields.fail(f"{used} says mixture of experts, and {family} is computed as a dense model")
+        return None
+    given = {key: fields.integer(key) for key in words.count if key in fields}
+    if len(set(given.values())) > 1:
+        raise fields.fail(f"{' and '.join(f'{k}={v}' for k, v in given.items())} contradict each other")
+    count = next(iter(given.values()), 0) or fields.integer(words.count[0])
+    chosen = fields.integer("num_experts_per_tok", maximum=count)
+    router, has = words.router(fields), words.layers(fields, layers)
+    if not any(has):
+        return None
+    return Experts(count, chosen, fields.integer(words.ffn), has, router)

@@ -1,0 +1,68 @@
+"""A mixture of experts on one rank: which experts a token goes through, and the portable product over them.
+
+Every rank computes the same choice from the same rows; the product yields what this rank's experts, or its share of
+each expert, add to the sum over all ranks. models/cpu/experts.py keeps the product's signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .config.experts import Router
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""x [N, in], weight [out, in] -> [N, out]."""
+ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""x [N, D], chosen [N, k] int32 (this rank's number of an expert, -1 where another rank holds it), weight [N, k] fp32
+-> partial sum [N, D] in x's type, added up in fp32."""
+
+
+def choose(router: Router, k: int, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits [N, E] in the type of the router's product -> the k experts [N, k] of each row and their weights [N, k] in
+    fp32. Of equal scores the lower index comes first."""
+    wide = logits.float()
+    scores = wide.softmax(-1) if router.score == "softmax" else wide.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if router.groups > 1:
+        grouped = ranked.view(len(ranked), router.groups, -1)  # [N, groups, E / groups]
+        kept = _first(grouped.topk(2, -1).values.sum(-1), router.chosen_groups)
+        others = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
+        ranked = grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
+    chosen = _first(ranked, k)
+    weight = scores.gather(1, chosen)
+    if router.normalises:
+        weight = weight / (weight.sum(-1, keepdim=True) + router.epsilon)
+    weight = weight * router.scale
+    return chosen, weight.to(logits.dtype).float() if router.rounds else weight
+
+
+def _first(scores: Tensor, count: int) -> Tensor:
+    """The indices of the `count` highest of each row, ties by index: torch.topk breaks them in any order."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+class TorchExperts:
+    """Plain torch, on any device: an expert's rows are gathered, computed, weighed and added in fp32."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, linear: Linear = functional.linear) -> None:
+        """gate_up [E, 2F, D], down [E, D, F]: the experts that this rank holds, or its share of each."""
+        self._gate_up, self._down, self._linear = gate_up, down, linear
+
+    def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        k, flat = chosen.shape[1], chosen.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.bincount(flat + 1, minlength=len(self._down) + 1).cumsum(0).tolist()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, (begin, end) in enumerate(pairwise(ends)):
+            if begin < end:
+                places = order[begin:end]
+                rows = places // k
+                gate, up = self._linear(x[rows], self._gate_up[expert]).chunk(2, -1)
+                y = self._linear(functional.silu(gate) * up, self._down[expert])
+                out.index_add_(0, rows, y.float() * weight.flatten()[places, None])
+        return out.to(x.dtype)

@@ -1,0 +1,96 @@
+"""A layer's mixture of experts: the parameters of this rank, and what the forward pass calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .config.experts import Router
+from .cpu.experts import pack_experts
+from .cpu.ops import CpuOps
+from .experts import ExpertProduct, choose
+from .layers import Linear, prepare
+from .ops import Norm, Product, TorchOps
+from .stages import RankShard
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """norm: residual -> what router and experts read; product: of that, the router's logits; local [E]: this rank's
+    number of each expert, or -1."""
+
+    router: Router
+    k: int
+    norm: Product
+    product: Product
+    bias: Tensor | None
+    local: Tensor
+    experts: ExpertProduct
+    shared: Product | None
+    """This rank's share of the shared experts, from the residual on."""
+
+    def __call__(self, residual: Tensor, on_chosen: Callable[[Tensor], None]) -> Tensor:
+        """residual [T, D] -> partial sum [T, D]; on_chosen is called with the experts of each row, [T, k] int64."""
+        x = self.norm(residual)
+        logits = self.product(x.float() if self.router.wide else x)
+        chosen, weight = choose(self.router, self.k, logits, self.bias)
+        on_chosen(chosen)
+        partial = self.experts(x, self.local[chosen], weight)
+        return partial if self.shared is None else partial + self.shared(residual)
+
+
+class MixtureWeights(nn.Module):
+    """The router, and one matrix of all experts for each product: their rows follow one another."""
+
+    def __init__(self, shard: RankShard, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, d, self._held = shard.config.experts, shard.config.hidden_size, shard.expert_ids
+        assert experts is not None
+        self._experts = experts
+
+        def matrix(rows: int, columns: int, kind: torch.dtype = dtype) -> Linear:
+            return Linear(torch.empty((rows, columns), dtype=kind), None)
+
+        count, ffn, shared = len(self._held), len(shard.expert_ffn), len(shard.shared_ffn)
+        self.router = matrix(experts.count, d, torch.float32 if experts.router.wide else dtype)
+        self.gate_up, self.down = matrix(count * 2 * ffn, d), matrix(count * d, ffn)
+        self.bias: Linear | None = None
+        if experts.router.biased:
+            self.bias = Linear(torch.empty(experts.count), None)
+        self.shared_gate_up: Linear | None = None
+        if shared:
+            self.shared_gate_up, self.shared_down = matrix(2 * shared, d), matrix(d, shared)
+
+    def prepare(self, ops: TorchOps, norm: Norm) -> Mixture:
+        """Hands the weights to the operators; they are given up where those hold a repacked copy."""
+        held = self._held
+        local = torch.full((self._experts.count,), -1, dtype=torch.int32)
+        local[held.start : held.stop : held.step] = torch.arange(len(held), dtype=torch.int32)
+        gate_up, down = (
+            part.weight.detach().view(len(held), -1, part.weight.shape[1]) for part in (self.gate_up, self.down)
+        )
+        router, shared = self.router.weight.detach(), self._shared(ops, norm)
+        packed = pack_experts(ops, gate_up, down) if isinstance(ops, CpuOps) else None
+        mixture = Mixture(
+            self._experts.router,
+            self._experts.chosen,
+            ops.around(lambda x: x, norm),
+            ops.exact.product(router, None),
+            None if self.bias is None else self.bias.weight.detach(),
+            local.to(router.device),
+            packed or ops.experts(gate_up, down),
+            shared,
+        )
+        if ops.repacks:
+            for part in (self.router, self.gate_up, self.down):
+                part.weight.data = part.weight.new_empty(0)
+        return mixture
+
+    def _shared(self, ops: TorchOps, norm: Norm) -> Product | None:
+        if self.shared_gate_up is None:
+            return None
+        up, down = prepare(self.shared_gate_up, ops, norm, gated=True), prepare(self.shared_down, ops)
+        return lambda x: down(up(x))

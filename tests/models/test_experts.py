@@ -1,0 +1,119 @@
+"""The choice of experts against a loop over rows, and the portable product against one over rows and slots."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from laddertron.models.config.experts import Router
+from laddertron.models.experts import TorchExperts, choose
+from torch import Tensor
+from torch.nn.functional import silu
+
+ROUTERS = {
+    "qwen3_moe": Router("softmax", rounds=True),
+    "plain": Router("softmax", normalises=False),
+    "mixtral": Router("softmax"),
+    "groups": Router("sigmoid", True, biased=True, groups=4, chosen_groups=2, epsilon=1e-20, scale=2.5),
+}
+
+
+def by_hand(router: Router, k: int, logits: list[float], bias: list[float] | None) -> tuple[list[int], list[float]]:
+    """One row in Python's own numbers."""
+    if router.score == "softmax":
+        each = [math.exp(x - max(logits)) for x in logits]
+        scores = [x / sum(each) for x in each]
+    else:
+        scores = [1 / (1 + math.exp(-x)) for x in logits]
+    ranked = [s + b for s, b in zip(scores, bias or [0.0] * len(scores), strict=True)]
+    size = len(ranked) // router.groups
+    groups = [ranked[i * size : (i + 1) * size] for i in range(router.groups)]
+    best = sorted(range(router.groups), key=lambda g: (-sum(sorted(groups[g])[-2:]), g))[: router.chosen_groups]
+    open_ = [e for e in range(len(ranked)) if e // size in best]
+    chosen = sorted(open_, key=lambda e: (-ranked[e], e))[:k]
+    weight = [scores[e] for e in chosen]
+    total = sum(weight) + router.epsilon if router.normalises else 1.0
+    return chosen, [w / total * router.scale for w in weight]
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_choices_are_those_of_a_loop(name: str) -> None:
+    """Random logits on a coarse grid, so that many scores are equal: the lower index first, groups included."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    generator, router, ties = torch.Generator().manual_seed(seed), ROUTERS[name], 0
+    for _ in range(20):
+        logits = torch.randint(-3, 4, (7, 16), generator=generator) / 2
+        bias = torch.randint(-2, 3, (16,), generator=generator) / 8 if router.biased else None
+        chosen, weight = choose(router, 3, logits.float(), bias)
+        assert (chosen.shape, weight.shape, weight.dtype) == ((7, 3), (7, 3), torch.float32)
+        for row in range(7):
+            want = by_hand(router, 3, logits[row].tolist(), None if bias is None else bias.tolist())
+            assert chosen[row].tolist() == want[0]
+            assert weight[row].tolist() == pytest.approx(want[1], rel=1e-5)
+            ties += len(set(logits[row].tolist())) < 16
+    assert ties > 100
+
+
+def test_weights_are_rounded_where_the_family_does() -> None:
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    _, rounded = choose(ROUTERS["qwen3_moe"], 2, logits, None)
+    _, kept = choose(ROUTERS["mixtral"], 2, logits, None)
+    assert torch.equal(rounded, kept.bfloat16().float())
+    assert not torch.equal(rounded, kept)
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    router = replace(ROUTERS["groups"], groups=1, chosen_groups=1, normalises=False, scale=1.0)
+    chosen, weight = choose(router, 1, torch.tensor([[4.0, 0.0]]), torch.tensor([0.0, 9.0]))
+    assert (chosen.item(), weight.item()) == (1, 0.5)
+
+
+def test_logits_that_are_not_finite_choose_experts_that_exist() -> None:
+    """The row's output is not finite either, which the sampler finds; nothing is read out of bounds."""
+    logits = torch.full((3, 8), torch.nan)
+    logits[1, :4], logits[2] = torch.inf, -torch.inf
+    for router in ROUTERS.values():
+        chosen, _ = choose(router, 2, logits, torch.zeros(8) if router.biased else None)
+        assert 0 <= int(chosen.min()) <= int(chosen.max()) < 8
+
+
+def experts(count: int, width: int = 12, inner: int = 10) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    gate_up = torch.randn((count, 2 * inner, width), generator=generator)
+    return gate_up, torch.randn((count, width, inner), generator=generator)
+
+
+def skewed(kind: str, rows: int, count: int, k: int) -> Tensor:
+    """Local experts, -1 where another rank holds one."""
+    generator = torch.Generator().manual_seed(rows)
+    if kind == "one":
+        return torch.tensor([[0, *[-1] * (k - 1)]] * rows, dtype=torch.int32)
+    if kind == "none":
+        return torch.full((rows, k), -1, dtype=torch.int32)
+    if kind == "own":
+        return torch.stack([(torch.arange(rows) + i) % count for i in range(k)], 1).int()
+    each = [torch.randperm(count + 2, generator=generator)[:k] for _ in range(rows)]
+    chosen = torch.stack(each)
+    return torch.where(chosen < count, chosen, -1).int()
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("kind", ["one", "none", "own", "mixed"])
+def test_the_portable_product_is_that_of_a_loop(kind: str, rows: int) -> None:
+    """All rows to one expert, each to its own, to none of this rank's, and mixed."""
+    (gate_up, down), k = experts(5), 3
+    chosen = skewed(kind, rows, 5, k)
+    generator = torch.Generator().manual_seed(9)
+    x, weight = torch.randn(rows, 12, generator=generator), torch.rand(rows, k, generator=generator)
+    want = torch.zeros(rows, 12, dtype=torch.float64)
+    for row in range(rows):
+        for number, w in zip(chosen[row].tolist(), weight[row].double(), strict=True):
+            if number >= 0:
+                gate, up = (gate_up[number].double() @ x[row].double()).chunk(2)
+                want[row] += w * (down[number].double() @ (silu(gate) * up))
+    got = TorchExperts(gate_up, down)(x, chosen, weight)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)

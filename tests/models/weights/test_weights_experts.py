@@ -1,0 +1,127 @@
+"""Experts in a checkpoint: each rank's share of them, tensors of all experts, and scales by block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from laddertron.models.config.model_config import from_folder
+from laddertron.models.stages import RankShard
+from laddertron.models.weights.checkpoint import CheckpointError
+from laddertron.models.weights.mapping import open_checkpoint, open_source
+from laddertron.models.weights.slices import expected_shapes, plan_fills
+from safetensors.torch import load_file, save_file
+from weights_cases import loaded
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(("spread", "per_node"), [(False, 0), (True, 0), (True, 2), (False, 1)])
+@pytest.mark.parametrize("recipe", ["qwen3_moe_mixed", "mixtral"])
+def test_every_rank_has_its_share(tmp_path: Path, recipe: str, spread: bool, per_node: int) -> None:
+    """Four ranks, on two nodes where the dense path is held once a node: every row against safetensors' own reader,
+    every tensor used, and each expert's share held by all ranks together exactly once."""
+    folder = checkpoints.save(tmp_path / "m", recipe, tokenizer=False)
+    c, stored = from_folder(folder), load_file(folder / "model.safetensors")
+    seen: dict[str, int] = {}
+    for rank in range(4):
+        shard = RankShard(c, 4, rank, None, spread, per_node)
+        parameters = loaded(open_source(folder, shard), shard)
+        assert not any(p.isnan().any() for p in parameters.values())
+        for fill in plan_fills(shard):
+            got = parameters[fill.parameter][fill.row : fill.row + fill.count]
+            if fill.tensor is None:
+                continue
+            want = stored[fill.tensor][fill.source_row : fill.source_row + fill.count]
+            want = want if fill.columns is None else want[:, fill.source_col : fill.source_col + fill.columns]
+            assert torch.equal(got, want), fill
+            seen[fill.tensor] = seen.get(fill.tensor, 0) + want.numel()
+    assert seen.keys() == expected_shapes(c).keys()
+    copies = 4 // (per_node or 4)
+    for name, count in seen.items():
+        once = ".experts." in name or name == "lm_head.weight"
+        if name.endswith("proj.weight") or once or "embed" in name:
+            assert count == stored[name].numel() * (1 if once else copies), name
+
+
+def fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as one tensor [E, 2F, D] and one [E, D, F] a layer."""
+    out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(checkpoints.LAYERS):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        parts = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        count = len(parts) // 3
+        both = [torch.cat((parts[f"{e}.gate_proj.weight"], parts[f"{e}.up_proj.weight"])) for e in range(count)]
+        out[f"{prefix}gate_up_proj"] = torch.stack(both)
+        out[f"{prefix}down_proj"] = torch.stack([parts[f"{e}.down_proj.weight"] for e in range(count)])
+    return out
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_fused_experts_are_read_as_those_of_each(tmp_path: Path, spread: bool) -> None:
+    folder = checkpoints.save(tmp_path / "m", "qwen3_moe", tokenizer=False)
+    shard = RankShard(from_folder(folder), 2, 1, None, spread)
+    want = loaded(open_source(folder, shard), shard)
+    checkpoints.edit_tensors(folder, fuse)
+    got = loaded(open_source(folder, shard), shard)
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = checkpoints.save(tmp_path / "m", "qwen3_moe", tokenizer=False)
+    name = "model.layers.0.mlp.experts.down_proj"
+    checkpoints.edit_tensors(folder, lambda tensors: (t := fuse(tensors)) | {name: t[name][:4]})
+    with pytest.raises(CheckpointError, match=rf"{name} is F32 \(4, 64, 40\); config.json says \(8, 64, 40\)"):
+        open_checkpoint(folder, from_folder(folder))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_scales_by_block_are_widened_exactly(tmp_path: Path, suffix: str, size: int) -> None:
+    """Blocks of 24 x 28 meet neither the matrices' ends nor the ranks' cuts. The oracle multiplies one by one."""
+    folder = checkpoints.save(tmp_path / "m", "qwen3_moe_mixed", dtype="bfloat16", tokenizer=False)
+    rows, columns = 24, 28
+    meant: dict[str, torch.Tensor] = {}
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(5)
+        out = dict(tensors)
+        for name, tensor in tensors.items():
+            meant[name] = tensor.float()
+            if name.endswith("proj.weight"):
+                shape = -(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)
+                out[name] = (tensor.float() * 100).to(FP8)
+                scale = out[f"{name}{suffix}"] = torch.rand(shape) / 100
+                each = [[scale[r // rows, c // columns] for c in range(tensor.shape[1])] for r in range(len(tensor))]
+                meant[name] = out[name].float() * torch.tensor(each)
+        return out
+
+    checkpoints.edit_tensors(folder, quantise)
+    words = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    if suffix == "_scale":
+        group = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [rows, columns]}
+        words = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": group}}}
+    checkpoints.edit_config(folder, quantization_config=words)
+    plain = checkpoints.save(tmp_path / "plain", "qwen3_moe_mixed", tokenizer=False)
+    save_file(meant, plain / "model.safetensors")
+    c = from_folder(folder)
+    for rank in range(size):
+        shard = RankShard(c, size, rank)
+        source = open_source(folder, shard)
+        got, want = (loaded(s, shard, torch.float32) for s in (source, open_source(plain, shard)))
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+        assert source.quantised_products(c) == frozenset(), "blocks are widened, on GPUs too"
+
+
+def test_scales_of_another_block_are_refused(tmp_path: Path) -> None:
+    folder = checkpoints.save(tmp_path / "m", "qwen3_moe", tokenizer=False)
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    words = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    checkpoints.edit_config(folder, quantization_config=words)
+    scale = {f"{name}_scale_inv": torch.ones(2, 3)}
+    checkpoints.edit_tensors(folder, lambda tensors: {**tensors, name: tensors[name].to(FP8), **scale})
+    with pytest.raises(CheckpointError, match=rf"{name}_scale is F32 \(2, 3\); one number or \(2, 2\) is read"):
+        open_checkpoint(folder, from_folder(folder))
