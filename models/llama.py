@@ -118,7 +118,7 @@ class LlamaModel(nn.Module):
         with torch.device("meta"):  # no memory before every parameter has its own type
             self._declare_parameters(make_layers(group, dtype, device))
         self.to_empty(device=device)
-        self.rotary = RotaryTable(config.rope, config.head_dim, positions, device)
+        self.rotary = RotaryTable(config.rope, config.rope.rotated or config.head_dim, positions, device)
         self._layers: dict[int, _Layer] = {}
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None

@@ -26,7 +26,7 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float
 
     `length` is the sequence's: only "dynamic" (NTK-aware) depends on it, beyond the trained length.
     """
-    rope, dim = config.rope, config.head_dim
+    rope, dim = config.rope, config.rope.rotated or config.head_dim
     theta = rope.theta
     if rope.kind == "dynamic" and length > rope.original_max_position_embeddings:
         stretch = rope.factor * length / rope.original_max_position_embeddings - (rope.factor - 1)
@@ -53,9 +53,11 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float
 
 
 def rotate(x_BHTd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
-    """Turns the pairs (i, i + d/2) of every head by its position's angle."""
-    first, second = x_BHTd.chunk(2, dim=-1)
-    return x_BHTd * cos_Td + torch.cat((-second, first), dim=-1) * sin_Td
+    """Turns the pairs (i, i + d/2) of every head's first d dimensions by its position's angle."""
+    turned = cos_Td.shape[-1]
+    x, rest = x_BHTd[..., :turned], x_BHTd[..., turned:]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((x * cos_Td + torch.cat((-second, first), dim=-1) * sin_Td, rest), -1)
 
 
 class ReferenceNorm(nn.Module):

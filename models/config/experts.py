@@ -45,13 +45,14 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class _Family:
     """A family's words: the names of the number of experts, the first of them as published; the name of an expert's
-    size; which layers have experts; its router."""
+    size; which layers have experts; its router; the name of the number of shared experts."""
 
     architecture: str
     count: tuple[str, ...]
     ffn: str
     layers: Callable[[ConfigFields, int], tuple[bool, ...]]
     router: Callable[[ConfigFields], Router]
+    shared: str | None = None
 
 
 def _by_step(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
@@ -64,6 +65,24 @@ def _softmax(fields: ConfigFields) -> Router:
     return Router("softmax", rounds=True, normalises=fields.boolean("norm_topk_prob", False))
 
 
+def _sigmoid(fields: ConfigFields) -> Router:
+    return Router(
+        "sigmoid",
+        wide=True,
+        biased=True,
+        groups=(groups := fields.integer("n_group", 1)),
+        chosen_groups=fields.integer("topk_group", 1, maximum=groups),
+        normalises=fields.boolean("norm_topk_prob", True),
+        epsilon=1e-20,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _but_first(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
+    first = fields.integer("first_k_dense_replace", 1, minimum=0)
+    return tuple(i >= first for i in range(layers))
+
+
 FAMILIES = {
     "qwen3_moe": _Family(
         "Qwen3MoeForCausalLM", ("num_experts", "num_local_experts"), "moe_intermediate_size", _by_step, _softmax
@@ -74,6 +93,14 @@ FAMILIES = {
         "intermediate_size",
         lambda fields, layers: (True,) * layers,
         lambda fields: Router("softmax"),
+    ),
+    "glm4_moe": _Family(
+        "Glm4MoeForCausalLM",
+        ("n_routed_experts", "num_local_experts"),
+        "moe_intermediate_size",
+        _but_first,
+        _sigmoid,
+        "n_shared_experts",
     ),
 }
 MISSING = {
@@ -119,4 +146,14 @@ def read_experts(fields: ConfigFields, family: str, layers: int) -> Experts | No
     router, has = words.router(fields), words.layers(fields, layers)
     if not any(has):
         return None
-    return Experts(count, chosen, fields.integer(words.ffn), has, router)
+    _check_groups(fields, router, count, chosen)
+    size = fields.integer(words.ffn)
+    shared = 0 if words.shared is None else size * fields.integer(words.shared, 1, minimum=0)
+    return Experts(count, chosen, size, has, router, shared)
+
+
+def _check_groups(fields: ConfigFields, router: Router, count: int, chosen: int) -> None:
+    if router.groups > 1 and (count % router.groups or count // router.groups < 2):
+        raise fields.fail(f"n_group={router.groups}: {count} experts are not so many groups of two and more")
+    if chosen > (most := count // router.groups * router.chosen_groups):
+        raise fields.fail(f"num_experts_per_tok={chosen}: topk_group={router.chosen_groups} groups have {most} experts")

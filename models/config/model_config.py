@@ -109,7 +109,7 @@ def from_folder(path: str | Path) -> ModelConfig:
         config = _huggingface(fields, family, _stop_ids(folder, fields))
     else:
         names = sorted((*STOCK_FAMILIES, "llamaLadder", "ladder_residual", "laddertron"), key=str.lower)
-        missing = f": {moe.MISSING[family]} is missing" if family in moe.MISSING else ""
+        missing = f" (missing: {moe.MISSING[family]})" if family in moe.MISSING else ""
         raise fields.fail(
             f"model_type {family!r} is not computed here{missing}; {', '.join(names[:-1])} and {names[-1]} are"
         )
@@ -223,20 +223,21 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         vocab_size=fields.integer("vocab_size"),
         max_position_embeddings=max_positions,
         norm_eps=fields.number("rms_norm_eps"),
-        rope=read_rope(fields, max_positions),
+        rope=read_rope(fields, max_positions, head_dim, 0.5 if family == "glm4_moe" else 1.0),
         wiring=wiring,
         dtype=_dtype(fields),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         qkv_bias=bias or family == "qwen2",
-        o_bias=bias,
+        o_bias=bias and family != "glm4_moe",
         mlp_bias=family.startswith("llama") and fields.boolean("mlp_bias", False),
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and fields.boolean("use_qk_norm", False)),
         sliding_window=_windows(fields, family, layers),
         declares_wiring=declared or family == "llamaLadder",
         eos_token_ids=eos,
         bos_token_id=_bos(fields),
         layout="mixtral" if fields.string("model_type") == "mixtral" else "huggingface",
         experts=moe.read_experts(fields, family, layers),
+        ignored_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
     )
 
 

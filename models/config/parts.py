@@ -51,8 +51,9 @@ class Wiring:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding over the whole head. kind "default", "linear", "dynamic", "llama3" or "yarn"; the factors as
-    transformers names them. For yarn `attention_factor` is always resolved (it scales cosine and sine)."""
+    """Rotary embedding over the first `rotated` dimensions of a head; 0: over all. kind "default", "linear", "dynamic",
+    "llama3" or "yarn"; the factors as transformers names them. For yarn `attention_factor` is always resolved (it
+    scales cosine and sine)."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
@@ -63,6 +64,7 @@ class Rope:
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    rotated: int = 0
 
 
 def make_wiring(
@@ -179,23 +181,32 @@ def _yarn(fields: ConfigFields, theta: float, original: int, max_positions: int)
     )
 
 
-def read_rope(config: ConfigFields, max_positions: int) -> Rope:
-    """From `rope_scaling` (with `rope_theta` beside it) or from transformers 5's `rope_parameters`. Raises ValueError
-    on a kind, or a partial or per-layer rotation, that the model code does not compute."""
+def read_rope(config: ConfigFields, max_positions: int, head_dim: int = 0, partial: float = 1.0) -> Rope:
+    """From `rope_scaling` (with `rope_theta` beside it) or from transformers 5's `rope_parameters`. partial: the share
+    of `head_dim` that is rotated where nothing says so; of a family that rotates all of it, 1. Raises ValueError on a
+    kind, or a partial or per-layer rotation, that the model code does not compute."""
     named = [key for key in ("rope_scaling", "rope_parameters") if key in config]
     fields = config.object(named[0]) if named else ConfigFields(config.where, {})
     nested = sorted(key for key, value in fields.data.items() if isinstance(value, dict))
     if nested:
         raise fields.fail(f"rotary embeddings that differ by layer type ({', '.join(nested)}) are not computed here")
-    for place in (config, fields):
-        if "partial_rotary_factor" in place and place.number("partial_rotary_factor") != 1.0:
+    rotated = 0
+    for place in (fields, config) if partial == 1.0 else ():
+        if place.number("partial_rotary_factor", 1.0) != 1.0:
             raise place.fail("a partial_rotary_factor other than 1 is not computed here")
+    if partial != 1.0:
+        holder = fields if "partial_rotary_factor" in fields else config
+        rotated = int(head_dim * holder.number("partial_rotary_factor", partial))
+        if rotated < 2 or rotated > head_dim or rotated % 2:
+            raise holder.fail(f"partial_rotary_factor: {rotated} of {head_dim} dimensions must be an even number")
+        if (kind := fields.string("rope_type", fields.string("type", "default"))) != "default":
+            raise fields.fail(f"rope_type {kind!r} with a partial rotation is not computed here; default is")
     theta = fields.number("rope_theta") if "rope_theta" in fields else config.number("rope_theta", 10000.0)
     kind = fields.string("rope_type", fields.string("type", "default"))
     holder = config if "original_max_position_embeddings" in config else fields
     match kind:
         case "default":
-            return Rope(theta=theta)
+            return Rope(theta=theta, rotated=0 if rotated == head_dim else rotated)
         case "linear" | "dynamic":
             return Rope(theta, kind, fields.number("factor"), original_max_position_embeddings=max_positions)
         case "yarn":

@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 def frequencies(m):
     """Radians a position for each pair of a head, and the factor on cosine and sine."""
-    rope, dim = m["rope"], m["head_dim"]
+    rope, dim = m["rope"], m["rope"]["rotated"] or m["head_dim"]
     kind, factor, original = rope["kind"], rope["factor"], rope["original_max_position_embeddings"]
     frequency = rope["theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if kind == "linear":
@@ -60,8 +60,9 @@ def frequencies(m):
 
 
 def rotate(x, cos, sin):
+    x, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((x * cos + torch.cat((-second, first), dim=-1) * sin, rest), -1)
 
 
 class Attention(nn.Module):

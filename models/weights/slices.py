@@ -84,6 +84,14 @@ def _is_dense(config: ModelConfig, layer: int) -> bool:
     return not config.has_experts(layer)
 
 
+def _has_bias(config: ModelConfig, layer: int) -> bool:
+    return config.experts is not None and config.experts.layers[layer] and config.experts.router.biased
+
+
+def _has_shared(config: ModelConfig, layer: int) -> bool:
+    return config.experts is not None and config.experts.layers[layer] and config.experts.shared_ffn_size > 0
+
+
 def _in_group(place: int | None) -> Callable[[ModelConfig, int], int]:
     """Where dolomite's c_attn holds a row: group by group, a group's query heads, its key, its value. place: of the key
     and the value behind the query heads; None: the query heads."""
@@ -103,9 +111,13 @@ _FUSED = "transformer.h.{}."
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     """A layer's experts under a family's names."""
     mixed, every = ModelConfig.has_experts, f"{_LAYER}{block}.experts."
-    expert = f"{every}{{}}."
+    expert, shared = f"{every}{{}}.", f"{_LAYER}{block}.shared_experts."
     return (
         Row("experts.router", f"{_LAYER}{block}.gate", "experts", "hidden", when=mixed),
+        Row("experts.bias", f"{_LAYER}{block}.gate.e_score_correction_bias", "experts", when=_has_bias, suffix=""),
+        Row("experts.shared_gate_up", f"{shared}gate_proj", "shared_ffn", "hidden", when=_has_shared),
+        Row("experts.shared_gate_up", f"{shared}up_proj", "shared_ffn", "hidden", when=_has_shared),
+        Row("experts.shared_down", f"{shared}down_proj", "hidden", "shared_ffn", when=_has_shared),
         Row("experts.gate_up", f"{expert}{gate}", "expert_ffn", "hidden", when=mixed, fused=f"{every}gate_up_proj"),
         Row("experts.gate_up", f"{expert}{up}", "expert_ffn", "hidden", when=mixed, fused=f"{every}gate_up_proj"),
         Row("experts.down", f"{expert}{down}", "hidden", "expert_ffn", when=mixed, fused=f"{every}down_proj"),

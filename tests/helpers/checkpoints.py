@@ -41,6 +41,9 @@ SMALL: dict[str, Any] = {
 MOE = {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
+GLM = {"moe_intermediate_size": 40, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "num_mtp_layers": 0}
+
+
 def _rope(kind: str, **factors: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **factors}}
 
@@ -76,6 +79,11 @@ STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         MOE | {"moe_intermediate_size": 40, "mlp_only_layers": [0], "num_experts_per_tok": 3},
     ),
     "mixtral": (transformers.MixtralConfig, MOE),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        MOE | GLM | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4_moe_plain": (transformers.Glm4MoeConfig, MOE | GLM | {"first_k_dense_replace": 0, "n_shared_experts": 2}),
 }
 """What transformers computes, too."""
 
@@ -131,6 +139,9 @@ def save(
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.normal_(0.0 if name.endswith("bias") else 1.0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     if declared is not None:
         edit_config(folder, laddertron_wiring=declared)

@@ -37,6 +37,14 @@ MOE: dict[str, Any] = LLAMA | {
     "moe_intermediate_size": 40,
     "norm_topk_prob": True,
 }
+GLM: dict[str, Any] = LLAMA | {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+}
 MIXER = {"sequence_mixer_type": "softmax_attention", "num_attention_heads": 8, "num_key_value_heads": 2}
 MLP = {"mlp_type": "MLP", "intermediate_size": 96, "activation_function": "swiglu"}
 DOLOMITE: dict[str, Any] = {
@@ -209,6 +217,16 @@ def test_experts_are_read_under_either_name(tmp_path: Path) -> None:
     assert read(tmp_path, MOE, sliding_window=9, use_sliding_window=True).sliding_window == (9,) * 4
 
 
+def test_a_glm_is_read_with_its_quirks(tmp_path: Path) -> None:
+    """Half of each head is rotated, no bias behind attention, one shared expert, the first layer dense."""
+    c = read(tmp_path, GLM, use_qk_norm=True, first_k_dense_replace=2, num_nextn_predict_layers=1)
+    router = Router("sigmoid", True, biased=True, epsilon=1e-20, scale=2.5)
+    assert c.experts == Experts(8, 2, 40, (False, False, True, True), router, 40)
+    assert (c.rope.rotated, c.qkv_bias, c.o_bias, c.qk_norm, c.ignored_layers) == (4, True, False, True, 1)
+    assert read(tmp_path, GLM, rope_parameters={"partial_rotary_factor": 0.75}).rope.rotated == 6
+    assert read(tmp_path, GLM, partial_rotary_factor=1.0).rope.rotated == 0
+
+
 def test_parameters_of_experts_are_counted(tmp_path: Path) -> None:
     """8 experts of 3 x 64 x 40 and a router of 8 x 64 in place of an MLP of 3 x 64 x 96."""
     more = read(tmp_path, MOE).num_parameters - read(tmp_path, MOE, mlp_only_layers=[2]).num_parameters
@@ -216,15 +234,24 @@ def test_parameters_of_experts_are_counted(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"model_type": "jetmoe"}, "model_type 'jetmoe' is not computed here; ladder_residual, "),
+    (LLAMA, {"model_type": "jetmoe"}, "model_type 'jetmoe' is not computed here; glm4_moe, "),
     *[
-        (LLAMA, {"model_type": family}, f"model_type '{family}' is not computed here: {missing} is missing; ladder")
+        (
+            LLAMA,
+            {"model_type": family},
+            rf"model_type '{family}' is not computed here \(missing: {missing}\); glm4_moe, ",
+        )
         for family, missing in MISSING.items()
     ],
     (MOE, {"num_local_experts": 4}, "num_experts=8 and num_local_experts=4 contradict each other"),
     (MOE, {"num_experts": None}, "num_experts is missing"),
     (MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be an integer from 1 to 8"),
     (MOE, {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
+    (GLM, {"n_group": 3}, "n_group=3: 8 experts are not so many groups of two and more"),
+    (GLM, {"n_group": 4, "topk_group": 5}, "topk_group=5 must be an integer from 1 to 4"),
+    (GLM, {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok=3: topk_group=1 groups have 2 experts"),
+    (GLM, {"partial_rotary_factor": 0.1}, "0 of 8 dimensions must be an even number"),
+    (GLM, {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "'linear' with a partial rotation is not computed"),
     (MOE, {"mlp_only_layers": [9]}, "mlp_only_layers="),
     (LLAMA, {"model_type": None}, "model_type is missing"),
     (LLAMA, {"model_type": 3}, "model_type=3 must be a string"),

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 STOCK = ("llama_tied", "llama_bias", "llama_llama3_rope", "llama_yarn_rope", "mistral", "qwen2_window", "qwen3")
-EXPERTS = ("qwen3_moe_mixed", "mixtral")
+EXPERTS = ("qwen3_moe_mixed", "mixtral", "glm4_moe")
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

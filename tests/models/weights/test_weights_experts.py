@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(("spread", "per_node"), [(False, 0), (True, 0), (True, 2), (False, 1)])
-@pytest.mark.parametrize("recipe", ["qwen3_moe_mixed", "mixtral"])
+@pytest.mark.parametrize("recipe", ["qwen3_moe_mixed", "mixtral", "glm4_moe"])
 def test_every_rank_has_its_share(tmp_path: Path, recipe: str, spread: bool, per_node: int) -> None:
     """Four ranks, on two nodes where the dense path is held once a node: every row against safetensors' own reader,
     every tensor used, and each expert's share held by all ranks together exactly once."""
@@ -41,7 +41,7 @@ def test_every_rank_has_its_share(tmp_path: Path, recipe: str, spread: bool, per
     assert seen.keys() == expected_shapes(c).keys()
     copies = 4 // (per_node or 4)
     for name, count in seen.items():
-        once = ".experts." in name or name == "lm_head.weight"
+        once = "experts." in name or name == "lm_head.weight"
         if name.endswith("proj.weight") or once or "embed" in name:
             assert count == stored[name].numel() * (1 if once else copies), name
 
@@ -125,3 +125,16 @@ def test_scales_of_another_block_are_refused(tmp_path: Path) -> None:
     checkpoints.edit_tensors(folder, lambda tensors: {**tensors, name: tensors[name].to(FP8), **scale})
     with pytest.raises(CheckpointError, match=rf"{name}_scale is F32 \(2, 3\); one number or \(2, 2\) is read"):
         open_checkpoint(folder, from_folder(folder))
+
+
+def test_layers_of_token_prediction_are_ignored(tmp_path: Path) -> None:
+    """As many as config.json says stand behind the model's own; one more belongs to nothing."""
+    folder = checkpoints.save(tmp_path / "m", "glm4_moe", tokenizer=False)
+    layers = checkpoints.LAYERS
+    names = [f"model.layers.{layers}.eh_proj.weight", f"model.layers.{layers}.mlp.gate.weight"]
+    checkpoints.edit_tensors(folder, lambda tensors: tensors | {name: torch.ones(2, 2) for name in names})
+    with pytest.raises(CheckpointError, match=r"eh_proj\.weight .* belongs to nothing"):
+        open_checkpoint(folder, from_folder(folder))
+    checkpoints.edit_config(folder, num_nextn_predict_layers=1)
+    shard = RankShard(from_folder(folder), 1, 0)
+    loaded(open_source(folder, shard), shard)

@@ -62,6 +62,11 @@ def shapes(shard: RankShard, replicate_embedding: bool = False) -> dict[str, tup
             out[f"{here}experts.router.weight"] = (e.count, d)
             out[f"{here}experts.gate_up.weight"] = (held * 2 * inner, d)
             out[f"{here}experts.down.weight"] = (held * d, inner)
+            if e.router.biased:
+                out[f"{here}experts.bias.weight"] = (e.count,)
+            if e.shared_ffn_size:
+                out[f"{here}experts.shared_gate_up.weight"] = (2 * e.shared_ffn_size // shard.size, d)
+                out[f"{here}experts.shared_down.weight"] = (d, e.shared_ffn_size // shard.size)
         else:
             out |= {f"{here}gate_up.weight": (2 * ffn, d), f"{here}down.weight": (d, ffn)}
         if c.wiring.kinds[i] != "parallel":
