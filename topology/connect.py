@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from .comm.batch_channel import PlanChannel
 from .comm.bootstrap import Bootstrap
 from .comm.collectives import Alone, AloneGather, Blocking, Collective, Gather
 from .comm.emulated import emulate
 from .comm.groups import CommOptions, Communicator, TorchGroups
 from .comm.ledger import Ledger
-from .comm.lines import Lines, stamped
+from .comm.lines import Lines, PlanChannel, stamped
 from .comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
 from .placement.layout import GroupLayout
 from .transport import transport

@@ -17,12 +17,11 @@ from ..batch import Batch, Chunk, StepResult
 from ..request import FinishReason, Request, TokenLogprob, TokensEvent
 from .kv_manager import Residency
 from .limits import SchedulerLimits as SchedulerLimits
-from .open_requests import OpenRequests
 from .sequence import RequestTimes, Sequence
 from .speculation import Speculation
 from .split import SplitChoice
 from .step_planner import Counters, Planner
-from .waiting_queue import WaitingQueues
+from .waiting_queue import OpenRequests, WaitingQueues
 
 
 @dataclass(frozen=True, slots=True)

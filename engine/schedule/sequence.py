@@ -6,12 +6,43 @@ orders it.
 from __future__ import annotations
 
 import heapq
+from array import array
 from dataclasses import InitVar, dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 from ..request import Request, TokenLogprob
-from .prefix_hash import DigestChain
 from .speculation import FIRST_ACCEPTANCE
+
+# 32 bytes resist a tenant who looks for collisions, which is what keeps one from reading another's cache.
+_SIZE = 32
+
+
+class DigestChain:
+    """Digests of a growing sequence's full blocks, each over its parent and the block's ids: two sequences share KV
+    only where everything before is the same, under the same salt. `upto` computes what is still missing and no more."""
+
+    __slots__ = ("block_size", "digests", "root")
+
+    def __init__(self, salt: str, block_size: int) -> None:
+        self.root = blake2b(salt.encode(), digest_size=_SIZE).digest()
+        self.block_size = block_size
+        self.digests: list[bytes] = []
+
+    def upto(self, count: int, tokens: list[int]) -> list[bytes]:
+        """The chain, at least `count` blocks long; `tokens` are the sequence's ids, `count` full blocks or more."""
+        digests, size = self.digests, self.block_size
+        for i in range(len(digests), count):
+            ids = array("I", tokens[i * size : (i + 1) * size]).tobytes()
+            digests.append(blake2b((digests[-1] if digests else self.root) + ids, digest_size=_SIZE).digest())
+        return digests
+
+    def fork(self, count: int) -> DigestChain:
+        """A chain of its own that starts with this one's first `count` digests."""
+        other = DigestChain.__new__(DigestChain)
+        other.root, other.block_size, other.digests = self.root, self.block_size, self.digests[:count]
+        return other
+
 
 State = Literal["waiting", "running", "leaving", "ended"]
 """leaving: its last token is planned, so slot and blocks are given back already, but the token is not known yet."""

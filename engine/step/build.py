@@ -37,6 +37,7 @@ from ..schedule.split import SplitRule
 from . import malloc as heap
 from .cuda_graphs import DecodeGraphs, fell_back, make_graphs
 from .draft_model import check_alike
+from .engine import CollectiveTimeouts
 from .kv_capacity import (
     CapacityError,
     agreed_budget,
@@ -50,7 +51,6 @@ from .loading import load_weights
 from .runner import Runner
 from .share import Share, make_share
 from .stage_runner import NoDraws, StageRunner
-from .timeouts import CollectiveTimeouts
 from .warm_up import compiles, warm_up
 
 log = logging.getLogger(__name__)

@@ -30,12 +30,9 @@ from ..sampling.sampler import Sampled, Sampler
 from ..schedule.sequence import end_position
 from .cuda_graphs import DecodeGraphs
 from .draft_model import DraftModel
-from .timeouts import CollectiveTimeouts
+from .engine import Ahead, CollectiveTimeouts
 
 _HOST = torch.device("cpu")
-
-
-Ahead = Callable[[Sequence[StepResult]], None]
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...topology.comm.pipeline import Pipeline
 from ..batch import Batch, Chunk, NewSequence, StepResult, decode_result, encode_result, in_order
-from .runner import Ahead, PendingStep, Runner
+from .engine import Ahead
+from .runner import PendingStep, Runner
 
 
 class NoDraws:

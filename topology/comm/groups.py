@@ -15,9 +15,9 @@ import numpy as np
 
 from ..emulation import Emulation
 from ..link_cost import WHOLE_BYTES
-from .batch_channel import PlanChannel
 from .collectives import Collective, DeviceGather, Gather, Gathering
 from .ledger import Ledger
+from .lines import PlanChannel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,9 +6,8 @@ import random
 
 import pytest
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams
-from laddertron.engine.schedule.block_pool import BlockPool
-from laddertron.engine.schedule.prefix_hash import DigestChain
-from laddertron.engine.schedule.sequence import RequestGroup, Sequence, end_position
+from laddertron.engine.schedule.kv_manager import BlockPool
+from laddertron.engine.schedule.sequence import DigestChain, RequestGroup, Sequence, end_position
 from laddertron.engine.schedule.waiting_queue import WaitingQueues
 
 

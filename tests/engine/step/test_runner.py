@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
 from laddertron.engine.sampling import grammar
-from laddertron.engine.step.timeouts import PATIENCE, CollectiveTimeouts
+from laddertron.engine.step.engine import PATIENCE, CollectiveTimeouts
 from tokenizers import Tokenizer
 
 Ranks = Callable[..., list[Any]]

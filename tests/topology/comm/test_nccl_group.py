@@ -15,10 +15,10 @@ import pytest
 import torch
 from laddertron.engine.step.cuda_graphs import DecodeGraphs
 from laddertron.topology.comm import nccl
-from laddertron.topology.comm.batch_channel import PlanChannel
 from laddertron.topology.comm.collectives import Alone, AloneGather, CollectiveTimeout, PeerLost
 from laddertron.topology.comm.groups import Communicator, TorchGroups
 from laddertron.topology.comm.ledger import Ledger
+from laddertron.topology.comm.lines import PlanChannel
 from laddertron.topology.comm.nccl import DeviceWait, Roll, describe_paths, join, verdict
 from laddertron.topology.placement.layout import GroupLayout
 

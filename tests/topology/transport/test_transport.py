@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from laddertron.topology.comm.batch_channel import FRAME_LIMIT, PlanChannel
 from laddertron.topology.comm.collectives import (
     Blocking,
     Collective,
@@ -32,6 +31,7 @@ from laddertron.topology.comm.collectives import (
 from laddertron.topology.comm.emulated import Emulated, emulate
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.comm.ledger import Ledger, overlap_ratio
+from laddertron.topology.comm.lines import FRAME_LIMIT, PlanChannel
 from laddertron.topology.emulation import Emulation
 from laddertron.topology.placement.layout import GroupLayout
 from laddertron.topology.transport import transport as native
