@@ -117,7 +117,7 @@ quality: env ## What the wirings are worth from scratch, three seeds (resumable;
 gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU_PYTHON=python3 runs it without `make env`)
 	@$(or $(GPU_PYTHON),$(PY)) tools/benchmarks/gpu_day.py
 
-bench-cross-node: env ## Measure across emulated nodes and renew docs/performance.md (root; a quarter of an hour, quiet machine)
+bench-cross-node: env ## Measure across emulated nodes and renew docs/cross_node.md (root; a quarter of an hour, quiet machine)
 	@$(PY) tools/benchmarks/cross_node/cross_node.py --write
 
 fault-test: env ## Faults row by row, 440 seeded kill points (FAULT_SEED, FAULT_FAKE, _REAL, _STANDBY, _NODES; at most 90 minutes)

@@ -182,7 +182,7 @@ def test_prefills_take_turns_before_any_lane_decodes(monkeypatch: pytest.MonkeyP
 def test_the_page_is_renewed_in_its_place(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice over, the words around the measured part stay as they were, and the picture is an SVG of every point."""
     monkeypatch.setattr(report, "DOCS", tmp_path)
-    page = tmp_path / "performance.md"
+    page = tmp_path / "cross_node.md"
     page.write_text("before\n<!-- measured by cross_node.py: begin -->\nstale figures\n<!-- end -->\nafter\n")
     report.write_docs(results())
     once = page.read_text()

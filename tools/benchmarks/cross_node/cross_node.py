@@ -3,7 +3,7 @@
     python tools/benchmarks/cross_node/cross_node.py    everything, about a quarter of an hour; as root
         --only reduce                             or wirings, or llama150m
         --only wirings --repeat 1 --more          one more run of the wirings, two minutes
-        --write                                   and renews docs/performance.md and its picture
+        --write                                   and renews docs/cross_node.md and its picture
 
 Prints a JSON line a measurement and, at the end, tables with the bars that they are held to. The wirings are measured
 in five runs, each with ranks of its own: what one run says of them is the machine's as well. Results lie in
@@ -169,7 +169,7 @@ def main() -> int:
     parser.add_argument("--more", action="store_true", help="these runs are added to the last results' ones")
     parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
     parser.add_argument("--report", action="store_true", help="no measuring: tables from the last results")
-    parser.add_argument("--write", action="store_true", help="renew docs/performance.md and its picture")
+    parser.add_argument("--write", action="store_true", help="renew docs/cross_node.md and its picture")
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not args.report:

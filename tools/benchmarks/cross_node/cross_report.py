@@ -1,4 +1,4 @@
-"""From cross_node.py's measurements to tables, verdicts and docs/performance.md. Pure but for `write_docs`."""
+"""From cross_node.py's measurements to tables, verdicts and docs/cross_node.md. Pure but for `write_docs`."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def bars(results: Results) -> list[str]:
 
 
 def write_docs(results: Results) -> None:
-    """Renews the measured part of docs/performance.md, and the picture."""
-    page = DOCS / "performance.md"
+    """Renews the measured part of docs/cross_node.md, and the picture."""
+    page = DOCS / "cross_node.md"
     verdicts = ["### Bars", "", "```", *bars(results), "```"]
     page.write_text(renewed(page.read_text(), [*tables(results), *verdicts]))
     (DOCS / "pictures").mkdir(exist_ok=True)
