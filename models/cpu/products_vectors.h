@@ -98,7 +98,7 @@ INLINE TARGET void join(const int type, const struct product *p, int leaf, float
  * constant, too: else they would not live in registers. */
 INLINE TARGET void tile_of(const int form, const int T, const int B, const char *weight, int64_t inputs, const struct tokens *tokens,
                            int64_t from, int64_t count, float *sums) {
-    const int64_t size = form == INT8 ? 1 : 2;
+    const int64_t row = PANEL * (form == INT8 ? 1 : 2), edge = inputs - AHEAD / row; /* from there on, what is fetched ahead is behind all panels */
     vector low[MOST], high[MOST];
     const float *x[MOST];
 #pragma GCC unroll 12
@@ -111,8 +111,8 @@ INLINE TARGET void tile_of(const int form, const int T, const int B, const char 
 #pragma GCC unroll 2
             for (int b = 0; b < B; b++) {
                 __asm__ volatile("" ::: "memory"); /* each input's weights are loaded anew: twice as many would not fit the registers */
-                const char *line = weight + (b * inputs + pair) * PANEL * size;
-                if (i == 0) fetch_ahead(line, 2 * PANEL * size);
+                const char *line = weight + (b * inputs + pair) * row;
+                if (i == 0) fetch_ahead(line + (B > 1 && from + pair >= edge ? (B - 1) * inputs * row : 0), 2 * row);
                 const vector low_weight = weights_of(form, line, i, 0), high_weight = weights_of(form, line, i, 1);
 #pragma GCC unroll 12
                 for (int t = 0; t < T; t++) {
