@@ -89,9 +89,8 @@ wheel: env ## Build a wheel into dist/ and see that it installs and starts
 clean: ## Remove what was made, .venv included
 	rm -rf .venv build dist *.egg-info */*/_*.so
 
-plans: ## Renew docs/plans: every shipped configuration's plan, fleets, and how far the simulator carries
+plans: ## Renew docs/plans: two plans, the index of all, and how far the simulator carries (extra `plot`)
 	@$(PY) tools/benchmarks/plan_docs.py
-	@$(PY) tools/benchmarks/simulate_published.py --write
 
 snapshots: ## Renew tests/golden/snapshots after a change of help, API, messages, metrics or wire forms that is meant
 	@LADDERTRON_RENEW_SNAPSHOTS=1 $(VENV)/bin/pytest tests/test_snapshots.py

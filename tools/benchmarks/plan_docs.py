@@ -1,92 +1,129 @@
-"""docs/plans: the plan of every shipped deployment as Markdown, with an index, some as pages; scaling and fleets beside
-them; and docs/pictures/regions.svg. `make plans`; the same configurations give the same bytes.
+"""Writes docs/plans: two plans as Markdown, an index of the plans of all shipped deployments, and the simulator's
+validation; and draws docs/pictures/regions.svg. `make plans`; the same configurations give the same bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common import renewed
+import simulate_published
+from common import renewed, table
 from laddertron.engine.config.load import read
-from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
-from laddertron.tools.plan.layouts import Work
-from laddertron.tools.plan.plan_page import plan_page
+from laddertron.tools.plan.estimate import CapacityEstimate, devices_of, make_plan
+from laddertron.tools.plan.layouts import Layout, Work, layouts
 from laddertron.tools.plan.plan_source import Asked, from_deployment, from_names
 from laddertron.tools.plan.plan_view import plan_view
-from laddertron.tools.plan.simulations import FleetAsked, fleet, scaling, scaling_sheet
-from laddertron.tools.plan.tables import markdown, sheet_lines
+from laddertron.tools.plan.tables import markdown
+from laddertron.topology.hardware.fabric import LinkClass
 from laddertron.topology.hardware.presets import preset
-from plan_regions import picture
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "plans"
 CONFIGS = [path for kind in ("llama-*", "demo*") for path in sorted((ROOT / "configs").glob(f"{kind}.yaml"))]
-PAGES = ("llama-3.1-405b-tp16", "llama-3.1-405b-tp16-ladder")
-"""Plans that are written as a page as well."""
+SAMPLES = ("llama-3.1-405b-tp16", "llama-3.1-405b-tp8-pp2")
+"""Plans that are written in full."""
 
-EXTRA = {
-    "llama-3.1-405b-4-nodes-ladder": ("llama-3.1-405b", "4x8xH100", "ladder", 32),
-    "llama-3.1-405b-h200": ("llama-3.1-405b", "1x8xH200", "auto", 8),
+LINKS: Mapping[str, tuple[LinkClass, float]] = {
+    "InfiniBand, 400 Gbit/s a GPU": ("ib", 50e9),
+    "RoCE, 100 Gbit/s a GPU": ("roce", 12.5e9),
+    "TCP, 25 Gbit/s a GPU": ("tcp", 3.1e9),
 }
-"""Planned though no file deploys them: the questions that come next."""
-
-
-def all_plans() -> dict[str, CapacityEstimate]:
-    """By name: one a deployment file, then EXTRA."""
-    plans = {c.stem: make_plan(from_deployment(read(c), Asked(None, Work()))) for c in CONFIGS}
-    for name, (model, fabric, wiring, size) in EXTRA.items():
-        plans[name] = make_plan(from_names(model, Asked(preset(fabric), Work()), wiring, size))
-    return plans
+KINDS = {
+    "bf16, stock": ("bfloat16", "standard"),
+    "bf16, ladder": ("bfloat16", "ladder"),
+    "fp8, stock": ("fp8", "standard"),
+    "fp8, ladder": ("fp8", "ladder"),
+}
+ACROSS, STAGES, INSIDE, NONE = "tensor parallel across nodes", "pipeline across nodes", "replicas in nodes", "no room"
+COLOURS = {ACROSS: "#0f8a6a", STAGES: "#3b6fc4", INSIDE: "#c77d0a", NONE: "#e3e6ea"}
+CONTEXTS, BATCHES = tuple(1024 << i for i in range(8)), Work().batches
 
 
 def written() -> dict[str, str]:
-    """Every file's text by its name. Of the two pages that are prose as well, what stands between their comments."""
-    plans = all_plans()
-    texts = {f"{name}.md": f"# {name}\n\n{markdown(plan)}" for name, plan in plans.items()}
-    texts |= {f"{name}.html": plan_page(plans[name]) for name in PAGES if name in plans}
-    texts["../pictures/regions.svg"] = picture("llama-3.1-405b", "2x8xH100")
-    for name, lines in (("fleets.md", fleets()), ("README.md", _index(plans))):
+    """Every file's text by its name. In the pages that have prose, the part between the two comments is replaced."""
+    plans = {c.stem: make_plan(from_deployment(read(c), Asked(None, Work()))) for c in CONFIGS}
+    texts = {f"{name}.md": f"# {name}\n\n{markdown(plans[name])}" for name in SAMPLES}
+    validation = simulate_published.report(simulate_published.fit())
+    for name, lines in (("README.md", _index(plans)), ("validation.md", validation)):
         texts[name] = renewed((FOLDER / name).read_text(encoding="utf-8"), lines)
     return texts
 
 
-def fleets() -> list[str]:
-    """405B over 1 to 16 nodes, and on a thousand."""
-    model = "llama-3.1-405b"
-    sheets = [scaling_sheet(model, batch, 1280, scaling(model, "16x8xH100", batch, 1280)) for batch in (1, 8, 64)]
-    whole = FleetAsked(model, "1000x8xH100", 80_000)
-    fragile = replace(whole, requests=40_000, output=4096, mtbf_hours=100.0)
-    sheets += [fleet(asked)[1] for asked in (whole, replace(whole, wiring="ladder"), fragile)]
-    return [line for sheet in sheets for line in (*sheet_lines(sheet), "")][:-1]
-
-
-def _index(plans: dict[str, CapacityEstimate]) -> list[str]:
-    lines = ["| plan | ranks | fits | ms a token, alone | advice |", "|---|---|---|---|---|"]
+def _index(plans: Mapping[str, CapacityEstimate]) -> list[str]:
+    rows = []
     for name, plan in plans.items():
         p, own = plan.question.placement, plan.question.config.wiring.name
         alone = next(x.time.total_s for x in plan.predictions if x.batch == 1 and x.wiring == own)
-        page = f" ([page]({name}.html))" if name in PAGES else ""
-        ranks = (
-            f"tp {p.tensor_parallel_size}"
-            + (f" x pp {p.stages}" if p.stages > 1 else "")
-            + (f" x {p.replicas}" if p.replicas > 1 else "")
-        )
+        stages, copies = f" x pp {p.stages}" * (p.stages > 1), f" x {p.replicas}" * (p.replicas > 1)
         fits = f"{plan.memory.kv_tokens:,} KV positions" if plan.memory.fits else "no"
-        lines.append(f"| [{name}]({name}.md){page} | {ranks} | {fits} | {alone * 1e3:.1f} | {plan.recommendation[0]} |")
-    shown = next(name for name in PAGES if name in plans)
+        shown = f"[{name}]({name}.md)" if name in SAMPLES else name
+        ranks = f"tp {p.tensor_parallel_size}{stages}{copies}"
+        rows.append((shown, ranks, fits, f"{alone * 1e3:.1f}", plan.recommendation[0]))
     console = Console(width=80, color_system=None, highlight=False)
     with console.capture() as captured:
-        console.print(plan_view(plans[shown], whole=False))
-    lines += ["", f"`laddertron plan configs/{shown}.yaml` in a terminal of 80 columns:", "", "```"]
-    return [*lines, *map(str.rstrip, captured.get().splitlines()), "```"]
+        console.print(plan_view(plans[SAMPLES[0]], whole=False))
+    view = ["", f"`laddertron plan configs/{SAMPLES[0]}.yaml` in a terminal of 80 columns:", "", "```"]
+    view += map(str.rstrip, captured.get().splitlines())
+    return [*table("plan | ranks | fits | ms a token, alone | advice", rows), *view, "```"]
+
+
+def crossing(found: Sequence[Layout], kind: tuple[str, str], batch: int, per_node: int) -> str:
+    """How the layout with most output tokens a second, so the cheapest, crosses nodes, for these weights."""
+    mine = [x for x in found if (x.stored.weights, x.wiring.name) == kind]
+    offers = [(s.output_per_s, x.tp, x.stages) for x in mine for s in x.speeds if s.batch == batch]
+    _, tp, stages = max(offers, default=(0.0, 0, 0))
+    return NONE if not offers else ACROSS if tp > per_node else STAGES if tp * stages > per_node else INSIDE
+
+
+def regions(model: str, nodes: str, link: str) -> dict[str, list[list[str]]]:
+    """`crossing` by the name of KINDS: a row for each of CONTEXTS, a column for each of BATCHES."""
+    q = from_names(model, Asked(preset(nodes), Work()), max_model_len=CONTEXTS[-1])
+    inter, rate = LINKS[link]
+    devices = devices_of(replace(q, shape=replace(q.shape, inter=inter, inter_bytes_per_s=rate)))
+    rows: dict[str, list[list[str]]] = {name: [] for name in KINDS}
+    for context in CONTEXTS:
+        work = replace(q.work, prompt=context - q.work.output // 2, contexts=())
+        found = layouts(q.config, devices.total, q.stored, q.keys, devices, work)
+        for name, kind in KINDS.items():
+            rows[name].append([crossing(found, kind, batch, devices.per_node) for batch in BATCHES])
+    return rows
+
+
+def draw(path: Path, model: str, nodes: str) -> None:
+    """Draws the regions: a panel for each link (across) and kind of weights (down)."""
+    import matplotlib as mpl
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    panels = figure.subplots(len(KINDS), len(LINKS), sharex=True, sharey=True)
+    names, colours = list(COLOURS), ListedColormap(list(COLOURS.values()))
+    for column, link in zip(panels.T, LINKS, strict=True):
+        column[0].set_title(link, fontsize="medium")
+        for axes, (kind, rows) in zip(column, regions(model, nodes, link).items(), strict=True):
+            cells = [[names.index(how) for how in row] for row in rows]
+            axes.imshow(cells, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, aspect="auto", interpolation="nearest")
+            axes.set_xticks(range(len(BATCHES)), list(map(str, BATCHES)), fontsize="x-small")
+            axes.set_yticks(range(len(CONTEXTS)), [f"{n >> 10}k" for n in CONTEXTS])
+            axes.set_ylabel(kind)
+            axes.label_outer()
+    axes_are = "across: concurrent sequences; down: positions of context of each"
+    figure.suptitle(f"{model} on {nodes}: the cheapest layout a token\n{axes_are}", fontsize="medium")
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "laddertron"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
     texts = written()
     for name, text in texts.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
+    draw(ROOT / "docs" / "pictures" / "regions.svg", "llama-3.1-405b", "2x8xH100")
     print(f"{len(texts)} files in {FOLDER}")
 
 

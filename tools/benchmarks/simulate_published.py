@@ -1,6 +1,5 @@
 """The simulator against published speeds of Ladder Residual on H100 (arXiv 2501.06589): constants fitted on half of the
-rows, every row predicted, misses listed. `python tools/benchmarks/simulate_published.py [--write]`; no GPU, some
-seconds.
+rows, every row predicted, misses listed: docs/plans/validation.md, which plan_docs.py writes.
 
 The measured implementation is not this engine: one flat all-reduce, embedding and head on every rank, keys and values
 read from a static cache of 1,536 positions and repeated for every query head. Rates are of decoding alone: with the
@@ -9,14 +8,12 @@ prompt counted in, batch 64 without peer access would need links that are faster
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
-from pathlib import Path
 
 import numpy as np
-from common import renewed, table
+from common import table
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig
 from laddertron.models.config.parts import make_wiring
@@ -301,18 +298,3 @@ def report(constants: Constants) -> list[str]:
             f"{missed} beyond {LIMIT:.0%}.",
         ]
     return lines
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="to docs/plans/validation.md instead of the terminal")
-    lines = report(fit())
-    if parser.parse_args().write:
-        page = Path(__file__).resolve().parents[2] / "docs" / "plans" / "validation.md"
-        page.write_text(renewed(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
-    else:
-        print("\n".join(lines))
-
-
-if __name__ == "__main__":
-    main()

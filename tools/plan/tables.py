@@ -1,4 +1,4 @@
-"""A plan as tables of text, which the terminal, Markdown and HTML show alike, and as JSON. Pure."""
+"""A plan as tables of text, which the terminal and Markdown show alike, and as JSON. Pure."""
 
 from __future__ import annotations
 

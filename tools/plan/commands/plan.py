@@ -43,21 +43,18 @@ from ..tables import as_json, markdown
 @click.option("--json", "json_out", is_flag=True, help="Every number, in base units.")
 @click.option("--markdown", "markdown_out", is_flag=True, help="The tables as Markdown.")
 @click.option(
-    "--html", type=click.Path(dir_okay=False), metavar="FILE", help="Write one self-contained page with plots."
-)
-@click.option(
     "--write", "write", type=click.Path(dir_okay=False), metavar="FILE", help="Write the cheapest layout's deployment."
 )
 def command(
     config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
     max_model_len: int | None, fp8: bool, prompt: int, output: int, gpu_hour: float, overrides: tuple[str, ...],
-    whole: bool, json_out: bool, markdown_out: bool, html: str | None, write: str | None,
+    whole: bool, json_out: bool, markdown_out: bool, write: str | None,
 ) -> None:  # fmt: skip
     """Predict memory, speed and cost of a deployment, and compare it with other layouts of the same GPUs.
 
     \b
       laddertron plan deploy.yaml
-      laddertron plan deploy.yaml --fabric fabric.json --html plan.html
+      laddertron plan deploy.yaml --fabric fabric.json --all
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --write deploy.yaml
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --wiring ladder --gpu-hour 1.90 --json
     """
@@ -76,16 +73,10 @@ def command(
             text = deployment_text(plan, config)
         Path(write).write_text(text, encoding="utf-8")
         click.echo(f"wrote {write}", err=True)
-    if html is not None:
-        from ..plan_page import plan_page
-
-        Path(html).write_text(plan_page(plan), encoding="utf-8")
     if json_out:
         click.echo(json.dumps(as_json(plan), indent=1))
     elif markdown_out:
         click.echo(markdown(plan), nl=False)
-    elif html is not None:
-        click.echo(f"wrote {html}")
     else:
         _show(plan, whole)
 
