@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...topology.comm.ledger import overlap_ratio
 from ..job import MetricRow, RankHeartbeat
 
 WINDOW_S = 15.0
@@ -74,7 +75,8 @@ class Windows:
             for labels in last.collectives:
                 op, link, exposure = labels
                 sums[replica, op, link][exposure == "exposed"] += _grown(first, last, labels)
-        return {key: hidden / (hidden + exposed) for key, (hidden, exposed) in sums.items() if hidden + exposed > 0}
+        ratios = {key: overlap_ratio(hidden, exposed) for key, (hidden, exposed) in sums.items()}
+        return {key: ratio for key, ratio in ratios.items() if ratio is not None}
 
     def _spans(self, now: float) -> dict[tuple[int, int], tuple[_Mark, _Mark]]:
         """First and last heartbeat of each rank that was heard lately."""

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...engine.run.progress import Snapshot, Summary
+from ...topology.comm.ledger import overlap_ratio
 
 _BAR_SECONDS, _LINE_SECONDS = 0.1, 10.0
 
@@ -157,5 +158,6 @@ def summary_table(summary: Summary) -> Table:
 def _communication(hidden: float | None, exposed: float | None) -> str:
     if hidden is None or exposed is None:
         return "n/a"
-    share = f" ({hidden / (hidden + exposed):.0%})" if hidden + exposed > 0 else ""
+    ratio = overlap_ratio(hidden, exposed)
+    share = "" if ratio is None else f" ({ratio:.0%})"
     return f"{hidden:.2f} s hidden{share}, {exposed:.2f} s exposed"

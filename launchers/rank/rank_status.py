@@ -16,7 +16,7 @@ from ...engine.metrics.histogram import REQUEST_SECONDS, Buckets
 from ...engine.schedule.sequence import RequestTimes
 from ...engine.step.engine import StepProgress
 from ...topology.comm.groups import Communicator
-from ...topology.comm.ledger import Entry
+from ...topology.comm.ledger import Entry, without_carriers
 from ...topology.hardware.sysfs import Sysfs
 from ..control.messages import Beat
 from .rank_health import HealthWatch, run_delay_s
@@ -45,14 +45,9 @@ class Latencies:
 
 
 def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
-    """Seconds, bytes and counts of collectives; seconds by layer of the all-reduces whose layer is known. Under an
-    emulated link the collective that does its arithmetic is left out: its time is part of the link's."""
-    listed = list(entries)
-    emulated = {entry.op for entry in listed if entry.link.startswith("emulated")}
+    """Seconds, bytes and counts of collectives; seconds by layer of the all-reduces whose layer is known."""
     found: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-    for entry in listed:
-        if entry.op in emulated and not entry.link.startswith("emulated"):
-            continue
+    for entry in without_carriers(entries):
         where = (entry.op, entry.link)
         found["collective_bytes_total", where] += entry.bytes
         found["collectives_total", where] += entry.count

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...engine.config.schema import Deployment
 from ...launchers.measure.rank_job import BenchJob
+from ...topology.comm.ledger import overlap_ratio
 from .bench import Case, interleaved, percentile, spread, step_bytes
 
 Row = dict[str, Any]
@@ -79,7 +80,6 @@ def _about(name: str, case: Case) -> str:
 
 def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float | None) -> Row:
     decode = spread([r["decode_tokens"] / r["decode_s"] if r["decode_s"] else 0.0 for r in runs])
-    flight = sum(r["hidden_s"] + r["exposed_s"] for r in runs)
     limit = None
     if floor is not None:
         # the micro-batches of a pipeline read the weights one after another
@@ -101,7 +101,7 @@ def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float
         "floor_bytes_s": floor,
         "floor_tok_s": limit,
         "floor_share": None if limit is None else decode[0] / limit,
-        "hidden_share": sum(r["hidden_s"] for r in runs) / flight if flight else None,
+        "hidden_share": overlap_ratio(sum(r["hidden_s"] for r in runs), sum(r["exposed_s"] for r in runs)),
     }
 
 

@@ -18,7 +18,7 @@ from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, StepProgress, follow
 from ...launchers.measure.rank_work import main, say
 from ...topology.comm.groups import Communicator
-from ...topology.comm.ledger import Entry
+from ...topology.comm.ledger import Entry, without_carriers
 from .bench import Case, Item, random_mix, run_case, run_mix
 
 LEAST_READ, MOST_READ = 256 << 20, 1 << 30
@@ -94,9 +94,8 @@ class _Bench:
 
 
 def communication(entries: Iterable[Entry]) -> tuple[float, float]:
-    """Seconds of all-reduces hidden and exposed; under an emulated link its own, not those of what carries it."""
-    listed = [e for e in entries if e.op == "all_reduce"]
-    listed = [e for e in listed if e.link.startswith("emulated")] or listed
+    """Seconds of all-reduces hidden and exposed."""
+    listed = [e for e in without_carriers(entries) if e.op == "all_reduce"]
     return sum(e.hidden_s for e in listed), sum(e.waited_s for e in listed)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from ...topology.comm.ledger import overlap_ratio
+
 
 class TimelineError(ValueError):
     """The file is no trace of `laddertron profile`, or does not hold what was asked for."""
@@ -30,11 +32,11 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """`hidden`: share of the drawn all-reduces' travel that nobody waited for. `step_s`: the whole step."""
+    """`hidden`: the overlap ratio of the drawn all-reduces; None without any. `step_s`: the whole step."""
 
     title: str
     bars: tuple[Bar, ...]
-    hidden: float
+    hidden: float | None
     step_s: float
 
     @property
@@ -108,10 +110,10 @@ def _bar(event: Mapping[str, Any], zero: float, first_lane: int) -> Bar:
     return Bar((event["ts"] - zero) * 1e-6, event["dur"] * 1e-6, kind, event["args"]["layer"], lane)
 
 
-def _hidden(events: Sequence[Mapping[str, Any]]) -> float:
+def _hidden(events: Sequence[Mapping[str, Any]]) -> float | None:
     flight = sum(e["dur"] for e in events if e["cat"] == "all_reduce")
     waited = sum(e["dur"] for e in events if e["cat"] == "wait")
-    return max(0.0, 1.0 - waited / flight) if flight else 1.0
+    return overlap_ratio(max(0.0, flight - waited), min(flight, waited))
 
 
 def _title(about: Mapping[str, Any]) -> str:

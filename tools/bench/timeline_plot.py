@@ -69,7 +69,7 @@ def _draw_one(axis: Axes, one: Timeline, factor: float) -> None:
     axis.set_yticks([0, -1 - (lanes - 1) / 2], ["computes", "travels"])
     axis.tick_params(axis="y", length=0)
     axis.set_ylim(-lanes - 0.55, 0.6)
-    share = f"{one.hidden:.0%} of the all-reduces' time is hidden"
+    share = "no all-reduce" if one.hidden is None else f"{one.hidden:.0%} of the all-reduces' time is hidden"
     axis.set_title(f"{one.title}: a step takes {one.step_s * 1e3:.2f} ms, {share}", loc="left", fontsize=10)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)

@@ -29,6 +29,7 @@ from ...engine.text.tokenizer import TextModel
 from ...launchers.control.processes import descendants, kill
 from ...launchers.measure.rank_job import BenchError, BenchJob
 from ...models.config.model_config import from_folder
+from ...topology.comm.ledger import overlap_ratio
 from ..bench.bench_measure import roomy
 from .serving import PROMPTS, ROOT, tally, words_of, write_lines
 
@@ -158,7 +159,7 @@ def _panel(lane: Lane, total: int) -> Panel:
     done = min(BAR, round(BAR * lane.tokens / total))
     exposed = min(BAR, round(BAR * lane.exposed / (lane.seconds or 1.0)))
     flight = lane.hidden + lane.exposed
-    share = 100 * lane.hidden / flight if flight else 0.0
+    share = 100 * (overlap_ratio(lane.hidden, lane.exposed) or 0.0)
     lines = Text(no_wrap=True)
     lines.append("█" * done, "green").append("░" * (BAR - done) + "\n", "dim")
     lines.append(f"{lane.rate:.0f} tokens/s", "bold").append(f"  {lane.tokens} in {lane.seconds:.2f} s\n")

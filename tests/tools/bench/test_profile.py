@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from laddertron.engine.job import RankHeartbeat
+from laddertron.engine.metrics.window import Windows
 from laddertron.launchers.cli.__main__ import group
+from laddertron.launchers.rank.rank_status import collective_rows
 from laddertron.models.config.model_config import Wiring
 from laddertron.models.residual import flow, interleave, plan
+from laddertron.tools.bench.bench_rank import communication
 from laddertron.tools.bench.spans import Span, SpanRecorder, chrome_trace, in_flight, watch
 from laddertron.tools.bench.timeline import TimelineError, read_trace, timeline
-from laddertron.topology.comm.ledger import Record
+from laddertron.topology.comm.ledger import Entry, Record, overlap_ratio
 
 STAGE = SimpleNamespace(first_layer=0)
 
@@ -159,6 +163,29 @@ def test_all_ranks_stand_on_one_clock_in_tracks_of_their_own() -> None:
         assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(track))
     named = {(e["pid"], e["args"]["name"]) for e in trace()["traceEvents"] if e["ph"] == "M"}
     assert {(1, "rank 1 on n1"), (0, "compute and waits"), (0, "all-reduce in flight (1)")} <= named
+
+
+def test_metrics_bench_and_timeline_have_one_overlap_ratio() -> None:
+    """One step's all-reduces as the heartbeat, `bench` and `timeline` see them, on an emulated link whose carrier does
+    not count; without all-reduces there is no ratio, rather than 0 % or 100 %."""
+    flight, waited = 0.05, 0.02
+    entries = [
+        Entry("all_reduce", "exchange", "node", 2, 64, 0.04, 0.04),
+        Entry("all_reduce", "emulated", "emulated link 1 ms", 2, 64, flight, waited),
+        Entry("gather", "exchange", "node", 1, 8, 0.3, 0.3),
+    ]
+    windows = Windows()
+    for at, listed in ((10.0, []), (11.0, entries)):
+        rows = tuple(collective_rows(listed))
+        windows.add(0, RankHeartbeat(0, "n0", 1, 1, at, rows))
+    (known,) = (ratio for (_, op, _), ratio in windows.overlap_ratios(11.0).items() if op == "all_reduce")
+    drawn = timeline(trace()).hidden
+    assert overlap_ratio(*communication(entries)) == pytest.approx(known) == pytest.approx(drawn) == pytest.approx(0.6)
+
+    alone = [Entry("gather", "exchange", "node", 1, 8, 0.3, 0.3)]
+    silent = trace()
+    silent["traceEvents"] = [e for e in silent["traceEvents"] if e.get("cat") not in ("all_reduce", "wait")]
+    assert timeline(silent).hidden is overlap_ratio(*communication(alone)) is None
 
 
 def test_the_timeline_is_of_the_median_step() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from laddertron.topology.comm.collectives import CollectiveTimeout, PeerLost, RanksDisagree
-from laddertron.topology.comm.ledger import Ledger, overlap_ratio
+from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.comm.lines import Lines
 from laddertron.topology.comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
 from waiting import HANG_S
@@ -69,7 +69,6 @@ def test_idling_for_a_stage_is_not_waiting_for_the_link() -> None:
     found = {e.op: e for e in ledger.entries()}
     assert found["stage_wait"].waited_s > 0.04
     assert found["boundary"].waited_s < found["stage_wait"].waited_s
-    assert overlap_ratio(ledger.entries()) == overlap_ratio([found["boundary"]])
     assert ledger.waiting == ""
     first.close()
     second.close()
