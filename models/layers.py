@@ -5,6 +5,7 @@ Plain parameters here, for the operators of a CPU; Megatron-core's layers on GPU
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -30,10 +31,24 @@ class Layers(Protocol):
         """This rank's input columns [T, in / tp] -> partial sum [T, D]. A bias stands on rank 0 alone."""
 
 
-def make_layers(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -> Layers:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The ranks that layers are cut over: a ProcessGroup's size and rank, without the group."""
+
+    ranks: int
+    index: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.index
+
+
+def make_layers(group: ProcessGroup | Cut, dtype: torch.dtype, device: torch.device) -> Layers:
     """Megatron-core's for GPUs. On CPUs its product would unpack what the operators pack, and importing it would cost
     every rank 2.8 s and 137 MB. Either makes parameters where torch's default device is."""
-    if device.type != "cuda":
+    if device.type != "cuda" or isinstance(group, Cut):
         return PlainLayers(group, dtype)
     from .cuda.megatron_layers import MegatronLayers
 
@@ -43,7 +58,7 @@ def make_layers(group: ProcessGroup, dtype: torch.dtype, device: torch.device) -
 class PlainLayers:
     """Parameters alone: `prepare` hands them to the operators."""
 
-    def __init__(self, group: ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, group: ProcessGroup | Cut, dtype: torch.dtype) -> None:
         self._size, self._rank, self._dtype = group.size(), group.rank(), dtype
 
     def column(self, inputs: int, outputs: int, bias: bool) -> Linear:

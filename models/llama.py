@@ -18,9 +18,9 @@ from ..topology.comm.collectives import Boundary, Collective, Done, Pending
 from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
-from .config.shapes import LEAVES
+from .config.shapes import LEAVES, WHOLE, Sharing
 from .cuda.fp8 import Fp8
-from .layers import Layers, Linear, VocabEmbedding, make_layers, prepare
+from .layers import Cut, Layers, Linear, VocabEmbedding, make_layers, prepare
 from .mixture import Mixture, MixtureWeights
 from .ops import Norm, Product, RunningSum, TorchOps, Tree
 from .rotary import RotaryTable
@@ -102,21 +102,27 @@ class LlamaModel(nn.Module):
         stored: Fp8 | None = None,
         everywhere: bool = False,
         boundary: Boundary | None = None,
+        sharing: Sharing = WHOLE,
+        node_reduce: Collective | None = None,
     ) -> None:
         """positions: the longest sequence. Shapes must have passed models/config/shapes.py. stored: products that keep
         quantised weights, and how they are computed. everywhere: the same bits whatever the group's size; all_reduce
-        must then add in a tree. boundary: to the stages before and after a stage."""
+        must then add in a tree. boundary: to the stages before and after a stage. sharing: of a model with experts;
+        node_reduce: sums the dense path where that is cut over a node's ranks."""
         super().__init__()
         stage = config if isinstance(config, Stage) else Stage(config)
         self.config = config = stage.config
         self.ops, self.all_reduce, self.boundary, self.stage = ops, all_reduce, boundary, stage
         self.dtype = dtype
-        self.shard = RankShard.of(stage, group.size(), group.rank())
+        self.shard = RankShard.of(stage, group.size(), group.rank(), sharing)
+        self.dense_reduce = all_reduce if node_reduce is None else node_reduce
+        self._mixed = () if config.experts is None else config.experts.layers
         self.replicate_embedding = replicate_embedding
         self.tree = Tree(LEAVES // group.size(), config.residual_multiplier) if everywhere else None
         self.stored = stored
         with torch.device("meta"):  # no memory before every parameter has its own type
-            self._declare_parameters(make_layers(group, dtype, device))
+            dense = Cut(self.shard.dense_size, self.shard.dense_rank) if sharing.per_node else group
+            self._declare_parameters(make_layers(dense, dtype, device), make_layers(group, dtype, device))
         self.to_empty(device=device)
         self.rotary = RotaryTable(config.rope, config.rope.rotated or config.head_dim, positions, device)
         self._layers: dict[int, _Layer] = {}
@@ -124,7 +130,7 @@ class LlamaModel(nn.Module):
         self._attention: AttentionBackend | None = None
         self._at_once = False
 
-    def _declare_parameters(self, layers: Layers) -> None:
+    def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
 
         self.embedding: VocabEmbedding | _Scale
@@ -140,7 +146,7 @@ class LlamaModel(nn.Module):
             self.norm = _Scale(config.hidden_size, dtype=self.dtype)
         self.head: nn.Module | None = None
         if shard.has_head(self.replicate_embedding):
-            self.head = layers.column(config.hidden_size, shard.padded_vocab, False)
+            self.head = head.column(config.hidden_size, shard.padded_vocab, False)
 
     def load(self, source: Source, progress: Progress | None = None, verify: tuple[int, int] | None = None) -> int:
         """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
@@ -309,8 +315,9 @@ class LlamaModel(nn.Module):
             x, pending = first.wait(), tuple(rest)
         # desync divides its residual, which a RunningSum is not made for.
         start: Any = RunningSum(x) if self.ops.sums_late and not wiring.desync_every else x
-        plan = residual.plan(wiring, self.stage.pending, self.stage.left)
-        scopes: dict[residual.Scope, Collective] = {"group": self.all_reduce}
+        dense: residual.Scope = "node" if self.shard.per_node else "group"
+        plan = residual.plan(wiring, self.stage.pending, self.stage.left, self._mixed, dense)
+        scopes: dict[residual.Scope, Collective] = {"group": self.all_reduce, "node": self.dense_reduce}
         end, pending = yield from residual.flow(start, plan, self, scopes, size, pending, self._at_once)
         x = end.whole() if isinstance(end, RunningSum) else end
         if self.boundary is not None and not self.shard.samples:
@@ -327,7 +334,7 @@ class LlamaModel(nn.Module):
         x = self.embedding(tokens)
         if self.config.wiring.kinds[0] == "none":
             return Done(x)
-        return self.all_reduce.start(x, "embedding", self._at_once)
+        return (self.dense_reduce if self.shard.per_node else self.all_reduce).start(x, "embedding", self._at_once)
 
     # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].
 

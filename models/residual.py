@@ -128,15 +128,17 @@ def flow(
 
 
 @cache
-def plan(wiring: Wiring, pending: int = 0, left: int = 0) -> Plan:
+def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...] = (), dense: Scope = "group") -> Plan:
     """The sub-blocks of all layers. pending, left: how many outputs a stage takes over from the one before, and leaves
-    to the next one."""
+    to the next one. mixed: the layers whose MLP is a mixture of experts; dense: what all else is summed over."""
     found: list[tuple[str, int, str]] = []
     lags: list[int] = []  # of the reader: how many outputs it does without
     for layer, kind in enumerate(wiring.kinds):
         names = ("attention_and_mlp",) if kind == "parallel" else ("attention", "mlp")
         word = f"desync-{wiring.desync_every}" if wiring.desync_every else kind
-        found += [(name, layer, word if kind == "parallel" else f"{word} {name}") for name in names]
+        experts = bool(mixed) and mixed[layer]
+        words = [f"{word} {'experts' if experts and name == 'mlp' else name}" for name in names]
+        found += [(name, layer, word if kind == "parallel" else said) for name, said in zip(names, words, strict=True)]
         lags += [{**LAG, "delay": wiring.delay}.get(kind, 0)] * len(names)
     end, every = len(found), wiring.desync_every
 
@@ -146,7 +148,9 @@ def plan(wiring: Wiring, pending: int = 0, left: int = 0) -> Plan:
 
     def scope(index: int, layer: int) -> Scope | None:
         reduces = (index + 1) % every == 0 or index + 1 == end if every else wiring.kinds[layer] != "none"
-        return "group" if reduces else None
+        if not reduces:
+            return None
+        return "group" if found[index][2].endswith("experts") else dense
 
     return Plan(
         tuple(

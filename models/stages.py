@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 from .config.json_fields import Refusal
 from .config.model_config import ModelConfig, Wiring
+from .config.shapes import WHOLE, Sharing
 from .residual import pending_at
 
 
@@ -133,14 +134,12 @@ class RankShard:
     stage: Stage | None = None
     """Where this is one of several: then `config` is its own."""
     spread: bool = False
-    """Whether whole experts are dealt out to the ranks in turn; else each expert is cut over all of them."""
     per_node: int = 0
-    """Where attention, dense MLPs and embedding are cut over the ranks of a node and held once a node: its ranks. The
-    head, experts and shared experts are cut over all ranks in any case."""
+    """As in Sharing."""
 
     @staticmethod
-    def of(stage: Stage, size: int, rank: int, spread: bool = False, per_node: int = 0) -> RankShard:
-        return RankShard(stage.config, size, rank, stage if stage.count > 1 else None, spread, per_node)
+    def of(stage: Stage, size: int, rank: int, sharing: Sharing = WHOLE) -> RankShard:
+        return RankShard(stage.config, size, rank, stage if stage.count > 1 else None, *sharing)
 
     @property
     def dense_size(self) -> int:

@@ -53,7 +53,8 @@ def connect(
     else:
         plans = PlanChannel(rank, mesh.plan)
     closers.append(plans.close)
-    groups = TorchGroups()
+    groups, limits = TorchGroups(), list[Callable[[float], None]]()
+    node_reduce: Collective | None = None
     takes = _takes(options, choose)
     try:
         if options.process_groups or backend in ("gloo", "nccl"):
@@ -100,17 +101,56 @@ def connect(
             pipeline.boundary = SocketBoundary(pipeline, lines, gathers, rank, layout.size, ledger, link)
         if options.emulation is not None:
             all_reduce = emulate(all_reduce, options.emulation, ledger, on_gpu=backend == "nccl")
+        if options.node_group:
+            inner, node_reduce = _join_node(bootstrap, layout, options, backend), Alone()
+            if inner is not None:
+                node = inner
+                closers.insert(0, node.close)
+                limits.append(node.set_timeout)
+                ledger.add_source(lambda: node.entries(lambda _: "node"), node.records, node.place)
+                node_reduce = transport.NativeCollective(node, _inside(options))
         if not options.overlap:
             all_reduce = Blocking(all_reduce)
+            node_reduce = node_reduce and Blocking(node_reduce)
     except BaseException:
         for close in closers:
             close()
         if backend != "nccl":
             groups.end()
         raise
+
+    def set_timeouts(seconds: float) -> None:
+        for limit in (set_timeout, *limits):
+            limit(seconds)
+
     return Communicator(
-        rank, layout, backend, all_reduce, gathers, plans, ledger, groups, closers, set_timeout, pipeline
+        rank, layout, backend, all_reduce, gathers, plans, ledger, groups, closers, set_timeouts, pipeline, node_reduce
     )
+
+
+def _join_node(
+    bootstrap: Bootstrap, layout: GroupLayout, options: CommOptions, backend: str
+) -> transport.Transport | None:
+    """A second transport, among the ranks of this rank's node; None where it is alone there. All ranks of the job call
+    it at once. Raises MeshError, or ValueError for a backend that has no such group."""
+    if backend != "native" and layout.size > 1:
+        raise ValueError(f"parallel.dense_path=node needs backend native, not {backend}: use auto on CPUs, or whole")
+    here = GroupLayout(tuple(node for node in layout.nodes if bootstrap.rank in node))
+    segment = transport.segment_bytes(here.size, here.per_node, options.small_bytes, options.chunk_bytes)
+    mesh = connect_mesh(
+        bootstrap, here, options.address, segment, options.secret, options.connect_timeout_s, plans=False
+    )
+    if here.size == 1:
+        mesh.close_data()
+        return None
+    small, chunk, spin = options.small_bytes, options.chunk_bytes, _spin(options, here)
+    return transport.Transport(mesh, here, bootstrap.rank, small, chunk, spin, options.timeout_s)
+
+
+def _inside(options: CommOptions) -> Callable[[int], str]:
+    """The strategy inside a node: the same order of summation on every node."""
+    small = "two_level" if options.deterministic else "exchange"
+    return lambda size: "pipeline" if size > options.small_bytes else small
 
 
 def _join_stages(

@@ -48,17 +48,27 @@ def pattern(rank: int, count: int, salt: int, device: torch.device) -> Tensor:
 
 
 def check_sums(
-    communicator: Communicator, width: int, most_rows: int, dtype: torch.dtype, device: torch.device
+    communicator: Communicator,
+    width: int,
+    most_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    node: bool = False,
 ) -> None:
-    """Every rank calls it with the same arguments, before the first step. Raises WrongSum, on all of them."""
+    """Every rank calls it with the same arguments, before the first step; node: of the all-reduce inside each node.
+    Raises WrongSum, on all of them."""
+    size, rank, reduce = communicator.size, communicator.rank, communicator.all_reduce
+    if node and communicator.node_reduce is not None:
+        size, reduce = communicator.layout.per_node, communicator.node_reduce
+        rank %= size
     for salt, count in enumerate(size_classes(width, most_rows)):
         before = communicator.ledger.entries()
         period = min(count, PERIOD)
-        small = 1 if communicator.size <= 32 else 4  # more than 256 is not exact in bfloat16
-        parts = [(pattern(rank, period, salt, device) // small).to(dtype) for rank in range(communicator.size)]
+        small = 1 if size <= 32 else 4  # more than 256 is not exact in bfloat16
+        parts = [(pattern(r, period, salt, device) // small).to(dtype) for r in range(size)]
         want = torch.stack(parts).sum(0)
-        mine = parts[communicator.rank].repeat(-(-count // period))[:count]
-        found = communicator.all_reduce.start(mine, LAYER).wait()
+        mine = parts[rank].repeat(-(-count // period))[:count]
+        found = reduce.start(mine, LAYER).wait()
         communicator.drain()  # looking at it would wait for a device without a limit
         wrong = _compare(found, want)
         _agree(communicator, wrong, f"{_strategy(before, communicator.ledger.entries())} of {mine.nbytes} bytes")

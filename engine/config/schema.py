@@ -138,6 +138,8 @@ class ParallelConfig:
     deterministic: Literal["everywhere"] | bool = False
     require_transport: Literal["any", "ib", "socket"] = "any"
     embedding: Literal["auto", "shard", "replicate"] = "auto"
+    expert_layout: Literal["auto", "tensor", "spread"] = "auto"
+    dense_path: Literal["whole", "node"] = "whole"
     tuning_file: PathStr | None = None
     collective_timeout: Annotated[float, Unit("seconds"), Range(0.1, DAY)] | None = None
 

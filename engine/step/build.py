@@ -165,6 +165,8 @@ def build(
     load_weights(model, share.source, deployment.daemon.load_timeout, communicator, progress, voice.say)
     if communicator.size > 1:
         check_sums(communicator, share.config.hidden_size, keys.max_num_batched_tokens, share.dtype, device)
+        if share.sharing.per_node > 1:
+            check_sums(communicator, share.config.hidden_size, keys.max_num_batched_tokens, share.dtype, device, True)
     heap.keep_freed()
 
     cache, num_blocks = _cache(share, keys, communicator, device, working, voice)
@@ -230,7 +232,9 @@ def _check(share: Share, deployment: Deployment, communicator: Communicator, dev
         deployment, share.stage.config, size, communicator.backend, share.dtype, share.length, device, widens
     )
     if share.draft is not None:
-        check_alike(communicator)
+        check_alike(communicator, "engine.draft_model", "draft")
+    if share.sharing.per_node:
+        check_alike(communicator, "parallel.dense_path=node", "choose experts")
     check_memory(keys, size, share.needed, available_bytes(device), working, device)
     return working
 
@@ -252,6 +256,8 @@ def _model(share: Share, parallel: ParallelConfig, communicator: Communicator, d
         stored=share.stored,
         everywhere=parallel.deterministic == "everywhere",
         boundary=None if communicator.pipeline is None else communicator.pipeline.boundary,
+        sharing=share.sharing,
+        node_reduce=communicator.node_reduce,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ... import __version__
 from ...models.attention import KVCache, StepLayout, block_bytes
 from ...models.attention_choice import make_attention
 from ...models.config.model_config import ModelConfig, from_folder
@@ -65,7 +66,7 @@ class DraftWeights:
         self._shard = RankShard(self.config, 1, 0)
         self._source = open_source(folder, self._shard, self.config)
         self.digest = self._source.digest
-        self.bytes = self._source.rank_bytes(dtype.itemsize, 1, False)
+        self.bytes = self._source.rank_bytes(self._shard, dtype.itemsize, False)
 
     def block_bytes(self, block_size: int) -> int:
         return block_bytes(self._shard, block_size, self.dtype)
@@ -89,15 +90,17 @@ class DraftWeights:
         return DraftModel(compute, cache, draws, max_slots)
 
 
-def check_alike(communicator: Communicator) -> None:
-    """Raises CapacityError where ranks compute in different CPU tiers: their drafts would differ."""
+def check_alike(communicator: Communicator, key: str, would: str) -> None:
+    """Raises CapacityError where ranks compute in different CPU tiers, or with different versions of torch or of this
+    package: what each of them decides by itself would differ. key, would: what needs it, and for what."""
     kernels = Kernels.find()
-    own = np.frombuffer(("torch alone" if kernels is None else kernels.tier).ljust(32).encode(), np.uint8)
-    tiers = sorted({bytes(each).decode().strip() for each in communicator.gather(own)})
-    if len(tiers) > 1:
+    tier = "torch alone" if kernels is None else kernels.tier
+    own = np.frombuffer(f"{tier} (torch {torch.__version__}, laddertron {__version__})".ljust(96).encode(), np.uint8)
+    found = sorted({bytes(each).decode().strip() for each in communicator.gather(own[:96])})
+    if len(found) > 1:
         raise CapacityError(
-            f"engine.draft_model: ranks compute in the CPU tiers {', '.join(tiers)}, and would draft differently: set "
-            f"{cpu_tier.VARIABLE} to one that all of them have, in launch.env"
+            f"{key}: ranks compute in the CPU tiers {' and '.join(found)}, and would {would} differently: set "
+            f"{cpu_tier.VARIABLE} to one that all of them have, in launch.env, and install the same versions"
         )
 
 

@@ -33,7 +33,8 @@ def held_weights(
     pipeline = communicator.pipeline
     layout = p.tensor_parallel_size, p.pipeline_parallel_size, p.pipeline_layers, p.deterministic, p.embedding
     place = communicator.rank, None if pipeline is None else pipeline.stage
-    made = __version__, model, layout, place, cpu_tier.current(), source.digest, stats
+    experts = p.expert_layout, p.dense_path, communicator.layout.per_node
+    made = __version__, model, layout, experts, place, cpu_tier.current(), source.digest, stats
     label = hashlib.sha256(repr(made).encode()).hexdigest()
     if file >= 0:
         try:

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 
 from ...models.config.model_config import ModelConfig, from_folder
-from ...models.config.shapes import check_everywhere, check_shapes
+from ...models.config.shapes import Sharing, check_everywhere, check_shapes, share
 from ...models.config.wiring import check_split, choose_wiring
 from ...models.cuda.fp8 import Fp8
 from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.stages import RankShard, Stage, choose_layers, make_stages
 from ...models.weights.mapping import Source, open_source
-from ...models.weights.slices import plan_fills
 from ...models.weights.tensor_reader import FP8
 from ...topology.comm.groups import Communicator
 from ..config.schema import Deployment, ModelSection, ParallelConfig
@@ -45,23 +44,31 @@ class Share:
     source: Source
     stored: Fp8 | None
     ops: TorchOps
+    sharing: Sharing
     draft: DraftWeights | None
     needed: int
 
 
-def model_config(keys: ModelSection, parallel: ParallelConfig) -> tuple[ModelConfig, list[str]]:
-    """The checkpoint's configuration with its wiring settled and its shapes accepted.
+def model_config(
+    keys: ModelSection, parallel: ParallelConfig, nodes: int = 1
+) -> tuple[ModelConfig, Sharing, list[str]]:
+    """The checkpoint's configuration with its wiring settled and its shapes accepted, how it is shared by a group on so
+    many nodes, and warnings.
 
     Raises ConfigError, WiringError or ShapeError.
     """
     config, warnings = choose_wiring(
         from_folder(Path(keys.path)), keys.wiring, keys.ladder_layers, keys.allow_untrained_ladder
     )
-    check_shapes(config, parallel.tensor_parallel_size)
+    size = parallel.tensor_parallel_size
+    sharing = share(
+        config, parallel.expert_layout, parallel.dense_path, nodes, size // nodes, parallel.pipeline_parallel_size
+    )
+    check_shapes(config, size, sharing)
     check_split(config.wiring, parallel.split_steps)
     if parallel.deterministic == "everywhere":
-        check_everywhere(config, parallel.tensor_parallel_size)
-    return config, warnings
+        check_everywhere(config, size)
+    return config, sharing, warnings
 
 
 def stage_here(parallel: ParallelConfig, config: ModelConfig, communicator: Communicator) -> Stage:
@@ -88,26 +95,25 @@ def make_share(
     """Reads the checkpoint's headers, no weight. This is where `auto` and null become values. held: the descriptor of
     retained weights, -1 where there is none; None: nothing will be loaded. Raises as `build`."""
     keys, parallel, engine = deployment.model, deployment.parallel, deployment.engine
-    config, warnings = model_config(keys, parallel)
+    config, sharing, warnings = model_config(keys, parallel, len(communicator.layout.nodes))
     dtype = DTYPES[config.dtype if keys.dtype == "auto" else keys.dtype]
     kv_dtype = dtype if engine.kv_cache_dtype == "auto" else KV_DTYPES[engine.kv_cache_dtype]
     length = model_length(config, keys.max_model_len)
     stage = stage_here(parallel, config, communicator)
-    shard = RankShard.of(stage, communicator.size, communicator.rank)
+    shard = RankShard.of(stage, communicator.size, communicator.rank, sharing)
     source = open_source(Path(keys.path), shard, config)
     stored = make_stored_products(source, shard, device, parallel.deterministic)
     pages = None
     if held is not None and device.type == "cpu" and deployment.daemon.standby:
         pages = held_weights(source, keys, parallel, communicator, held)
     ops = make_ops(device, dtype, keys.weights, parallel.deterministic, pages)
-    mine = None if shard.stage is None else {fill.tensor for fill in plan_fills(shard) if fill.tensor is not None}
-    needed = source.rank_bytes(dtype.itemsize, shard.size, stored is not None, ops.matrix_bytes, mine)
+    needed = source.rank_bytes(shard, dtype.itemsize, stored is not None, ops.matrix_bytes)
     if pages is not None:
         needed = max(0, needed - pages.nbytes)
     draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)
     if draft is not None:
         needed += draft.bytes
-    return Share(config, warnings, dtype, kv_dtype, length, stage, shard, source, stored, ops, draft, needed)
+    return Share(config, warnings, dtype, kv_dtype, length, stage, shard, source, stored, ops, sharing, draft, needed)
 
 
 def has_room(

@@ -91,6 +91,7 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
         deterministic=keys.deterministic,
         address=address,
         secret=secret,
+        node_group=keys.dense_path == "node",
         **options,
     )
 

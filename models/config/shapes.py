@@ -5,6 +5,8 @@ Heads and FFN must divide; KV heads divide or are replicated evenly; the vocabul
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from .json_fields import Refusal
 from .model_config import ModelConfig
 
@@ -16,24 +18,36 @@ LEAVES = 16
 """Equal shares of a row-parallel product's inputs under `deterministic: everywhere`: the most ranks it serves."""
 
 
+class Sharing(NamedTuple):
+    """How a model with experts is divided. spread: whole experts are dealt out to the ranks in turn, else each is cut
+    over all of them. per_node: attention, dense MLPs and embedding are cut over so many ranks of a node and held once a
+    node; 0: over all ranks. Head and shared experts are cut over all ranks in any case."""
+
+    spread: bool = False
+    per_node: int = 0
+
+
+WHOLE = Sharing()
+
+
 class ShapeError(Refusal, ValueError):
     """A model that does not split over so many ranks: the arithmetic, and sizes that would do."""
 
 
-def why_not(config: ModelConfig, tp: int) -> str:
-    """The arithmetic of what does not split over tp ranks: heads % tp = 0, FFN % tp = 0, and kv_heads % tp = 0 or
-    tp % kv_heads = 0 (KV heads replicated); "" where all does."""
-    if tp < 1:
-        return f"{tp} ranks are none"
-    reasons = []
+def why_not(config: ModelConfig, ranks: int, sharing: Sharing = WHOLE) -> str:
+    """The arithmetic of what does not split over the ranks: heads % tp = 0, FFN % tp = 0, and kv_heads % tp = 0 or
+    tp % kv_heads = 0 (KV heads replicated), where tp is what the dense path is cut over; "" where all does."""
+    if ranks < 1:
+        return f"{ranks} ranks are none"
+    reasons, tp = [], sharing.per_node or ranks
     if config.num_heads % tp:
         reasons.append(f"{config.num_heads} heads % {tp} = {config.num_heads % tp}")
     e = config.experts
     if config.ffn_size % tp and not (e and all(e.layers)):
         reasons.append(f"FFN {config.ffn_size} % {tp} = {config.ffn_size % tp}")
     for what, size in (("an expert's", e.ffn_size), ("the shared experts'", e.shared_ffn_size)) if e else ():
-        if size % tp:
-            reasons.append(f"{what} FFN {size} % {tp} = {size % tp}")
+        if size % ranks and not (sharing.spread and what == "an expert's"):
+            reasons.append(f"{what} FFN {size} % {ranks} = {size % ranks}")
     kv = config.num_kv_heads
     if kv % tp and tp % kv:
         reasons.append(
@@ -59,9 +73,9 @@ def replicates_embedding(config: ModelConfig, itemsize: int, spans_nodes: bool) 
     return spans_nodes and itemsize * table <= REPLICATED_LIMIT and 4 * table <= config.num_parameters
 
 
-def check_shapes(config: ModelConfig, tp: int) -> None:
+def check_shapes(config: ModelConfig, tp: int, sharing: Sharing = WHOLE) -> None:
     """Raises ShapeError unless the model splits over tp ranks with its weights' wiring intact."""
-    if reasons := why_not(config, tp):
+    if reasons := why_not(config, tp, sharing):
         sizes = _either(valid_sizes(config), tp)
         raise ShapeError(f"tensor_parallel_size={tp} does not split this model: {reasons}: use {sizes}")
     trained = config.wiring.trained_tp
@@ -70,6 +84,39 @@ def check_shapes(config: ModelConfig, tp: int) -> None:
             f"tensor_parallel_size={tp}, but these {config.wiring.name} weights were trained for {trained} ranks, "
             f"whose residuals drift apart: use {trained}"
         )
+
+
+def share(config: ModelConfig, layout: str, dense_path: str, nodes: int, per_node: int, stages: int = 1) -> Sharing:
+    """What `parallel.expert_layout` and `parallel.dense_path` mean for a group of `nodes` x `per_node` ranks. Raises
+    ShapeError for what cannot be, with the arithmetic."""
+    e, ranks, apart = config.experts, nodes * per_node, dense_path == "node" and nodes > 1
+    if e is None:
+        for key, value, usual in (("expert_layout", layout, "auto"), ("dense_path", dense_path, "whole")):
+            if value != usual:
+                raise ShapeError(f"parallel.{key}={value}: this model has no experts: use {usual}")
+        return WHOLE
+    if layout == "spread" and e.count < ranks:
+        raise ShapeError(
+            f"parallel.expert_layout=spread: {e.count} experts < {ranks} ranks, which leaves {ranks - e.count} without "
+            "one: use tensor"
+        )
+    if layout == "spread" and nodes > 1 and not apart:
+        raise ShapeError(
+            f"parallel.expert_layout=spread with dense_path=whole: every all-reduce would cross {nodes} nodes, as with "
+            "tensor, and the busiest rank's experts would hold up the others: use dense_path node, or tensor"
+        )
+    if apart and stages > 1:
+        raise ShapeError(
+            f"parallel.dense_path=node with {stages} pipeline stages: only the last stage compares the experts that "
+            "its nodes choose: use pipeline_parallel_size 1, or whole"
+        )
+    if apart and (config.wiring.desync_every or "parallel" in config.wiring.kinds):
+        raise ShapeError(
+            f"parallel.dense_path=node: the {config.wiring.name} wiring adds attention and experts in one sum, which "
+            "would cross the nodes: use whole"
+        )
+    spread = layout == "spread" or (layout == "auto" and apart and e.count >= ranks)
+    return Sharing(spread, per_node if apart else 0)
 
 
 def check_everywhere(config: ModelConfig, tp: int) -> None:

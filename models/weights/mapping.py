@@ -4,8 +4,9 @@ models/weights/load.py reads a rank's parameters from.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from ..config.model_config import ModelConfig
@@ -15,7 +16,7 @@ from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read
 from .manifest import weights_digest
 from .quantised import CALIBRATION, PLAIN, READABLE, check_scale, is_quantised, scale_of
 from .rank_files import open_shards
-from .slices import PRODUCTS, expected_shapes, fused_experts, head_of, sources_of
+from .slices import PRODUCTS, Fill, expected_shapes, fused_experts, head_of, plan_fills, sources_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +51,28 @@ class Source:
             return (f"layers.{layer}.{product}.weight",)
         return sources_of(config, first_layer + layer, product)
 
-    def rank_bytes(
-        self, itemsize: int, size: int, keeps: bool, products: int | None = None, only: Container[str] | None = None
-    ) -> int:
-        """About what one of `size` ranks holds with `itemsize` bytes an element, `products` in the layers' matrices;
-        keeps: quantised tensors stay as they are stored; only: the tensors of its stage."""
+    def rank_bytes(self, shard: RankShard, itemsize: int, keeps: bool, products: int | None = None) -> int:
+        """About what a rank holds with `itemsize` bytes an element, `products` in the layers' matrices; keeps:
+        quantised tensors stay as they are stored."""
+        fills = [Fill(name, 0, (stored.shape or (1,))[0], name) for name, stored in self.tensors.items()]
         total = 0
-        for stored in self.tensors.values():
-            if only is not None and not self.sharded_over and stored.name not in only:
+        for fill in fills if self.sharded_over else plan_fills(shard):
+            if fill.tensor is None:
                 continue
-            width = ITEMSIZES[stored.dtype]
+            stored = self.tensors[fill.tensor]
             if keeps and is_quantised(stored):
-                held = width
+                held = ITEMSIZES[stored.dtype]
             else:
                 held = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
-            total += (stored.end - stored.begin) // width * held
-        return total if self.sharded_over else total // size
+            total += fill.count * (fill.columns or prod(stored.shape[1:])) * held
+        return total
 
 
 def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = None) -> Source:
     """What this rank loads from: files of its own where `laddertron shard` has written them for as many ranks, else the
     checkpoint. config: of the whole model, where the shard is a stage's. Raises CheckpointError."""
-    own = open_shards(folder, shard)
+    # Those files hold every matrix cut over all ranks.
+    own = None if shard.spread or shard.per_node else open_shards(folder, shard)
     if own is None:
         return open_checkpoint(folder, config or shard.config)
     return Source(folder, own.tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)

@@ -38,7 +38,8 @@ class CommOptions:
     reachable from the group's other nodes. `timeout_s`: how long a collective may make its caller wait
     (Communicator.set_timeout changes it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where
     ranks outnumber cores. `chunk_bytes`: of a large message, what one node
-    sends another at once. `secret`: the launch's, mixed into the connections' key."""
+    sends another at once. `secret`: the launch's, mixed into the connections' key. `node_group`:
+    whether the ranks of a node have an all-reduce of their own as well."""
 
     backend: BackendName = "auto"
     collective: CollectiveName = "auto"
@@ -53,6 +54,7 @@ class CommOptions:
     small_bytes: int = WHOLE_BYTES
     chunk_bytes: int = 256 << 10
     secret: bytes = b""
+    node_group: bool = False
 
     def __post_init__(self) -> None:
         if (self.collective == "emulated") != (self.emulation is not None):
@@ -97,12 +99,14 @@ class Communicator:
         closers: list[Callable[[], None]],
         set_timeout: Callable[[float], None],
         pipeline: Pipeline | None = None,
+        node_reduce: Collective | None = None,
     ) -> None:
-        """pipeline: what connects this group, a stage, with the others."""
+        """pipeline: what connects this group, a stage, with the others. node_reduce: over this rank's node alone; None
+        without CommOptions.node_group."""
         self.rank, self.size, self.layout, self.backend = rank, layout.size, layout, backend
         self.all_reduce, self.plans, self.ledger = all_reduce, plans, ledger
         self.tp, self.subgroups = groups.tp, groups.subgroups
-        self.pipeline, self._set_timeout = pipeline, set_timeout
+        self.pipeline, self._set_timeout, self.node_reduce = pipeline, set_timeout, node_reduce
         self.gathers, self._closers, self._end_groups = gathers, closers, groups.end
         self._first: list[weakref.WeakMethod[Callable[[], None]]] = []
 

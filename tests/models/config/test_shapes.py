@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from laddertron.models.config.experts import Experts, Router
 from laddertron.models.config.model_config import ModelConfig, Rope, Wiring
 from laddertron.models.config.shapes import (
     ShapeError,
+    Sharing,
     check_everywhere,
     check_shapes,
     replicates_embedding,
+    share,
     splits,
     valid_sizes,
 )
@@ -118,3 +122,55 @@ def test_everywhere_is_refused_with_the_arithmetic() -> None:
         check_everywhere(odd, 2)
     with pytest.raises(ShapeError, match="the desync-2 wiring adds other numbers at other sizes"):
         check_everywhere(replace(LLAMA_8B, wiring=Wiring(("desync",) * 32, 2, 2)), 2)
+
+
+EXPERTS = replace(LLAMA_8B, experts=Experts(8, 2, 64, (True, True), Router("softmax")))
+
+
+@pytest.mark.parametrize(
+    ("layout", "dense", "nodes", "per_node", "want"),
+    [
+        ("auto", "whole", 1, 4, (False, 0)),
+        ("auto", "whole", 2, 2, (False, 0)),
+        ("auto", "node", 2, 2, (True, 2)),
+        ("auto", "node", 2, 8, (False, 8)),
+        ("auto", "node", 1, 4, (False, 0)),
+        ("tensor", "node", 2, 2, (False, 2)),
+        ("spread", "node", 4, 2, (True, 2)),
+        ("spread", "whole", 1, 8, (True, 0)),
+    ],
+)
+def test_what_the_layouts_of_experts_mean(
+    layout: str, dense: str, nodes: int, per_node: int, want: tuple[bool, int]
+) -> None:
+    """On one node its dense path is the whole; `auto` deals experts out where each rank of several nodes gets one."""
+    sharing = share(EXPERTS, layout, dense, nodes, per_node)
+    assert sharing == want
+    check_shapes(EXPERTS, nodes * per_node, sharing)
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "said"),
+    [
+        (LLAMA_8B, ("spread", "whole", 1, 2), "expert_layout=spread: this model has no experts: use auto"),
+        (LLAMA_8B, ("auto", "node", 2, 2), "dense_path=node: this model has no experts: use whole"),
+        (EXPERTS, ("spread", "node", 2, 8), "8 experts < 16 ranks, which leaves 8 without one: use tensor"),
+        (EXPERTS, ("spread", "whole", 2, 2), "every all-reduce would cross 2 nodes"),
+        (EXPERTS, ("auto", "node", 2, 2, 2), "with 2 pipeline stages"),
+        (replace(EXPERTS, wiring=Wiring(("parallel",) * 2)), ("auto", "node", 2, 2), "the parallel wiring adds"),
+        (replace(EXPERTS, wiring=Wiring(("desync",) * 2, 2, 4)), ("auto", "node", 2, 2), "the desync-2 wiring adds"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_with_the_arithmetic(
+    config: ModelConfig, keys: tuple[Any, ...], said: str
+) -> None:
+    with pytest.raises(ShapeError, match=said):
+        share(config, *keys)
+
+
+def test_what_is_cut_by_whom_is_named() -> None:
+    """Heads by the ranks of a node, an expert by all of them, unless it is whole."""
+    check_shapes(replace(EXPERTS, num_heads=2, num_kv_heads=2), 8, Sharing(True, 2))
+    with pytest.raises(ShapeError, match="an expert's FFN 64 % 3 = 1"):
+        check_shapes(replace(EXPERTS, num_heads=3, num_kv_heads=3), 3)
+    check_shapes(replace(EXPERTS, num_heads=3, num_kv_heads=3), 3, Sharing(True))

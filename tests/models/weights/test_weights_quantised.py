@@ -124,7 +124,7 @@ def test_fp8_is_widened_exactly_or_kept_as_it_is(tmp_path: Path, layout: str, si
             for name in ("layers.1.gate_up.weight", "layers.1.down.weight", "layers.0.qkv.weight"):
                 kept_value = parameters[name].float() * parameters[f"{name}_scale"][:, None]
                 assert torch.equal(kept_value, wide[name])
-            assert source.rank_bytes(2, size, True) < source.rank_bytes(2, size, False)
+            assert source.rank_bytes(shard, 2, True) < source.rank_bytes(shard, 2, False)
 
 
 def test_layers_that_were_left_alone_stay_so(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Layouts of experts against transformers and the reference: fp32 tokens and logits, on emulated nodes as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_oracle import TOLERANCE, assert_greedy, reference_logits, transformers_logits
+
+Ranks = Callable[..., list[Any]]
+SPREAD, NODE = {"expert_layout": "spread"}, {"dense_path": "node"}
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "spread_2": (2, 2, SPREAD),
+    "spread_4": (4, 4, SPREAD),
+    "node_2x1": (2, 1, NODE),
+    "node_2x2": (4, 2, NODE),
+    "node_tensor_2x2": (4, 2, NODE | {"expert_layout": "tensor"}),
+}
+"""Ranks, ranks a node, keys."""
+OFTEN = {
+    *[("qwen3_moe_mixed", layout) for layout in LAYOUTS],
+    *[("mixtral", "spread_2"), ("glm4_moe", "node_2x1"), ("moe_ladder", "node_2x1"), ("moe_hybrid", "node_2x2")],
+}
+"""Pairwise; the others are in `make slow-test`."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def make(recipe: str) -> Path:
+        return checkpoints.save(tmp_path_factory.mktemp(recipe), recipe)
+
+    return make
+
+
+def ask(ranks: Ranks, folder: Path, recipe: str, layout: str, tmp_path: Path, **more: Any) -> list[Any]:
+    """Runs the layout, holds tokens and logits to the oracle, and returns what each rank said."""
+    size, per_node, parallel = LAYOUTS[layout]
+    prompts = checkpoints.prompts(6)
+    logits = transformers_logits(folder) if recipe in checkpoints.STOCK else reference_logits(folder)
+    with torch.inference_mode():
+        want = torch.cat([logits(prompt) for prompt in prompts])
+        save_file({"logits": want.contiguous()}, tmp_path / "want.safetensors")
+        args = {"folder": str(folder), "prompts": prompts, "expected": str(tmp_path / "want.safetensors")}
+        args |= {"parallel": parallel | more.pop("parallel", {}), "per_node": per_node, **more}
+        said = ranks(size, "expert_cases:answers", args)
+        assert_greedy(logits, prompts, said[0]["tokens"], 32)
+    for rank, result in enumerate(said):
+        assert result["distance"] < TOLERANCE * max(1.0, result["scale"] / 10), f"rank {rank}: {result}"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=() if (recipe, layout) in OFTEN else pytest.mark.slow)
+        for recipe in ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "glm4_moe", "moe_ladder", "moe_hybrid", "moe_delay2")
+        for layout in LAYOUTS
+    ],
+)
+def test_every_layout_answers_as_the_oracle_does(
+    ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, layout: str, tmp_path: Path
+) -> None:
+    """And each rank holds its share: 8 experts whole or cut, 8 heads over all ranks or those of a node; only the
+    experts' sums cross nodes."""
+    size, per_node, keys = LAYOUTS[layout]
+    said = ask(ranks, checkpoint(recipe), recipe, layout, tmp_path)
+    spread, inner = keys.get("expert_layout") != "tensor", 96 if recipe in ("mixtral", "moe_delay2") else 40
+    for result in said:
+        assert result["held"] == [8 // size if spread else 8, inner if spread else inner // size, 8 // per_node]
+        across = {layer for layer, link in result["accounts"] if link == "net"}
+        assert across == ({layer for layer in across if layer.endswith("experts")} if per_node < size else set())
+        assert per_node == size or across, "the experts' sums cross the nodes"
