@@ -204,7 +204,19 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"
 
 
+_SYNONYMS = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+}
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
+    if (meant := _SYNONYMS.get(word.lower())) in known:
+        return f" (did you mean {meant}?)"
     near = difflib.get_close_matches(word.lower().replace("-", "_")[:64], known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 

@@ -74,14 +74,14 @@ def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None 
     folder = Path(os.path.abspath(file)).parent
     if (file / "config.json").is_file():
         folder = working
-        tree, faults = read_text(f"model: {{path: {json.dumps(str(file), ensure_ascii=False)}}}", str(path))
+        tree, faults = read_text(f"model: {{path: {json.dumps(str(file), ensure_ascii=False)}}}", str(path), str(path))
     else:
         tree, faults = read_file(file, str(path))
     for override in overrides:
         tree, more = graft(tree, override)
         faults += more
     deployment, places, errors, bad = bind(tree, folder, working)
-    loaded, faults = LoadedDeployment(deployment, str(path), places), [*faults, *errors]
+    loaded, faults = LoadedDeployment(deployment, str(path), {"": tree.where} | places), [*faults, *errors]
     for keys, text in broken_rules(deployment):
         if bad.isdisjoint(keys):
             faults.append(loaded.fault(next((key for key in keys if key in places), keys[0]), text))

@@ -128,13 +128,13 @@ def _compose(text: str, name: str) -> Node | None:
         raise ConfigError([f"{name}:1: nested more than {MAX_DEPTH} deep: sections and keys need 4"]) from None
 
 
-def read_text(text: str, name: str) -> tuple[Table, list[str]]:
+def read_text(text: str, name: str, fixed: str | None = None) -> tuple[Table, list[str]]:
     """The file's table and the errors found on the way (duplicates, tags). Raises ConfigError where there is no table
-    to go on with: not YAML, too big, too deep, not a table."""
+    to go on with: not YAML, too big, too deep, not a table. `fixed` replaces `file:line` where there is no file."""
     node = _compose(text, name)
     if node is None:
         return Table(f"{name}:1", {}), []
-    builder = _Builder(name)
+    builder = _Builder(name, fixed)
     tree = builder.tree(node, "")
     if not isinstance(tree, Table):
         raise ConfigError([f"{name}:1: a deployment file is a table of sections: model, parallel, launch, …"])
@@ -143,11 +143,13 @@ def read_text(text: str, name: str) -> tuple[Table, list[str]]:
 
 def read_file(path: Path, name: str) -> tuple[Table, list[str]]:
     """As `read_text`. Raises ConfigError where the file cannot be read, is not UTF-8 or is too big."""
+    if path.name == "config.json":
+        raise ConfigError([f"{name}: a model's config.json: give its folder, {path.parent}, or a deployment file"])
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError([f"{name}:1: cannot be read: {error.strerror}"]) from None
+        raise ConfigError([f"{name}: {_unreadable(path, name, error)}"]) from None
     if len(data) > MAX_BYTES:
         raise ConfigError([f"{name}:1: more than {MAX_BYTES} bytes: is this a deployment file?"])
     try:
@@ -156,6 +158,21 @@ def read_file(path: Path, name: str) -> tuple[Table, list[str]]:
         line = data.count(b"\n", 0, error.start) + 1
         raise ConfigError([f"{name}:{line}: byte {error.start} is not UTF-8"]) from None
     return read_text(text, name)
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def _unreadable(path: Path, name: str, error: OSError) -> str:
+    if path.is_dir():
+        return (
+            "a folder without config.json: give a deployment file (laddertron config > deploy.yaml) or a model's folder"
+        )
+    if isinstance(error, FileNotFoundError) and _HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+        return (
+            "no such file; models are not downloaded by name: hf download NAME --local-dir FOLDER, then give the folder"
+        )
+    return f"cannot be read: {error.strerror}"
 
 
 _PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)+")

@@ -76,7 +76,7 @@ def load_weights(
     total = int(np.ascontiguousarray(every).view(np.int64).sum())
     if communicator.pipeline is not None:
         communicator.pipeline.least(0)  # every stage has loaded
-    on = f"{communicator.size} ranks on {nodes} node{'s' * (nodes > 1)}"
+    on = f"{communicator.size} rank{'s' * (communicator.size > 1)} on {nodes} node{'s' * (nodes > 1)}"
     if communicator.pipeline is not None:
         on = f"stage {communicator.pipeline.stage}: {on}"
     held = ", the rest lay in memory" if pages is not None and pages.filled else ""

@@ -1,7 +1,5 @@
 """`laddertron`: the command line's front door. Knows the commands' names and one-line helps; loads a command's module,
 launchers/cli/commands/<name>.py, or that of a folder of tools/, with its `command`, only when it is called.
-
-A configuration that cannot be ends here: its faults on stderr, one a line, exit code 2.
 """
 
 from __future__ import annotations
@@ -15,11 +13,9 @@ from collections.abc import Mapping, MutableMapping
 import click
 
 from ... import __version__
-from ...engine.config.yaml_tree import ConfigError
-from ...topology.hardware.cpu_tier import TierError, limit_libraries
+from ...topology.hardware.cpu_tier import limit_libraries
+from .errors import report
 
-ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
-"""Modules of the extra `engine`, which planner and client do without."""
 TOOLS: Mapping[str, tuple[str, ...]] = {
     "plan": ("plan", "simulate"),
     "bench": ("bench", "profile", "timeline", "trial"),
@@ -136,30 +132,15 @@ def give_home(environ: MutableMapping[str, str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code of the command: 2 for a faulty configuration or command line, faults on stderr, one a line."""
+    """Runs the command; its exit code (launchers/cli/errors.py has them all)."""
     give_home(os.environ)
     try:
         limit_libraries(os.environ)
         result = group.main(args=argv, prog_name="laddertron", standalone_mode=False)
-    except ConfigError as error:
-        for fault in error.faults:
-            click.echo(fault, err=True)
-        return 2
-    except TierError as error:
-        click.echo(f"laddertron: {error}", err=True)
-        return 2
-    except ModuleNotFoundError as error:
-        module = (error.name or "").partition(".")[0]
-        if module not in ENGINE:
+    except (Exception, click.Abort) as error:
+        if (code := report(error)) is None:
             raise
-        click.echo(f"laddertron: this needs {module}: pip install 'laddertron[engine]' (or [cuda])", err=True)
-        return 2
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except click.Abort:
-        click.echo("interrupted", err=True)
-        return 130
+        return code
     return result if isinstance(result, int) else 0
 
 

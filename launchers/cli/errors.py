@@ -1,15 +1,85 @@
-"""What a command ends with where the command line, a file or a configuration is wrong."""
+"""What errors of all commands look like, and the exit codes there are.
+
+An error is one line on stderr, `error: what is wrong, what is allowed`, behind its `file:line: key: ` where it is a
+deployment file's; a warning begins with `warning: `. docs/deploying.md lists the exit codes.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import click
 
+from ...engine.config.yaml_tree import ConfigError
+from ...topology.hardware.cpu_tier import TierError
+
+OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+EXIT_CODES = {
+    OK: "done",
+    FAILED: "the work failed: ranks, requests, a measurement, or the daemon refused",
+    USAGE: "the command line, the deployment file or the input is wrong; nothing was launched",
+    INTERRUPTED: "interrupted by ^C",
+    TERMINATED: "ended by SIGTERM",
+}
+ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
+"""Modules of the extra `engine`, which planner and client do without."""
+
 
 class UsageError(click.ClickException):
     """Exit code 2, one line."""
 
-    exit_code = 2
+    exit_code = USAGE
+
+    def show(self, file: object = None) -> None:
+        show_error(self.format_message())
+
+
+def show_error(text: str) -> None:
+    for line in text.splitlines():
+        click.echo(f"error: {line}", err=True)
+
+
+def show_warning(text: str) -> None:
+    click.echo(f"warning: {text}", err=True)
+
+
+def report(error: BaseException) -> int | None:
+    """Shows the error that ended a command. Its exit code; None where it is a defect, which deserves its traceback."""
+    match error:
+        case ConfigError():
+            show_error("\n".join(error.faults))
+            return USAGE
+        case TierError():
+            show_error(str(error))
+            return USAGE
+        case ModuleNotFoundError() if (module := (error.name or "").partition(".")[0]) in ENGINE:
+            show_error(f"this needs {module}: pip install 'laddertron[engine]' (or [cuda])")
+            return USAGE
+        case click.UsageError():
+            help_of = f" ({error.ctx.command_path} --help)" if error.ctx is not None else ""
+            show_error(" ".join(error.format_message().split()) + _key_of(error) + help_of)
+            return USAGE
+        case click.ClickException():
+            show_error(error.format_message())
+            return error.exit_code
+        case click.Abort():
+            click.echo("interrupted", err=True)
+            return INTERRUPTED
+    return None
+
+
+def _key_of(error: click.UsageError) -> str:
+    """For an option that is a key of the deployment file: how to set it."""
+    takes_keys = error.ctx is not None and any(p.name == "overrides" for p in error.ctx.command.params)
+    if not isinstance(error, click.NoSuchOption) or not takes_keys:
+        return ""
+    from ...engine.config.bind import hints  # with pydantic: slow, and not for every --help
+    from ...engine.config.schema import Deployment
+
+    key = error.option_name.lstrip("-").replace("-", "_")
+    section = next((name for name, cls in hints(Deployment).items() if key in hints(cls)), None)
+    return "" if section is None else f" Use --set {section}.{key}=VALUE"
 
 
 @contextmanager

@@ -45,6 +45,11 @@ def say(console: Console, text: str | Text) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def say_error(console: Console, text: str) -> None:
+    """As launchers/cli/errors.py shows errors, above a progress bar."""
+    say(console, Text.assemble(("error:", "red"), f" {text}"))
+
+
 class ConsoleLog(logging.Handler):
     """Log lines above the progress bar, broken by the terminal alone: a pipe gets one line each."""
 

@@ -12,7 +12,7 @@ from itertools import product
 
 from ...topology.hardware.fabric import Fabric
 from ...topology.placement.placement import Placement, place
-from .hosts import Host, HostAllocation, LaunchError
+from .hosts import Host, HostAllocation, LaunchError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,9 @@ def _in_order(available: HostAllocation, tp: int, replicas: int, stages: int) ->
             which = f"stage {stage} of replica {replica}" if stages > 1 else f"replica {replica}"
             raise LaunchError(
                 f"{which} of {replicas} does not fit: {tp} ranks, inside a host or in equal shares of whole hosts, but "
-                f"there are {have} slots on {len(hosts)} hosts (hosts: {available.source}) and {replica} "
-                f"replicas on them: add hosts or slots, or lower parallel.tensor_parallel_size or parallel.replicas"
+                f"there are {have} slots on {counted(len(hosts), 'host')} (hosts: {available.source}) and "
+                f"{counted(replica, 'replica')} on them: add hosts or slots, or lower parallel.tensor_parallel_size or "
+                "parallel.replicas"
             )
         if stage == 0:
             begun: dict[int, tuple[int, int]] = {}  # host -> its first slot of this replica, and how many

@@ -15,7 +15,7 @@ from ...engine.config.schema import PLACEMENT
 from ...topology.hardware import cpu_tier
 from ...topology.hardware.fabric import Fabric
 from .host_allocation import Share
-from .hosts import LaunchError
+from .hosts import LaunchError, counted
 from .network import NetworkChoice, Variable, choose_network, variables
 from .rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_text, interfaces_text, seats_text
 
@@ -164,7 +164,7 @@ def _openmpi(
     word, why = _binding(deployment)
     parts = [
         Part((site.program,), f"Open MPI {_version(site)}"),
-        Part(("-np", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
+        Part(("-np", str(ranks)), f"{counted(len(share.hosts), 'host')} x {counted(per_node, 'rank')}"),
         Part(("--host", seats_text(share.hosts)), "hosts and the ranks that each takes"),
         Part(
             ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
@@ -205,7 +205,7 @@ def _mpich(
     word, why = _binding(deployment)
     parts = [
         Part((site.program,), f"MPICH {_version(site)} (Hydra)"),
-        Part(("-n", str(ranks)), f"{len(share.hosts)} hosts x {per_node} ranks"),
+        Part(("-n", str(ranks)), f"{counted(len(share.hosts), 'host')} x {counted(per_node, 'rank')}"),
         Part(("-hosts", seats_text(share.hosts)), "hosts and the ranks that each takes"),
         Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
         Part(("-bind-to", word), why),
@@ -228,7 +228,10 @@ def _slurm(
     parts = [
         Part((site.program,), f"Slurm {_version(site)}"),
         Part((f"--mpi={slurm.mpi}",), "launch.slurm.mpi: how ranks find one another"),
-        Part((f"--nodes={len(share.hosts)}", f"--ntasks={ranks}"), f"{len(share.hosts)} nodes x {per_node} ranks"),
+        Part(
+            (f"--nodes={len(share.hosts)}", f"--ntasks={ranks}"),
+            f"{counted(len(share.hosts), 'node')} x {counted(per_node, 'rank')}",
+        ),
         Part((f"--ntasks-per-node={per_node}", "--distribution=block"), "neighbouring ranks share a node"),
     ]
     if [h.name for h in share.hosts] != ["localhost"]:
@@ -269,7 +272,7 @@ def _torchrun(
     return [
         Part((site.python, "-m", "torch.distributed.run"), "torchrun, of the same Python as the ranks"),
         Part(("--standalone", "--local-addr=localhost"), "one host: its ranks meet on loopback"),
-        Part((f"--nproc-per-node={share.hosts[0].slots}",), f"{share.hosts[0].slots} ranks on this host"),
+        Part((f"--nproc-per-node={share.hosts[0].slots}",), f"{counted(share.hosts[0].slots, 'rank')} on this host"),
         Part(("--no-python",), "what follows is a whole command"),
     ]
 
@@ -284,7 +287,7 @@ def torchrun_hosts(
         parts = (
             Part((site.python, "-m", "torch.distributed.run"), f"on {host.name}"),
             Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "the order of hosts is the order of ranks"),
-            Part((f"--nproc-per-node={host.slots}",), f"{host.slots} ranks on this host"),
+            Part((f"--nproc-per-node={host.slots}",), f"{counted(host.slots, 'rank')} on this host"),
             Part((f"--master-addr={share.hosts[0].name}", f"--master-port={TORCHRUN_PORT}"), "where the hosts meet"),
             Part(("--no-python",), "what follows is a whole command"),
             Part(tuple(program), "what each rank runs"),

@@ -41,6 +41,15 @@ FP8 = Quantisation("fp8")
 """What fp8 weights that nobody has looked at are taken for."""
 
 
+_KEYS = {
+    "wiring": "model.wiring",
+    "size": "parallel.tensor_parallel_size",
+    "replicas": "parallel.replicas",
+    "max_model_len": "model.max_model_len",
+}
+"""What `named` is called in a deployment file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What of the command line concerns every plan. `fabric` None: the deployment's, or assumed."""
@@ -59,10 +68,13 @@ def question(
     overrides: Sequence[str] = (),
     **named: Any,
 ) -> Question:
-    """Of a deployment file, or of a known architecture, to which `named` applies. Raises UsageError, and what these
-    raise."""
+    """Of a deployment file, or of a model's folder or a known architecture, to which `named` applies. Raises
+    UsageError, and what these raise."""
     if (config is None) == (model is None):
-        raise click.UsageError("give a CONFIG or --model NAME, one of the two")
+        raise click.UsageError("give a CONFIG or --model NAME|FOLDER, one of the two")
+    if model is not None and (Path(model) / "config.json").is_file():
+        config = model
+        overrides = [f"{_KEYS[name]}={value}" for name, value in named.items() if value not in (None, "auto")]
     asked = Asked(None if fabric is None else read_fabric(fabric), work, fp8)
     if config is not None:
         return from_deployment(read(config, overrides), asked)

@@ -68,7 +68,8 @@ def require_world(identity: Identity, tensor_parallel_size: int, replicas: int =
         product += f" x pipeline_parallel_size={stages}" if stages != 1 else ""
         product += f" x replicas={replicas}" if replicas != 1 else ""
         raise IdentityError(
-            f"{identity.launcher} started {identity.world_size} ranks, {product} needs {need}: "
+            f"{identity.launcher} started {identity.world_size} rank{'s' * (identity.world_size > 1)}, "
+            f"{product} needs {need}: "
             f"start {need} (laddertron launch prints the command) or set tensor_parallel_size to match"
         )
 

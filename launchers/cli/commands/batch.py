@@ -17,8 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient
-from ..errors import UsageError, ended_by
-from ..run_view import clock, say
+from ..errors import FAILED, OK, UsageError, ended_by
+from ..run_view import clock, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
 _LIST_WIDTH = 100
@@ -248,7 +248,7 @@ def _command_line(*words: str) -> str:
 def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, console: Console) -> int:
     """Says how it ended, fetches what is wanted; the exit code."""
     for error in ((batch.get("errors") or {}).get("data") or [])[:20]:
-        say(console, f"{error.get('code')}: {error.get('message')}")
+        say_error(console, f"{error.get('code')}: {error.get('message')}")
     if output is not None:
         for file_id, path in (
             (batch.get("output_file_id"), output),
@@ -258,9 +258,9 @@ def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, con
                 try:
                     size = client.download(file_id, path)
                 except (ApiError, OSError) as error:
-                    say(console, f"{path} could not be fetched: {error}: fetch it again with")
+                    say_error(console, f"{path} could not be fetched: {error}: fetch it again with")
                     say(console, f"  {_command_line('fetch', batch['id'], '-o', str(output))}")
-                    return 1
+                    return FAILED
                 say(console, f"{path}: {size} bytes")
     counts = batch.get("request_counts") or {}
     say(
@@ -270,4 +270,4 @@ def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, con
     )
     if output is None and batch.get("output_file_id"):
         say(console, f"fetch the answers with\n  {_command_line('fetch', batch['id'], '-o', 'answers.jsonl')}")
-    return 0 if batch["status"] == "completed" else 1
+    return OK if batch["status"] == "completed" else FAILED

@@ -21,6 +21,7 @@ from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ....topology.hardware.cuda_stack import look, stack_faults
 from ...job.fleet import is_here
+from ..errors import show_warning
 from ..fabric_option import fabric_option
 
 FILES = (
@@ -172,7 +173,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     if "model.path" in bad:
         return
     if look and not folder.is_dir():
-        yield loaded.fault("model.path", f"{folder}: no such folder (check --no-model skips the model)")
+        yield loaded.fault("model.path", _no_folder(folder))
     elif look:
         try:
             model, taken = from_folder(folder), ""
@@ -206,6 +207,15 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     last = layers if isinstance(layers, int) else max((n + 1 for n in layers or ()), default=0)
     if last > model.num_layers:
         yield loaded.fault("model.ladder_layers", f"names {last} layers, the model has {model.num_layers}{taken}")
+
+
+def _no_folder(path: Path) -> str:
+    if path.name == "config.json" and path.is_file():
+        return f"{path}: a model's config.json: name its folder, {path.parent}"
+    if path.is_file():
+        return f"{path}: a file: name the model's folder"
+    hint = "" if path.parent.is_dir() else "; models are not downloaded by name: hf download NAME --local-dir FOLDER"
+    return f"{path}: no such folder{hint} (check --no-model skips the model)"
 
 
 def read_model(config: str, overrides: Sequence[str] = ()) -> Deployment:
@@ -261,5 +271,5 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     if not no_model:
         d = loaded.deployment
         for warning in filter(None, (unmeasured_weights(d), kernels_warning(d), *stack_warnings(d))):
-            click.echo(f"warning: {warning}", err=True)
+            show_warning(warning)
     click.echo(summary(loaded))

@@ -16,7 +16,7 @@ from rich.table import Table
 from ....engine.config.bind import allowed
 from ....engine.config.schema import DAY, Range, Unit
 from ....engine.daemon.http.keys import Key, KeyFileError, add_key, limit_key, read_keys, revoke_key, rotate_key
-from ..errors import UsageError, ended_by
+from ..errors import UsageError, ended_by, show_warning
 
 _OldFor = Annotated[float, Unit("seconds"), Range(0, 90 * DAY)]
 _FILE = click.argument("file", type=click.Path(path_type=Path))
@@ -47,7 +47,10 @@ def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
     /metrics and nothing else."""
     if not 1 <= len(name) <= 128 or not name.isprintable():
         raise UsageError(f"NAME={name!r}: 1 to 128 printable characters")
+    others = sum(key.name == name and key.revoked_at is None for key in read_keys(file)) if file.exists() else 0
     key, secret = add_key(file, name, kind)
+    if others:
+        show_warning(f"{name} has {others} other valid key{'s' * (others > 1)}: use their ids to rotate or revoke one")
     click.echo(f"{key.id} for {name}, kept in {file} as a digest. The key, shown only now:", err=True)
     click.echo(secret)
 

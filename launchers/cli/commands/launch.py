@@ -23,6 +23,7 @@ from ...compose.kubernetes import gaps, leader_worker_set, mpijob
 from ...compose.mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
 from ...compose.slurm import sbatch
 from ...job.fleet import Fleet
+from ..errors import show_warning
 from ..fabric_option import fabric_option
 from ..fabric_source import faults_of
 from ..render import render
@@ -130,7 +131,7 @@ def command(
                 arguments = (*arguments, "--resume")
             program = _laddertron(python, arguments, os.path.abspath(config), tail)
             for gap in gaps(deployment, arguments) if emit != "slurm" else ():
-                click.echo(f"warning: {gap}", err=True)
+                show_warning(gap)
             click.echo(emitted(emit, deployment, arguments, program), nl=False)
             return
         site = site_of(deployment, environ, dry_run)

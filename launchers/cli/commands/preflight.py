@@ -24,7 +24,7 @@ from ...compose.mpi import compose
 from ...control.processes import die_with_parent
 from ...job.fleet import Fleet
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
-from ..errors import ended_by
+from ..errors import FAILED, ended_by, show_error
 from ..fabric_option import fabric_option
 
 
@@ -58,8 +58,8 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> in
         return status
     except UnlikeRanks as error:
         if identity.rank == 0:
-            click.echo(str(error), err=True)
-        return 1
+            show_error(str(error))
+        return FAILED
     except IdentityError as error:
         end(identity, str(error), 2)
     except BaseException as error:

@@ -14,7 +14,7 @@ import click
 from ....engine.config.load import read
 from ....engine.daemon.store.disk import holder_pid
 from ...job.reload import OUTCOME, different_keys, serving_in
-from ..errors import UsageError
+from ..errors import FAILED, OK, UsageError, show_error
 from ..fabric_option import fabric_option
 from .run import read_text
 
@@ -67,9 +67,12 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
             raise UsageError(f"the daemon (process {pid}) ended meanwhile: its log says why")
         time.sleep(0.1)  # a file tells nobody that it was replaced
     for reason in said["reasons"]:
-        click.echo(reason, err=True)
-    click.echo(f"reload: {said['outcome']}", err=said["outcome"] != "done")
-    return 0 if said["outcome"] == "done" else 1
+        show_error(reason)
+    if said["outcome"] != "done":
+        show_error(f"reload: {said['outcome']}: the daemon serves on as before")
+        return FAILED
+    click.echo("reload: done")
+    return OK
 
 
 def _hears(pid: int) -> bool:

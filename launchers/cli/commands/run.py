@@ -19,7 +19,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.text import Text
 
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read
 from ....engine.job import EngineJob
@@ -33,9 +32,9 @@ from ....engine.text.tokenizer import TextError, TextModel
 from ....topology.placement.identity import Identity, IdentityError, identify, require_world
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
-from ..errors import UsageError, ended_by
+from ..errors import FAILED, OK, USAGE, UsageError, ended_by
 from ..fabric_option import fabric_option
-from ..run_view import ConsoleLog, RunView, say, summary_table
+from ..run_view import ConsoleLog, RunView, say, say_error, summary_table
 from .check import memory_faults, missing_files, model_faults
 
 _SHOWN_CAUSES = 5
@@ -146,7 +145,8 @@ async def drive(
 
     def stop(number: signal.Signals) -> None:
         if caught:
-            os._exit(128 + number)  # asked twice: at once; the ranks' keeper sees this process go
+            # NOTE: at once: the ranks' keeper sees this process go, and the first signal's hint would come after them
+            os._exit(_interrupted(arguments, number, console))
         caught.append(number)
         if number == signal.SIGTERM:
             stopping.set()  # a batch system's: there is time to finish what is under way
@@ -163,8 +163,8 @@ async def drive(
                     jobs, prepared.text, pool.of(""), prepared.files, prepared.options, view, stopping
                 )
     except TextError as error:
-        say(console, f"failed: {error}")
-        return 1
+        say_error(console, str(error))
+        return FAILED
     except asyncio.CancelledError:
         if not caught:
             raise
@@ -195,14 +195,14 @@ def report(summary: Summary, arguments: Arguments, console: Console) -> int:
         say(console, f"  {cause.count:,} x {cause.code}: {cause.message}")
     if summary.reason is None:
         if summary.failed and not summary.ok + summary.skipped:
-            say(console, Text.assemble(("failed:", "red"), " no line was answered"))
-            return 1
-        return 1 if summary.failed and arguments.strict else 0
-    say(console, Text.assemble(("failed:", "red"), f" {summary.reason}"))
+            say_error(console, "no line was answered")
+            return FAILED
+        return FAILED if summary.failed and arguments.strict else OK
+    say_error(console, summary.reason)
     if began:
         lost = f"{summary.lost} requests under way were lost, what was answered is kept; resume with"
         say(console, f"{lost}\n  {arguments.resume_line()}")
-    return 1
+    return FAILED
 
 
 def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Console) -> int:
@@ -233,7 +233,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
     except IdentityError as error:
         if identity.rank == 0:
             raise UsageError(str(error)) from error
-        return 2
+        return USAGE
     if identity.rank != 0:
         return run_inside(deployment, identity, lambda jobs: asyncio.sleep(0, 0))
     prepared = Prepared(deployment, *read_text(loaded), open_files(arguments, deployment, console))

@@ -9,7 +9,7 @@ import click
 from ....engine.config.load import LoadedDeployment, read
 from ....topology.placement.identity import IdentityError, identify
 from ...job.reload import Serving
-from ..errors import UsageError, ended_by
+from ..errors import UsageError, ended_by, show_warning
 from ..fabric_option import fabric_option
 from .check import unmeasured_weights
 from .run import read_text
@@ -58,7 +58,7 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: 
         return changed
 
     if (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
-        click.echo(f"warning: {unmeasured}", err=True)
+        show_warning(unmeasured)
     with ended_by(ServeError):
         serving = Serving(os.getpid(), config, overrides, os.getcwd())
         return serve(

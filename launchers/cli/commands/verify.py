@@ -64,6 +64,8 @@ def command(config: str, against: str | None, overrides: tuple[str, ...], reques
         where = compare(*digests)
         different |= bool(where)
         _say(f"{config} against {against}: {where or 'all bits are equal'}")
+    if different and not all(d.parallel.deterministic for _, d in deployments):
+        _say("answers may depend on other requests: set parallel.deterministic: true (or everywhere, for all layouts)")
     return int(different)
 
 

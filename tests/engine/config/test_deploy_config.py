@@ -335,10 +335,30 @@ def test_what_is_not_a_deployment_file(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_bytes(b"model:\n  path: \xff\n")
     with pytest.raises(ConfigError, match=r"bad.yaml:2: byte 15 is not UTF-8"):
         load(tmp_path / "bad.yaml")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
         load(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match=r": a folder without config\.json: give a deployment file"):
         load(tmp_path)
+
+
+def test_a_model_in_place_of_a_deployment_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub's name, a config.json: what to give instead. A model folder's errors name it without a line."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^meta-llama/Llama-3\.1-8B: no such file; models are not downloaded by name: "
+    ):
+        load("meta-llama/Llama-3.1-8B")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"config\.json: a model's config\.json: give its folder, {tmp_path}"):
+        load(tmp_path / "config.json")
+    assert read(tmp_path).fault("model.path", "wrong") == f"{tmp_path}: model.path: wrong"
+    assert read(tmp_path).fault("daemon.port", "wrong") == f"{tmp_path}: daemon.port: wrong"
+
+
+@pytest.mark.parametrize(("setting", "meant"), [("engine.device=gpu", "cuda"), ("model.dtype=half", "float16")])
+def test_what_others_call_it(tmp_path: Path, setting: str, meant: str) -> None:
+    [found] = faults(tmp_path, "model: {path: m}", setting)
+    assert f"(did you mean {meant}?)" in found
 
 
 def test_bombs_are_bounded(tmp_path: Path) -> None:

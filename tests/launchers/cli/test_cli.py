@@ -24,7 +24,7 @@ from laddertron import __version__
 from laddertron.engine.config.load import load, read
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.commands.check import summary
-from laddertron.launchers.cli.errors import UsageError, ended_by
+from laddertron.launchers.cli.errors import ENGINE, UsageError, ended_by
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.slices import expected_shapes
 from tiny_text import byte_level
@@ -110,7 +110,7 @@ def test_a_faulty_config_ends_with_two_and_one_line_a_fault(tmp_path: Path, caps
     assert cli.main(["check", str(file)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert [line.split(": ")[1] for line in said.err.splitlines()] == ["model.path", "engine.max_num_seqs"]
+    assert [line.split(": ")[2] for line in said.err.splitlines()] == ["model.path", "engine.max_num_seqs"]
 
 
 def test_check_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     assert cli.main(["check", str(file)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.replace(f"{file}:", "").split(": ")[:2] for line in lines] == [
+    assert [line.replace(f"error: {file}:", "").split(": ")[:2] for line in lines] == [
         ["3", "model.max_model_len"],
         ["5", "model.ladder_layers"],
         ["7", "parallel.tensor_parallel_size"],
@@ -161,7 +161,7 @@ def test_check_asks_the_draft_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         capsys.readouterr()
         assert cli.main(["check", str(file)]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"{file}:5: engine.draft_model: a draft model")
+        assert said.startswith(f"error: {file}:5: engine.draft_model: a draft model")
         assert says in said
     assert cli.main(["check", str(file), "--set", "engine.draft_model=./none"]) == 2
     assert "engine.draft_model: " in capsys.readouterr().err
@@ -200,7 +200,7 @@ def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.Captur
         file.write_text(f"model: {{path: ./{folder}}}", encoding="utf-8")
         assert cli.main(["check", str(file)]) == 2
         [line] = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{file}:1: model.path: ")
+        assert line.startswith(f"error: {file}:1: model.path: ")
         assert says in line
 
 
@@ -213,7 +213,7 @@ def test_check_misses_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
     file.write_text("model:\n  path: ./m\n", encoding="utf-8")
     assert cli.main(["check", str(file)]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{file}:2: model.path: {tmp_path}/m/tokenizer.json is missing: save it there")
+    assert line.startswith(f"error: {file}:2: model.path: {tmp_path}/m/tokenizer.json is missing: save it there")
     assert cli.main(["check", str(file), "--no-model"]) == 0
     for named in (".", "./tokenizer.json"):
         file.write_text(f"model:\n  path: ./m\n  tokenizer: {named}\n", encoding="utf-8")
@@ -221,7 +221,7 @@ def test_check_misses_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
     file.write_text("model:\n  path: ./m\n  tokenizer: ./m\n", encoding="utf-8")
     capsys.readouterr()
     assert cli.main(["check", str(file)]) == 2
-    assert capsys.readouterr().err.startswith(f"{file}:3: model.tokenizer: ")
+    assert capsys.readouterr().err.startswith(f"error: {file}:3: model.tokenizer: ")
 
 
 WEIGHTS = "model.safetensors"
@@ -265,7 +265,7 @@ def test_check_reads_the_weights_and_the_tokenizer_as_a_start_would(
     capsys.readouterr()
     assert cli.main(["check", str(file)]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{file}:1: model.path: ")
+    assert line.startswith(f"error: {file}:1: model.path: ")
     assert says in line
     assert cli.main(["check", str(file), "--no-model"]) == 0
 
@@ -329,7 +329,7 @@ def test_planner_and_client_need_no_engine(words: tuple[str, ...], tmp_path: Pat
     install."""
     hidden = textwrap.dedent(f"""
         import sys
-        sys.modules.update(dict.fromkeys({cli.ENGINE!r}))  # as absent: not found, and not imported
+        sys.modules.update(dict.fromkeys({ENGINE!r}))  # as absent: not found, and not imported
         from laddertron.launchers.cli.__main__ import main
         sys.exit(main(sys.argv[1:]))
     """)
@@ -389,7 +389,7 @@ def test_a_models_folder_is_a_deployment(
     assert cli.main(["check", folder, "--set", "parallel.tensor_parallel_size=64"]) == 2
     assert "--set parallel.tensor_parallel_size" in capsys.readouterr().err
     assert cli.main(["check", str(CONFIGS / "monitoring")]) == 2
-    assert "cannot be read: Is a directory" in capsys.readouterr().err
+    assert "a folder without config.json" in capsys.readouterr().err
 
 
 def test_an_interrupt_during_imports_is_one_line() -> None:

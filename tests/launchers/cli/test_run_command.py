@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 import pytest
 from fake_job import FakeJob
 from laddertron.engine.config.load import read
+from laddertron.engine.openai.batch_input import check_line
 from laddertron.engine.request import ModelLimits
 from laddertron.engine.run.progress import FailureCause, LayerTime, RankKind, Snapshot, Summary
 from laddertron.launchers.cli.__main__ import main
@@ -195,7 +197,7 @@ def test_a_run_that_never_began_says_why_and_no_more() -> None:
         console = Console(file=(text := io.StringIO()), width=80)
         summary = Summary(16, 0, 0, 0, 0, 0, 0.0, reason="a rank needs more memory", lost=lost)
         assert report(summary, arguments, console) == 1
-        assert "failed: a rank needs more memory\n" in text.getvalue()
+        assert "error: a rank needs more memory\n" in text.getvalue()
         assert ("tokens" in text.getvalue(), "--resume" in text.getvalue()) == (more, more)
 
 
@@ -341,6 +343,7 @@ INTERRUPTIBLE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from fake_job import FakeJob
+from laddertron.engine.openai.batch_input import check_line
 from laddertron.engine.request import ModelLimits
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.commands import run
@@ -362,3 +365,44 @@ def test_an_interrupted_run_says_how_to_resume(tmp_path: Path, number: signal.Si
     assert shlex.join(words) in said
     assert asked.output.read_bytes().endswith(b"\n")
     assert 0 < len(asked.answers()) < 20_000
+
+
+ENDS_LATE = """
+import asyncio, sys
+from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli.commands import run
+async def ends_late(*_):
+    print("running", flush=True)
+    while True:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            print("ending", flush=True)
+run.launched_jobs, run.run_batch = lambda deployment: [], ends_late
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_second_interrupt_still_says_how_to_resume(tmp_path: Path) -> None:
+    """The first ^C waits for what it ends, and prints after it; the second one exits at once, and prints before."""
+    asked = Asked(tmp_path, 4)
+    command = [sys.executable, "-c", ENDS_LATE, *asked.words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for word in ("running", "ending"):
+            assert process.stdout.readline().strip() == word
+            process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=HANG_S)[1]
+    assert process.returncode == 130, said
+    assert said.count("--resume") == 1
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+def test_the_readmes_recipe_makes_batch_lines(tmp_path: Path) -> None:
+    """Plain lines through the jq command of the README are lines that `run` takes, each with an id of its own."""
+    (tmp_path / "plain.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "max_tokens": 3}\n', encoding="utf-8")
+    [recipe] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("jq -c ")]
+    done = subprocess.run(["sh", "-c", recipe], cwd=tmp_path, capture_output=True, check=True)
+    lines = [check_line(line) for line in done.stdout.splitlines()]
+    assert [line.error for line in lines] == [None, None]
+    assert len({line.custom_id for line in lines}) == 2

@@ -21,7 +21,11 @@ from ..tables import as_json, markdown
 
 @click.command()
 @click.argument("config", required=False, type=click.Path())
-@click.option("--model", metavar="NAME", help="A known architecture, such as llama-3.1-405b, in place of CONFIG.")
+@click.option(
+    "--model",
+    metavar="NAME|FOLDER",
+    help="A known architecture, such as llama-3.1-405b, or a model's folder, in place of CONFIG.",
+)
 @click.option("--nodes", "--fabric", "fabric", metavar="SPEC|FILE", help="2x8xH100, or a file of `topo --save`.")
 @click.option("--tp", type=click.IntRange(1), help="With --model: ranks of a replica.")
 @click.option("--replicas", type=click.IntRange(1), help="With --model.")

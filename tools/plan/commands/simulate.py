@@ -33,7 +33,7 @@ def command() -> None:
 
 @command.command("step")
 @click.argument("config", required=False, type=click.Path())
-@click.option("--model", metavar="NAME", help="A known architecture in place of CONFIG.")
+@click.option("--model", metavar="NAME|FOLDER", help="A known architecture, or a model's folder.")
 @click.option("--nodes", "--fabric", "fabric", metavar="SPEC|FILE", help="2x8xH100, or a file of `topo --save`.")
 @click.option("--tp", type=click.IntRange(1), help="With --model: ranks of a replica.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences that decode.")

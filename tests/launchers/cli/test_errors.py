@@ -1,0 +1,178 @@
+"""Errors of all commands look alike: one prefix, one line each, and the exit codes of one table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from laddertron.engine.config.load import load
+from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli import batch_client
+from laddertron.launchers.cli.commands import verify
+from laddertron.launchers.cli.errors import EXIT_CODES, FAILED, OK, USAGE, UsageError, report
+
+DOCS = Path(__file__).parents[3] / "docs"
+MISSING = "/dev/null/none.yaml"
+BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
+    "run": ((MISSING, "-i", "i.jsonl", "-o", "o.jsonl"), USAGE),
+    "batch submit": (("/dev/null/i.jsonl",), USAGE),
+    "batch status": (("batch_1",), FAILED),
+    "batch wait": (("batch_1", "-o", "/dev/null/o.jsonl"), USAGE),
+    "batch cancel": (("batch_1",), FAILED),
+    "batch fetch": (("batch_1", "-o", "o.jsonl"), FAILED),
+    "batch list": (("--limit", "0"), USAGE),
+    "bench latency": ((MISSING,), USAGE),
+    "bench throughput": ((MISSING,), USAGE),
+    "bench sweep": ((MISSING,), USAGE),
+    "serve": ((MISSING,), USAGE),
+    "reload": ((MISSING,), USAGE),
+    "keys add": (("/dev/null/keys.json", "a"), USAGE),
+    "keys list": (("/dev/null/keys.json",), USAGE),
+    "keys rotate": (("/dev/null/keys.json", "a", "--old-for", "soon"), USAGE),
+    "keys revoke": (("/dev/null/keys.json", "a"), USAGE),
+    "keys limit": (("/dev/null/keys.json", "a"), USAGE),
+    "metrics": (("--no-such",), USAGE),
+    "monitoring export": (("--no-such",), USAGE),
+    "bundle": ((MISSING,), USAGE),
+    "config": (("no-such",), USAGE),
+    "check": ((MISSING,), USAGE),
+    "plan": ((MISSING,), USAGE),
+    "launch": ((MISSING,), USAGE),
+    "topo": ((MISSING,), USAGE),
+    "verify": ((MISSING,), USAGE),
+    "trial": ((MISSING, "--against", "http://127.0.0.1:9"), USAGE),
+    "preflight": ((MISSING,), USAGE),
+    "simulate step": ((MISSING,), USAGE),
+    "simulate scale": (("--model", "no-such"), USAGE),
+    "simulate fleet": (("--model", "no-such"), USAGE),
+    "train": (("--layers", "x"), USAGE),
+    "scan": (("/dev/null", "--text", "."), FAILED),
+    "adapt": (("/dev/null", "-o", "/dev/null/out", "--text", "."), FAILED),
+    "evaluate": (("/dev/null", "--text", "."), FAILED),
+    "convert": (("/dev/null", "/dev/null/out", "--format", "hf"), FAILED),
+    "manifest": (("/dev/null",), FAILED),
+    "shard": (("/dev/null", "--tp", "2"), FAILED),
+    "profile": ((MISSING,), USAGE),
+    "timeline": (("/dev/null/trace.json", "-o", "t.svg"), FAILED),
+}
+
+
+def leaves() -> list[str]:
+    """Every command, and every subcommand of a group."""
+    found = []
+    for name in cli.group.list_commands(click.Context(cli.group)):
+        command = cli.group.get_command(click.Context(cli.group), name)
+        below = command.list_commands(click.Context(command)) if isinstance(command, click.Group) else []
+        found += [f"{name} {sub}" for sub in below] or [name]
+    return found
+
+
+def test_every_command_is_walked() -> None:
+    """A new command fails here until a bad input of its own is named."""
+    assert set(leaves()) == set(BAD_INPUT)
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_a_bad_input_is_one_error_of_one_form(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """stderr holds lines with the prefix and nothing else: no usage, no traceback; the exit code is the table's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(batch_client.time, "sleep", lambda seconds: None)  # between tries of a read
+    words, code = BAD_INPUT[name]
+    group, *sub = name.split()
+    at = ["--url", "http://127.0.0.1:9/v1"] if group == "batch" else []
+    assert cli.main([group, *at, *sub, *words]) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert lines
+    assert [line for line in lines if not line.startswith("error: ")] == []
+    assert code in EXIT_CODES
+
+
+def test_the_documented_exit_codes_are_the_tables() -> None:
+    page = (DOCS / "operating.md").read_text(encoding="utf-8")
+    for code, meaning in EXIT_CODES.items():
+        assert f"| {code} | {meaning} |\n" in page
+
+
+def test_kinds_of_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of several lines has the prefix on each; ^C is no error; a defect keeps its traceback."""
+    assert report(UsageError("one\ntwo")) == USAGE
+    assert capsys.readouterr().err == "error: one\nerror: two\n"
+    assert report(click.ClickException("why")) == FAILED
+    assert report(click.Abort()) == 130
+    assert report(ModuleNotFoundError("torch", name="torch")) == USAGE
+    assert "pip install 'laddertron[engine]'" in capsys.readouterr().err
+    assert report(ModuleNotFoundError("laddertron.no", name="laddertron.no")) is None
+    assert report(KeyError("x")) is None
+    assert OK == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("serve", "d.yaml", "--port", "8080"), "Use --set daemon.port=VALUE"),
+        (("serve", "d.yaml", "--tensor-parallel-size=2"), "Use --set parallel.tensor_parallel_size=VALUE"),
+        (("run", "d.yaml", "--max_num_seqs", "8"), "Use --set engine.max_num_seqs=VALUE"),
+        (("serve", "d.yaml", "--no-such", "8"), "No such option '--no-such'. (laddertron serve --help)"),
+    ],
+)
+def test_an_option_that_is_a_key_is_answered_with_set(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(list(words)) == USAGE
+    assert says in capsys.readouterr().err
+
+
+def test_a_second_key_of_a_name_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`keys revoke NAME` would refuse afterwards; the key is made all the same."""
+    file = str(tmp_path / "keys.json")
+    assert cli.main(["keys", "add", file, "alice"]) == OK
+    assert "warning: " not in capsys.readouterr().err
+    assert cli.main(["keys", "add", file, "alice"]) == OK
+    said = capsys.readouterr()
+    assert "warning: alice has 1 other valid key: use their ids" in said.err
+    assert said.out.startswith("sk-")
+
+
+def test_a_model_path_that_is_no_folder_is_named_as_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    for path, says in (
+        (tmp_path / "config.json", f"a model's config.json: name its folder, {tmp_path}"),
+        (__file__, "a file: name the model's folder"),
+        ("meta-llama/Llama-3.1-8B", "models are not downloaded by name: hf download NAME"),
+        (tmp_path / "none", "no such folder (check --no-model"),
+    ):
+        (tmp_path / "d.yaml").write_text(f"model: {{path: {path}}}", encoding="utf-8")
+        assert cli.main(["check", str(tmp_path / "d.yaml")]) == USAGE
+        assert says in capsys.readouterr().err
+
+
+def test_a_plan_of_a_models_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--model FOLDER` takes what a known name takes: `--tp` and the others."""
+    folder = DOCS.parent / "configs" / "demo-standard"
+    assert cli.main(["plan", "--model", str(folder), "--tp", "2", "--nodes", "1x16xcpu", "--json"]) == OK
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["tensor_parallel_size"]) == ("demo-standard", 2)
+
+
+@pytest.mark.parametrize(("deterministic", "advised"), [("false", True), ("true", False)])
+def test_verify_names_the_key_that_would_have_helped(
+    deterministic: str,
+    advised: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(verify, "_run", lambda *_: (True, []))
+    monkeypatch.setattr(verify, "read_model", load)
+    file = tmp_path / "d.yaml"
+    file.write_text(f"model: {{path: m}}\nparallel: {{deterministic: {deterministic}}}\n", encoding="utf-8")
+    assert cli.main(["verify", str(file)]) == FAILED
+    assert ("set parallel.deterministic: true" in " ".join(capsys.readouterr().out.split())) == advised
