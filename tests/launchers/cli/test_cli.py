@@ -193,10 +193,10 @@ def test_check_splits_no_wiring_that_overlaps_by_itself(capsys: pytest.CaptureFi
 
 def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An architecture that is not computed, or no config.json, is a fault of model.path, on one line."""
-    write_model(tmp_path / "m", model_type="mixtral")
+    write_model(tmp_path / "m", model_type="mamba")
     (tmp_path / "empty").mkdir()
     file = tmp_path / "d.yaml"
-    for folder, says in (("m", "mixtral"), ("empty", "config.json")):
+    for folder, says in (("m", "mamba"), ("empty", "config.json")):
         file.write_text(f"model: {{path: ./{folder}}}", encoding="utf-8")
         assert cli.main(["check", str(file)]) == 2
         [line] = capsys.readouterr().err.splitlines()
