@@ -126,8 +126,8 @@ fault-test: env ## Faults row by row, 440 seeded kill points (FAULT_SEED, FAULT_
 soak: env ## Half an hour of everything at once: clients of every kind, kills, a full disk, clock steps (SOAK_SECONDS, SOAK_SEED)
 	@$(VENV)/bin/pytest tests/faults/test_soak.py -s
 
-chaos-demo: env ## A rank, the daemon and mpirun are killed while a batch runs; every line has one answer
-	@$(PY) -m laddertron.tools.demos.chaos
+chaos-demo: env ## Ranks, keepers, mpirun and the daemon are killed while batches run: every line has one answer (FAULT_REAL kills)
+	@FAULT_REAL=$${FAULT_REAL:-12} $(VENV)/bin/pytest tests/faults/test_kill_points.py -k mpirun -s
 
 fuzz: ## The API's description as a fuzzer, some 2,500 requests, and 360 batch files of generated lines: no 5xx (minutes)
 	@LADDERTRON_SEED=$${LADDERTRON_SEED:-$$RANDOM} LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-90} $(VENV)/bin/pytest tests/engine/daemon/http/test_app_fuzz.py tests/engine/daemon/http/test_app_lines.py -s

@@ -1,1 +1,1 @@
-"""Demonstrations: a race of wirings, a night of failures, monitoring under load."""
+"""Demonstrations: a race of wirings, monitoring under load."""

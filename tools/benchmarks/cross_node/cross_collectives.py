@@ -15,38 +15,31 @@ from common import say
 from laddertron.topology.comm.bootstrap import MpiBootstrap
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
-from laddertron.topology.link_cost import WHOLE_BYTES
 from laddertron.topology.placement.layout import GroupLayout
 from numpy.typing import NDArray
 from rank_task import Spec, be_rank, of_all
 
 
 def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
-    """spec: delays_s, sizes (bytes), lanes (native, gloo, openmpi; strategies as native/NAME or gloo/NAME), seconds
-    (each lane, size and delay). A strategy is left out for sizes that it does not take."""
+    """spec: delays_s, sizes (bytes), lanes (native, gloo, openmpi), seconds (each lane, size and delay)."""
     opened: list[Communicator] = []
 
-    def joined(backend: Any, strategy: Any = "auto") -> Communicator:
-        options = CommOptions(backend=backend, collective=strategy, process_groups=backend == "gloo", address=address)
+    def joined(backend: Any) -> Communicator:
+        options = CommOptions(backend=backend, process_groups=backend == "gloo", address=address)
         opened.append(connect(bootstrap, layout, options))
         return opened[-1]
 
     control = joined("native")
     lanes: dict[str, Callable[[torch.Tensor], object]] = {}
     for name in spec["lanes"]:
-        if name == "openmpi":
-            lanes[name] = _raw_mpi(bootstrap)
-        else:
-            backend, _, strategy = name.partition("/")
-            lanes[name] = _waiting(joined(backend, strategy or "auto"))
+        lanes[name] = _raw_mpi(bootstrap) if name == "openmpi" else _waiting(joined(name))
     switch = Control(os.environ[CONTROL]) if control.rank == 0 else None
     for delay in spec["delays_s"]:
         if switch is not None:
             switch.link(delay)
         control.gather(np.zeros(1, np.uint8))
         for size in spec["sizes"]:
-            fit = {name: call for name, call in lanes.items() if takes(name, size)}
-            for name, times in _turns(fit, control, size, spec["seconds"]).items():
+            for name, times in _turns(lanes, control, size, spec["seconds"]).items():
                 if control.rank == 0:
                     say(
                         nodes=len(layout.nodes),
@@ -60,13 +53,6 @@ def collectives(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, addres
                     )
     for communicator in reversed(opened):
         communicator.close()
-
-
-def takes(lane: str, nbytes: int) -> bool:
-    """Whether the lane's strategy is what carries a message of that size: of native that is the pipeline above
-    WHOLE_BYTES."""
-    backend, _, strategy = lane.partition("/")
-    return backend != "native" or strategy in ("", "pipeline") or nbytes <= WHOLE_BYTES
 
 
 def _waiting(communicator: Communicator) -> Callable[[torch.Tensor], object]:

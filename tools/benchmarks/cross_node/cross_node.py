@@ -45,7 +45,6 @@ WIDE = {
     "positions": 256,
 }
 LLAMA150M = {**WIDE, "name": "Llama 150M, bfloat16", "layers": 12, "dtype": "bfloat16"}
-SIZES = [4096, 16384, 32768, 65536, 131072, 262144, 524288, 1 << 20]
 LARGE = [1 << 20, 2 << 20, 4 << 20, 8 << 20]
 """Messages of a prompt."""
 MTU = 65000
@@ -93,8 +92,8 @@ def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> li
 
 
 def reduce_runs(nice: int) -> list[dict[str, Any]]:
-    """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, the sweep for the cost model, and messages of
-    a prompt over 4 x 1 against gloo."""
+    """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, and messages of a prompt over 4 x 1 against
+    gloo."""
     found = []
 
     def sums(nodes: int, per_node: int, delays_ms: list[float], sizes: list[int], lanes: list[str], s: float) -> None:
@@ -102,13 +101,8 @@ def reduce_runs(nice: int) -> list[dict[str, Any]]:
         spec = {"task": "collectives", "delays_s": delays, "sizes": sizes, "lanes": lanes, "seconds": s}
         found.extend(on_cluster(nodes, per_node, spec, nice))
 
-    for nodes, per_node, native in (
-        (2, 1, ["exchange", "pipeline"]),
-        (2, 2, ["exchange", "two_level", "pipeline"]),
-        (4, 1, ["exchange", "doubling", "pipeline"]),
-    ):
+    for nodes, per_node in ((2, 1), (2, 2), (4, 1)):
         sums(nodes, per_node, [1], [16384], ["native", "gloo", "openmpi"], 1.5)
-        sums(nodes, per_node, [0, 0.1, 1] if nodes == 2 else [1], SIZES, [f"native/{s}" for s in native], 0.4)
     sums(4, 1, [0, 1], LARGE, ["native", "gloo"], 2.0)
     return found
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from common import renewed, table
-from cross_cost import BAR as MODEL_BAR
-from cross_cost import cost_table, fits
 from cross_picture import picture
 from cross_wirings import cases, later_table, law_points, wiring_bars, wiring_tables
 
@@ -33,7 +31,7 @@ def _sums(results: Results, small: bool) -> dict[tuple[str, float, int], dict[st
     and lane."""
     found: dict[tuple[str, float, int], dict[str, Line]] = {}
     for line in results["reduce"]["lines"]:
-        if "/" not in line["lane"] and (line["bytes"] == SMALL) == small:
+        if (line["bytes"] == SMALL) == small:
             key = (f"{line['nodes']} x {line['per_node']}", line["delay_s"], line["bytes"])
             found.setdefault(key, {})[line["lane"]] = line
     return found
@@ -67,7 +65,7 @@ def reduce_tables(results: Results) -> list[str]:
             "",
             *table("nodes x ranks, one-way delay | size | laddertron | gloo | gloo / laddertron", large),
         ]
-    return [*rows, *cost_table(fits(results["reduce"]["lines"]))]
+    return rows
 
 
 # decoding
@@ -142,8 +140,6 @@ def bars(results: Results) -> list[str]:
             held(share <= LARGE_BAR, f"{what} at {delay * 1e3:g} ms: {share:.2f} of gloo's time, at most {LARGE_BAR:g}")
         ratio = ours["2 x 2"] / ours["2 x 1"]
         held(ratio <= TWO_LEVEL_BAR, f"16 KB over 2 x 2: {ratio:.2f} times 2 x 1, at most {TWO_LEVEL_BAR}")
-        worst = max(fitted.worst for fitted in fits(results["reduce"]["lines"]).values())
-        held(worst <= MODEL_BAR, f"cost model's worst fitted point: {worst:.0%}, at most {MODEL_BAR:.0%}")
     if "wirings" in results:
         for met, text in wiring_bars(results["wirings"]["lines"]):
             held(met, text)
