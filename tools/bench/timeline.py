@@ -1,5 +1,5 @@
 """From a trace of `laddertron profile` to the bars of a picture: one step of one rank, computing above, all-reduces in
-flight below. Pure; tools/bench/timeline_plot.py draws.
+flight below. Pure; tools/bench/picture.py draws.
 """
 
 from __future__ import annotations

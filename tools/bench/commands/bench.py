@@ -26,7 +26,7 @@ from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchJob
 from ....models.config.wiring import WIRINGS
 from ..bench import Case
-from ..bench_measure import Row, Say, Variant, measure, measure_mix, roomy
+from ..bench_measure import Row, Say, Variant, measure, measure_mix, read_items, roomy
 from ..bench_view import case_table, mix_table, plot
 
 LINE_S = 5.0
@@ -220,8 +220,6 @@ def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: s
     always run without."""
     deployment = roomy(read_model(config, overrides), (), drafts=file is not None)
     if file is not None:
-        from ..bench_input import read_items
-
         mix = {"items": read_items(deployment, Path(file), mix["rate"], mix["seed"])}
     console = Console(stderr=as_json == "-", highlight=False)
     variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)

@@ -8,8 +8,8 @@ from typing import Literal
 import click
 
 from ....launchers.cli.errors import ended_by
+from ..picture import PlotError, draw
 from ..timeline import read_trace, timeline
-from ..timeline_plot import PlotError, draw
 
 
 def _layers(text: str | None) -> range | None:
