@@ -16,6 +16,7 @@ from common import say, to_and_fro
 from laddertron.engine.batch import Batch, StepResult
 from laddertron.engine.schedule.speculation import SpeculationRule
 from laddertron.engine.step import runner as runners
+from laddertron.engine.step.engine import Ahead
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import spread
 from laddertron.topology.comm.groups import Communicator
@@ -69,7 +70,7 @@ class Answers:
         """From now on the runner's drafts are right with this probability."""
         run = runner.run_through
 
-        def at_rate(batch: Batch, ahead: runners.Ahead | None = None) -> StepResult:
+        def at_rate(batch: Batch, ahead: Ahead | None = None) -> StepResult:
             self.rate = rate
             return run(batch, ahead)
 
