@@ -17,7 +17,7 @@ from .comm.lines import Lines, PlanChannel, stamped
 from .comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
 from .placement.layout import GroupLayout
 from .transport import transport
-from .transport.mesh import BACK, PLAN, STAGE, connect_lines, connect_mesh
+from .transport.mesh import BACK, PLAN, STAGE, Mesh, connect_lines, connect_mesh
 
 
 def connect(
@@ -61,37 +61,10 @@ def connect(
             from .comm.torch_groups import make_torch_groups
 
             groups = make_torch_groups(bootstrap, layout, options, backend, takes is not None, stages)
-        all_reduce: Collective
-        gathers: Gather
-        set_timeout: Callable[[float], None]
-        if layout.size == 1 and not (staged and backend == "nccl"):  # stages' messages want NCCL's limits
-            mesh.close_data()
-            all_reduce, gathers, set_timeout = Alone(), AloneGather(), lambda seconds: None
-        elif native:
-            core = transport.Transport(
-                mesh,
-                layout,
-                bootstrap.rank,
-                small,
-                chunk,
-                _spin(options, layout),
-                options.timeout_s,
-                options.deterministic == "everywhere",
-            )
-            closers.insert(0, core.close)
-            link = "net" if len(layout.nodes) > 1 else "node"
-            ledger.add_source(lambda: core.entries(lambda _: link), core.records, core.place)
-            all_reduce = transport.NativeCollective(core, _strategy(options, layout, choose))
-            gathers = transport.NativeGather(core, layout.size)
-            set_timeout = core.set_timeout
-        else:
-            mesh.close_data()
-            from .comm.backends import other_backend
-
-            all_reduce, gathers, set_timeout, end = other_backend(
-                backend, bootstrap, layout, groups, options, ledger, takes
-            )
-            closers.insert(0, end)
+        made = _collectives(
+            backend, bootstrap, layout, options, choose, mesh, (small, chunk), groups, ledger, closers, staged
+        )
+        all_reduce, gathers, set_timeout = made
         if pipeline is not None and backend == "nccl":
             from .comm.nccl_boundary import NcclBoundary
 
@@ -151,6 +124,49 @@ def _inside(options: CommOptions) -> Callable[[int], str]:
     """The strategy inside a node: the same order of summation on every node."""
     small = "two_level" if options.deterministic else "exchange"
     return lambda size: "pipeline" if size > options.small_bytes else small
+
+
+def _collectives(
+    backend: str,
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    options: CommOptions,
+    choose: Callable[[int], str] | None,
+    mesh: Mesh,
+    sizes: tuple[int, int],
+    groups: TorchGroups,
+    ledger: Ledger,
+    closers: list[Callable[[], None]],
+    staged: bool,
+) -> tuple[Collective, Gather, Callable[[float], None]]:
+    """All-reduce, gather and how their timeout is set; what ends them goes before the other `closers`. sizes: the
+    transport's small_bytes and chunk_bytes."""
+    # NOTE: a stage of one rank keeps NCCL, whose time limits the messages between stages need.
+    if layout.size == 1 and not (staged and backend == "nccl"):
+        mesh.close_data()
+        return Alone(), AloneGather(), lambda seconds: None
+    if backend == "native":
+        core = transport.Transport(
+            mesh,
+            layout,
+            bootstrap.rank,
+            *sizes,
+            _spin(options, layout),
+            options.timeout_s,
+            options.deterministic == "everywhere",
+        )
+        closers.insert(0, core.close)
+        link = "net" if len(layout.nodes) > 1 else "node"
+        ledger.add_source(lambda: core.entries(lambda _: link), core.records, core.place)
+        native = transport.NativeCollective(core, _strategy(options, layout, choose))
+        return native, transport.NativeGather(core, layout.size), core.set_timeout
+    mesh.close_data()
+    from .comm.backends import other_backend
+
+    takes = _takes(options, choose)
+    all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger, takes)
+    closers.insert(0, end)
+    return all_reduce, gathers, set_timeout
 
 
 def _join_stages(

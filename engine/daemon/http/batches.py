@@ -49,6 +49,25 @@ class NewBatch(StrictModel):
     )
 
 
+def _row(wanted: dict[str, Any], owner: str, now: int, model_digest: str | None) -> BatchRow:
+    """A new batch as NewBatch wants it."""
+    number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
+    return BatchRow(
+        new_id("batch_"),
+        owner,
+        wanted["endpoint"],
+        wanted["input_file_id"],
+        wanted["completion_window"],
+        "validating",
+        now,
+        now + number * _SECONDS[unit],
+        metadata=wanted.get("metadata"),
+        output_seconds=wanted.get("output_expires_after", {}).get("seconds"),
+        reuse_batch_id=wanted.get("reuse_batch_id"),
+        model_digest=model_digest,
+    )
+
+
 def batches_router(services: Services) -> APIRouter:
     router = APIRouter(tags=["batches"])
 
@@ -68,21 +87,7 @@ def batches_router(services: Services) -> APIRouter:
             reason := await services.read(lambda db: records.why_not_reuse(db, reuse, owner, model))
         ):
             raise ApiError(f"reuse_batch_id={reuse[:80]!r}: {reason}", "invalid_reuse_batch", "reuse_batch_id")
-        number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
-        batch = BatchRow(
-            new_id("batch_"),
-            owner,
-            wanted["endpoint"],
-            wanted["input_file_id"],
-            wanted["completion_window"],
-            "validating",
-            now,
-            now + number * _SECONDS[unit],
-            metadata=wanted.get("metadata"),
-            output_seconds=wanted.get("output_expires_after", {}).get("seconds"),
-            reuse_batch_id=reuse,
-            model_digest=model or None,
-        )
+        batch = _row(wanted, owner, now, model or None)
         digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
         made = await services.write(services.batches.create(batch, idempotency_key, digest))
         if made is None:

@@ -108,38 +108,8 @@ def files_router(services: Services) -> APIRouter:
     @router.post("/v1/files", openapi_extra=takes(_UPLOAD, "multipart/form-data"))
     async def upload(request: Request) -> dict[str, Any]:
         """Upload a file of batch lines (multipart: `file`, `purpose=batch`)."""
-        boundary = boundary_of(request.headers.get("content-type", ""))
-        store = services.store
-        length = int(request.headers.get("content-length", "0")[:20] or 0)
-        if not store.check_there() or store.failure is not None:
-            raise unstored(store.failure or "")
-        if free_bytes(store.folder) - length < services.limits.min_free_disk:
-            raise unstored("the disk is nearly full")
-        owner = owner_of(request)
-        services.usage.check_stored(owner, await services.read(lambda db: records.stored_bytes(db, owner)), length)
-        file_id = new_id("file-")
-        try:
-            with NewFile(store.path_of(file_id), store.disk_files) as file:
-                into = _Upload(services, file)
-                form = FormParser(boundary, into.take)
-                async for chunk in request.stream():
-                    form.feed(chunk)
-                    await into.write(_CHUNK)
-                form.close()
-                row = _row(form, file_id, owner, store.clock.stamp())
-                await into.write(0)
-                await store.in_thread(file.commit)
-                row = replace(row, bytes=file.size, digest=into.digest.hexdigest())
-            await services.batches.add_file(row, lambda stored: services.usage.check_stored(owner, stored, row.bytes))
-        except ApiError:
-            store.path_of(file_id).unlink(missing_ok=True)
-            raise
-        except (OSError, StoreUnavailable) as error:
-            if isinstance(error, OSError):
-                services.observer.store_error()
-            store.path_of(file_id).unlink(missing_ok=True)
-            raise unstored(f"the file could not be stored ({error})") from error
-        audit(request, "file.created", file_id)
+        row = await _store(services, request)
+        audit(request, "file.created", row.id)
         return row.to_json()
 
     @router.get("/v1/files")
@@ -194,6 +164,42 @@ def files_router(services: Services) -> APIRouter:
         return file
 
     return router
+
+
+async def _store(services: Services, request: Request) -> FileRow:
+    """Reads a form to the disk and enters it; keeps nothing of one that is refused. Raises ApiError."""
+    boundary = boundary_of(request.headers.get("content-type", ""))
+    store = services.store
+    length = int(request.headers.get("content-length", "0")[:20] or 0)
+    if not store.check_there() or store.failure is not None:
+        raise unstored(store.failure or "")
+    if free_bytes(store.folder) - length < services.limits.min_free_disk:
+        raise unstored("the disk is nearly full")
+    owner = owner_of(request)
+    services.usage.check_stored(owner, await services.read(lambda db: records.stored_bytes(db, owner)), length)
+    file_id = new_id("file-")
+    try:
+        with NewFile(store.path_of(file_id), store.disk_files) as file:
+            into = _Upload(services, file)
+            form = FormParser(boundary, into.take)
+            async for chunk in request.stream():
+                form.feed(chunk)
+                await into.write(_CHUNK)
+            form.close()
+            row = _row(form, file_id, owner, store.clock.stamp())
+            await into.write(0)
+            await store.in_thread(file.commit)
+            row = replace(row, bytes=file.size, digest=into.digest.hexdigest())
+        await services.batches.add_file(row, lambda stored: services.usage.check_stored(owner, stored, row.bytes))
+    except ApiError:
+        store.path_of(file_id).unlink(missing_ok=True)
+        raise
+    except (OSError, StoreUnavailable) as error:
+        if isinstance(error, OSError):
+            services.observer.store_error()
+        store.path_of(file_id).unlink(missing_ok=True)
+        raise unstored(f"the file could not be stored ({error})") from error
+    return row
 
 
 def _row(form: FormParser, file_id: str, owner: str, now: int) -> FileRow:

@@ -105,101 +105,106 @@ def _address(one: _Idler) -> str:
     return one.client[0] if one.client else ""
 
 
-def protocol_of(options: ServerOptions) -> type[H11Protocol]:
-    """uvicorn makes one for each connection and takes no arguments of ours."""
-    room = _Room(options)
+class _Bounded(H11Protocol):
+    """A connection within `options`; uvicorn makes one for each and passes no arguments of ours."""
 
-    class Bounded(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
-        _writing: asyncio.TimerHandle | None = None
+    options: ServerOptions
+    room: _Room
+    _timer: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._h11_next, self.conn.next_event = self.conn.next_event, self._next_event  # type: ignore[method-assign]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._h11_next, self.conn.next_event = self.conn.next_event, self._next_event  # type: ignore[method-assign]
+        self._came = self._body = 0
+        if why := self.room.refuse(self):
+            body = json.dumps(ApiError(why, "busy", status=503).to_json())
+            head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-length: {len(body)}\r\n"
+            rest = "content-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
+            transport.write((head + rest + body).encode())
+            transport.close()
+            return
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._came += len(data)
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._arm()  # headers have begun, and are not whole
+        else:
+            self._disarm()
+        self.room.moved(self)
+        if self._came > _FRAMING_BYTES + _FRAMING * self._body:
+            self.transport.abort()
+
+    def _next_event(self) -> Any:
+        """h11's next event; counts what of the bytes that came is body."""
+        event = self._h11_next()
+        if isinstance(event, h11.Data):
+            self._body += len(event.data)
+        elif isinstance(event, h11.Request):
             self._came = self._body = 0
-            if why := room.refuse(self):
-                body = json.dumps(ApiError(why, "busy", status=503).to_json())
-                head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-length: {len(body)}\r\n"
-                rest = "content-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
-                transport.write((head + rest + body).encode())
-                transport.close()
-                return
-            self._arm()
+        return event
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            self._came += len(data)
-            super().data_received(data)
-            if self.conn.their_state is h11.IDLE:
-                self._arm()  # headers have begun, and are not whole
-            else:
-                self._disarm()
-            room.moved(self)
-            if self._came > _FRAMING_BYTES + _FRAMING * self._body:
-                self.transport.abort()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self.room.left(self)
+        super().connection_lost(exc)
+        self.resume_writing()
 
-        def _next_event(self) -> Any:
-            """h11's next event; counts what of the bytes that came is body."""
-            event = self._h11_next()
-            if isinstance(event, h11.Data):
-                self._body += len(event.data)
-            elif isinstance(event, h11.Request):
-                self._came = self._body = 0
-            return event
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.room.moved(self)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._disarm()
-            room.left(self)
-            super().connection_lost(exc)
-            self.resume_writing()
+    @property
+    def idle(self) -> bool:
+        """Nothing is asked here, or not yet in whole."""
+        return self.cycle is None or self.cycle.response_complete
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            room.moved(self)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # a client that does not read: whoever writes to it would wait for ever
+        self._writing = self.loop.call_later(self.options.write_timeout, self.transport.abort)
 
-        @property
-        def idle(self) -> bool:
-            """Nothing is asked here, or not yet in whole."""
-            return self.cycle is None or self.cycle.response_complete
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            # a client that does not read: whoever writes to it would wait for ever
-            self._writing = self.loop.call_later(options.write_timeout, self.transport.abort)
+    def send_400_response(self, msg: str) -> None:
+        self._disarm()
+        too_long = (
+            self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > self.options.max_header_bytes
+        )
+        status = 431 if too_long else 400
+        message = f"headers of more than {self.options.max_header_bytes} bytes" if too_long else "not an HTTP request"
+        body = json.dumps(ApiError(message, "invalid_http", status=status).to_json()).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        with contextlib.suppress(h11.LocalProtocolError):  # a response is under way
+            self.transport.write(self.conn.send(h11.Response(status_code=status, headers=headers)) or b"")
+            self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
+        self.transport.close()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._writing is not None:
-                self._writing.cancel()
-                self._writing = None
+    def _arm(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.options.header_timeout, self.transport.close)
 
-        def send_400_response(self, msg: str) -> None:
-            self._disarm()
-            too_long = self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > options.max_header_bytes
-            status = 431 if too_long else 400
-            message = f"headers of more than {options.max_header_bytes} bytes" if too_long else "not an HTTP request"
-            body = json.dumps(ApiError(message, "invalid_http", status=status).to_json()).encode()
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(body))),
-                ("connection", "close"),
-            ]
-            with contextlib.suppress(h11.LocalProtocolError):  # a response is under way
-                self.transport.write(self.conn.send(h11.Response(status_code=status, headers=headers)) or b"")
-                self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
-            self.transport.close()
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-        def _arm(self) -> None:
-            if self._timer is None:
-                self._timer = self.loop.call_later(options.header_timeout, self.transport.close)
 
-        def _disarm(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-    return Bounded
+def protocol_of(options: ServerOptions) -> type[H11Protocol]:
+    """The class of a server's connections."""
+    return type("Bounded", (_Bounded,), {"options": options, "room": _Room(options)})
 
 
 class HttpServer(uvicorn.Server):
