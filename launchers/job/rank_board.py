@@ -18,6 +18,7 @@ from ..control.control import SILENCE_S
 from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
 from .options import JobTimeouts
+from .unreachable import unreachable
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's words on the rank whose end made it end the others."""
@@ -258,6 +259,10 @@ class RankBoard:
         if sign.kind in ("rank_lost", "launcher_exit", "launcher_killed") and output:
             reason += "; last output: " + " | ".join(output[-5:])
         node = self.node(sign.rank)
+        began = any(state.hello is not None for state in self.ranks.values())
+        if sign.kind == "launcher_exit" and not began and (cause := unreachable(output)) is not None:
+            # NOTE: the launcher's own advice (firewalls) is left to `output`: a better line is known
+            reason, node = f"{cause[0]} ({sign.text})", cause[1]
         return JobFailure(sign.kind, reason, sign.rank, node, collective, stage, device, exit_code, output, dumps)
 
     def describe(self, now: float) -> dict[str, Any]:
