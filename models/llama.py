@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,8 @@ class LlamaModel(nn.Module):
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
         self._at_once = False
+        self._chosen: list[Tensor] = []
+        self._routing = blake2b(digest_size=8)
 
     def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
@@ -288,6 +291,9 @@ class LlamaModel(nn.Module):
         # One stream waits for what it starts; of two, the other one computes meanwhile.
         self._at_once = len(parts) == 1
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
+        if self._chosen:
+            self._routing.update(torch.cat([c.flatten() for c in self._chosen]).to(torch.int16).numpy().tobytes())
+            self._chosen.clear()
         if not self.shard.samples:
             return ends[0] if len(ends) == 1 else torch.cat(ends)
         if self._head is None:
@@ -350,7 +356,14 @@ class LlamaModel(nn.Module):
         assert part.down is not None
         return self._scaled(part.down(part.gate_up(residual)))
 
-    def _note(self, chosen: Tensor) -> None: ...
+    def _note(self, chosen: Tensor) -> None:
+        if not chosen.is_cuda:
+            self._chosen.append(chosen)
+
+    def routed(self) -> bytes:
+        """A digest of the experts that all rows so far went through: the same on every rank, or an expert's rows were
+        computed twice or not at all."""
+        return self._routing.digest()
 
     def attention_and_mlp(self, layer: int, residual: Tensor) -> Tensor:
         if self.tree is None:

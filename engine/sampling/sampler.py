@@ -41,9 +41,15 @@ class DesyncError(RuntimeError):
     """Ranks drew different ids. `ranks` are those to blame (all, if no majority says which), `step` the sampling
     step, counted from 0, whose ids differ."""
 
-    def __init__(self, ranks: tuple[int, ...], majority: bool, step: int, tp: int) -> None:
+    def __init__(self, ranks: tuple[int, ...], majority: bool, step: int, tp: int, per_node: int = 0) -> None:
+        """per_node: the ranks of a node, where it is experts that they chose differently."""
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        if majority:
+        if per_node:
+            nodes = sorted({rank // per_node for rank in ranks})
+            last = f" to {{}} of {tp}" if per_node > 1 else f" of {tp}"
+            each = [f"node {n} (rank {n * per_node}{last.format((n + 1) * per_node - 1)})" for n in nodes]
+            what = f"{' and '.join(each)} chose other experts for the same rows {'than the others' * majority}".rstrip()
+        elif majority:
             what = f"{who} of {tp} drew other ids than the majority"
         else:
             what = f"{who} disagree with one another about the ids drawn, with no majority"
@@ -87,6 +93,9 @@ class Sampler:
         """on_device: how `start` draws; without it every draw passes through the host."""
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
         self.step, self.grammars = 0, grammars
+        self.routed: Callable[[], bytes] = bytes
+        """A digest of the experts that rows went through, of eight bytes; none for a model without."""
+        self.per_node, self._routed = 1, b""
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
         work = make_shard(shard.start, device)
@@ -129,7 +138,8 @@ class Sampler:
             sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
         self._slots.append(plan, sampled.ids, sampled.nonfinite, sampled.taken)
         self._add_digests(sampled, logits_BV, slots)
-        self._digest = _digest(self.step, plan.at, sampled.ids, fed)
+        self._routed = self.routed()
+        self._digest = _digest(self.step, plan.at, sampled.ids, fed, self._routed)
         self.step += 1
         return sampled
 
@@ -213,12 +223,17 @@ class Sampler:
         self._agreed(digests.view("<u8")[:, 0], self.step)
         return rest
 
-    @staticmethod
-    def _agreed(digests: Array, step: int) -> None:
-        """digests [tp]: those that the gather of the sampling step `step` carried, of the ids before."""
+    def _agreed(self, digests: Array, step: int) -> None:
+        """digests [tp]: those that the gather of the sampling step `step` carried, of the ids before. Where they
+        differ, they do on every rank: all of them gather what says why."""
         found = rule.disagreement(digests)
-        if found is not None:
-            raise DesyncError(*found, step=step - 1, tp=len(digests))
+        if found is None:
+            return
+        if self._routed:
+            (routed,) = self._exchange([np.frombuffer(self._routed, "<u8")])
+            if (other := rule.disagreement(routed[:, 0])) is not None:
+                raise DesyncError(*other, step=step - 1, tp=len(digests), per_node=self.per_node)
+        raise DesyncError(*found, step=step - 1, tp=len(digests))
 
     def _exchange(self, parts: list[Array]) -> list[Array]:
         """One gather of several arrays: each part [...] comes back as [tp, ...]."""
@@ -232,8 +247,11 @@ class Sampler:
         return out
 
 
-def _digest(step: int, slots: Array, ids: npt.NDArray[np.int32], fed: Array | None = None) -> npt.NDArray[np.uint8]:
-    """Of what a step drew, and of the drafts behind which it did: ranks whose drafts differ computed no one row."""
+def _digest(
+    step: int, slots: Array, ids: npt.NDArray[np.int32], fed: Array | None = None, routed: bytes = b""
+) -> npt.NDArray[np.uint8]:
+    """Of what a step drew, of the drafts behind which it did, and of the experts that rows went through: ranks where
+    these differ computed no one row."""
     behind = b"" if fed is None else fed.tobytes()
-    drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes(), behind))
+    drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes(), behind, routed))
     return np.frombuffer(blake2b(drawn, digest_size=8).digest(), np.uint8)

@@ -177,6 +177,8 @@ def build(
     if device.type == "cuda":
         voice.say(f"drawn ids: {why}")
     sampler = _sampler(share, Path(deployment.text_folder), keys.max_num_seqs, communicator, device, on_device)
+    if share.config.experts is not None and share.shard.samples:
+        sampler.routed, sampler.per_node = model.routed, communicator.layout.per_node
     runner = _runner(share, keys, communicator, model, cache, attention, sampler, num_blocks)
 
     limits = _scheduler_limits(share, keys, parallel.microbatches, num_blocks)

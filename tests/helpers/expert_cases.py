@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
 import engine_cases
 import torch
 from laddertron.engine.config.schema import ParallelConfig
+from laddertron.engine.sampling.sampler import DesyncError
+from laddertron.engine.schedule.scheduler import Scheduler
+from laddertron.engine.step.engine import Engine, StepProgress, drain, follow
 from laddertron.topology.comm.groups import CommOptions
 from rank_pool import Rank
 from safetensors.torch import load_file
@@ -50,10 +54,65 @@ def answers(
     }
 
 
-def logits_bits(rank: Rank, folder: str, prompts: list[list[int]], parallel: dict[str, Any], per_node: int) -> str:
-    """A digest of this rank's logits."""
+def planted(
+    rank: Rank, folder: str, prompt: list[int], parallel: dict[str, Any], per_node: int, culprit: int, at: int
+) -> tuple[str, int]:
+    """One bit of one router's logits, the sign of the largest, is flipped on `culprit` in the forward pass `at`.
+    Returns the error, and how many tokens were released before."""
     with rank.connect(per_node, options(parallel)) as communicator:
         d = engine_cases.deployment(folder, rank.size)
         d = replace(d, parallel=ParallelConfig(tensor_parallel_size=rank.size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
-        return str(torch.hash_tensor(engine_cases.forward_all(built, prompts)).item())
+        layer = built.runner.model._layers[1]
+        inner, count = layer.mixture.product, iter(range(1 << 30))
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            logits = inner(x)
+            if next(count) == at and rank.rank == culprit:
+                row = logits[0]
+                best = int(row.argmax())
+                assert row[best] > 0, "the sign must change the order"
+                row.view(torch.int32)[best] ^= torch.iinfo(torch.int32).min
+            return logits
+
+        object.__setattr__(layer.mixture, "product", product)
+        released = 0
+        progress = StepProgress()
+        try:
+            if rank.rank:
+                follow(built.runner, communicator.plans, progress)
+                return "", 0
+            engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, progress)
+            engine.add(engine_cases.request(0, prompt))
+            for event in drain(engine):
+                released += len(event.tokens)
+            engine.close()
+        except DesyncError as error:
+            return str(error), released
+    return "", released
+
+
+def row_bits(
+    rank: Rank, folder: str, prompts: list[list[int]], parallel: dict[str, Any], per_node: int
+) -> tuple[list[str], list[str]]:
+    """Digests of the logits of each prompt, computed in a step of its own and in one step with all others."""
+    with rank.connect(per_node, options(parallel, deterministic=True)) as communicator:
+        d = engine_cases.deployment(folder, rank.size, max_num_batched_tokens=256)
+        d = replace(d, parallel=ParallelConfig(tensor_parallel_size=rank.size, **parallel))
+        built = engine_cases.build_on(rank, d, communicator)
+        lengths = [len(prompt) for prompt in prompts]
+        alone = engine_cases.forward_all(built, prompts).split(lengths)
+        runner, block, chunks, sequences, blocks = built.runner, 0, [], [], []
+        params = engine_cases.SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+        for slot, prompt in enumerate(prompts):
+            needed = -(-(len(prompt) + 1) // runner.size)
+            sequences.append(engine_cases.NewSequence(slot, 0, len(prompt), tuple(prompt), params))
+            blocks.append((slot, tuple(range(block, block + needed))))
+            chunks.append(engine_cases.Chunk(slot, 0, len(prompt), samples=False, prompt_logprobs=True))
+            block += needed
+        runner._apply(engine_cases.Batch(len(prompts), (0,), tuple(sequences), tuple(blocks), (), tuple(chunks)))
+        with torch.inference_mode():
+            layout, tokens, wanted = runner._layout(chunks)
+            together = runner.model.forward(tokens, layout, runner.attention, wanted).split(lengths)
+        first, second = ([hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in each] for each in (alone, together))
+        return first, second
