@@ -110,7 +110,7 @@ def test_a_planted_bit_is_named_by_node_before_anything_is_released(
         (
             "mixtral",
             "node_2x1",
-            {"engine": {"kv_cache_memory": 96 << 10, "max_num_seqs": 4}, "model": {"max_model_len": 64}},
+            {"engine": {"kv_cache_memory": 192 << 10}, "model": {"max_model_len": 64}},
         ),
     ],
 )
