@@ -1,4 +1,5 @@
-"""What a link takes for a message, and how large a message may be for the native transport to send it whole. Data."""
+"""The cost of a message on a link and of an all-reduce on an emulated fabric (topology/comm/emulated.py keeps to it),
+and how large a message the native transport sends whole. Data."""
 
 from __future__ import annotations
 
@@ -18,3 +19,45 @@ class LinkCost:
     def __post_init__(self) -> None:
         if self.latency_s < 0 or self.bytes_per_s <= 0:
             raise ValueError(f"latency {self.latency_s} s must be 0 or more, {self.bytes_per_s} bytes/s more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What one all-reduce of n bytes costs: latency_s + n / bytes_per_s, or by one of `others` where that is cheaper
+    (a library has protocols for small and for large messages). The wire carries one message at a time; the latencies of
+    several overlap. `name` says which fabric is meant. On a GPU alone: `multiprocessors` that a message holds while it
+    travels (0: none, a pure delay), and `ranks` of the group that is meant, which say how many of the bytes pass
+    through a rank's memory."""
+
+    name: str
+    latency_s: float
+    bytes_per_s: float = float("inf")
+    others: tuple[LinkCost, ...] = ()
+    ranks: int = 2
+    multiprocessors: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_s < 60 and self.bytes_per_s > 0):
+            raise ValueError(f"emulation {self.name}: latency_s in [0, 60) and bytes_per_s > 0, got {self}")
+        if self.ranks < 1 or self.multiprocessors < 0:
+            raise ValueError(f"emulation {self.name}: ranks of 1 or more and multiprocessors of 0 or more, got {self}")
+
+    @property
+    def label(self) -> str:
+        held = f", {self.multiprocessors} multiprocessors held" if self.multiprocessors else ""
+        return f"emulated {self.name}{held}"
+
+    def parts(self, nbytes: int) -> tuple[float, float]:
+        """(latency, time on the wire) of a message of nbytes, in seconds."""
+        prices = (LinkCost(self.latency_s, self.bytes_per_s), *self.others)
+        best = min(prices, key=lambda price: price.latency_s + nbytes / price.bytes_per_s)
+        return best.latency_s, nbytes / best.bytes_per_s
+
+    def seconds(self, nbytes: int) -> float:
+        """One all-reduce of nbytes, alone on the wire."""
+        return sum(self.parts(nbytes))
+
+    def moved_bytes(self, nbytes: int) -> int:
+        """What a rank reads and what it writes for an all-reduce of nbytes: each part of the message goes to all other
+        ranks once on its way to the sum and once on its way back."""
+        return round(2 * (self.ranks - 1) / self.ranks * nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...topology.cost.emulated_fabric import emulation_of
-from ...topology.emulation import Emulation
+from ...topology.link_cost import Emulation
 from .schema import ParallelConfig
 
 

@@ -1,10 +1,12 @@
-"""Where each rank of a launch belongs: said by the composer in the ranks' environment, verified by the ranks when they
-meet. Pure. Only where a fabric was given: its host names are those that hosts call themselves.
+"""Where each rank of a launch belongs: written by the composer into the ranks' environment, verified by the ranks when
+they meet; and the binding of a rank's threads to its cores. Only where a fabric was given: its host names are those
+that hosts call themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 
 from ...topology.hardware.fabric import format_cpus, parse_cpus
 from ...topology.placement.identity import Launcher
@@ -106,3 +108,27 @@ def _of_host(name: str, text: str | None, hostname: str) -> str | None:
         if same_host(host, hostname):
             found = said
     return found
+
+
+TASKS = "/proc/self/task"
+
+
+def bind(cores: Iterable[int]) -> None:
+    """This process's threads, and so those that they will start, on `cores` alone. Raises MappingError where the
+    machine does not give all of them."""
+    wanted = set(cores)
+    for thread in map(int, os.listdir(TASKS)):
+        try:
+            os.sched_setaffinity(thread, wanted)
+        except ProcessLookupError:
+            continue  # it ended meanwhile
+        except OSError:
+            break  # none of the cores is there, which what follows says
+    # of cores that a container or a batch step lacks, the kernel says nothing
+    given = os.sched_getaffinity(0)
+    if given != wanted:
+        raise MappingError(
+            f"launch.bind_to is placement, which has cores {format_cpus(wanted)} for this rank; the machine gives "
+            f"{format_cpus(given)}: save the fabric from inside the same allocation or container (`laddertron launch "
+            "CONFIG topo --save FILE`), or set launch.bind_to: none"
+        )

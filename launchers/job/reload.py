@@ -21,7 +21,8 @@ from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, rea
 from ...engine.run.model_digest import model_digest
 from ...engine.text.tokenizer import text_digest
 from ...topology.json_codec import build, write_file
-from .rolling_job import HeldJob, RollingJob
+from .rolling_job import RollingJob
+from .supervisor import MpiJob
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Reloader:
         self,
         loaded: LoadedDeployment,
         read: Callable[[], LoadedDeployment],
-        make: Callable[[Deployment, bool], Sequence[HeldJob]],
+        make: Callable[[Deployment, bool], Sequence[MpiJob]],
         jobs: Sequence[RollingJob],
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
@@ -169,7 +170,7 @@ class Reloader:
             self.deployments[index] = new
         return "done", []
 
-    def _again(self, index: int) -> HeldJob:
+    def _again(self, index: int) -> MpiJob:
         """A replica as it was."""
         return self._make(self.deployments[index], False)[index]
 

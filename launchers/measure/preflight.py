@@ -1,6 +1,6 @@
 """A rank's part of preflight: measures its links, the collectives and itself; rank 0 judges and makes the tuning.
 
-What to measure and what is wrong is topology/cost/preflight.py's, the fit topology/cost/fit.py's. Prints nothing.
+What to measure and what is wrong is preflight_plan.py's, the fit topology/cost/fit.py's. Prints nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from ...topology.connect import connect
 from ...topology.cost.cost import Backend, Shape, shape_of
 from ...topology.cost.fit import Fit, Point, fit
 from ...topology.cost.links import line_of, needs_torch_groups
-from ...topology.cost.preflight import (
+from ...topology.cost.tuning import Tuning, make
+from ...topology.hardware.fabric import Fabric
+from ...topology.json_codec import build, unbuild
+from ...topology.placement.identity import Identity, require_world
+from ...topology.placement.layout import observed_layout
+from ..rank import load_tuning as tuned
+from ..rank.rank import choose_device, comm_options, local_address, set_threads
+from .preflight_job import MEET_S, START_S, Watch, sign
+from .preflight_links import SLACK_S, measure_links, report, sweep, unconnected
+from .preflight_plan import (
     Finding,
     LinkTime,
     Pair,
@@ -35,16 +44,6 @@ from ...topology.cost.preflight import (
     slowest,
     unlike,
 )
-from ...topology.cost.tuning import Tuning, make
-from ...topology.hardware.fabric import Fabric
-from ...topology.json_codec import build, unbuild
-from ...topology.placement.identity import Identity, require_world
-from ...topology.placement.layout import observed_layout
-from ..rank import load_tuning as tuned
-from ..rank.rank import choose_device, comm_options, local_address, set_threads
-from .preflight_job import MEET_S, START_S, Watch, sign
-from .preflight_links import SLACK_S, measure_links, sweep, unconnected
-from .preflight_rank import report
 
 BATCHES = (1, 4, 16, 64, 256)
 """Decode batches whose all-reduces are measured beside the usual sizes."""

@@ -31,8 +31,7 @@ from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.placement.identity import Identity
 from ...topology.placement.layout import observed_layout
 from ...topology.placement.mapping import MappingError
-from ..compose.binding import bind
-from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_here, interface_here, verify_seats
+from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, bind, cores_here, interface_here, verify_seats
 from ..control import messages
 from .load_tuning import backend_here, tuned_choice
 from .rank_health import HealthWatch, make_look

@@ -19,8 +19,8 @@ from ...models.config.parts import Wiring, make_wiring
 from ...models.residual import collectives_per_step
 from ...models.stages import Stage
 from ...topology.cost.cost import Backend, Costs, Shape, sent_bytes
-from ...topology.emulation import Emulation
 from ...topology.hardware.fabric import Fabric
+from ...topology.link_cost import Emulation
 from ...topology.placement.mapping import RankRow, explain
 from ...topology.placement.placement import Placement
 from .advice import recommend

@@ -14,8 +14,8 @@ from ...models.config.parts import Wiring
 from ...models.stages import RankShard
 from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, untuned
 from ...topology.cost.prices import reference
-from ...topology.emulation import Emulation
 from ...topology.hardware.fabric import Device, LinkClass, Node
+from ...topology.link_cost import Emulation
 from .step_simulator import StepCost, StepTime, Wire, simulate_step
 
 WEIGHT_SHARE = 0.76

@@ -197,7 +197,7 @@ def counted(spec: str) -> tuple[int, str]:
 
 def delayed(q: Question, delay_s: float) -> Question:
     """The same with every all-reduce arriving later."""
-    from ...topology.emulation import Emulation
+    from ...topology.link_cost import Emulation
 
     return replace(q, emulated=Emulation(f"link {delay_s * 1e3:g} ms", delay_s))
 

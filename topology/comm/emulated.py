@@ -11,7 +11,7 @@ import time
 
 from torch import Tensor
 
-from ..emulation import Emulation
+from ..link_cost import Emulation
 from .collectives import Collective, Later, Pending
 from .ledger import Ledger
 

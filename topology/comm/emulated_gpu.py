@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..emulation import Emulation
 from ..hardware.cuda_stack import triton_missing
+from ..link_cost import Emulation
 from .collectives import Collective, Later, Pending
 from .gpu_stream import StreamCollective
 from .ledger import Ledger

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..emulation import Emulation
-from ..link_cost import WHOLE_BYTES
+from ..link_cost import WHOLE_BYTES, Emulation
 from .collectives import Collective, DeviceGather, Gather, Gathering
 from .ledger import Ledger
 from .lines import PlanChannel

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..emulation import Emulation
 from ..hardware.presets import preset
-from ..link_cost import LinkCost
+from ..link_cost import Emulation, LinkCost
 from ..placement.placement import place
 from .cost import Backend, price, shape_of, terms, untuned
 from .prices import reference

@@ -49,7 +49,7 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> in
         status, outcome = run_preflight(deployment, identity, lambda text: end(identity, text, 1))
         signal.alarm(int(DONE_S))  # MPI's own end waits for all ranks, and cannot be ended from Python
         if outcome is not None:
-            from ..preflight_view import show
+            from ...measure.preflight_view import show
 
             if outcome.tuning is not None and save is not None:
                 outcome.tuning.save(save)

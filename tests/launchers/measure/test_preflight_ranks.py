@@ -19,13 +19,13 @@ import pytest
 import torch
 from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSection, ParallelConfig
 from laddertron.launchers.cli.commands import preflight as door
-from laddertron.launchers.cli.preflight_view import show
-from laddertron.launchers.measure import preflight, preflight_rank
+from laddertron.launchers.measure import preflight, preflight_links
 from laddertron.launchers.measure.preflight_job import MEET_S, START_S, Watch
+from laddertron.launchers.measure.preflight_plan import NodeTransport, RankReport
+from laddertron.launchers.measure.preflight_view import show
 from laddertron.topology.comm.bootstrap import StarBootstrap
 from laddertron.topology.comm.nccl import nccl_log, nccl_log_path
 from laddertron.topology.cost.cost import Shape
-from laddertron.topology.cost.preflight import NodeTransport, RankReport
 from laddertron.topology.hardware.discover import discover
 from laddertron.topology.hardware.fabric import Fabric
 from laddertron.topology.placement.identity import Identity, IdentityError
@@ -138,13 +138,13 @@ def test_the_tuning_is_the_slowest_groups() -> None:
 
 def test_each_backend_says_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Between nodes; NCCL alone has a log to read, and counts as sockets until that says otherwise."""
-    monkeypatch.setattr(preflight_rank, "matmul_s", lambda device: 1e-3)
+    monkeypatch.setattr(preflight_links, "matmul_s", lambda device: 1e-3)
     silent = SimpleNamespace(rank=1, size=2, all_gather=lambda payload: [payload] * 2)
     (tmp_path / "log").write_text("x NCCL INFO Using network IB\n")
 
     def used(backend: Any, spans: bool = True, log: Path | None = None) -> str:
         bootstrap: Any = silent
-        report = preflight_rank.report(SECOND, bootstrap, backend, torch.device("cpu"), spans, log)
+        report = preflight_links.report(SECOND, bootstrap, backend, torch.device("cpu"), spans, log)
         return report.transport.used
 
     assert [used(backend) for backend in ("native", "gloo", "mpi")] == ["native", "gloo", "mpi"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from laddertron.engine.job import RankHeartbeat
-from laddertron.engine.metrics.window import Windows
+from laddertron.engine.metrics.ranks import Windows
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.rank.rank_status import collective_rows
 from laddertron.models.config.model_config import Wiring

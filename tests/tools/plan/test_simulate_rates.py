@@ -21,8 +21,8 @@ from laddertron.tools.plan.roofline import (
 from laddertron.tools.plan.step_simulator import Wire
 from laddertron.topology.cost.cost import Shape, predict
 from laddertron.topology.cost.prices import reference
-from laddertron.topology.emulation import Emulation
 from laddertron.topology.hardware.presets import preset
+from laddertron.topology.link_cost import Emulation
 
 QUIET = Links(lambda n: Wire(0.0), lambda n: "none", "")
 SLOW_MEMORY = ComputeRates(1e30, 1.0, 1.0, 0.0, 0.0, "one byte a second")

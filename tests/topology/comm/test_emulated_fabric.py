@@ -16,9 +16,8 @@ from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.cost.cost import choose, shape_of, untuned
 from laddertron.topology.cost.emulated_fabric import emulation_of
 from laddertron.topology.cost.prices import reference
-from laddertron.topology.emulation import Emulation
 from laddertron.topology.hardware.presets import preset
-from laddertron.topology.link_cost import LinkCost
+from laddertron.topology.link_cost import Emulation, LinkCost
 from laddertron.topology.placement.placement import PlacementError, place
 
 

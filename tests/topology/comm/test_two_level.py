@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from laddertron.engine.config.schema import Deployment, LaunchConfig, ModelSection, ParallelConfig
 from laddertron.launchers.measure import preflight_links
+from laddertron.launchers.measure.preflight_plan import PreflightPlan
 from laddertron.launchers.rank import load_tuning as tuned
 from laddertron.topology import connect as connecting
 from laddertron.topology.comm import gpu_stream, nccl, two_level
@@ -29,11 +30,10 @@ from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.connect import connect
 from laddertron.topology.cost.cost import Shape, Strategy
 from laddertron.topology.cost.fit import Point, fit
-from laddertron.topology.cost.preflight import PreflightPlan
 from laddertron.topology.cost.tuning import make
-from laddertron.topology.emulation import Emulation
 from laddertron.topology.hardware.discover import discover
 from laddertron.topology.hardware.fabric import Fabric
+from laddertron.topology.link_cost import Emulation
 from laddertron.topology.placement.layout import GroupLayout
 from rank_pool import Rank
 from waiting import FOR_EVER_S, HANG_S, until

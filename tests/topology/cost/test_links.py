@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from laddertron.launchers.measure.preflight_links import measure_links
+from laddertron.launchers.measure.preflight_plan import plan
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.cost.cost import shape_of
 from laddertron.topology.cost.links import line_of, needs_torch_groups
-from laddertron.topology.cost.preflight import plan
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.placement.placement import place
 from rank_pool import Rank

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 from laddertron.engine.config.schema import Deployment, ModelSection, ParallelConfig
-from laddertron.launchers.rank.rank import insist_on_transport
-from laddertron.topology.cost.cost import Costs, Regime, Shape, shape_of
-from laddertron.topology.cost.fit import Fit, Point, Residual
-from laddertron.topology.cost.preflight import (
+from laddertron.launchers.measure.preflight_plan import (
     LinkTime,
     NodeTransport,
     Pair,
@@ -20,6 +17,9 @@ from laddertron.topology.cost.preflight import (
     slowest,
     unlike,
 )
+from laddertron.launchers.rank.rank import insist_on_transport
+from laddertron.topology.cost.cost import Costs, Regime, Shape, shape_of
+from laddertron.topology.cost.fit import Fit, Point, Residual
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.link_cost import LinkCost
 from laddertron.topology.placement.placement import place

@@ -231,7 +231,7 @@ def test_torch_stays_out() -> None:
     """The command, the placement, the cost model and its tuning start without torch."""
     code = (
         "import sys, laddertron.launchers.cli.commands.topo, laddertron.launchers.cli.topo_view, "
-        "laddertron.topology.cost.tuning, laddertron.topology.cost.preflight; "
+        "laddertron.topology.cost.tuning, laddertron.launchers.measure.preflight_plan; "
         "sys.exit('torch' in sys.modules or 'mpi4py' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0

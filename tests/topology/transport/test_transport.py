@@ -32,7 +32,7 @@ from laddertron.topology.comm.emulated import Emulated, emulate
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.comm.ledger import Ledger, overlap_ratio
 from laddertron.topology.comm.lines import FRAME_LIMIT, PlanChannel
-from laddertron.topology.emulation import Emulation
+from laddertron.topology.link_cost import Emulation
 from laddertron.topology.placement.layout import GroupLayout
 from laddertron.topology.transport import transport as native
 from laddertron.topology.transport.mesh import Mesh, MeshError, connect_mesh

@@ -13,10 +13,10 @@ from itertools import pairwise
 from math import log
 from typing import Literal
 
-from ..hardware.fabric import Fabric
-from ..placement.placement import Placement
-from .cost import Backend, Shape, Strategy, candidates
-from .fit import Fit, Point
+from ...topology.cost.cost import Backend, Shape, Strategy, candidates
+from ...topology.cost.fit import Fit, Point
+from ...topology.hardware.fabric import Fabric
+from ...topology.placement.placement import Placement
 
 SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...topology.cost.fit import Fit
-from ..measure.preflight import PreflightOutcome
+from .preflight import PreflightOutcome
 
 _MARKS = {"error": "red", "warning": "yellow"}
 
