@@ -5,6 +5,7 @@ Plain parameters here, for the operators of a CPU; Megatron-core's layers on GPU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -139,4 +140,16 @@ def prepare(
         product = ops.product(weight, bias, norm, tree)
     if ops.repacks:
         layer.weight.data = weight.new_empty(0)
+    return product
+
+
+def prepare_lanes(
+    layer: Any, ops: TorchOps, count: int, norms: Sequence[Norm | None] | None = None, gated: bool = False
+) -> Product:
+    """x [k, T, in] -> y [k, T, out] for the `count` = k matrices that lie one behind the other in the weight, each
+    behind its norm. The parameter is given up as in `prepare`."""
+    weights = layer.weight.detach().chunk(count)
+    product = ops.lane_products(weights, norms or [None] * count, gated)
+    if ops.repacks:
+        layer.weight.data = layer.weight.new_empty(0)
     return product

@@ -23,7 +23,7 @@ from .config.shapes import LEAVES, WHOLE, Sharing
 from .cuda.fp8 import Fp8
 from .layers import Cut, Layers, Linear, VocabEmbedding, make_layers, prepare
 from .mixture import Mixture, MixtureWeights
-from .ops import Norm, Product, RunningSum, TorchOps, Tree
+from .ops import LaneStream, Norm, Product, RunningSum, TorchOps, Tree
 from .rotary import RotaryTable
 from .stages import RankShard, Stage
 from .weights.load import Progress, load
@@ -40,13 +40,13 @@ class LayerWeights(nn.Module):
         super().__init__()
         c, dim = shard.config, shard.config.head_dim
         outputs = c.num_heads * dim + 2 * shard.kv_heads_in_all * dim
-        self.attention_norm = _Scale(c.hidden_size, dtype=dtype)
+        self.attention_norm = Scale(c.hidden_size, dtype=dtype)
         self.qkv = layers.column(c.hidden_size, outputs, c.qkv_bias)
         if c.qk_norm:
-            self.q_norm, self.k_norm = _Scale(dim, dtype=dtype), _Scale(dim, dtype=dtype)
+            self.q_norm, self.k_norm = Scale(dim, dtype=dtype), Scale(dim, dtype=dtype)
         self.o = layers.row(c.num_heads * dim, c.hidden_size, c.o_bias)
         if c.wiring.kinds[layer] != "parallel":
-            self.mlp_norm = _Scale(c.hidden_size, dtype=dtype)
+            self.mlp_norm = Scale(c.hidden_size, dtype=dtype)
         if c.has_experts(layer):
             self.experts = MixtureWeights(shard, dtype)
         else:
@@ -54,14 +54,16 @@ class LayerWeights(nn.Module):
             self.down = layers.row(c.ffn_size, c.hidden_size, c.mlp_bias)
 
 
-class _Scale(nn.Module):
+class Scale(nn.Module):
+    """The weight of a norm, or a whole table."""
+
     def __init__(self, *shape: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class LayerProducts:
     """A layer as the forward pass uses it. gate_up and qkv stand behind their norm, gate_up is gated. Where both sums
     of the parallel wiring are one tree, o is that product."""
 
@@ -126,7 +128,7 @@ class LlamaModel(nn.Module):
             self._declare_parameters(make_layers(dense, dtype, device), make_layers(group, dtype, device))
         self.to_empty(device=device)
         self.rotary = RotaryTable(config.rope, config.rope.rotated or config.head_dim, positions, device)
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, LayerProducts] = {}
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
         self._at_once = False
@@ -136,20 +138,30 @@ class LlamaModel(nn.Module):
     def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
 
-        self.embedding: VocabEmbedding | _Scale
+        self.embedding: VocabEmbedding | Scale
         if shard.embeds and self.replicate_embedding:
-            self.embedding = _Scale(config.vocab_size, config.hidden_size, dtype=self.dtype)
+            self.embedding = Scale(config.vocab_size, config.hidden_size, dtype=self.dtype)
         elif shard.embeds:
             self.embedding = VocabEmbedding(shard, self.dtype)
-        self.layers = nn.ModuleList([LayerWeights(shard, i, layers, self.dtype) for i in range(config.num_layers)])
+        self.layers = nn.ModuleList([self._layer_weights(i, layers) for i in range(config.num_layers)])
         if stored is not None:
             for name in stored.products:
                 stored.replace_parameters(self.get_submodule(name))
         if shard.samples:
-            self.norm = _Scale(config.hidden_size, dtype=self.dtype)
+            self.norm = self._final_norm()
         self.head: nn.Module | None = None
         if shard.has_head(self.replicate_embedding):
-            self.head = head.column(config.hidden_size, shard.padded_vocab, False)
+            self.head = head.column(self._head_inputs, shard.padded_vocab, False)
+
+    def _layer_weights(self, layer: int, layers: Layers) -> nn.Module:
+        return LayerWeights(self.shard, layer, layers, self.dtype)
+
+    def _final_norm(self) -> Scale:
+        return Scale(self.config.hidden_size, dtype=self.dtype)
+
+    @property
+    def _head_inputs(self) -> int:
+        return self.config.hidden_size
 
     def load(self, source: Source, progress: Progress | None = None, verify: tuple[int, int] | None = None) -> int:
         """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
@@ -193,7 +205,6 @@ class LlamaModel(nn.Module):
         number = module.removeprefix("layers.")
         if number.isdecimal():
             layer = self.layers[int(number)]
-            assert isinstance(layer, LayerWeights)
             self._layers[int(number)] = self._prepared(layer, f"{module}.down")
 
     def _prepare_head(self) -> None:
@@ -208,19 +219,19 @@ class LlamaModel(nn.Module):
                 assert isinstance(self.embedding, VocabEmbedding)
                 self.embedding.repacked(lookup)
 
-    def _prepared(self, layer: LayerWeights, down_name: str) -> _Layer:
+    def _prepared(self, layer: Any, down_name: str) -> LayerProducts:
         shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer
         q_norm = self._norm(layer.q_norm) if self.config.qk_norm else None
         k_norm = self._norm(layer.k_norm) if self.config.qk_norm else None
         qkv = prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), stored=self.stored)
         if hasattr(layer, "experts"):
             out = prepare(layer.o, self.ops, stored=self.stored)
-            return _Layer(q_norm, k_norm, qkv, out, mixture=layer.experts.prepare(self.ops, self._norm(shared)))
+            return LayerProducts(q_norm, k_norm, qkv, out, mixture=layer.experts.prepare(self.ops, self._norm(shared)))
         o: nn.Module = layer.o
         down: nn.Module | None = layer.down
         if self.tree is not None and shared is layer.attention_norm:
             o, down = self._joint(o, down), None
-        return _Layer(
+        return LayerProducts(
             q_norm,
             k_norm,
             qkv,
@@ -246,7 +257,7 @@ class LlamaModel(nn.Module):
             layer.weight.data = layer.weight.new_empty(0)
         return Linear(torch.cat(leaves, -1).flatten(1), sum(biases[1:], biases[0]) if biases else None)
 
-    def _norm(self, scale: _Scale) -> Norm:
+    def _norm(self, scale: Scale) -> Norm:
         return Norm(scale.weight.detach(), self.config.norm_eps)
 
     def _table(self) -> Tensor:
@@ -281,7 +292,7 @@ class LlamaModel(nn.Module):
     ) -> Tensor:
         # The turn after the first sub-block's: by then every stream has an all-reduce under way. Where nothing will
         # travel, at once: the work is due all the same.
-        due = 0 if "none" in self.config.wiring.kinds else 2
+        due = 2 if residual.collectives_per_step(self.config.wiring) else 0
 
         def turn(index: int, number: int) -> None:
             self._attention = parts[index][1]
@@ -296,9 +307,13 @@ class LlamaModel(nn.Module):
             self._chosen.clear()
         if not self.shard.samples:
             return ends[0] if len(ends) == 1 else torch.cat(ends)
+        return self._logits(ends, [rows for _, _, rows in parts])
+
+    def _logits(self, ends: Sequence[Tensor], rows: Sequence[Tensor | None]) -> Tensor:
+        """Of the wanted rows of each stream's complete residual."""
         if self._head is None:
             raise RuntimeError("forward before load")
-        wanted = [x if part[2] is None else x[part[2]] for x, part in zip(ends, parts, strict=True)]
+        wanted = [x if each is None else x[each] for x, each in zip(ends, rows, strict=True)]
         logits = self._head(wanted[0] if len(wanted) == 1 else torch.cat(wanted)).float()
         return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
 
@@ -315,23 +330,34 @@ class LlamaModel(nn.Module):
                 x = x + 0.0  # as a sum over ranks has it: no -0
             x = x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
         else:
-            shape = (len(tokens), self.config.hidden_size)
-            first, *rest = self.boundary.receive(shape, self.dtype, 1 + self.stage.pending)
+            first, *rest = self._receive(self.boundary, len(tokens), 1 + self.stage.pending)
             yield
             x, pending = first.wait(), tuple(rest)
         # desync divides its residual, which a RunningSum is not made for.
-        start: Any = RunningSum(x) if self.ops.sums_late and not wiring.desync_every else x
+        late = self.ops.sums_late and not wiring.desync_every
+        start: Any = self._running(x) if wiring.lanes is not None or late else x
         dense: residual.Scope = "node" if self.shard.per_node else "group"
         plan = residual.plan(wiring, self.stage.pending, self.stage.left, self._mixed, dense)
         scopes: dict[residual.Scope, Collective] = {"group": self.all_reduce, "node": self.dense_reduce}
         end, pending = yield from residual.flow(start, plan, self, scopes, size, pending, self._at_once)
-        x = end.whole() if isinstance(end, RunningSum) else end
+        x = end.whole() if isinstance(end, RunningSum | LaneStream) else end
         if self.boundary is not None and not self.shard.samples:
-            self.boundary.send(x)
-            for output in pending:
-                y = output.wait()
-                self.boundary.send(y)
-                x = x + y
+            return self._hand_on(self.boundary, x, pending)
+        return x
+
+    def _running(self, x: Tensor) -> RunningSum | LaneStream:
+        return RunningSum(x)
+
+    def _receive(self, boundary: Boundary, tokens: int, count: int) -> list[Pending]:
+        return boundary.receive((tokens, self.config.hidden_size), self.dtype, count)
+
+    def _hand_on(self, boundary: Boundary, x: Tensor, pending: Sequence[Pending]) -> Tensor:
+        """To the next stage the residual and what is pending; returns their sum."""
+        boundary.send(x)
+        for output in pending:
+            y = output.wait()
+            boundary.send(y)
+            x = x + y
         return x
 
     def _embed(self, tokens: Tensor) -> Pending:
@@ -373,7 +399,13 @@ class LlamaModel(nn.Module):
         inputs = self._heads(layer, part, residual), part.gate_up(residual)
         return part.o(torch.cat([x.view(len(x), self.tree.leaves, -1) for x in inputs], -1).flatten(1))
 
-    def _heads(self, layer: int, part: _Layer, residual: Tensor) -> Tensor:
+    def sum_of_lanes(self, output: Tensor) -> Tensor:
+        raise AssertionError("models/lanes.py has lanes")
+
+    def of_others(self, total: Tensor, output: Tensor) -> Any:
+        raise AssertionError("models/lanes.py has lanes")
+
+    def _heads(self, layer: int, part: LayerProducts, residual: Tensor) -> Tensor:
         if self._attention is None:
             raise RuntimeError("attention outside of forward")
         return self._attention.attend(layer, part.qkv(residual), part.q_norm, part.k_norm)

@@ -6,7 +6,7 @@ a step, D hidden, H query heads, K key/value heads, C head dimension, F feed-for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,42 @@ class RunningSum:
     def settle(self, whole: Tensor) -> None:
         """Somebody has added them."""
         self._whole, self._added = whole, None
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What other lanes computed: the sum [T, D] of all, and the own outputs [k, T, D] that are in it."""
+
+    total: Tensor
+    own: Tensor
+
+
+class LaneStream:
+    """The residuals [k, T, D] of k lanes. What was added last is added up when somebody reads: at once, by one call."""
+
+    __slots__ = ("_added", "_ops", "_whole")
+
+    def __init__(self, ops: TorchOps, whole: Tensor, added: tuple[Tensor | Others, ...] = ()) -> None:
+        self._ops, self._whole, self._added = ops, whole, added
+
+    def __add__(self, y: Tensor | Others) -> LaneStream:
+        return LaneStream(self._ops, self._whole, (*self._added, y))
+
+    def whole(self) -> Tensor:
+        """The sum."""
+        match self._added:
+            case ():
+                pass
+            case (Tensor() as own, Others() as others) if own.shape == self._whole.shape:
+                self._whole = self._ops.join_lanes(self._whole, own, others)
+            case each:
+                for y in each:
+                    if isinstance(y, Others):
+                        self._whole = self._ops.join_lanes(self._whole, None, y)
+                    else:
+                        self._whole = self._whole + y
+        self._added = ()
+        return self._whole
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -150,7 +186,42 @@ class TorchOps:
         """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F]."""
         return TorchExperts(gate_up, down)
 
-    def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
+    def lane_products(self, weights: Sequence[Tensor], norms: Sequence[Norm | None], gated: bool) -> Product:
+        """x [k, T, in] -> y [k, T, out]: each of k inputs by a weight and behind a norm of its own."""
+        each = [
+            self.gated_product(weight, None, norm) if gated and norm is not None else self.product(weight, None, norm)
+            for weight, norm in zip(weights, norms, strict=True)
+        ]
+        return lambda x: torch.stack([product(one) for product, one in zip(each, x, strict=True)])
+
+    def join_lanes(self, x: Tensor, own: Tensor | None, others: Others | None) -> Tensor:
+        """x [k, T, D] and each lane's own output, then what the others computed."""
+        x = x if own is None else x + own
+        return x if others is None else x + (others.total - others.own)
+
+    def sum_lanes(self, x: Tensor) -> Tensor:
+        """x [k, T, D] -> [T, D] in fp32 and one order, rounded once; of memory of its own."""
+        total = x[0].float()
+        for one in x[1:]:
+            total = total + one
+        return total.to(x.dtype, copy=True)
+
+    def by_head(self, qkv: Tensor, heads: int, kv_heads: int, dim: int) -> Tensor:
+        """qkv [k, T, (H + 2K) / k * C], lane by lane -> [T, (H + 2K) * C]: all queries, all keys, all values."""
+        lanes, tokens, _ = qkv.shape
+        out, parts = qkv.new_empty((tokens, heads + 2 * kv_heads, dim)), qkv.view(lanes, tokens, -1, dim)
+        to = of = 0
+        for count in (heads, kv_heads, kv_heads):
+            whole, part = out[:, to : to + count], parts[:, :, of : of + count // lanes]
+            whole.view(tokens, lanes, -1, dim).copy_(part.transpose(0, 1))
+            to, of = to + count, of + count // lanes
+        return out.flatten(1)
+
+    def normed(self, norm: Norm) -> Product:
+        """x [T, D] -> norm(x)."""
+        return self.around(lambda x: x, norm)
+
+    def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
         """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
         own), None where the table stays as it lies."""
         return TorchOps.product(self, table, None, norm), None

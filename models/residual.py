@@ -9,6 +9,9 @@ are due, compute, start the all-reduce*.
     ladder               1   the predecessor's output is still in flight (arXiv 2501.06589)
     delay-d              d   ladder generalised: an output is read d sub-blocks later, d + 1 all-reduces in flight
 
+Lanes (delayed tensor parallelism) have a residual of their own on each rank, or several: a lane adds its own output at
+once, and what the other lanes computed arrives 2d sub-blocks later.
+
 A hybrid changes the lag from layer to layer. desync-n reduces the residual itself, after every n-th sub-block and the
 last, and adds partial sums locally in between. Knows no tensors: the same code runs on real ones, on a recorder (tests
 of order) and on the simulator's virtual clock.
@@ -19,9 +22,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
-from typing import Literal, Protocol, Self, TypeVar
+from itertools import count, product
+from math import sqrt
+from typing import Generic, Literal, Protocol, Self, TypeVar
 
+from .config.lanes import Lanes
 from .config.model_config import Wiring
 
 LAG = {"standard": 0, "parallel": 0, "ladder": 1}
@@ -33,7 +38,10 @@ Scope = Literal["group", "node"]
 class SubBlock:
     """One step of the loop. name: the method of SubBlocks; account: what its collective is counted under; scope: None
     where its output is added without a collective; lag: the number of sub-blocks after it that begin without its
-    output. drifts: the sum carries the residual's share, and replaces it (desync)."""
+    output. drifts: the sum carries the residual's share, and replaces it (desync).
+
+    lanes: what is sent is the sum of this rank's lanes. Of these, own: the factor by which a lane adds its output at
+    once, 0 where it waits for the sum; others: the lag of the sum without its own output, 0 where none is added."""
 
     name: str
     layer: int
@@ -41,6 +49,9 @@ class SubBlock:
     scope: Scope | None
     lag: int
     drifts: bool = False
+    lanes: bool = False
+    own: float = 0.0
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,8 @@ class Summand(Protocol):
     """What a residual is made of: tensors [T, D] in the engine."""
 
     def __add__(self, other: Self, /) -> Self: ...
+
+    def __mul__(self, other: float, /) -> Self: ...
 
     def __truediv__(self, other: int, /) -> Self: ...
 
@@ -74,6 +87,12 @@ class SubBlocks(Protocol[R]):
     def attention_and_mlp(self, layer: int, residual: R) -> R:
         """Both behind one shared norm, summed: the parallel wiring's only sub-block."""
 
+    def sum_of_lanes(self, output: R) -> R:
+        """What this rank's lanes send: their outputs, added, in memory of its own."""
+
+    def of_others(self, total: R, output: R) -> R:
+        """Of the sum over all lanes, what each of these adds: without its own output."""
+
 
 class Arriving(Protocol[R_co]):
     def wait(self) -> R_co: ...
@@ -83,6 +102,18 @@ class AllReduce(Protocol[R]):
     """topology's Collective, as seen from here. `account`: wiring and sub-block, as in "ladder attention"."""
 
     def start(self, x: R, account: str = "", at_once: bool = False, /) -> Arriving[R]: ...
+
+
+class _Others(Generic[R]):
+    """A sum without the part that this rank's lanes have added already."""
+
+    __slots__ = ("_blocks", "_own", "_total")
+
+    def __init__(self, blocks: SubBlocks[R], total: Arriving[R], own: R) -> None:
+        self._blocks, self._total, self._own = blocks, total, own
+
+    def wait(self) -> R:
+        return self._blocks.of_others(self._total.wait(), self._own)
 
 
 class _Compute(Protocol[R]):
@@ -111,26 +142,37 @@ def flow(
             residual = output.wait() if drifted else residual + output.wait()
         compute: _Compute[R] = getattr(blocks, block.name)
         partial = compute(block.layer, residual)
+        own = partial if block.own in (0.0, 1.0) else partial * block.own
         if block.scope is None:
-            residual = residual + partial
+            residual = residual + own
             continue
-        drifted = block.drifts
-        summed = partial + residual / size if drifted else partial
+        drifted, sent = block.drifts, partial
+        if drifted:
+            sent = partial + residual / size
+        elif block.lanes:
+            sent = blocks.sum_of_lanes(partial)
         # A sum on the computing stream must not overtake those in flight.
         at_once = alone and block.lag == 0 and not due
-        started = collectives[block.scope].start(summed, block.account, at_once)
-        due.setdefault(index + 1 + block.lag, []).append(started)
+        started = collectives[block.scope].start(sent, block.account, at_once)
+        if block.others:
+            due.setdefault(index + 1 + block.others, []).append(_Others(blocks, started, partial))
+        if block.own:
+            residual = residual + own
+        else:
+            due.setdefault(index + 1 + block.lag, []).append(started)
         yield
     end = len(plan.sub_blocks)
     for output in due.pop(end, ()):
         residual = output.wait() if drifted else residual + output.wait()
-    return residual, tuple(due.pop(end + 1, ()))
+    return residual, tuple(output for index in sorted(due) for output in due[index])
 
 
 @cache
 def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...] = (), dense: Scope = "group") -> Plan:
     """The sub-blocks of all layers. pending, left: how many outputs a stage takes over from the one before, and leaves
     to the next one. mixed: the layers whose MLP is a mixture of experts; dense: what all else is summed over."""
+    if wiring.lanes is not None and "none" not in wiring.kinds:
+        return _lane_plan(wiring.lanes, len(wiring.kinds))
     found: list[tuple[str, int, str]] = []
     lags: list[int] = []  # of the reader: how many outputs it does without
     for layer, kind in enumerate(wiring.kinds):
@@ -161,11 +203,30 @@ def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...
     )
 
 
+def _lane_plan(lanes: Lanes, num_layers: int) -> Plan:
+    """The outputs that a stage takes over belong to the `delay` layers before it, and are added behind the same
+    sub-blocks of the layers `delay` further on."""
+    lag, blocks, pending = 2 * lanes.delay, [], []
+    for layer, name in product(range(-lanes.delay, num_layers), ("attention", "mlp")):
+        mlp = name == "mlp"
+        late = lag if lanes.first + layer >= 0 and lanes.read_later(layer, mlp) else 0
+        if layer < 0:
+            pending += [2 * layer + mlp + 1 + lag] if late else []
+            continue
+        early = lanes.sums_at_once(layer)
+        own = 1.0 if lanes.reads(layer, mlp) else sqrt(lanes.count)
+        sent: Scope | None = "group" if early or late else None
+        blocks.append(
+            SubBlock(name, layer, f"lane {name}", sent, 0, lanes=True, own=0.0 if early else own, others=late)
+        )
+    return Plan(tuple(blocks), tuple(pending))
+
+
 def pending_at(wiring: Wiring, layer: int) -> int:
     """How many outputs are not yet in the residual where `layer` begins: 0 before the first and behind the last."""
     blocks = plan(wiring).sub_blocks
     first = next((index for index, block in enumerate(blocks) if block.layer == layer), 0)
-    return sum(index + 1 + block.lag > first for index, block in enumerate(blocks[:first]))
+    return sum(index + 1 + max(block.lag, block.others) > first for index, block in enumerate(blocks[:first]))
 
 
 def interleave(

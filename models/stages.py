@@ -54,7 +54,8 @@ def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]
 def _layers(config: ModelConfig, begin: int, end: int) -> ModelConfig:
     if (begin, end) == (0, config.num_layers):
         return config
-    wiring = replace(config.wiring, kinds=config.wiring.kinds[begin:end])
+    lanes = config.lanes if config.lanes is None else replace(config.lanes, first=begin)
+    wiring = replace(config.wiring, kinds=config.wiring.kinds[begin:end], lanes=lanes)
     windows, experts = config.sliding_window[begin:end], config.experts
     if experts is not None:
         experts = replace(experts, layers=experts.layers[begin:end])
@@ -187,6 +188,15 @@ class RankShard:
         """KV heads over the ranks that cut attention, replicas counted: the fused projection's global size is made of
         these."""
         return self.num_kv_heads * self.dense_size
+
+    @property
+    def num_lanes(self) -> int:
+        """Copies of the residual that this rank has."""
+        return 1 if self.config.lanes is None else self.config.lanes.count // self.size
+
+    @property
+    def first_lane(self) -> int:
+        return self.rank * self.num_lanes
 
     @property
     def ffn_size(self) -> int:

@@ -20,6 +20,7 @@ from ...models.attention import AttentionBackend, Capturable, KVCache, block_byt
 from ...models.attention_choice import make_attention
 from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import replicates_embedding
+from ...models.lanes import model_class
 from ...models.llama import LlamaModel
 from ...models.pages import HeldPages
 from ...models.transfer import download
@@ -246,7 +247,7 @@ def _model(share: Share, parallel: ParallelConfig, communicator: Communicator, d
     replicate = parallel.embedding == "replicate"
     if parallel.embedding == "auto":
         replicate = replicates_embedding(share.config, share.dtype.itemsize, len(communicator.layout.nodes) > 1)
-    return LlamaModel(
+    return model_class(share.config)(
         share.stage,
         communicator.tp,
         communicator.all_reduce,

@@ -117,8 +117,10 @@ class FixedBoundary:
     does so before and after a replay, through `inner`."""
 
     def __init__(self, inner: Boundary, model: LlamaModel, most: int) -> None:
+        self._own, self._copies = model.config.lanes is not None, model.shard.num_lanes
+
         def rows(count: int) -> list[Tensor]:
-            shape = (most, model.config.hidden_size)
+            shape = (self._copies, most, model.config.hidden_size)
             return [torch.zeros(shape, dtype=model.dtype, device=model.rotary.cos.device) for _ in range(count)]
 
         self._inner, stage = inner, model.stage
@@ -126,24 +128,25 @@ class FixedBoundary:
         self._left = rows(0 if stage.last else 1 + stage.left)
         self._next = 0
 
-    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
-        return [Done(x[: shape[0]]) for x in self._received]
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int, own: bool = False) -> list[Pending]:
+        return [Done(x[:, : shape[0] // self._copies].flatten(0, 1)) for x in self._received]
 
-    def send(self, x: Tensor) -> None:
-        self._left[self._next][: len(x)].copy_(x)
+    def send(self, x: Tensor, own: bool = False) -> None:
+        tokens = len(x) // self._copies
+        self._left[self._next][:, :tokens].copy_(x.view(self._copies, tokens, -1))
         self._next = (self._next + 1) % len(self._left)
 
     def take(self, count: int) -> None:
         """What the stage before sends for a step of so many rows."""
         if self._received:
-            first = self._received[0]
-            coming = self._inner.receive((count, first.shape[1]), first.dtype, len(self._received))
+            shape, dtype = (self._copies * count, self._received[0].shape[2]), self._received[0].dtype
+            coming = self._inner.receive(shape, dtype, len(self._received), self._own)
             for x, rows in zip(self._received, coming, strict=True):
-                x[:count].copy_(rows.wait())
+                x[:, :count].copy_(rows.wait().view(self._copies, count, -1))
 
     def hand_on(self, count: int) -> None:
         for x in self._left:
-            self._inner.send(x[:count].clone())
+            self._inner.send(x[:, :count].flatten(0, 1).clone(), self._own)
 
 
 class DecodeGraphs:

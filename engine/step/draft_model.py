@@ -23,7 +23,7 @@ from ...models.attention_choice import make_attention
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.shapes import check_draft
 from ...models.cpu.ops import Kernels
-from ...models.llama import LlamaModel
+from ...models.lanes import model_class
 from ...models.ops_choice import make_ops
 from ...models.stages import RankShard
 from ...models.weights.mapping import open_source
@@ -78,7 +78,9 @@ class DraftWeights:
         device, deterministic, alone = torch.device("cpu"), Kernels.find() is not None, _Alone()
         group: Any = alone
         ops = make_ops(device, self.dtype, deterministic=deterministic)
-        model = LlamaModel(self.config, group, alone, ops, dtype=self.dtype, device=device, positions=positions)
+        model = model_class(self.config)(
+            self.config, group, alone, ops, dtype=self.dtype, device=device, positions=positions
+        )
         model.load(self._source)
         cache = KVCache(self._shard, num_blocks, block_size, self.dtype, device)
         attention, _ = make_attention("auto", self._shard, cache, self.dtype, deterministic)

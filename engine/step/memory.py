@@ -125,12 +125,16 @@ def working_memory(config: ModelConfig, size: int, value_bytes: float, keys: Mem
     rows = shard.padded_vocab // size
     outputs = (shard.num_heads + 2 * shard.num_kv_heads) * config.head_dim
     widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
-    each = (2 * d + widest) * value_bytes
+    copies, in_flight = shard.num_lanes, max(2, config.wiring.delay + 1)
+    if (lanes := config.lanes) is not None:
+        # Every sum in flight is kept beside the lanes' own outputs, which are taken off it when it arrives.
+        in_flight = (1 + copies) * (2 * lanes.delay + 1)
+    each = (2 * copies * d + widest) * value_bytes
     tokens, logits = keys.max_num_batched_tokens, 4 * rows
     drawn = max(keys.max_num_seqs, min(tokens, keys.max_num_seqs * (1 + keys.drafts)))
     parts = {
         "activations": int(tokens * each + 2 * drawn * logits),
-        "all-reduces in flight": int(max(2, config.wiring.delay + 1) * tokens * d * value_bytes) if size > 1 else 0,
+        "all-reduces in flight": int(in_flight * tokens * d * value_bytes) if size > 1 or copies > 1 else 0,
     }
     if keys.standby:
         parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
@@ -169,13 +173,15 @@ def memory(
     wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
     held = {p: n * (layers * linear + wide_layers[p] * (other - linear)) for p, n in elements.items()}
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
-    norms = sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d
+    scales = shard.num_lanes if c.lanes is not None and c.lanes.norm_each else 1
+    norms = (sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d) * scales
     rows = shard.padded_vocab // size
     embedding = c.vocab_size if keys.replicate_embedding else rows
     # A tied head is the embedding's shard; a replicated table leaves the head to be held apart.
     head = rows if not c.tied_embeddings or keys.replicate_embedding else 0
     if stages > 1:
         embedding, head = max(embedding, head), 0
+    head *= c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1
     scaled = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d} if linear == 1.0 else {}
     scales = sum(4 * n * (layers - wide_layers[product]) for product, n in scaled.items())
     working = working_memory(config, size, other, keys)

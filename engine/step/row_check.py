@@ -151,7 +151,9 @@ class RowCheck:
         def traced(name: str, layer: int, residual: Tensor) -> Tensor:
             out: Tensor = parts[name](layer, residual)
             # the all-reduce is in place: in the end it is the sum
-            trace.setdefault(f"layer {model.stage.first_layer + layer} {name}", []).append(out)
+            trace.setdefault(f"layer {model.stage.first_layer + layer} {name}", []).append(
+                out if out.ndim == 2 else out.transpose(0, 1).flatten(1)
+            )
             return out
 
         self._step += 1

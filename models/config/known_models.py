@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
+from .lanes import Lanes
 from .model_config import Dtype, ModelConfig, make_wiring
 from .parts import Rope, Wiring
 
@@ -66,6 +67,13 @@ def _table() -> dict[str, ModelConfig]:
         "qwen2.5-72b": architecture("qwen2", 80, 8192, 64, 8, 29568, 152064, 32768, Rope(1e6)),
         "qwen3-8b": architecture("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, Rope(1e6), head_dim=128),
         "qwen3-32b": architecture("qwen3", 64, 5120, 64, 8, 25600, 151936, 40960, Rope(1e6), head_dim=128),
+        "laneformer-2b": replace(
+            architecture("laneformer_tp", 15, 3072, 32, 16, 12288, 32000, 4096),
+            wiring=Wiring(("lanes",) * 15, lanes=Lanes(count=8, delay=2, layers=15)),
+            sliding_window=(*(512,) * 10, *(None,) * 5),
+            layout="laneformer",
+            declares_wiring=True,
+        ),
         "ladder-1b": architecture(ladder, 40, 1536, 24, 24, 4096, 49152, 2048, tied=True, wiring="ladder"),
         "ladder-3b": architecture(ladder, 40, 2304, 36, 36, 9216, 49152, 2048, tied=True, wiring="ladder"),
     }

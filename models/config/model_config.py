@@ -7,19 +7,20 @@ rope scaling that the model code does not compute exactly is refused by name.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from . import experts as moe
 from .experts import Experts
 from .json_fields import ConfigFields, read_json
+from .lanes import Lanes, is_laneformer, read_lanes
 from .parts import Rope, Wiring, WiringKind, declared_wiring, ladder_last, make_wiring, read_rope
 from .quantisation import quantisation_in
 
 __all__ = ["Dtype", "Experts", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
-Layout = Literal["huggingface", "mixtral", "dolomite"]
+Layout = Literal["huggingface", "mixtral", "dolomite", "laneformer"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 STOCK_FAMILIES = {
@@ -81,6 +82,10 @@ class ModelConfig:
         return mixed * (e.chosen * e.ffn_size + e.shared_ffn_size) + (1 - mixed) * self.ffn_size
 
     @property
+    def lanes(self) -> Lanes | None:
+        return self.wiring.lanes
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all weights; a tied head is counted once."""
         d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -92,8 +97,12 @@ class ModelConfig:
             one = 3 * d * (e.count * e.ffn_size + e.shared_ffn_size) + e.count * (d + e.router.biased)
             mlps += sum(e.layers) * (one - dense)
         norms = sum(d if kind == "parallel" else 2 * d for kind in self.wiring.kinds)
-        head = 0 if self.tied_embeddings else self.vocab_size * d
-        return self.vocab_size * d + self.num_layers * attention + mlps + norms + d + head
+        head, last = 0 if self.tied_embeddings else self.vocab_size * d, d
+        if self.lanes is not None:
+            scales = self.lanes.count if self.lanes.norm_each else 1
+            norms, last = norms * scales, d if self.lanes.sum_first else d * scales
+            head *= self.lanes.count if self.lanes.head == "lane" else 1
+        return self.vocab_size * d + self.num_layers * attention + mlps + norms + last + head
 
 
 def from_folder(path: str | Path) -> ModelConfig:
@@ -103,12 +112,16 @@ def from_folder(path: str | Path) -> ModelConfig:
     fields = read_json(folder / "config.json")
     quantisation_in(fields)  # refuses what is not read
     family = fields.string("model_type")
-    if family == "ladder_residual":
+    if is_laneformer(fields):
+        config = _laneformer(fields, family, _stop_ids(folder, fields))
+    elif family == "ladder_residual":
         config = _dolomite(fields, _stop_ids(folder, fields))
     elif family in (*STOCK_FAMILIES, "llamaLadder", "laddertron"):
         config = _huggingface(fields, family, _stop_ids(folder, fields))
     else:
-        names = sorted((*STOCK_FAMILIES, "llamaLadder", "ladder_residual", "laddertron"), key=str.lower)
+        names = sorted(
+            (*STOCK_FAMILIES, "llamaLadder", "ladder_residual", "laddertron", "laneformer_tp"), key=str.lower
+        )
         missing = f" (missing: {moe.MISSING[family]})" if family in moe.MISSING else ""
         raise fields.fail(
             f"model_type {family!r} is not computed here{missing}; {', '.join(names[:-1])} and {names[-1]} are"
@@ -238,6 +251,22 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         layout="mixtral" if fields.string("model_type") == "mixtral" else "huggingface",
         experts=moe.read_experts(fields, family, layers),
         ignored_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
+    )
+
+
+def _laneformer(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
+    words, lanes, windows = read_lanes(fields)
+    config = _huggingface(words, "llama", eos)
+    if config.rope.kind not in ("default", "llama3"):
+        raise fields.fail(f"rope_type {config.rope.kind!r} is not what a laneformer computes; default and llama3 are")
+    kind: WiringKind = "lanes"
+    return replace(
+        config,
+        family=family,
+        wiring=Wiring((kind,) * config.num_layers, lanes=lanes),
+        sliding_window=windows,
+        layout="laneformer",
+        declares_wiring=True,
     )
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .json_fields import ConfigFields
+from .lanes import Lanes
 
-WiringKind = Literal["standard", "parallel", "ladder", "delay", "desync", "none"]
+WiringKind = Literal["standard", "parallel", "ladder", "delay", "desync", "lanes", "none"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 MAX_DELAY = 7
 """Of delay-d: our own transport carries eight all-reduces at once (topology/transport)."""
@@ -22,16 +23,18 @@ class Wiring:
     """How each layer's two sub-blocks read and write the residual: one kind a layer (a mix of standard and ladder is
     the paper's hybrid). `desync_every` is desync-n's n (0 unless every layer is desync; the last sub-block
     reduces whatever 2L % n is). `trained_tp` is the tensor-parallel size desync weights belong to. `delay` is delay-d's
-    d (0 unless every layer is delay): an output is read d sub-blocks later; ladder is d = 1."""
+    d (0 unless every layer is delay): an output is read d sub-blocks later; ladder is d = 1. `lanes`: of a model whose
+    residual has several copies, also where its kinds are none."""
 
     kinds: tuple[WiringKind, ...]
     desync_every: int = 0
     trained_tp: int | None = None
     delay: int = 0
+    lanes: Lanes | None = None
 
     @property
     def name(self) -> str:
-        """standard, parallel, ladder, hybrid, delay-d, desync-n or no-communication."""
+        """standard, parallel, ladder, hybrid, delay-d, desync-n, lanes or no-communication."""
         distinct = set(self.kinds)
         if distinct == {"none"}:
             return "no-communication"

@@ -40,6 +40,8 @@ def why_not(config: ModelConfig, ranks: int, sharing: Sharing = WHOLE) -> str:
     if ranks < 1:
         return f"{ranks} ranks are none"
     reasons, tp = [], sharing.per_node or ranks
+    if (lanes := config.lanes) is not None and lanes.count % tp:
+        return f"{lanes.count} lanes % {tp} = {lanes.count % tp}, and a lane is not divided"
     if config.num_heads % tp:
         reasons.append(f"{config.num_heads} heads % {tp} = {config.num_heads % tp}")
     e = config.experts
@@ -133,7 +135,9 @@ def check_everywhere(config: ModelConfig, tp: int) -> None:
             )
     if config.experts is not None:
         reasons.append("experts are not added up in a tree")
-    if config.wiring.desync_every or "none" in config.wiring.kinds:
+    if config.lanes is not None:
+        reasons.append("a rank adds its lanes' outputs before it sends them, other ones at other sizes")
+    elif config.wiring.desync_every or "none" in config.wiring.kinds:
         reasons.append(f"the {config.wiring.name} wiring adds other numbers at other sizes")
     if reasons:
         raise ShapeError(f"parallel.deterministic=everywhere: {'; '.join(reasons)}: use true or false")

@@ -32,11 +32,13 @@ def choose_wiring(
         return config, []
     if wanted == "no-communication":
         warning = "wiring no-communication leaves out every all-reduce: for timings only, its answers mean nothing"
-        return replace(config, wiring=make_wiring("none", config.num_layers)), [warning]
+        silent = replace(make_wiring("none", config.num_layers), lanes=declared.lanes)
+        return replace(config, wiring=silent), [warning]
     chosen = _wiring(wanted, ladder_layers, config.num_layers)
     if chosen == declared:
         return config, []
-    if ("parallel" in chosen.kinds) != ("parallel" in declared.kinds) or declared.desync_every:
+    fixed = declared.desync_every or declared.lanes is not None
+    if ("parallel" in chosen.kinds) != ("parallel" in declared.kinds) or fixed:
         raise WiringError(
             f"model.wiring={wanted}: these weights are {declared.name}, whose norms and sub-blocks do not fit it: "
             "use wiring auto, or no-communication for timings"

@@ -13,6 +13,7 @@
 #define FLOATS 4
 #include "plain_loops.h"
 #include "experts_sum.h"
+#include "lane_loops.h"
 #include "products_plain.h"
 
 /* ---- the tier ---- */
@@ -24,6 +25,8 @@ static const struct loops generic = {
     .floats = FLOATS,
     .rms_norm = rms_norm,
     .silu_and_mul = silu_and_mul,
+    .join_lanes = join_lanes,
+    .sum_lanes = sum_lanes,
     .attention = attention,
     .add_slots = add_slots,
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &plain_bf16_loops, [FP16] = &plain_fp16_loops},
@@ -98,6 +101,26 @@ void kernels_rms_norm(int type, void *out, const void *x, const void *weight, in
 
 void kernels_silu_and_mul(int type, void *out, const void *gate_up, int64_t rows, int64_t n) {
     kernels_loops->silu_and_mul(type, out, gate_up, rows, n);
+}
+
+void kernels_join_lanes(int type, void *out, const void *x, int64_t x_lane, const void *own, const void *total, const void *past, int64_t lanes,
+                        int64_t n) {
+    kernels_loops->join_lanes(type, out, x, x_lane, own, total, past, lanes, n);
+}
+
+void kernels_sum_lanes(int type, void *out, const void *x, int64_t lanes, int64_t n) { kernels_loops->sum_lanes(type, out, x, lanes, n); }
+
+/* out [tokens, heads + 2 kv_heads, dim] of qkv [lanes, tokens, (heads + 2 kv_heads) / lanes, dim]: all queries, all keys, all
+ * values; bytes: of a head. */
+void kernels_by_head(char *out, const char *qkv, int64_t lanes, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t bytes) {
+    const int64_t each[3] = {heads / lanes, kv_heads / lanes, kv_heads / lanes}, first[3] = {0, heads, heads + kv_heads};
+    for (int64_t l = 0; l < lanes; l++)
+        for (int64_t t = 0; t < tokens; t++)
+            for (int part = 0; part < 3; part++) {
+                const int64_t to = t * (heads + 2 * kv_heads) + first[part] + l * each[part];
+                memcpy(out + to * bytes, qkv, (size_t)(each[part] * bytes));
+                qkv += each[part] * bytes;
+            }
 }
 
 static void attention_body(void *p, int thread, int threads) {

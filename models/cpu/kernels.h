@@ -174,6 +174,9 @@ struct loops {
     int floats; /* fp32 values of a vector: half the rows of a panel of packed weights */
     void (*rms_norm)(int type, void *out, const void *x, const void *weight, int64_t rows, int64_t cols, float eps);
     void (*silu_and_mul)(int type, void *out, const void *gate_up, int64_t rows, int64_t n);
+    void (*join_lanes)(int type, void *out, const void *x, int64_t x_lane, const void *own, const void *total, const void *past, int64_t lanes,
+                       int64_t n);
+    void (*sum_lanes)(int type, void *out, const void *x, int64_t lanes, int64_t n);
     void (*attention)(const struct attention *a, int64_t row, int64_t rows, int64_t kv, float *space);
     void (*add_slots)(int type, const struct slots *s);
     const struct product_loops *products[4]; /* by type of weights; NULL: none */

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ...topology.hardware import cpu_tier
 from ...topology.transport import native
 from ...topology.transport.native import bind
 from ..config.json_fields import Refusal
-from ..ops import Lookup, Norm, Product, TorchOps, Tree, rms_norm, silu_and_mul
+from ..ops import Lookup, Norm, Others, Product, TorchOps, Tree, rms_norm, silu_and_mul
 from ..pages import HugePages
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,10 @@ class _Product(ctypes.Structure):
         ("leaves", c_int32),
         ("factor", c_float),
     ]
+
+
+_Plan = tuple[_Product, tuple[Tensor | None, ...]]
+"""A product, and what it points to."""
 
 
 class OddInputsError(Refusal, ValueError):
@@ -87,6 +92,10 @@ class Kernels:
         self.pack = bind(library.kernels_pack, None, i, p, p, n, n, i)
         self.pack_int8 = bind(library.kernels_pack_int8, None, p, p, p, n, n, i, i)
         self.rms_norm = bind(library.kernels_rms_norm, None, i, p, p, p, n, n, f)
+        self.lane_products = bind(library.kernels_lane_products, i, p, n, p, n, n, p, n)
+        self.join_lanes = bind(library.kernels_join_lanes, None, i, p, p, n, p, p, p, n, n)
+        self.sum_lanes = bind(library.kernels_sum_lanes, None, i, p, p, n, n)
+        self.by_head = bind(library.kernels_by_head, None, p, p, *[n] * 5)
         self.silu_and_mul = bind(library.kernels_silu_and_mul, None, i, p, p, n, n)
         self.attend = bind(library.kernels_attend, i, i, *[p] * 10, *[n] * 8, f, f, i, i)
         self.attend_prompts = bind(library.kernels_attend_prompts, i, p, i)
@@ -162,6 +171,12 @@ class CpuOps(TorchOps):
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, tree: Tree | None = None
     ) -> Product | None:
         """The whole product as one kernel call, None where models/cpu/products.c does not serve."""
+        plan = self._packed(weight, bias, norm, gated, tree)
+        return None if plan is None else self._call(*plan)
+
+    def _packed(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, tree: Tree | None = None
+    ) -> _Plan | None:
         kernels, weight = self.kernels, weight.contiguous()
         rows, inputs = weight.shape
         if kernels is None or inputs % 2 or not (self.int8 or weight.dtype in kernels.served):
@@ -185,9 +200,9 @@ class CpuOps(TorchOps):
             packed = self.pages.take(weight.element_size() * blocks * ROWS * inputs)
             if not self.pages.filled:
                 kernels.pack(TYPES[weight.dtype], packed.data_ptr(), weight.data_ptr(), rows, inputs, gated)
-        return self._call(TYPES[weight.dtype], packed, scales, bias, norm, inputs, outputs, gated, tree)
+        return self._plan(TYPES[weight.dtype], packed, scales, bias, norm, inputs, outputs, gated, tree)
 
-    def _call(
+    def _plan(
         self,
         kind: int,
         packed: Tensor,
@@ -198,7 +213,7 @@ class CpuOps(TorchOps):
         outputs: int,
         gated: bool,
         tree: Tree | None = None,
-    ) -> Product:
+    ) -> _Plan:
         kernels = self.kernels
         assert kernels is not None
         scale = None if norm is None else norm.weight.contiguous()
@@ -217,7 +232,11 @@ class CpuOps(TorchOps):
             0 if tree is None else tree.leaves,
             1.0 if tree is None else tree.factor,
         )
-        call, address, kept = kernels.product, ctypes.addressof(plan), (plan, packed, scales, scale, offset)
+        return plan, (packed, scales, scale, offset)
+
+    def _call(self, plan: _Product, kept: tuple[Tensor | None, ...]) -> Product:
+        assert self.kernels is not None
+        call, address, held, outputs = self.kernels.product, ctypes.addressof(plan), (plan, kept), plan.outputs
 
         def product(x: Tensor) -> Tensor:
             tokens = x.shape[0]
@@ -225,10 +244,76 @@ class CpuOps(TorchOps):
             if not x.is_contiguous():
                 x = x.contiguous()
             if call(address, x.data_ptr(), out.data_ptr(), tokens):
-                raise MemoryError(f"the product kernel could not allocate its scratch space, {kept[0].inputs} inputs")
+                raise MemoryError(f"the product kernel could not allocate its scratch space, {held[0].inputs} inputs")
             return out
 
         return product
+
+    def lane_products(self, weights: Sequence[Tensor], norms: Sequence[Norm | None], gated: bool) -> Product:
+        packed = [self._packed(weight, None, norm, gated) for weight, norm in zip(weights, norms, strict=True)]
+        plans = [plan for plan in packed if plan is not None]
+        if self.kernels is None or len(plans) < len(packed):
+            return super().lane_products(weights, norms, gated)
+        array = (_Product * len(plans))(*(plan for plan, _ in plans))
+        call, address, lanes, outputs = (
+            self.kernels.lane_products,
+            ctypes.addressof(array),
+            len(plans),
+            array[0].outputs,
+        )
+        held = array, plans
+
+        def product(x: Tensor) -> Tensor:
+            tokens = x.shape[1]
+            out = x.new_empty((lanes, tokens, outputs))
+            if x.stride(2) != 1:
+                x = x.contiguous()
+            if call(address, lanes, x.data_ptr(), x.stride(0), x.stride(1), out.data_ptr(), tokens):
+                inputs = held[0][0].inputs
+                raise MemoryError(f"the product kernel could not allocate its scratch space, {lanes} x {inputs} inputs")
+            return out
+
+        return product
+
+    def join_lanes(self, x: Tensor, own: Tensor | None, others: Others | None) -> Tensor:
+        if self.kernels is None:
+            return super().join_lanes(x, own, others)
+        out = x.new_empty(x.shape)
+        total, past = (None, None) if others is None else (others.total, others.own)
+        self.kernels.join_lanes(
+            TYPES[x.dtype], out.data_ptr(), x.data_ptr(), x.stride(0), None if own is None else own.data_ptr(),
+            None if total is None else total.data_ptr(), None if past is None else past.data_ptr(),
+            x.shape[0], x[0].numel(),
+        )  # fmt: skip
+        return out
+
+    def sum_lanes(self, x: Tensor) -> Tensor:
+        if self.kernels is None:
+            return super().sum_lanes(x)
+        out = x.new_empty(x.shape[1:])
+        self.kernels.sum_lanes(TYPES[x.dtype], out.data_ptr(), x.data_ptr(), len(x), out.numel())
+        return out
+
+    def by_head(self, qkv: Tensor, heads: int, kv_heads: int, dim: int) -> Tensor:
+        if self.kernels is None:
+            return super().by_head(qkv, heads, kv_heads, dim)
+        lanes, tokens, _ = qkv.shape
+        out = qkv.new_empty((tokens, (heads + 2 * kv_heads) * dim))
+        sizes = lanes, tokens, heads, kv_heads, dim * qkv.element_size()
+        self.kernels.by_head(out.data_ptr(), qkv.data_ptr(), *sizes)
+        return out
+
+    def normed(self, norm: Norm) -> Product:
+        if self.kernels is None:
+            return super().normed(norm)
+        call, width = self.kernels.rms_norm, norm.weight.numel()
+
+        def normed(x: Tensor) -> Tensor:
+            x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+            call(TYPES[x.dtype], out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), len(x), width, norm.eps)
+            return out
+
+        return normed
 
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
@@ -249,7 +334,7 @@ class CpuOps(TorchOps):
         matmul, normed, gated = self._matmul(weight, bias), self._norm(norm), self._gate()
         return lambda x: gated(matmul(normed(x)))
 
-    def tied(self, table: Tensor, norm: Norm) -> tuple[Product, Lookup | None]:
+    def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
         """One packed table serves both: of a row, each input (bf16: pair of inputs) lies a panel's width apart."""
         kernels, table, (rows, inputs) = self.kernels, table.contiguous(), table.shape
         if kernels is None or inputs % 2 or table.dtype not in kernels.served:
@@ -265,7 +350,7 @@ class CpuOps(TorchOps):
         def lookup(ids: Tensor) -> Tensor:
             return panels[ids // width, :, ids % width].reshape(len(ids), inputs)
 
-        return self._call(kind, packed, None, None, norm, inputs, rows, False), lookup
+        return self._call(*self._plan(kind, packed, None, None, norm, inputs, rows, False)), lookup
 
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
         normed, gate = None if norm is None else self._norm(norm), self._gate() if gated else None

@@ -77,31 +77,79 @@ static void prepare_body(void *args, int thread, int threads) {
     kernels_prepare(c->loops, c->p, &c->given, (void *)c->tokens.x, c->tokens.x_stride, count * thread / threads, count * (thread + 1) / threads);
 }
 
+/* Whether the tokens must be prepared by all threads together before the product. `next`: of p->threads parts. */
+static int begin(struct call *c, const struct product *p, struct tokens given, int64_t (*next)[8]) {
+    const int64_t each = p->gated ? ROWS / 2 : ROWS, stretches = (given.count + STRETCH - 1) / STRETCH;
+    const struct product_loops *loops = kernels_loops->products[p->scale ? INT8 : p->type];
+    *c = (struct call){.p = p, .loops = loops, .given = given, .tokens = given, .next = next};
+    c->blocks = (p->outputs + each - 1) / each, c->jobs = c->blocks * stretches;
+    c->parts = given.count <= STRETCH ? p->threads : 1; /* more tokens: all threads at the same weights */
+    for (int64_t part = 0; part < c->parts; part++) next[part][0] = c->jobs * part / c->parts;
+    const int64_t stride = stride_of(p->inputs, loops->item);
+    if (!p->norm && loops->item == size_of(p->type) && (stride == p->inputs || given.count <= WAYS)) return 0;
+    c->tokens.x_stride = stride;
+    c->prepares = given.count <= FEW; /* quicker than to wait for other threads */
+    return !c->prepares;
+}
+
 /* y [tokens, outputs] of x [tokens, inputs]. Returns 0, 1 if memory ran out. */
 int kernels_product(const struct product *p, const void *x, void *y, int64_t tokens) {
-    const int64_t each = p->gated ? ROWS / 2 : ROWS;
-    const struct product_loops *loops = kernels_loops->products[p->scale ? INT8 : p->type];
-    struct call c = {.p = p, .loops = loops, .tokens = {.x = x, .x_stride = p->inputs, .y = y, .y_stride = p->outputs, .count = tokens}};
-    c.given = c.tokens;
-    c.blocks = (p->outputs + each - 1) / each, c.jobs = c.blocks * ((tokens + STRETCH - 1) / STRETCH);
-    c.parts = tokens <= STRETCH ? p->threads : 1; /* more tokens: all threads at the same weights */
-    int64_t next[c.parts][8];
-    c.next = next;
-    for (int64_t part = 0; part < c.parts; part++) next[part][0] = c.jobs * part / c.parts;
+    struct call c;
+    int64_t next[p->threads][8];
     void *prepared = NULL;
-    const int64_t stride = stride_of(p->inputs, loops->item);
-    if (p->norm || loops->item != size_of(p->type) || (stride != p->inputs && tokens > WAYS)) {
-        c.tokens.x_stride = stride;
-        c.prepares = tokens <= FEW; /* quicker than to wait for other threads */
-        if (!c.prepares) {
-            c.tokens.x = prepared = malloc(loops->item * (size_t)(tokens * stride));
-            if (!prepared) return 1;
-            kernels_parallel(prepare_body, &c, p->threads);
-        }
+    if (begin(&c, p, (struct tokens){.x = x, .x_stride = p->inputs, .y = y, .y_stride = p->outputs, .count = tokens}, next)) {
+        c.tokens.x = prepared = malloc(c.loops->item * (size_t)(tokens * c.tokens.x_stride));
+        if (!prepared) return 1;
+        kernels_parallel(prepare_body, &c, p->threads);
     }
     kernels_parallel(product_body, &c, p->threads);
     free(prepared);
     return c.failed;
+}
+
+struct lane_calls {
+    struct call *calls;
+    int64_t lanes;
+};
+
+static void prepare_lanes_body(void *args, int thread, int threads) {
+    const struct lane_calls *all = args;
+    for (int64_t l = 0; l < all->lanes; l++) prepare_body(&all->calls[l], thread, threads);
+}
+
+static void lanes_body(void *args, int thread, int threads) {
+    const struct lane_calls *all = args;
+    for (int64_t l = 0; l < all->lanes; l++) product_body(&all->calls[l], thread, threads);
+}
+
+/* y [lanes, tokens, outputs]: of each lane's x, whose rows are x_row values apart and lanes x_lane, by a product of its own. All
+ * products have one shape and type. Returns 0, 1 if memory ran out. */
+int kernels_lane_products(const struct product *p, int64_t lanes, const char *x, int64_t x_lane, int64_t x_row, char *y, int64_t tokens) {
+    const int64_t size = (int64_t)size_of(p->type), wide = tokens * p->outputs * size;
+    struct call *calls = malloc((size_t)lanes * sizeof *calls);
+    int64_t (*next)[8] = malloc((size_t)(lanes * p->threads) * sizeof *next);
+    void *prepared = NULL;
+    int failed = !calls || !next, together = 0;
+    for (int64_t l = 0; l < lanes && !failed; l++) {
+        const struct tokens given = {.x = x + l * x_lane * size, .x_stride = x_row, .y = y + l * wide, .y_stride = p->outputs, .count = tokens};
+        together = begin(&calls[l], &p[l], given, next + l * p->threads);
+    }
+    if (together && !failed) {
+        const size_t each = calls->loops->item * (size_t)(tokens * calls->tokens.x_stride);
+        prepared = malloc(each * (size_t)lanes);
+        failed = !prepared;
+        for (int64_t l = 0; l < lanes; l++) calls[l].tokens.x = (char *)prepared + (size_t)l * each;
+    }
+    if (!failed) {
+        struct lane_calls all = {calls, lanes};
+        if (together) kernels_parallel(prepare_lanes_body, &all, p->threads);
+        kernels_parallel(lanes_body, &all, p->threads);
+        for (int64_t l = 0; l < lanes; l++) failed |= calls[l].failed;
+    }
+    free(prepared);
+    free(next);
+    free(calls);
+    return failed;
 }
 
 /* A row of the packed weights: which one of the given it is (-1: none), and where in its block it stands. */

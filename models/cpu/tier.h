@@ -6,6 +6,7 @@
 
 #include "plain_loops.h"
 #include "experts_sum.h"
+#include "lane_loops.h"
 #include "products_vectors.h"
 #include "products_plain.h"
 
@@ -15,6 +16,8 @@ const struct loops NAME = {
     .floats = FLOATS,
     .rms_norm = rms_norm,
     .silu_and_mul = silu_and_mul,
+    .join_lanes = join_lanes,
+    .sum_lanes = sum_lanes,
     .attention = attention,
     .add_slots = add_slots,
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &bf16_loops, [FP16] = &fp16_loops, [INT8] = &int8_loops},

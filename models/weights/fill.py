@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from .checkpoint import CheckpointError, StoredTensor, shown
@@ -30,7 +31,13 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
     scale = None
     if is_quantised(stored) and target.dtype != DTYPES[stored.dtype]:
         scale = _scale(reader, tensors[scale_of(fill.tensor)], fill, columns)
-    reader.read(stored, fill.source_row, fill.source_col, target, scale)
+    if not fill.pairs:
+        reader.read(stored, fill.source_row, fill.source_col, target, scale)
+        return
+    neighbours = torch.empty_like(target)
+    reader.read(stored, fill.source_row, fill.source_col, neighbours, scale)
+    heads = neighbours.view(-1, fill.pairs // 2, 2, columns)
+    target.copy_(heads.transpose(1, 2).reshape(target.shape))
 
 
 def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: int) -> Tensor:

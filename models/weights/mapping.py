@@ -109,6 +109,8 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
             scales.add(check_scale(stored, tensors.get(scale_of(name)), quantisation.block))
         elif stored.dtype not in PLAIN:
             raise CheckpointError(f"{stored.file}: tensor {name} is stored as {stored.dtype}; readable are {READABLE}")
+        if len(shape) > 2:  # of lanes: rows are counted over all of them
+            tensors[name] = replace(stored, shape=(prod(shape[:-1]), shape[-1]))
     known = scales | ({head_of(config)} if config.tied_embeddings else set())
     behind = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.ignored_layers))
     for name, stored in tensors.items():

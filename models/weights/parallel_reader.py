@@ -31,7 +31,8 @@ def reading_threads() -> int:
 
 def cut(fill: Fill, row_bytes: int) -> Iterator[Fill]:
     """The fill in runs of rows of about PIECE_BYTES, `row_bytes` each in the parameter."""
-    rows = max(1, PIECE_BYTES // max(1, row_bytes))
+    unit = fill.pairs or 1
+    rows = max(unit, PIECE_BYTES // max(1, row_bytes) // unit * unit)
     for first in range(0, fill.count, rows):
         count = min(rows, fill.count - first)
         yield replace(fill, row=fill.row + first, source_row=fill.source_row + first, count=count)

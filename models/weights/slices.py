@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..config.lanes import Lanes
 from ..config.model_config import Layout, ModelConfig
 from ..stages import RankShard
 
@@ -17,7 +18,8 @@ from ..stages import RankShard
 @dataclass(frozen=True, slots=True)
 class Fill:
     """Rows [row, row + count) of a parameter come from rows [source_row, ...) and columns [source_col, source_col +
-    columns) of a checkpoint tensor (columns None: all). `tensor` None: the rows are vocabulary padding, zeros."""
+    columns) of a checkpoint tensor (columns None: all). `tensor` None: the rows are vocabulary padding, zeros. pairs:
+    the rows of a head, where the checkpoint rotates neighbours (2j, 2j + 1), and the parameter (j, j + pairs / 2)."""
 
     parameter: str
     row: int
@@ -26,6 +28,7 @@ class Fill:
     source_row: int = 0
     source_col: int = 0
     columns: int | None = None
+    pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
         *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
     "mixtral": (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "laneformer": (),  # see _lane_fills
     "dolomite": (
         Row("attention_norm", f"{_FUSED}ln_1", "hidden"),
         Row("qkv", f"{_FUSED}sequence_mixer.c_attn", "heads", "hidden", bias="qkv_bias", at=_in_group(None)),
@@ -189,8 +193,7 @@ def _vocabulary(parameter: str, tensor: str, rows: range, vocab_size: int) -> It
 
 
 def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
-    config = shard.config
-    stored = layer if shard.stage is None else shard.stage.first_layer + layer
+    config, stored = shard.config, _stored_layer(shard, layer)
     filled: dict[str, int] = {}
     for row, suffix, name in _tensors(config, layer, shard.expert_ids):
         columns = None if row.columns is None else _AXES[row.columns](shard)
@@ -208,8 +211,15 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
             filled[parameter] = to + step
 
 
+def _stored_layer(shard: RankShard, layer: int) -> int:
+    """What the checkpoint calls a stage's own layer."""
+    return layer if shard.stage is None else shard.stage.first_layer + layer
+
+
 def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill]:
     """Every parameter row of this rank, exactly once. A bias behind a row-parallel product belongs to rank 0 alone."""
+    if shard.config.lanes is not None:
+        return _lane_fills(shard, shard.config.lanes, replicate_embedding)
     config, (embedding, norm, head) = shard.config, _ENDS[shard.config.layout]
     fills: list[Fill] = []
     if shard.embeds and replicate_embedding:
@@ -228,6 +238,8 @@ def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint must hold, with its shape."""
+    if config.lanes is not None:
+        return _lane_shapes(config, config.lanes)
     (embedding, norm, head), whole = _ENDS[config.layout], RankShard(config, 1, 0)
     shapes: dict[str, tuple[int, ...]] = {embedding: (config.vocab_size, config.hidden_size)}
     shapes[norm] = (config.hidden_size,)
@@ -266,4 +278,72 @@ def sources_of(config: ModelConfig, layer: int, product: str) -> tuple[str, ...]
 
 def head_of(config: ModelConfig) -> str:
     """The head's tensor: a tied checkpoint may carry a copy of it."""
+    if config.lanes is not None:
+        return "lm_head.linear.weight" if config.lanes.head == "lane" else "lm_head.weight"
     return _ENDS[config.layout][2]
+
+
+def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> list[Fill]:
+    """A stored tensor has a matrix for each lane, [L, out, in]: read as [L * out, in]. A parameter has those of this
+    rank's lanes, one behind the other; of fused products, lane by lane."""
+    config, d, dim = shard.config, shard.config.hidden_size, shard.config.head_dim
+    first, mine = shard.first_lane, shard.num_lanes
+    q, kv, f = (size // lanes.count for size in (config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size))
+    fills: list[Fill] = []
+
+    def norm(to: str, tensor: str, each: bool) -> None:
+        one = Fill(to, 0, mine, f"{tensor}.scale", first) if each else Fill(to, 0, d, f"{tensor}.weight")
+        fills.append(one)
+
+    if shard.embeds and replicate_embedding:
+        fills.append(Fill("embedding.weight", 0, config.vocab_size, "model.tok_embeddings.weight"))
+    elif shard.embeds:
+        fills.extend(_vocabulary("embedding.weight", "model.tok_embeddings.weight", shard.embedded, config.vocab_size))
+    for layer in range(config.num_layers):
+        here, there = (
+            f"layers.{layer}.",
+            _LAYER.format(layer if shard.stage is None else shard.stage.first_layer + layer),
+        )
+        norm(f"{here}attention_norm.weight", f"{there}attention_norm", lanes.norm_each)
+        norm(f"{here}mlp_norm.weight", f"{there}ffn_norm", lanes.norm_each)
+        for place, lane in enumerate(range(first, first + mine)):
+            at = place * (q + 2 * kv)
+            for name, to, rows in (("wq", at, q), ("wk", at + q, kv), ("wv", at + q + kv, kv)):
+                pairs = dim if name != "wv" else 0
+                source = f"{there}attention.{name}.weight"
+                fills.append(Fill(f"{here}qkv.weight", to, rows, source, lane * rows, pairs=pairs))
+            for name, to in (("w1", place * 2 * f), ("w3", place * 2 * f + f)):
+                fills.append(Fill(f"{here}gate_up.weight", to, f, f"{there}feed_forward.{name}.weight", lane * f))
+        fills.append(Fill(f"{here}o.weight", 0, mine * d, f"{there}attention.wo.weight", first * d))
+        fills.append(Fill(f"{here}down.weight", 0, mine * d, f"{there}feed_forward.w2.weight", first * d))
+    if shard.samples:
+        norm("norm.weight", "model.norm", lanes.norm_each and not lanes.sum_first)
+    if shard.has_head(replicate_embedding):
+        head = "model.tok_embeddings.weight" if config.tied_embeddings else head_of(config)
+        fills.extend(_vocabulary("head.weight", head, shard.vocab, config.vocab_size))
+    return fills
+
+
+def _lane_shapes(config: ModelConfig, lanes: Lanes) -> dict[str, tuple[int, ...]]:
+    d, dim, count = config.hidden_size, config.head_dim, lanes.count
+    q, kv, f = (size // count for size in (config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size))
+    shapes: dict[str, tuple[int, ...]] = {"model.tok_embeddings.weight": (config.vocab_size, d)}
+
+    def norm(name: str, each: bool) -> None:
+        shapes[f"{name}.{'scale' if each else 'weight'}"] = (count, d) if each else (d,)
+
+    for layer in range(config.num_layers):
+        here = _LAYER.format(layer)
+        norm(f"{here}attention_norm", lanes.norm_each)
+        norm(f"{here}ffn_norm", lanes.norm_each)
+        shapes |= {
+            f"{here}attention.{name}.weight": (count, rows, d) for name, rows in (("wq", q), ("wk", kv), ("wv", kv))
+        }
+        shapes |= {f"{here}feed_forward.{name}.weight": (count, f, d) for name in ("w1", "w3")}
+        shapes[f"{here}attention.wo.weight"] = (count, d, q)
+        shapes[f"{here}feed_forward.w2.weight"] = (count, d, f)
+    norm("model.norm", lanes.norm_each and not lanes.sum_first)
+    if not config.tied_embeddings:
+        wide, each = (config.vocab_size, count * d), (count, config.vocab_size // count, d)
+        shapes[head_of(config)] = {"lane": wide, "vocab_parallel": each}.get(lanes.head, (config.vocab_size, d))
+    return shapes

@@ -126,9 +126,12 @@ def layouts(
     more are listed whether they fit or not, without a pipeline; all others where they fit, and parts of a node or
     pipelines where they are the cheapest of their weights and wiring at some batch or context."""
     variants = {name: make_wiring(name, config.num_layers) for name in ("standard", "ladder")}
-    if config.wiring.name not in variants and not config.wiring.desync_every:
+    if config.lanes is not None:  # whose weights fit no other wiring
+        variants = {config.wiring.name: config.wiring}
+    elif config.wiring.name not in variants and not config.wiring.desync_every:
         variants[config.wiring.name] = config.wiring
-    forms = (stored, replace(stored, weights="fp8")) if devices.fp8 and stored.weights != "fp8" else (stored,)
+    narrower = devices.fp8 and stored.weights != "fp8" and config.lanes is None
+    forms = (stored, replace(stored, weights="fp8")) if narrower else (stored,)
     total, node = devices.total, devices.per_node
     sizes = {total, own, node} | {node // n for n in (2, 4, 8, 16) if node % n == 0}
     found: list[Layout] = []
@@ -241,14 +244,16 @@ def fullest_stage(config: ModelConfig, stages: int, layers: Sequence[int] = ()) 
 
 def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int, stages: int) -> Callable[[int], float]:
     """Seconds that so many rows take from one stage to the next: each rank sends its share of the residual and the node
-    gathers it."""
+    gathers it; of lanes it sends its own copies whole, and the sums that are pending."""
     if stages == 1:
         return lambda rows: 0.0
     shape = devices.shape(2, 1)
-    costs = reference("nccl", shape)
+    costs, share = reference("nccl", shape), 1.0
+    if (lanes := config.lanes) is not None:
+        share = lanes.count * (1 + max(part.pending for part in make_stages(config, choose_layers(config, stages))))
 
     def seconds(rows: int) -> float:
-        return predict(costs, shape, "p2p", max(1, int(rows * config.hidden_size * BYTES[stored.values] / tp)))
+        return predict(costs, shape, "p2p", max(1, int(share * rows * config.hidden_size * BYTES[stored.values] / tp)))
 
     return seconds
 

@@ -225,7 +225,8 @@ class SimulatedGroup:
         kept = self.wide or ((),) * c.num_layers
         times = {wide: self._products(load.tokens, wide) for wide in set(kept)}
         vocabulary = c.vocab_size if self.replicate_head else shard.padded_vocab // self.size
-        head = self._product(c.hidden_size * vocabulary, load.rows, True) if load.rows else 0.0
+        inputs = c.hidden_size * (c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1)
+        head = self._product(inputs * vocabulary, load.rows, True) if load.rows else 0.0
         message = self.message_bytes(load)
         apart = not self.replicate_embedding and self.size > 1
         return StepCost(
@@ -236,10 +237,18 @@ class SimulatedGroup:
             all_reduce=self.links.wire(message),
             after_s=head + (r.call_one_s if load.rows else 0.0),
             before=self.links.wire(message) if apart else Wire(0.0),
-            # A rank's candidates: at most a few hundred bytes a row.
-            after=self.links.wire(max(1, 64 * load.rows)) if self.size > 1 and load.rows else Wire(0.0),
+            after=self._after(load) if self.size > 1 and load.rows else Wire(0.0),
             shared_norm_saves_s=0.25 * call,
         )
+
+    def _after(self, load: Load) -> Wire:
+        """A rank's candidates, at most a few hundred bytes a row; before them what the head reads of other lanes."""
+        drawn, lanes = self.links.wire(max(1, 64 * load.rows)), self.config.lanes
+        if lanes is None or lanes.head == "vocab_parallel":
+            return drawn
+        each = self.config.hidden_size * (lanes.count if lanes.head == "lane" else 1)
+        rows = self.links.wire(int(load.rows * each * self.value_bytes))
+        return Wire(rows.busy_s + drawn.busy_s, rows.latency_s + drawn.latency_s, drawn.slows)
 
     def _products(self, rows: int, wide: tuple[str, ...]) -> tuple[float, float]:
         """Seconds of a layer's attention projections and of its MLP, with these products wide."""

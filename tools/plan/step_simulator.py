@@ -109,6 +109,9 @@ class _Stream:
     def __add__(self, other: _Stream, /) -> _Stream:
         return self
 
+    def __mul__(self, other: float, /) -> _Stream:
+        return self
+
     def __truediv__(self, other: int, /) -> _Stream:
         return self
 
@@ -195,6 +198,12 @@ class _Timed:
         both = self._cost.attention_s[layer] + self._cost.mlp_s[layer]
         self._clock.compute(max(0.0, both - self._cost.shared_norm_saves_s))
         return residual
+
+    def sum_of_lanes(self, output: _Stream) -> _Stream:
+        return output
+
+    def of_others(self, total: _Stream, output: _Stream) -> _Stream:
+        return total
 
     def start(self, x: _Stream, *_: object) -> _InFlight:
         self._clock.compute(self._cost.start_s)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.config.model_config import ModelConfig, Wiring, from_folder
+from ...models.lane_reference import LaneReference
 from ...models.reference import Layer, Reference
 from ...models.weights.fill import fill_target
 from ...models.weights.mapping import open_checkpoint
@@ -105,6 +106,27 @@ def load_all(folder: Path, ranks: DataParallel, compute: torch.dtype = torch.flo
     return model.requires_grad_(False).eval()
 
 
+def load_any(folder: Path, ranks: DataParallel) -> Reference | LaneReference:
+    """`load_all` in fp32, of models of lanes as well."""
+    config = from_folder(folder)
+    return load_all(folder, ranks) if config.lanes is None else _load_lanes(config, folder, ranks)
+
+
+def _load_lanes(config: ModelConfig, folder: Path, ranks: DataParallel) -> LaneReference:
+    with torch.device("meta"):
+        model = LaneReference(config)
+    ranks.shard(model, model.model.layers, torch.float32)
+    model.to_empty(device=ranks.device)
+    tensors = open_checkpoint(folder, config).tensors
+    with Reader() as reader, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            each, mine = math.prod(parameter.shape[1:-1]), ranks.rows(parameter.shape[0])
+            target = local(parameter.detach())
+            rows = target if target.ndim == 1 else target.flatten(0, -2)
+            fill_target(reader, tensors, Fill(name, 0, len(rows), name, mine.start * each), rows)
+    return model.requires_grad_(False).eval()
+
+
 def _folded(config: ModelConfig, stored_as: ModelConfig, name: str) -> str | None:
     """The norm that is multiplied into this weight where a sequential layer becomes a parallel one; itself, for the
     norm that stays as ones."""
@@ -126,6 +148,8 @@ def _folded(config: ModelConfig, stored_as: ModelConfig, name: str) -> str | Non
 
 def adapted(config: ModelConfig, wiring: Wiring) -> ModelConfig:
     """The model under another wiring, as stock names say it. Raises ValueError for what annealing or saving cannot."""
+    if config.lanes is not None:
+        raise ValueError("a model of lanes belongs to its own wiring: other ones are not trained from it")
     scaled = (config.residual_multiplier, config.embedding_multiplier, config.logits_divisor)
     if set(scaled) != {1.0} or config.attention_scale not in (None, config.head_dim**-0.5):
         raise ValueError("a ladder_residual model with multipliers has no words in the format that is written: refused")

@@ -88,13 +88,14 @@ def device_gather(gathers: Gather, size: int) -> Callable[[Tensor], Tensor] | No
 
 class Boundary(Protocol):
     """From the pipeline stage before this one, and to the one after it. Messages come in the order of their sending;
-    each crosses between nodes once, in shares of the group's ranks."""
+    each crosses between nodes once, in shares of the group's ranks. own: a message is this rank's alone, and goes whole
+    to its peer; both sides say so."""
 
-    def send(self, x: Tensor) -> None:
-        """Sets off x [T, D], the same on every rank of the group, to the next stage. Not to be written to
-        afterwards."""
+    def send(self, x: Tensor, own: bool = False) -> None:
+        """Sets off x [T, D], the same on every rank of the group unless it is its own, to the next stage. Not to be
+        written to afterwards."""
 
-    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int, own: bool = False) -> list[Pending]:
         """The next `count` messages of the stage before, [T, D] each."""
 
 

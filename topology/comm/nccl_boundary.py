@@ -26,9 +26,9 @@ class NcclBoundary:
         self._stage, self._index, self._size = rail.rank(), tp.rank(), tp.size()
         self._sending, self._receiving = _STREAM(priority=-1), _STREAM(priority=-1)
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor, own: bool = False) -> None:
         """Sends a copy of this rank's share, whose memory the allocator keeps until the send has ended."""
-        share = self._padded(x)[self._index].clone()
+        share = x.reshape(-1).clone() if own else self._padded(x)[self._index].clone()
         self._sending.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._sending):
             share.record_stream(self._sending)
@@ -36,12 +36,12 @@ class NcclBoundary:
             # allocator would reuse the share while it is sent.
             self._rail.send([share], self._stage + 1, 0).wait()
 
-    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int, own: bool = False) -> list[Pending]:
         """Posted at once, so that the link works while the current stream computes."""
-        return [self._post(shape, dtype) for _ in range(count)]
+        return [self._post(shape, dtype, own) for _ in range(count)]
 
-    def _post(self, shape: tuple[int, int], dtype: torch.dtype) -> Pending:
-        each = -(-shape[0] * shape[1] // self._size)
+    def _post(self, shape: tuple[int, int], dtype: torch.dtype, own: bool) -> Pending:
+        each = shape[0] * shape[1] if own else -(-shape[0] * shape[1] // self._size)
         share = torch.empty(each, dtype=dtype, device="cuda")
         self._receiving.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._receiving):
@@ -54,6 +54,8 @@ class NcclBoundary:
 
         def finish() -> Tensor:
             torch.cuda.current_stream().wait_event(there)
+            if own:
+                return share.view(shape)
             whole = share.new_empty(self._size * len(share))
             dist.all_gather_into_tensor(whole, share, group=self._tp)
             return whole[: shape[0] * shape[1]].view(shape)

@@ -118,23 +118,25 @@ class SocketBoundary:
         self._pipeline, self._lines, self._gathers = pipeline, lines, gathers
         self._index, self._size, self._ledger, self._link = index, size, ledger, link
         self._sent = self._asked = self._received = 0
-        self._due: dict[int, tuple[tuple[int, int], torch.dtype]] = {}
+        self._due: dict[int, tuple[tuple[int, int], torch.dtype, bool]] = {}
         self._early: dict[int, Tensor] = {}
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor, own: bool = False) -> None:
         data = x.contiguous().view(-1).view(torch.uint8).numpy()
-        first, end = self._share(len(data))
+        first, end = self._share(len(data), own)
         head = _HEAD.pack(_MAGIC, _DTYPES.index(x.dtype), self._sent, len(data), time.time_ns())
         self._sent += 1
         self._lines.send(NEXT, head, data[first:end].data)
 
-    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int) -> list[Pending]:
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int, own: bool = False) -> list[Pending]:
         first, self._asked = self._asked, self._asked + count
         numbers = range(first, self._asked)
-        self._due |= dict.fromkeys(numbers, (shape, dtype))
+        self._due |= dict.fromkeys(numbers, (shape, dtype, own))
         return [Later(partial(self.take, number)) for number in numbers]
 
-    def _share(self, total: int) -> tuple[int, int]:
+    def _share(self, total: int, own: bool) -> tuple[int, int]:
+        if own:
+            return 0, total
         each = -(-total // self._size)
         return min(total, self._index * each), min(total, (self._index + 1) * each)
 
@@ -146,7 +148,7 @@ class SocketBoundary:
             self._received += 1
         return self._early.pop(number)
 
-    def _next(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def _next(self, shape: tuple[int, int], dtype: torch.dtype, own: bool) -> Tensor:
         asked, head = time.monotonic(), bytearray(_HEAD.size)
         self._pipeline.take(PREVIOUS, memoryview(head), "hidden rows")
         magic, kind, number, total, sent_ns = _HEAD.unpack(head)
@@ -158,13 +160,13 @@ class SocketBoundary:
                 -1,
                 self._received,
             )
-        first, end = self._share(total)
-        each = -(-total // self._size)
+        first, end = self._share(total, own)
+        each = total if own else -(-total // self._size)
         share = np.empty(each, np.uint8)
         heard = self._pipeline.take(PREVIOUS, share.data[: end - first], "hidden rows")
         self._account(asked, sent_ns, heard, total)
         whole: NDArray[np.uint8] = share
-        if self._size > 1:
+        if self._size > 1 and not own:
             whole = self._gathers.start(share).wait().reshape(-1)
         return torch.from_numpy(whole)[:total].view(dtype).view(shape)
 

@@ -44,7 +44,7 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict
 
     from ....models.config.evaluation import RECORD, record
     from ....models.config.model_config import from_folder
-    from ..build import load_all
+    from ..build import load_any
     from ..loss import held_out
 
     original: Path | None = o["original"]
@@ -55,11 +55,11 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict
             raise ValueError(f"{other} has another tokenizer than {first}: their losses a token are not comparable")
     length = o["context"] or min(4096, *(from_folder(folder).max_position_embeddings for folder in everyone))
     ids_N, digest = token_file(first, o["text"], o["tokens"], ranks)
-    compared = load_all(original, ranks) if original else None
+    compared = load_any(original, ranks) if original else None
     rows = []
     with torch.no_grad():
         for folder in folders:
-            model = load_all(folder, ranks)
+            model = load_any(folder, ranks)
             found = asdict(held_out(model, ids_N, length, ranks, compared))
             row = record(found, original.name if original else None, digest)
             rows.append({"folder": folder.name, "wiring": model.config.wiring.name, **row})

@@ -1,0 +1,171 @@
+"""The model whose residual has several copies, called lanes (delayed tensor parallelism): a lane has heads, KV heads
+and a share of the MLP of its own, and a rank has one lane or more. models/residual.py says when lanes exchange their
+outputs; here is what differs from models/llama.py: residuals are [k, T, D] for the k lanes of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..topology.comm.collectives import Boundary, Later, Pending
+from .config.lanes import Lanes
+from .config.model_config import ModelConfig
+from .layers import Layers, VocabEmbedding, prepare, prepare_lanes
+from .llama import LayerProducts, LlamaModel, Scale
+from .ops import LaneStream, Norm, Others, Product
+from .stages import RankShard
+
+
+def model_class(config: ModelConfig) -> type[LlamaModel]:
+    return LlamaModel if config.lanes is None else LaneModel
+
+
+class LaneWeights(nn.Module):
+    """One layer's parameters on this rank. A lane's matrices lie one behind the other, and so do the fused products of
+    each: o and down have an output of D for each lane, from its own inputs alone."""
+
+    def __init__(self, shard: RankShard, lanes: Lanes, layers: Layers, dtype: torch.dtype) -> None:
+        super().__init__()
+        c, dim, count = shard.config, shard.config.head_dim, lanes.count
+        self.attention_norm, self.mlp_norm = (_scale(shard, lanes.norm_each, dtype) for _ in range(2))
+        self.qkv = layers.column(c.hidden_size, (c.num_heads + 2 * c.num_kv_heads) * dim, False)
+        self.o = layers.column(c.num_heads * dim // count, c.hidden_size * count, False)
+        self.gate_up = layers.column(c.hidden_size, 2 * c.ffn_size, False)
+        self.down = layers.column(c.ffn_size // count, c.hidden_size * count, False)
+
+
+def _scale(shard: RankShard, each: bool, dtype: torch.dtype) -> Scale:
+    return Scale(*[shard.num_lanes] * each, shard.config.hidden_size, dtype=dtype)
+
+
+class LaneModel(LlamaModel):
+    """One rank's lanes, of all layers or of a stage's."""
+
+    @property
+    def _lanes(self) -> Lanes:
+        assert self.config.lanes is not None
+        return self.config.lanes
+
+    @property
+    def _communicates(self) -> bool:
+        return self.shard.size > 1 and "none" not in self.config.wiring.kinds
+
+    def _layer_weights(self, layer: int, layers: Layers) -> nn.Module:
+        return LaneWeights(self.shard, self._lanes, layers, self.dtype)
+
+    def _final_norm(self) -> Scale:
+        return _scale(self.shard, self._lanes.norm_each and not self._lanes.sum_first, self.dtype)
+
+    @property
+    def _head_inputs(self) -> int:
+        return self.config.hidden_size * (self._lanes.count if self._lanes.head == "lane" else 1)
+
+    def _norms(self, scale: Scale) -> list[Norm]:
+        """Of each lane."""
+        weight = scale.weight.detach()
+        each = weight if weight.ndim == 2 else weight.expand(self.shard.num_lanes, -1)
+        return [Norm(one, self.config.norm_eps) for one in each]
+
+    def _prepared(self, layer: Any, down_name: str) -> LayerProducts:
+        product = partial(prepare_lanes, ops=self.ops, count=self.shard.num_lanes)
+        return LayerProducts(
+            q_norm=None,
+            k_norm=None,
+            qkv=product(layer.qkv, norms=self._norms(layer.attention_norm)),
+            o=product(layer.o),
+            gate_up=product(layer.gate_up, norms=self._norms(layer.mlp_norm), gated=True),
+            down=product(layer.down),
+        )
+
+    def _prepare_head(self) -> None:
+        if not self.shard.samples:
+            return
+        lanes, exact = self._lanes, self.ops.exact
+        norms = self._norms(self.norm)
+        self._normed: list[Product] = [exact.normed(norm) for norm in norms]
+        if lanes.head == "vocab_parallel":
+            self._head = prepare_lanes(self.head, exact, len(norms), norms)
+            return
+        norm = norms[0] if lanes.sum_first else None
+        if self.head is not None:
+            self._head = prepare(self.head, exact, norm)
+        else:
+            self._head, lookup = exact.tied(self._table(), norm)
+            if lookup is not None:
+                assert isinstance(self.embedding, VocabEmbedding)
+                self.embedding.repacked(lookup)
+
+    def _embed(self, tokens: Tensor) -> Pending:
+        embedding = super()._embed(tokens)
+        return Later(lambda: embedding.wait().expand(self.shard.num_lanes, -1, -1))
+
+    def _receive(self, boundary: Boundary, tokens: int, count: int) -> list[Pending]:
+        k, d = self.shard.num_lanes, self.config.hidden_size
+        messages = boundary.receive((k * tokens, d), self.dtype, count, own=True)
+        return [Later(partial(lambda message: message.wait().view(k, tokens, d), message)) for message in messages]
+
+    def _hand_on(self, boundary: Boundary, x: Tensor, pending: Sequence[Any]) -> Tensor:
+        boundary.send(x.flatten(0, 1), own=True)
+        for output in pending:
+            y = output.wait()  # of a stage before this one, or summed here
+            late = y.total - y.own if isinstance(y, Others) else y
+            boundary.send(late.flatten(0, 1), own=True)
+            x = x + late
+        return x
+
+    def _running(self, x: Tensor) -> LaneStream:
+        return LaneStream(self.ops, x)
+
+    def attention(self, layer: int, residual: Any) -> Tensor:
+        """[k, T, D] -> each lane's own output; the heads of all lanes attend in one call."""
+        if self._attention is None:
+            raise RuntimeError("attention outside of forward")
+        part, shard, x = self._layers[layer], self.shard, residual.whole()
+        qkv = part.qkv(x)
+        if shard.num_lanes == 1:
+            heads = qkv[0]
+        else:
+            heads = self.ops.by_head(qkv, shard.num_heads, shard.num_kv_heads, self.config.head_dim)
+        out = self._attention.attend(layer, heads, None, None)
+        return part.o(out.view(x.shape[1], shard.num_lanes, -1).transpose(0, 1))
+
+    def mlp(self, layer: int, residual: Any) -> Tensor:
+        part = self._layers[layer]
+        assert part.gate_up is not None
+        assert part.down is not None
+        return part.down(part.gate_up(residual.whole()))
+
+    def sum_of_lanes(self, output: Tensor) -> Tensor:
+        return self.ops.sum_lanes(output) if len(output) > 1 or self.shard.size > 1 else output[0]
+
+    def of_others(self, total: Tensor, output: Tensor) -> Others:
+        return Others(total, output)
+
+    def _logits(self, ends: Sequence[Tensor], rows: Sequence[Tensor | None]) -> Tensor:
+        if self._head is None:
+            raise RuntimeError("forward before load")
+        wanted = [x if each is None else x[:, each] for x, each in zip(ends, rows, strict=True)]
+        x = wanted[0] if len(wanted) == 1 else torch.cat(wanted, 1)  # [k, R, D]
+        if self._lanes.head == "vocab_parallel":
+            return self._head(x).transpose(0, 1).flatten(1).float()
+        if not self._lanes.sum_first:
+            x = torch.stack([norm(one) for norm, one in zip(self._normed, x, strict=True)])
+        if self._lanes.head == "replicate":
+            mixed = self._sum(self.ops.sum_lanes(x))
+            return self._head(mixed if self._lanes.sum_first else mixed / self._lanes.count).float()
+        return self._head(self._beside(x)).float()
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self.all_reduce.start(x, "head", self._at_once).wait() if self._communicates and len(x) else x
+
+    def _beside(self, x: Tensor) -> Tensor:
+        """This rank's lanes [k, R, D] -> all lanes one behind the other [R, L * D]. A gather as a sum with zeros: once
+        a step, of the rows that are sampled."""
+        whole = x.new_zeros((x.shape[1], self._lanes.count, x.shape[2]))
+        whole[:, self.shard.first_lane : self.shard.first_lane + len(x)] = x.transpose(0, 1)
+        return self._sum(whole.flatten(1))

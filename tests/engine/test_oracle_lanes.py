@@ -1,0 +1,138 @@
+"""Models of lanes through the engine, against models/lane_reference.py in fp32: tensor-parallel sizes that divide the
+lanes, heads, norms, windows, delays and both dialects of the config, chosen so that every pair of values occurs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import checkpoints
+import lane_checkpoints
+import pytest
+import torch
+from laddertron.models import lane_reference
+from safetensors.torch import save_file
+from test_oracle import TOLERANCE, assert_greedy
+
+Ranks = Callable[..., list[Any]]
+
+
+def check(ranks: Ranks, folder: Path, tp: int, tmp_path: Path, stages: int = 1) -> None:
+    """fp32: greedy ids equal, logits within 1e-4."""
+    model = lane_reference.load(folder, torch.float32)
+    prompts = checkpoints.prompts(8, vocab=lane_checkpoints.VOCAB)
+    with torch.inference_mode():
+        args = {"folder": str(folder), "prompts": prompts, "params": {"max_tokens": 16}}
+        parallel = {"parallel": {"pipeline_parallel_size": stages}} if stages > 1 else {}
+        answers = ranks(tp * stages, "engine_cases:generate", args | parallel)[0]
+        assert_greedy(lambda ids: model(torch.tensor([ids]))[0], prompts, answers, 16)
+        if stages > 1:
+            return
+        want = torch.cat([model(torch.tensor([prompt]))[0] for prompt in prompts])
+        save_file({"logits": want.contiguous()}, tmp_path / "want.safetensors")
+        args = {"folder": str(folder), "prompts": prompts, "expected": str(tmp_path / "want.safetensors")}
+        for rank, result in enumerate(ranks(tp, "engine_cases:logits_distance", args)):
+            assert result["distance"] < TOLERANCE * max(1.0, result["scale"] / 10), f"rank {rank}: {result}"
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "lanes": (8, 4, 2, 1),
+    "tp": (8, 4, 2, 1),
+    "delay": (1, 2, 3),
+    "early": (True, False),
+    "comm": ((True, True), (True, False), (False, True), (False, False)),
+    "head": ("replicate", "tied", "sum_first", "lane", "vocab_parallel"),
+    "norm_each": (False, True),
+    "windows": ((), (0, 2, 3)),
+    "rope": ("default", "llama3"),
+    "second": (False, True),
+}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+Case = dict[str, Any]
+
+
+def possible(case: Case) -> bool:
+    """Whether the ranks divide the lanes; dialect (a) has one word for both sub-blocks' exchange."""
+    return case["lanes"] % case["tp"] == 0 and (case["second"] or case["comm"][0] == case["comm"][1])
+
+
+def pairs_of(case: Case) -> set[tuple[Any, ...]]:
+    return {(a, case[a], b, case[b]) for a, b in combinations(VALUES, 2)}
+
+
+def drawn(random: Random) -> Case:
+    while not possible(case := {name: random.choice(values) for name, values in VALUES.items()}):
+        pass
+    return case
+
+
+def pairwise(seed: int) -> list[Case]:
+    """Cases in which every two values occur together that can: each the best of some random ones."""
+    random, left, cases = Random(seed), set[tuple[Any, ...]](), list[Case]()
+    for values in product(*VALUES.values()):
+        if possible(case := dict(zip(VALUES, values, strict=True))):
+            left |= pairs_of(case)
+    while left:
+        best = max((drawn(random) for _ in range(300)), key=lambda case: len(pairs_of(case) & left))
+        if found := pairs_of(best) & left:
+            left -= found
+            cases.append(best)
+    return cases
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    head = case["head"] if case["head"] in ("lane", "vocab_parallel") else "replicate"
+    more = {"rope_scaling": LLAMA3} if case["rope"] == "llama3" else {}
+    more |= {"tie_word_embeddings": True} if case["head"] == "tied" else {}
+    plain = ("lanes", "second", "delay", "early", "comm", "norm_each", "windows")
+    how = {name: case[name] for name in plain}
+    return {**how, "head": head, "sum_first": case["head"] == "sum_first", **more}
+
+
+def named(case: Case) -> str:
+    comm = "".join("n" if not on else "y" for on in (case["early"], *case["comm"]))
+    more = [word for word in ("norm_each", "second") if case[word]] + ["windows"] * bool(case["windows"])
+    return "-".join(
+        [f"lanes{case['lanes']}", f"tp{case['tp']}", f"d{case['delay']}", comm, case["head"], case["rope"], *more]
+    )
+
+
+CASES = pairwise(seed=7)
+SEED = 3
+MORE = [drawn(random) for random in [Random(SEED)] for _ in range(60)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_lanes_answer_as_the_reference_does(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    """Each pair of values once, among them every number of lanes on every number of ranks that divides it."""
+    folder = lane_checkpoints.save(tmp_path / "m", **arguments(case))
+    check(ranks, folder, case["tp"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=named)
+def test_more_lanes_answer_as_the_reference_does(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+    """Random combinations beyond the pairs, of a printed seed."""
+    print(f"seed {SEED}")
+    check(ranks, lane_checkpoints.save(tmp_path / "m", **arguments(case)), case["tp"], tmp_path)
+
+
+def test_the_cases_have_every_pair() -> None:
+    assert len(CASES) <= 28
+    seen = set[tuple[Any, ...]]().union(*(pairs_of(case) for case in CASES))
+    others = {"comm": (True, True), "second": True, "lanes": 8, "tp": 1}  # with which everything else is possible
+    for (a, some), (b, more) in combinations(VALUES.items(), 2):
+        for x, y in product(some, more):
+            assert ((a, x, b, y) in seen) == possible(others | {a: x, b: y})
+
+
+@pytest.mark.parametrize(("tp", "how"), [(2, {"delay": 2}), (1, {"delay": 1, "early": False})])
+def test_lanes_in_two_stages(ranks: Ranks, tmp_path: Path, tp: int, how: dict[str, Any]) -> None:
+    """Each rank sends its own copies and the sums that are pending to its peer in the next stage."""
+    check(ranks, lane_checkpoints.save(tmp_path / "m", **how), tp, tmp_path, stages=2)
