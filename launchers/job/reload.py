@@ -21,8 +21,7 @@ from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, rea
 from ...engine.run.model_digest import model_digest
 from ...engine.text.tokenizer import text_digest
 from ...topology.json_codec import build, write_file
-from .rolling_job import RollingJob
-from .supervisor import MpiJob
+from .rolling_job import HeldJob, RollingJob
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Reloader:
         self,
         loaded: LoadedDeployment,
         read: Callable[[], LoadedDeployment],
-        make: Callable[[Deployment, bool], Sequence[MpiJob]],
+        make: Callable[[Deployment, bool], Sequence[HeldJob]],
         jobs: Sequence[RollingJob],
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
@@ -170,7 +169,7 @@ class Reloader:
             self.deployments[index] = new
         return "done", []
 
-    def _again(self, index: int) -> MpiJob:
+    def _again(self, index: int) -> HeldJob:
         """A replica as it was."""
         return self._make(self.deployments[index], False)[index]
 

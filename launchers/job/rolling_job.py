@@ -8,19 +8,30 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
+from ...engine.job import EngineJob, JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import Request, TokensEvent
-from .supervisor import MpiJob
 
 log = logging.getLogger(__name__)
+
+
+class HeldJob(EngineJob, Protocol):
+    """An EngineJob that, made so, stands by until `load`; MpiJob is one."""
+
+    room: bool
+    before: Any
+
+    def load(self) -> None: ...
+
+    async def freed(self) -> None:
+        """Once closed: waits for its devices' memory. Raises RuntimeError."""
 
 
 class _Member:
     """Listens to one job."""
 
-    def __init__(self, owner: RollingJob, job: MpiJob) -> None:
+    def __init__(self, owner: RollingJob, job: HeldJob) -> None:
         self._owner, self.job = owner, job
         self._moved = asyncio.Event()
 
@@ -49,9 +60,9 @@ class _Member:
 class RollingJob:
     """See EngineJob for the methods. `job` takes the requests; others may be coming, or finishing what they have."""
 
-    def __init__(self, job: MpiJob) -> None:
-        self.job, self._others, self._closed = job, list[MpiJob](), False
-        self._awaited: MpiJob | None = None  # while no job takes requests: the one that will
+    def __init__(self, job: HeldJob) -> None:
+        self.job, self._others, self._closed = job, list[HeldJob](), False
+        self._awaited: HeldJob | None = None  # while no job takes requests: the one that will
         self.listener: JobListener
 
     @property
@@ -88,7 +99,7 @@ class RollingJob:
     async def bundle(self) -> dict[str, Any]:
         return await self.job.bundle()
 
-    async def replace(self, new: MpiJob, restore: Callable[[], MpiJob]) -> str | None:
+    async def replace(self, new: HeldJob, restore: Callable[[], HeldJob]) -> str | None:
         """Has `new`, made held and not started, take the place of the job: beside it where there is room, else after
         it, and requests wait meanwhile. Returns once the job's own requests have ended and it is gone, or why it
         stayed. `restore`: another of the job's kind, for the case that it had to go first; asked for while it serves.
@@ -132,24 +143,24 @@ class RollingJob:
             await before.start(_Member(self, before))
         return reason
 
-    def _serve(self, job: MpiJob) -> None:
+    def _serve(self, job: HeldJob) -> None:
         self._others.remove(job)
         self.job, self._awaited = job, None
         self.moved(job)
 
-    async def _retire(self, job: MpiJob) -> None:
+    async def _retire(self, job: HeldJob) -> None:
         """Returns when its requests have ended, and it is gone."""
         await job.drain(math.inf)
         await job.close()
 
-    async def _dismiss(self, job: MpiJob) -> str:
+    async def _dismiss(self, job: HeldJob) -> str:
         """Why it did not come up."""
         reason = job.state.reason
         await job.close()
         self._others.remove(job)
         return reason
 
-    def moved(self, job: MpiJob) -> None:
+    def moved(self, job: HeldJob) -> None:
         """Tells of a job's state, if it is this one's too."""
         if job is (self._awaited or self.job):
             self.listener.on_state(self.state)

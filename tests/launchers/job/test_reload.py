@@ -20,11 +20,12 @@ from job_tools import bounded
 from laddertron.engine.config.load import Deployment, LoadedDeployment, read
 from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
 from laddertron.engine.metrics.observer import Observer
+from laddertron.engine.text.tokenizer import text_digest
 from laddertron.launchers import serve
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.job.bundle import newest
 from laddertron.launchers.job.detect import JobFailure
-from laddertron.launchers.job.reload import OUTCOME, SERVING, Reloader, Serving, serving_in, text_digest, unchangeable
+from laddertron.launchers.job.reload import OUTCOME, SERVING, Reloader, Serving, serving_in, unchangeable
 from laddertron.launchers.job.rolling_job import RollingJob
 from test_bundle import contents
 from test_rolling_job import Job, turns
