@@ -33,9 +33,6 @@ LAYERS, HIDDEN, HEADS, FFN, VOCAB, CONTEXT = 6, 96, 4, 256, 2048, 256
 WIRINGS = ("standard", "parallel", "ladder", "hybrid", "desync-2", "desync-4", "delay-2", "delay-3", "delay-4")
 SEEDS = (0, 1, 2)
 
-Prepare = Callable[[int], Callable[[str], Any]]
-"""Given the budget, makes what all runs need; the run of a key."""
-
 
 def model(
     wiring: str, num_layers: int = LAYERS, hidden: int = HIDDEN, heads: int = HEADS, ffn: int = FFN
@@ -100,31 +97,12 @@ def draw(axes: Any, results: dict[str, Any]) -> None:
     draw_delays(axes.figure.add_subplot(grid[1]), results)
 
 
-def go_on(
-    doc: str, path: Path, tokens: int, keys: Sequence[str], prepare: Prepare, draw: Callable[[Any, Any], None]
-) -> dict[str, Any]:
-    """The results at `path` after as many of the missing runs as the command line's minutes allow, each kept as soon as
-    it is done: {"tokens": budget of a run, "runs": {key: what it found}}. `tokens`: the budget unless given. draw(axes,
-    results): what --plot asks for."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="start no run after these")
-    parser.add_argument("--tokens", type=int, default=tokens, help="budget of a run; another than before starts anew")
-    parser.add_argument("--only", default="", help="the runs whose key begins so")
-    parser.add_argument("--report", action="store_true", help="no training: the tables of what there is")
-    parser.add_argument("--plot", type=Path, help="draw what there is, at the end: .png or .svg")
-    args = parser.parse_args()
+def go_on(path: Path, keys: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+    """The results at `path` after as many of the missing runs as args.minutes allow, each kept as soon as it is done:
+    {"tokens": budget of a run, "runs": {key: perplexity}}."""
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"tokens": args.tokens, "runs": {}}
-    if not args.report:
-        results = _train_missing(results, args, path, keys, prepare)
-    if args.plot is not None:
-        with picture(args.plot) as axes:
-            draw(axes, results)
-    return results
-
-
-def _train_missing(
-    results: dict[str, Any], args: argparse.Namespace, path: Path, keys: Sequence[str], prepare: Prepare
-) -> dict[str, Any]:
+    if args.report:
+        return results
     if results["tokens"] != args.tokens:
         results = {"tokens": args.tokens, "runs": {}}
     missing = [key for key in keys if key.startswith(args.only) and key not in results["runs"]]
@@ -151,10 +129,19 @@ def prepare(tokens: int) -> Callable[[str], float]:
     return run
 
 
-def main() -> None:
+def main(path: Path = RESULTS) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no run after these")
+    parser.add_argument("--tokens", type=int, default=1_600_000, help="budget of a run; a change discards the results")
+    parser.add_argument("--only", default="", help="the runs whose key begins so")
+    parser.add_argument("--report", action="store_true", help="no training: the tables of what there is")
+    parser.add_argument("--plot", type=Path, help="draw what there is, at the end: .png or .svg")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    keys = [f"{wiring}/{seed}" for seed, wiring in product(SEEDS, WIRINGS)]
-    results = go_on(__doc__ or "", RESULTS, 1_600_000, keys, prepare, draw)
+    results = go_on(path, [f"{wiring}/{seed}" for seed, wiring in product(SEEDS, WIRINGS)], args)
+    if args.plot is not None:
+        with picture(args.plot) as axes:
+            draw(axes, results)
     print("\n".join([f"{results['tokens']:,} tokens a run", *wiring_table(results)]))
 
 

@@ -65,8 +65,6 @@ def adapt(
     untrained = held_out(model, held_out_N, settings.context, ranks, teacher)
     distils = settings.distil.weight > 0
     fit(model, batches, settings, ranks, teacher if distils else None, saving, on_step)
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.data.to(getattr(torch, settings.save_dtype)))
     trained = held_out(model, held_out_N, settings.context, ranks, teacher)
     on_model(model)
     return Adapted(original, untrained, trained, config.num_parameters, settings.steps)

@@ -1,20 +1,28 @@
-"""A trained model as a folder: weights, config.json that declares the wiring, what stands beside them, and what it was
-made of (training.json, README.md)."""
+"""A trained model as a folder: weights, config.json that declares the wiring, and what an
+adapted one's folder says of itself (README.md, the evaluation record)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...models.config.dialects import dialect_of, to_dialect
+from ...models.config.evaluation import RECORD, record
+from ...models.config.model_config import Wiring
 from ...models.config.parts import declaration
 from ...models.reference import Reference
 from ...models.weights.convert import write_model
 from .data_parallel import DataParallel, whole
+
+if TYPE_CHECKING:
+    from .adapt import Adapted
+    from .fit import Settings
 
 
 def export(
@@ -38,3 +46,51 @@ def export(
 
         write_model(folder, words, {n: (tuple(p.shape), dtype) for n, p in parameters.items()}, fill)
     ranks.barrier()
+
+
+def write_card(
+    folder: Path, source: str, wiring: Wiring, settings: Settings, found: Adapted, about: Mapping[str, Any]
+) -> None:
+    """Writes README.md for people and the evaluation record for programs."""
+    rows = [
+        f"| {name} | {each.loss:.4f} | {each.perplexity:.3f} | {_number(each.divergence)} | {_share(each.agreement)} |"
+        for name, each in (
+            (f"{source}, as it was", found.original),
+            (f"{wiring.name}, untrained", found.untrained),
+            (f"{wiring.name}, trained", found.trained),
+        )
+    ]
+    ladder = [i for i, kind in enumerate(wiring.kinds) if kind != "standard"]
+    lines = [
+        f"# {folder.name}",
+        "",
+        f"{source} under {wiring.name} wiring (layers {', '.join(map(str, ladder)) or 'none'}), by `laddertron adapt`:",
+        f"{found.parameters:,} parameters, {found.steps:,} steps of {settings.batch} x {settings.context} tokens "
+        f"({found.steps * settings.batch * settings.context:,}), seed {settings.seed}, on {about['ranks']} ranks.",
+        "",
+        f"Text: {', '.join(about['text'])} (SHA-256 {about['text_sha256'][:16]}…).",
+        f"Held out: {found.trained.tokens:,} tokens.",
+        "",
+        "| | held-out loss | perplexity | KL from the original | greedy agreement |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        "A held-out loss on text like the training text says little of other tasks: evaluate on yours before serving",
+        "(`laddertron evaluate`, lm-eval).",
+        "",
+        "```json",
+        json.dumps({"settings": asdict(settings), **about}, indent=1),
+        "```",
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(
+        json.dumps(record(asdict(found.trained), source, about["text_sha256"]), indent=1) + "\n", encoding="utf-8"
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"

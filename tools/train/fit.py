@@ -97,8 +97,8 @@ def fit(
     saving: Saving | None = None,
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
 ) -> None:
-    """Trains in place; all ranks call it. Raises ValueError, FloatingPointError if the loss is lost, CheckpointError if
-    there is a state that this run cannot go on from."""
+    """Trains in place and rounds to what is saved; all ranks call it. Raises ValueError, FloatingPointError if the loss
+    is lost, CheckpointError if there is a state that this run cannot go on from."""
     rows = share(settings.batch, ranks)
     micro = min(settings.micro_batch or len(rows), len(rows))
     taught_ones = [p for p in model.parameters() if p.requires_grad]
@@ -143,3 +143,5 @@ def fit(
             state.save(saving.folder, step + 1, model, optimizer, about, ranks)
         on_step(TrainProgress(step + 1, settings.steps, value, rate))
     model.fade = 0.0
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.to(getattr(torch, settings.save_dtype)))

@@ -79,8 +79,6 @@ def train(
     model = build(config, ranks, getattr(torch, settings.dtype))
     initialise(model, settings.seed, ranks)
     fit(model, batches, settings, ranks, teacher, saving, on_step)
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.data.to(getattr(torch, settings.save_dtype)))
     found = held_out(model.eval(), held_out_N, settings.context, ranks, teacher)
     tokens = settings.steps * settings.batch * settings.context
     return Trained(model, tokens, len(held_out_N), found.perplexity, found.agreement)

@@ -1,7 +1,7 @@
 """Files to the ids of training documents, one at a time: plain text, and JSONL with `text`, or with `messages` through
 the checkpoint's chat template, of which the assistant's turns alone are taught.
 
-Knows no torch. Called by the commands that adapt, evaluate and scan, on text that its user chose.
+Called by the commands that adapt, evaluate and scan, on text that its user chose.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 
 from ...engine.text.chat_template import TemplateError
 from ...engine.text.tokenizer import ChatOptions, TextModel
+from .tokens import Piece
 
-Piece = tuple[list[int], list[bool] | None]
-"""A document's ids, and which of them are taught (None: all)."""
 MAX_PIECE = 20_000
 """Characters of a plain text's document: whole paragraphs."""
 HELD_OUT_PERCENT = 5

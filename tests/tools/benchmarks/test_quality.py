@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,30 +14,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "benchmar
 import quality
 
 
-def test_runs_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each run is kept as soon as it is done; another budget starts anew; a report runs nothing."""
+def test_runs_go_on_where_they_were_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each run is kept as soon as it is done; another budget discards them; a report runs nothing and draws."""
     path, done = tmp_path / "results" / "found.json", list[str]()
 
-    def prepare(tokens: int) -> Callable[[str], int]:
-        def run(key: str) -> int:
+    def prepare(tokens: int) -> Callable[[str], float]:
+        def run(key: str) -> float:
             done.append(key)
-            if done == ["a", "b", "c"]:
+            if len(done) == 3:
                 raise KeyboardInterrupt
-            return tokens
+            return tokens / 2
 
         return run
 
-    def found(*argv: str) -> dict[str, int]:
-        monkeypatch.setattr(sys, "argv", ["x", *argv])
-        return dict(quality.go_on("x", path, 7, ["a", "b", "c"], prepare, draw)["runs"])
+    monkeypatch.setattr(quality, "prepare", prepare)
 
-    def draw(axes: Any, results: dict[str, Any]) -> None:
-        axes.plot(sorted(results["runs"].values()))
+    def main(*words: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["quality.py", *words])
+        quality.main(path)
+        return dict(json.loads(path.read_text())["runs"]) if path.exists() else {}
 
-    assert found("--report") == {}
+    keys = [f"ladder/{seed}" for seed in quality.SEEDS]
+    words = ("--only", "ladder", "--tokens", "40")
+    assert main("--report") == {}
     with pytest.raises(KeyboardInterrupt):
-        found()
-    assert found() == {"a": 7, "b": 7, "c": 7}
-    assert done == ["a", "b", "c", "c"]
-    assert found("--tokens", "8", "--only", "b") == found("--report", "--plot", str(tmp_path / "a.svg")) == {"b": 8}
+        main(*words)
+    assert main(*words) == dict.fromkeys(keys, 20.0)
+    assert done == [*keys, keys[2]]
+    assert main("--only", "ladder/1", "--tokens", "8") == main("--report", "--plot", str(tmp_path / "a.svg"))
+    assert main("--report") == {"ladder/1": 4.0}
+    assert "| ladder |  | 4.00 |  | 4.00 |  |" in capsys.readouterr().out
     assert (tmp_path / "a.svg").stat().st_size > 1000

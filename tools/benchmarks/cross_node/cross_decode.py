@@ -13,9 +13,8 @@ from cluster.nodes import Control
 from common import say, to_and_fro
 from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.groups import Communicator
-from lanes import Driver, Steps, Unawaited
+from lanes import Driver, Lane, Steps, Unawaited, probe
 from rank_task import Spec, be_rank, in_turns
-from turns import Lane, probe
 
 
 def wirings(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:

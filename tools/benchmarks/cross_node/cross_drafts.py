@@ -20,10 +20,9 @@ from laddertron.engine.step.engine import Ahead
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import spread
 from laddertron.topology.comm.groups import Communicator
-from lanes import Driver
+from lanes import Driver, Lane
 from numpy.typing import NDArray
 from rank_task import Spec, be_rank, in_turns
-from turns import Lane
 
 PROMPTS = 5
 ALL, PAYING = SpeculationRule(priced=False), SpeculationRule()

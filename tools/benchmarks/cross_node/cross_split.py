@@ -14,9 +14,8 @@ from laddertron.engine.schedule.split import TRIAL, SplitRule
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import spread
 from laddertron.topology.comm.groups import Communicator
-from lanes import Driver, Unawaited
+from lanes import Driver, Lane, Unawaited
 from rank_task import Spec, be_rank, in_turns
-from turns import Lane
 
 WARM = len(TRIAL) + 2
 """Steps until `auto` has made its choice."""

@@ -20,9 +20,8 @@ from laddertron.topology.connect import connect
 from laddertron.topology.hardware.interfaces import address_of
 from laddertron.topology.placement.identity import identify
 from laddertron.topology.placement.layout import GroupLayout, observed_layout
-from lanes import Driver
+from lanes import Driver, Lane, play
 from numpy.typing import NDArray
-from turns import Lane, play
 
 Spec = dict[str, Any]
 Task = Callable[[Spec, MpiBootstrap, GroupLayout, str], None]

@@ -1,5 +1,5 @@
 """`laddertron adapt`: a checkpoint under another wiring, trained until it answers again. Turns options into settings;
-tools/train/adapt.py trains, tools/train/model_card.py says what came out."""
+tools/train/adapt.py trains, tools/train/export.py says what came out."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
     from ....models.config.wiring import retrained
     from ....models.weights.manifest import sampled_digest
     from .. import adapt
+    from ..export import write_card
     from ..fit import Saving, Settings
     from ..loss import Distil
-    from ..model_card import write_card
     from ..training_text import files_in
 
     config = from_folder(source)
