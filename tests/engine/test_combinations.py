@@ -1,4 +1,4 @@
-"""What combines with split steps and with speculation: a test for each cell of the table in docs/architecture.md."""
+"""What combines with split steps and with speculation: a test for each cell of the table in docs/step.md."""
 
 from __future__ import annotations
 

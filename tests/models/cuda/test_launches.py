@@ -1,5 +1,5 @@
 """Kernels that a layer of a decode step launches on a GPU, counted on a CPU: operators by a dispatch recorder, Triton's
-kernels and FlashInfer's by stand-ins that note a launch and compute nothing. docs/architecture.md has the figures."""
+kernels and FlashInfer's by stand-ins that note a launch and compute nothing. docs/step.md has the figures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU, TOKENS, SIZE = torch.device("cpu"), 4, 8
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "architecture.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "step.md"
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
