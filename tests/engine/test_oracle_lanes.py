@@ -136,3 +136,45 @@ def test_the_cases_have_every_pair() -> None:
 def test_lanes_in_two_stages(ranks: Ranks, tmp_path: Path, tp: int, how: dict[str, Any]) -> None:
     """Each rank sends its own copies and the sums that are pending to its peer in the next stage."""
     check(ranks, lane_checkpoints.save(tmp_path / "m", **how), tp, tmp_path, stages=2)
+
+
+def test_what_else_is_in_the_step_changes_no_id(ranks: Ranks, tmp_path: Path) -> None:
+    """Alone, in small chunks of prompts, with and without cached prefixes, preempted, with drafts: the same ids."""
+    folder = str(lane_checkpoints.save(tmp_path / "m", head="lane", windows=(0, 2)))
+    prompts = checkpoints.prompts(6, seed=3, vocab=lane_checkpoints.VOCAB)
+    args = {"folder": folder, "prompts": [*prompts, prompts[0] * 2], "params": {"max_tokens": 12}}
+    together = ranks(2, "engine_cases:generate", args)[0]
+    variants: list[dict[str, Any]] = [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 8},
+        {"enable_prefix_caching": False},
+        {"kv_cache_memory": 192 << 10, "max_num_seqs": 4},
+        {"speculation": "ngram"},
+    ]
+    for engine in variants:
+        more = {"engine": engine, "model": {"max_model_len": 64}}
+        assert ranks(2, "engine_cases:generate", args | more)[0] == together, engine
+
+
+def test_overlapped_and_blocking_lanes_are_bitwise_equal(ranks: Ranks, tmp_path: Path) -> None:
+    """overlap: false waits inside start, deterministic adds in one order: no bit depends on when a sum arrives."""
+    folder = str(lane_checkpoints.save(tmp_path / "m", delay=3))
+    args = {"folder": folder, "prompts": checkpoints.prompts(4, vocab=lane_checkpoints.VOCAB), "per_node": 1}
+    for deterministic in (False, True):
+        comm = [{"overlap": overlap, "deterministic": deterministic} for overlap in (True, False)]
+        overlapped, blocking = (ranks(2, "engine_cases:logits_digest", args | {"comm": each}) for each in comm)
+        assert overlapped == blocking
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_bf16_and_int8_lanes_stay_near_fp32(ranks: Ranks, tmp_path: Path, weights: str) -> None:
+    """bf16 has 8 bits of mantissa, int8 rounds the weights: logits lie within a few hundredths of their scale."""
+    folder = lane_checkpoints.save(tmp_path / "m", dtype="bfloat16", norm_each=True)
+    prompts = checkpoints.prompts(8, vocab=lane_checkpoints.VOCAB)
+    model = lane_reference.load(folder, torch.float32)
+    with torch.inference_mode():
+        want = torch.cat([model(torch.tensor([prompt]))[0] for prompt in prompts])
+    save_file({"logits": want.contiguous()}, tmp_path / "want.safetensors")
+    args = {"folder": str(folder), "prompts": prompts, "expected": str(tmp_path / "want.safetensors")}
+    for result in ranks(2, "engine_cases:logits_distance", args | {"model": {"weights": weights}}):
+        assert result["distance"] < (0.06 if weights == "stored" else 0.12) * result["scale"], result
