@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..topology.comm.collectives import Boundary, Later, Pending
 from .config.lanes import Lanes
 from .config.model_config import ModelConfig
-from .layers import Layers, VocabEmbedding, prepare, prepare_lanes
-from .llama import LayerProducts, LlamaModel, Scale
+from .layers import Layers, Scale, VocabEmbedding, prepare, prepare_lanes
+from .llama import LayerProducts, LlamaModel
 from .ops import LaneStream, Norm, Others, Product
 from .stages import RankShard
 

@@ -82,6 +82,14 @@ class Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
 
+class Scale(nn.Module):
+    """The weight of a norm, a router's bias, or a whole table: operators read it as it is given."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
 class VocabEmbedding(nn.Module):
     """This rank's rows of the vocabulary; other ids yield zeros, so that the all-reduce completes the lookup. Not
     Megatron-core's: its forward reduces by itself, past the collective that is chosen, timed and counted."""

@@ -21,7 +21,7 @@ from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
 from .config.shapes import LEAVES, WHOLE, Sharing
 from .cuda.fp8 import Fp8
-from .layers import Cut, Layers, Linear, VocabEmbedding, make_layers, prepare
+from .layers import Cut, Layers, Linear, Scale, VocabEmbedding, make_layers, prepare
 from .mixture import Mixture, MixtureWeights
 from .ops import LaneStream, Norm, Product, RunningSum, TorchOps, Tree
 from .rotary import RotaryTable
@@ -52,14 +52,6 @@ class LayerWeights(nn.Module):
         else:
             self.gate_up = layers.column(c.hidden_size, 2 * c.ffn_size, c.mlp_bias)
             self.down = layers.row(c.ffn_size, c.hidden_size, c.mlp_bias)
-
-
-class Scale(nn.Module):
-    """The weight of a norm, or a whole table."""
-
-    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from .config.experts import Router
 from .cpu.experts import pack_experts
 from .cpu.ops import CpuOps
 from .experts import ExpertProduct, choose
-from .layers import Linear, prepare
+from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
 from .stages import RankShard
 
@@ -57,9 +57,7 @@ class MixtureWeights(nn.Module):
         count, ffn, shared = len(self._held), len(shard.expert_ffn), len(shard.shared_ffn)
         self.router = matrix(experts.count, d, torch.float32 if experts.router.wide else dtype)
         self.gate_up, self.down = matrix(count * 2 * ffn, d), matrix(count * d, ffn)
-        self.bias: Linear | None = None
-        if experts.router.biased:
-            self.bias = Linear(torch.empty(experts.count), None)
+        self.bias = Scale(experts.count, dtype=torch.float32) if experts.router.biased else None
         self.shared_gate_up: Linear | None = None
         if shared:
             self.shared_gate_up, self.shared_down = matrix(2 * shared, d), matrix(d, shared)

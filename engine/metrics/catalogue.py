@@ -251,7 +251,7 @@ LABELS: Mapping[str, str] = {
     "node": "Host name of the rank.",
     "op": "all_reduce, gather, boundary (hidden rows from the pipeline stage before), or stage_wait (waited for that "
     "stage to send them).",
-    "layer": "What an all-reduce completes: wiring and sub-block (ladder mlp, parallel, …), embedding or head.",
+    "layer": "What an all-reduce completes: wiring and sub-block (ladder mlp, ladder experts, …), embedding or head.",
     "link": "Slowest link class crossed: node (shared memory), net, or the emulated link's name.",
     "exposure": "hidden or exposed.",
     "finished_reason": ", ".join(FINISH_REASONS) + ".",

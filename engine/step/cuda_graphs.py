@@ -36,8 +36,8 @@ def graphed(
     wanted: bool | str, device: str, capturable: bool, attention: str, collectives: str | None
 ) -> tuple[bool, str]:
     """Whether decode steps are recorded, and why in a few words. wanted: engine.cuda_graphs; device: its type;
-    capturable: whether `attention` (its name) may be recorded; collectives: why they may not, None if they may. Raises
-    GraphsError where graphs are insisted on and cannot be had."""
+    capturable: whether `attention` (its name) may be recorded; collectives: why all else may not, None if it may.
+    Raises GraphsError where graphs are insisted on and cannot be had."""
     if wanted is False:
         return False, "off, as configured"
     if device != "cuda":
@@ -286,6 +286,8 @@ def make_graphs(
     them. say and warn: the log, tell: the start's progress. Raises GraphsError."""
     device = model.rotary.cos.device
     host = collectives_refuse(communicator.backend, communicator.size, emulated)
+    if model.config.experts is not None:
+        host = "the products over experts read on the host how many rows each has"
     use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
     if fell_back(device, keys.cuda_graphs, use):
         warn(

@@ -93,6 +93,7 @@ def case_held(rank: Rank, folder: str, weights: str, deterministic: Any) -> dict
         ("parallel", "float32", "stored", "everywhere"),
         ("llama", "float16", "stored", False),
         ("llama", "float32", "stored", False),
+        ("glm4_moe", "bfloat16", "stored", True),
     ],
 )
 def test_weights_that_are_held_compute_the_same_bits(
