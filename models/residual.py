@@ -75,6 +75,7 @@ class Summand(Protocol):
 
 R = TypeVar("R", bound=Summand)
 R_co = TypeVar("R_co", covariant=True)
+End = TypeVar("End")
 
 
 class SubBlocks(Protocol[R]):
@@ -230,12 +231,12 @@ def pending_at(wiring: Wiring, layer: int) -> int:
 
 
 def interleave(
-    streams: Sequence[Generator[None, None, R]], turn: Callable[[int, int], None] = lambda stream, number: None
-) -> list[R]:
+    streams: Sequence[Generator[None, None, End]], turn: Callable[[int, int], None] = lambda stream, number: None
+) -> list[End]:
     """Flows of one wiring to their ends, taking turns: while one's all-reduce travels, the others compute. Streams may
     be two halves of a batch or two pieces of a prompt, the earlier one first: it has written a layer's keys by the time
     the next one reads them. `turn` is called with the stream and the number of each turn before it."""
-    ends: list[R] = []
+    ends: list[End] = []
     for number in count():
         for index, stream in enumerate(streams):
             turn(index, number)

@@ -47,7 +47,11 @@ def ask(ranks: Ranks, folder: Path, recipe: str, layout: str, tmp_path: Path, **
     with torch.inference_mode():
         want = torch.cat([logits(prompt) for prompt in prompts])
         save_file({"logits": want.contiguous()}, tmp_path / "want.safetensors")
-        args = {"folder": str(folder), "prompts": prompts, "expected": str(tmp_path / "want.safetensors")}
+        args: dict[str, Any] = {
+            "folder": str(folder),
+            "prompts": prompts,
+            "expected": str(tmp_path / "want.safetensors"),
+        }
         args |= {"parallel": parallel | more.pop("parallel", {}), "per_node": per_node, **more}
         said = ranks(size, "expert_cases:answers", args)
         assert_greedy(logits, prompts, said[0]["tokens"], 32)
@@ -129,7 +133,7 @@ def test_stages_answer_as_the_oracle_does(
     folder, prompts = checkpoint(recipe), checkpoints.prompts(6)
     logits = transformers_logits(folder) if recipe in checkpoints.STOCK else reference_logits(folder)
     for size in (2, 4) if recipe == "moe_ladder" else (2,):
-        args = {"folder": str(folder), "prompts": prompts, "parallel": {"pipeline_parallel_size": 2}}
+        args: dict[str, Any] = {"folder": str(folder), "prompts": prompts, "parallel": {"pipeline_parallel_size": 2}}
         with torch.inference_mode():
             assert_greedy(logits, prompts, ranks(size, "engine_cases:generate", args)[0], 32)
 

@@ -59,7 +59,7 @@ Case = dict[str, Any]
 
 def possible(case: Case) -> bool:
     """Whether the ranks divide the lanes; dialect (a) has one word for both sub-blocks' exchange."""
-    return case["lanes"] % case["tp"] == 0 and (case["second"] or case["comm"][0] == case["comm"][1])
+    return not case["lanes"] % case["tp"] and bool(case["second"] or case["comm"][0] == case["comm"][1])
 
 
 def pairs_of(case: Case) -> set[tuple[Any, ...]]:
@@ -88,7 +88,7 @@ def pairwise(seed: int) -> list[Case]:
 
 def arguments(case: Case) -> dict[str, Any]:
     head = case["head"] if case["head"] in ("lane", "vocab_parallel") else "replicate"
-    more = {"rope_scaling": LLAMA3} if case["rope"] == "llama3" else {}
+    more: dict[str, Any] = {"rope_scaling": LLAMA3} if case["rope"] == "llama3" else {}
     more |= {"tie_word_embeddings": True} if case["head"] == "tied" else {}
     plain = ("lanes", "second", "delay", "early", "comm", "norm_each", "windows")
     how = {name: case[name] for name in plain}

@@ -8,7 +8,9 @@ from typing import Any
 
 import engine_cases
 import torch
+from laddertron.engine.batch import Batch, Chunk, NewSequence
 from laddertron.engine.config.schema import ParallelConfig
+from laddertron.engine.request import SamplingParams
 from laddertron.engine.sampling.sampler import DesyncError
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, drain, follow
@@ -41,7 +43,7 @@ def answers(
         shard = built.runner.model.shard
         want = load_file(expected)["logits"].float()[:, shard.vocab.start : shard.vocab.stop]
         distance = (logits[:, : want.shape[1]] - want).abs().max().item() if want.shape[1] else 0.0
-        built.runner._apply(engine_cases.Batch(len(prompts), (0,), (), (), (), ()))
+        built.runner._apply(Batch(len(prompts), (0,), (), (), (), ()))
         requests = [engine_cases.request(i, prompt) for i, prompt in enumerate(prompts)]
         tokens = engine_cases.run_requests(rank, built, communicator, requests)
         accounts = {(e.layer, e.link) for e in communicator.ledger.entries() if e.op == "all_reduce" and e.layer}
@@ -63,8 +65,9 @@ def planted(
         d = engine_cases.deployment(folder, rank.size)
         d = replace(d, parallel=ParallelConfig(tensor_parallel_size=rank.size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
-        layer = built.runner.model._layers[1]
-        inner, count = layer.mixture.product, iter(range(1 << 30))
+        mixture = built.runner.model._layers[1].mixture
+        assert mixture is not None
+        inner, count = mixture.product, iter(range(1 << 30))
 
         def product(x: torch.Tensor) -> torch.Tensor:
             logits = inner(x)
@@ -75,7 +78,7 @@ def planted(
                 row.view(torch.int32)[best] ^= torch.iinfo(torch.int32).min
             return logits
 
-        object.__setattr__(layer.mixture, "product", product)
+        object.__setattr__(mixture, "product", product)
         released = 0
         progress = StepProgress()
         try:
@@ -101,18 +104,18 @@ def row_bits(
         d = replace(d, parallel=ParallelConfig(tensor_parallel_size=rank.size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
         lengths = [len(prompt) for prompt in prompts]
-        alone = engine_cases.forward_all(built, prompts).split(lengths)
+        alone = torch.split(engine_cases.forward_all(built, prompts), lengths)
         runner, block, chunks, sequences, blocks = built.runner, 0, [], [], []
-        params = engine_cases.SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+        params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
         for slot, prompt in enumerate(prompts):
             needed = -(-(len(prompt) + 1) // runner.size)
-            sequences.append(engine_cases.NewSequence(slot, 0, len(prompt), tuple(prompt), params))
+            sequences.append(NewSequence(slot, 0, len(prompt), tuple(prompt), params))
             blocks.append((slot, tuple(range(block, block + needed))))
-            chunks.append(engine_cases.Chunk(slot, 0, len(prompt), samples=False, prompt_logprobs=True))
+            chunks.append(Chunk(slot, 0, len(prompt), samples=False, prompt_logprobs=True))
             block += needed
-        runner._apply(engine_cases.Batch(len(prompts), (0,), tuple(sequences), tuple(blocks), (), tuple(chunks)))
+        runner._apply(Batch(len(prompts), (0,), tuple(sequences), tuple(blocks), (), tuple(chunks)))
         with torch.inference_mode():
             layout, tokens, wanted = runner._layout(chunks)
-            together = runner.model.forward(tokens, layout, runner.attention, wanted).split(lengths)
+            together = torch.split(runner.model.forward(tokens, layout, runner.attention, wanted), lengths)
         first, second = ([hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in each] for each in (alone, together))
         return first, second

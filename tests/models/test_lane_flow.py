@@ -93,8 +93,8 @@ class Arrival:
 
 
 def wiring_of(lanes: Lanes) -> Wiring:
-    kinds: tuple[WiringKind, ...] = ("lanes",) * lanes.layers
-    return Wiring(kinds, lanes=lanes)
+    kind: WiringKind = "lanes"
+    return Wiring((kind,) * lanes.layers, lanes=lanes)
 
 
 def play(lanes: Lanes) -> tuple[Recorder, Stream]:
@@ -187,8 +187,8 @@ def test_stages_read_what_one_group_reads(lanes: Lanes, begin: int) -> None:
     whole, end = play(lanes)
     plans = []
     for first, last in ((0, begin), (begin, LAYERS)):
-        kinds: tuple[WiringKind, ...] = ("lanes",) * (last - first)
-        plans.append(residual.plan(Wiring(kinds, lanes=replace(lanes, first=first))))
+        kind: WiringKind = "lanes"
+        plans.append(residual.plan(Wiring((kind,) * (last - first), lanes=replace(lanes, first=first))))
     recorders = Recorder(), Recorder(first_layer=begin)
     flow = residual.flow(Stream({"e": 1.0}), plans[0], recorders[0], {"group": recorders[0]})
     stream, pending = residual.interleave([flow])[0]

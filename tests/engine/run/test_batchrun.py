@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -26,9 +27,9 @@ from laddertron.engine.config.schema import EngineConfig, ModelSection, Parallel
 from laddertron.engine.job import JobListener, JobState
 from laddertron.engine.openai.responses import Answer
 from laddertron.engine.request import ModelLimits, TokensEvent
-from laddertron.engine.run import files as files_module
-from laddertron.engine.run.files import LineFile, RunFileError, RunFiles, open_run
+from laddertron.engine.run.files import LineFile, RunFiles, open_run
 from laddertron.engine.run.model_digest import model_digest
+from laddertron.engine.run.past import RunFileError
 from laddertron.engine.run.progress import RankKind, Snapshot, Summary
 from laddertron.engine.run.run import RunOptions, run_batch
 from laddertron.engine.sampling import grammar
@@ -339,7 +340,7 @@ def test_a_resume_that_replaces_the_output_is_seen_by_the_run_that_opened_it_bef
     to a file that has no name any more."""
     bench.write(completion("a"))
     bench.run(plain)
-    lock = files_module.fcntl.flock
+    lock = fcntl.flock
 
     def replaced(descriptor: int, how: int) -> None:
         monkeypatch.undo()
@@ -348,7 +349,7 @@ def test_a_resume_that_replaces_the_output_is_seen_by_the_run_that_opened_it_bef
         part.replace(bench.output)
         lock(descriptor, how)
 
-    monkeypatch.setattr(files_module.fcntl, "flock", replaced)
+    monkeypatch.setattr(fcntl, "flock", replaced)
     with pytest.raises(RunFileError, match="another run"):
         bench.open(resume=True)
 

@@ -9,7 +9,6 @@ import click
 import pytest
 from laddertron.engine.config.load import load
 from laddertron.launchers.cli import __main__ as cli
-from laddertron.launchers.cli import batch_client
 from laddertron.launchers.cli.commands import verify
 from laddertron.launchers.cli.errors import EXIT_CODES, FAILED, OK, USAGE, UsageError, report
 
@@ -80,7 +79,9 @@ def test_a_bad_input_is_one_error_of_one_form(
 ) -> None:
     """stderr holds lines with the prefix and nothing else: no usage, no traceback; the exit code is the table's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(batch_client.time, "sleep", lambda seconds: None)  # between tries of a read
+    monkeypatch.setattr(
+        "laddertron.launchers.cli.batch_client.time.sleep", lambda seconds: None
+    )  # between tries of a read
     words, code = BAD_INPUT[name]
     group, *sub = name.split()
     at = ["--url", "http://127.0.0.1:9/v1"] if group == "batch" else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
@@ -100,7 +101,7 @@ def test_scales_by_block_are_widened_exactly(tmp_path: Path, suffix: str, size: 
         return out
 
     checkpoints.edit_tensors(folder, quantise)
-    words = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
+    words: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
     if suffix == "_scale":
         group = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [rows, columns]}
         words = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": group}}}
@@ -119,7 +120,7 @@ def test_scales_by_block_are_widened_exactly(tmp_path: Path, suffix: str, size: 
 def test_scales_of_another_block_are_refused(tmp_path: Path) -> None:
     folder = checkpoints.save(tmp_path / "m", "qwen3_moe", tokenizer=False)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    words = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    words: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     checkpoints.edit_config(folder, quantization_config=words)
     scale = {f"{name}_scale_inv": torch.ones(2, 3)}
     checkpoints.edit_tensors(folder, lambda tensors: {**tensors, name: tensors[name].to(FP8), **scale})

@@ -71,7 +71,8 @@ class Model:
 
 def forward(model: Any, kind: Any = "ladder", layers: int = 3) -> Number:
     way = flow(Number(1.0), plan(Wiring((kind,) * layers)), model, {"group": model.all_reduce}, 2)
-    return interleave([way])[0][0]
+    ends: list[tuple[Number, Any]] = interleave([way])
+    return ends[0][0]
 
 
 @pytest.mark.parametrize("kind", ["standard", "ladder", "parallel"])

@@ -209,7 +209,8 @@ def test_a_daemon_that_is_overtaken_while_its_export_is_away_is_fenced(tmp_path:
         await asyncio.wait_for(failed.wait(), HANG_S)
         with pytest.raises(StoreUnavailable, match="was removed"):
             await put(store, result(1))
-        assert not store.fenced
+        fenced = store.fenced
+        assert not fenced
         failed.clear()
         other = await open_store(tmp_path / "b", StoreOptions(export_dir=tmp_path / "away"))
         await other.close()
