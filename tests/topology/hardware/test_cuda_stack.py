@@ -195,6 +195,6 @@ def test_topo_and_check_list_what_this_host_lacks(
 def test_the_docs_image_is_of_torchs_cuda() -> None:
     """The locks exclude torch's own CUDA packages, whose names carry its major release."""
     (major,) = set(re.findall(r"nvidia-nccl-cu(\d+)", (ROOT / "launchers/locks/cuda-py312.txt").read_text()))
-    for page in ("docs/deploying.md", "Containerfile"):
+    for page in ("docs/containers.md", "Containerfile"):
         images = re.findall(r"cuda:(\d+)\.[\d.]+-devel", (ROOT / page).read_text())
         assert images == [major], page
