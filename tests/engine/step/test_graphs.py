@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import lane_checkpoints
 import pytest
 import torch
 from hypothesis import given
@@ -83,10 +84,14 @@ def test_the_stand_in_repeats_what_it_noted() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return lambda recipe: checkpoints.save(tmp_path_factory.mktemp(recipe), recipe)
+    def make(recipe: str) -> Path:
+        folder = tmp_path_factory.mktemp(recipe)
+        return lane_checkpoints.save(folder) if recipe == "lanes" else checkpoints.save(folder, recipe)
+
+    return make
 
 
-@pytest.mark.parametrize(("recipe", "size"), [("ladder", 1), ("ladder", 2), ("qwen3", 2), ("mistral", 1)])
+@pytest.mark.parametrize(("recipe", "size"), [("ladder", 1), ("ladder", 2), ("qwen3", 2), ("mistral", 1), ("lanes", 2)])
 def test_ids_are_the_same_with_and_without_graphs(
     ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int
 ) -> None:
@@ -112,7 +117,9 @@ def test_ids_are_the_same_with_and_without_graphs(
     assert recorded["computed"] == 2 * len(graph_sizes(5))
 
 
-@pytest.mark.parametrize(("recipe", "size", "stages"), [("llama", 2, 2), ("ladder", 4, 2), ("ladder", 3, 3)])
+@pytest.mark.parametrize(
+    ("recipe", "size", "stages"), [("llama", 2, 2), ("ladder", 4, 2), ("ladder", 3, 3), ("lanes", 4, 2)]
+)
 def test_stages_record_their_steps(
     ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int, stages: int
 ) -> None:
