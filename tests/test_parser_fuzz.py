@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 from laddertron.engine.config.load import ConfigError
 from laddertron.engine.config.load import load as load_deployment
-from laddertron.engine.daemon.http.server import ServerOptions, make_server
+from laddertron.engine.daemon.http.connections import ServerOptions, Slot
+from laddertron.engine.daemon.http.server import make_server
 from laddertron.engine.daemon.http.upload import FormParser
 from laddertron.engine.openai.batch_input import check_line
 from laddertron.engine.openai.errors import ApiError
@@ -133,6 +134,9 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...
@@ -154,9 +158,8 @@ def http_head(data: bytes, _: Path) -> None:
     async def connection() -> None:
         failed: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        make: Any = SERVER.config.http_protocol_class
-        protocol = make(SERVER.config, server_state=SERVER.server_state, app_state={}, _loop=asyncio.get_running_loop())
-        wire = Wire()
+        wire: Any = Wire()
+        protocol = SERVER.protocol(Slot("", wire.close))
         protocol.connection_made(wire)
         for piece in (data[: len(data) // 3], data[len(data) // 3 :]):
             if piece and not wire.closed:

@@ -26,9 +26,10 @@ from .core import Core
 from .dispatch import Dispatcher
 from .http.app import make_app, make_probe_app
 from .http.bodies import HeldBodies
+from .http.connections import ServerOptions, connections_within
 from .http.keys import KeyRing
 from .http.probes import ProbeListener
-from .http.server import ServerOptions, connections_within, make_server
+from .http.server import make_server
 from .http.state import Services
 from .store import records
 from .store.disk import free_bytes

@@ -38,7 +38,7 @@ _USAGE = "/v1/usage"
 _FILES = "/v1/files"
 _MULTIPART = 64 << 10  # what a form adds to the file in it
 _LEAST_BYTES = 4096  # a body that brings less in `body_timeout` is too slow
-_LINGER_SECONDS, _LINGER_BYTES = 5.0, 256 << 20
+_GRACE_SECONDS, _GRACE_BYTES = 0.02, 64 << 10  # for the rest of a refused request's body
 _AUDITED = ("POST", "DELETE")
 _POLLED = ("/v1/batches/{batch_id}", "/v1/overview", "/load", "/version")
 """What clients ask again and again; logged where it fails."""
@@ -211,15 +211,15 @@ class _Exchange:
             self._refusal += message.get("body", b"")
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if self.status >= 400 and not self._whole:
+                await self._drop_rest()
             extra = [(b"x-request-id", self.name.encode()), (b"x-content-type-options", b"nosniff")]
-            message["headers"] = [*message.get("headers", []), *extra]
+            headers = [*message.get("headers", []), *extra]
+            if self.status >= 400 and not self._whole and not any(name == b"connection" for name, _ in headers):
+                headers.append((b"connection", b"close"))
+            message["headers"] = headers
         elif not message.get("more_body", False):
             self._ended = True
-            if not self._whole and self.status not in (200, 408):
-                # a client that is still sending would see a broken connection instead of the answer
-                await self._send({**message, "more_body": True})
-                await self._linger()
-                message = {**message, "body": b""}
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
@@ -230,12 +230,12 @@ class _Exchange:
             return
         await response_of(error)(self._scope, self._receive, self.send)
 
-    async def _linger(self) -> None:
+    async def _drop_rest(self) -> None:
+        """The body of a refused request, if it is short and nearly here: its connection can be kept then."""
         seen = 0
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while seen < _LINGER_BYTES:
+            async with asyncio.timeout(_GRACE_SECONDS):
+                while not self._whole and seen < _GRACE_BYTES:
                     message = await self._receive()
                     seen += len(message.get("body", b""))
-                    if message["type"] != "http.request" or not message.get("more_body", False):
-                        return
+                    self._whole = message["type"] != "http.request" or not message.get("more_body", False)

@@ -20,7 +20,8 @@ from starlette.types import ASGIApp
 from ...job import CULPRIT
 from ...metrics.observer import Observer
 from ..store.disk import free_bytes
-from .server import ServerOptions, make_server
+from .connections import ServerOptions
+from .server import make_server
 from .state import Services
 
 STALLED_S = 60.0

@@ -8,134 +8,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
-import resource
 import socket
 import ssl
-import time
-from collections import Counter
-from collections.abc import Generator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Generator
+from typing import Any
 
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...openai.errors import ApiError
-
-log = logging.getLogger(__name__)
+from .connections import Acceptor, Room, ServerOptions, Slot
 
 _FRAMING_BYTES, _FRAMING = 256 << 10, 16
 """What may come beyond a body, and how often a body's size may: chunks have headers, whose extensions have no end."""
-_DESCRIPTORS = 256  # of this process beside its connections: store, workers, ranks, probes
+_LEAVING_SECONDS = 1.0
 _GRACEFUL_SECONDS = 3  # requests have been drained by then: what is left are clients that do not read
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """What a connection may do. Seconds, bytes."""
+class _Closer:
+    """A request's way to its transport: what ends the connection after the response ends it politely."""
 
-    max_connections: int = 1024
-    max_per_address: int = 512
-    max_header_bytes: int = 16384
-    header_timeout: float = 10.0
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    write_timeout: float = 60.0
-    gives_way: float = 1.0
-    """How long a connection that asks nothing is kept though there is no room: what it has sent may not be read yet."""
-
-
-class _Idler(Protocol):
-    client: tuple[str, int] | None
-    transport: asyncio.Transport
-
-    @property
-    def idle(self) -> bool: ...
-
-
-class _Room:
-    """Which connections are open. Where there is no room for one more, the one that has asked nothing for longest
-    gives way, so that silent connections keep nobody out."""
-
-    def __init__(self, options: ServerOptions) -> None:
-        self._options = options
-        self._open: dict[_Idler, None] = {}
-        self._idle: dict[_Idler, float] = {}  # since when; the longest idle one first
-        self._of: Counter[str] = Counter()
-
-    def refuse(self, one: _Idler) -> str:
-        """Takes it in, or says why not."""
-        most, address = self._options.max_per_address, _address(one)
-        if self._of[address] >= most and not self._drop(address):
-            return f"{most} connections of {address} are open"
-        if len(self._open) >= self._options.max_connections and not self._drop(None):
-            return "too many open connections"
-        self._open[one], self._idle[one] = None, time.monotonic()
-        self._of[address] += 1
-        return ""
-
-    def moved(self, one: _Idler) -> None:
-        """It has asked, or was answered."""
-        if one in self._open and one.idle != (one in self._idle):
-            if one.idle:
-                self._idle[one] = time.monotonic()
-            else:
-                del self._idle[one]
-
-    def left(self, one: _Idler) -> None:
-        if one in self._open:
-            del self._open[one]
-            self._idle.pop(one, None)
-            self._of[address := _address(one)] -= 1
-            if not self._of[address]:
-                del self._of[address]
-
-    def _drop(self, address: str | None) -> bool:
-        old = time.monotonic() - self._options.gives_way
-        found = next((one for one, at in self._idle.items() if at < old and address in (None, _address(one))), None)
-        if found is not None:
-            self.left(found)
-            found.transport.abort()
-        return found is not None
-
-
-def _address(one: _Idler) -> str:
-    return one.client[0] if one.client else ""
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 
 class _Bounded(H11Protocol):
     """A connection within `options`; uvicorn makes one for each and passes no arguments of ours."""
 
     options: ServerOptions
-    room: _Room
+    room: Room
+    slot: Slot
     _timer: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
+    _leaving: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.slot.end = transport.abort
         self._h11_next, self.conn.next_event = self.conn.next_event, self._next_event  # type: ignore[method-assign]
         self._came = self._body = 0
-        if why := self.room.refuse(self):
-            body = json.dumps(ApiError(why, "busy", status=503).to_json())
-            head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-length: {len(body)}\r\n"
-            rest = "content-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
-            transport.write((head + rest + body).encode())
-            transport.close()
-            return
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._leaving is not None:
             return
         self._came += len(data)
         super().data_received(data)
+        if self.cycle is not None:
+            self.cycle.transport = _Closer(self.transport, self._leave)  # type: ignore[assignment]
         if self.conn.their_state is h11.IDLE:
             self._arm()  # headers have begun, and are not whole
         else:
             self._disarm()
-        self.room.moved(self)
+        self.room.moved(self.slot, self.idle)
         if self._came > _FRAMING_BYTES + _FRAMING * self._body:
             self.transport.abort()
 
@@ -150,13 +76,27 @@ class _Bounded(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        self.room.left(self)
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self.room.left(self.slot)
         super().connection_lost(exc)
         self.resume_writing()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self.room.moved(self)
+        self.room.moved(self.slot, self.idle)
+
+    def _leave(self) -> None:
+        """After a response that ends the connection. Where the request's body is still coming a close would be a reset,
+        which the client may see before the answer: half closed, and what comes is dropped for a moment."""
+        if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+            self.transport.close()
+            return
+        self._leaving = self.loop.call_later(_LEAVING_SECONDS, self.transport.abort)
+        self.room.linger(self.slot)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     @property
     def idle(self) -> bool:
@@ -202,31 +142,28 @@ class _Bounded(H11Protocol):
             self._timer = None
 
 
-def protocol_of(options: ServerOptions) -> type[H11Protocol]:
-    """The class of a server's connections."""
-    return type("Bounded", (_Bounded,), {"options": options, "room": _Room(options)})
-
-
 class HttpServer(uvicorn.Server):
-    """Serves until `should_exit`; signals are left to whoever runs it."""
+    """Serves until `should_exit`; signals are left to the caller."""
+
+    def __init__(self, config: uvicorn.Config, options: ServerOptions) -> None:
+        super().__init__(config)
+        self._options, self._room = options, Room(options)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        for one in sockets or []:
+            acceptor = Acceptor(one, self._room, self.protocol, self.config.ssl, self._options.header_timeout)
+            self.servers.append(acceptor)  # type: ignore[arg-type]
+
+    def protocol(self, slot: Slot) -> asyncio.Protocol:
+        """One connection's."""
+        made = _Bounded(self.config, self.server_state, {})
+        made.options, made.room, made.slot = self._options, self._room, slot
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
-
-
-def connections_within(wanted: int) -> int:
-    """How many connections this process may hold, `wanted` at most: its limit on descriptors is raised as far as the
-    system lets it. Beyond it not even the probes' connections could be accepted."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = wanted + _DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < need:
-        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fit = wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - _DESCRIPTORS))
-    if fit < wanted:
-        log.warning("%d connections at most, not limits.max_connections=%d: raise `ulimit -n` to %d", fit, wanted, need)
-    return fit
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -250,7 +187,7 @@ def make_server(app: Any, options: ServerOptions) -> HttpServer:
     """Raises OSError or ssl.SSLError if the certificate cannot be used."""
     config = uvicorn.Config(
         app,
-        http=protocol_of(options),
+        http=_Bounded,
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -266,4 +203,4 @@ def make_server(app: Any, options: ServerOptions) -> HttpServer:
         ssl_version=ssl.PROTOCOL_TLS_SERVER,
     )
     config.load()
-    return HttpServer(config)
+    return HttpServer(config, options)

@@ -19,7 +19,8 @@ import openai
 import pytest
 from daemon_tools import NAME, Served, deployment, line, lines_of, served, submit, wait_batch
 from laddertron.engine.config.schema import LimitsConfig
-from laddertron.engine.daemon.http.server import ServerOptions, listen, make_server
+from laddertron.engine.daemon.http.connections import ServerOptions
+from laddertron.engine.daemon.http.server import listen, make_server
 from laddertron.engine.daemon.http.tls import TlsFault, check_pair
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.batch_client import BatchClient

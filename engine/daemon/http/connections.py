@@ -1,0 +1,247 @@
+"""Connections from accept to their end: counted before TLS, refused where there is no room, given up in a fixed order.
+
+Knows sockets, and no HTTP but the one answer that refuses a connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import socket
+import ssl
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...openai.errors import ApiError
+
+log = logging.getLogger(__name__)
+
+_DESCRIPTORS = 512  # of this process besides its connections: store, workers, ranks, probes
+_ACCEPTS = 32  # in one turn of the loop: a closed socket's descriptor is free a turn later
+_REFUSED, _REFUSED_SECONDS = 32, 1.0  # half closed connections that were refused, so that their clients read why
+_WAITING, _WAITING_SECONDS, _AGAIN_SECONDS = 32, 0.2, 0.02  # for room, before a connection is refused
+_LINGERING = 32
+_RETRY_SECONDS, _LOG_SECONDS = 0.1, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What a connection may do. Seconds, bytes."""
+
+    max_connections: int = 1024
+    max_per_address: int = 512
+    max_header_bytes: int = 16384
+    header_timeout: float = 10.0
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    write_timeout: float = 60.0
+    gives_way: float = 1.0
+    """How long a connection that asks nothing is kept though there is no room: what it has sent may not be read yet."""
+
+
+class Slot:
+    """The place of one connection; `end` closes it at once."""
+
+    def __init__(self, address: str, end: Callable[[], object]) -> None:
+        self.address, self.end = address, end
+
+
+class Room:
+    """Which connections are open. Where there is no room for one more, a refused request's connection gives way, or the
+    connection that has asked nothing for longest: silent connections keep no other client out."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self._open: set[Slot] = set()
+        self._idle: dict[Slot, float] = {}  # since when; the longest idle one first
+        self._lingering: dict[Slot, None] = {}
+        self._of: Counter[str] = Counter()
+
+    def refuse(self, slot: Slot) -> str:
+        """Takes it in, or says why not."""
+        most, address = self._options.max_per_address, slot.address
+        if self._of[address] >= most and not self.give_up(address):
+            return f"{most} connections of {address} are open"
+        if len(self._open) >= self._options.max_connections and not self.give_up():
+            return "too many open connections"
+        self._open.add(slot)
+        self._idle[slot] = time.monotonic()
+        self._of[address] += 1
+        return ""
+
+    def moved(self, slot: Slot, idle: bool) -> None:
+        """It has asked, or was answered."""
+        if slot not in self._open or slot in self._lingering:
+            return
+        if not idle:
+            self._idle.pop(slot, None)
+        else:
+            self._idle.setdefault(slot, time.monotonic())
+
+    def linger(self, slot: Slot) -> None:
+        """Its request was refused before its body had come: kept for a moment, and given up before all others."""
+        if len(self._lingering) >= min(_LINGERING, max(1, self._options.max_connections // 4)):
+            self._end(next(iter(self._lingering)))
+        if slot in self._open:
+            self._idle.pop(slot, None)
+            self._lingering[slot] = None
+
+    def left(self, slot: Slot) -> None:
+        if slot in self._open:
+            self._open.discard(slot)
+            self._idle.pop(slot, None)
+            self._lingering.pop(slot, None)
+            self._of[slot.address] -= 1
+            if not self._of[slot.address]:
+                del self._of[slot.address]
+
+    def give_up(self, address: str | None = None) -> bool:
+        """Ends one connection (of `address`) that may be; False if there is none."""
+        old = time.monotonic() - self._options.gives_way
+        found = next((one for one in self._lingering if address in (None, one.address)), None) or next(
+            (one for one, at in self._idle.items() if at < old and address in (None, one.address)), None
+        )
+        if found is not None:
+            self._end(found)
+        return found is not None
+
+    def _end(self, slot: Slot) -> None:
+        self.left(slot)
+        slot.end()
+
+
+class Acceptor:
+    """Accepts on `listener` what `room` takes, on the running loop. To uvicorn it is one of its asyncio servers."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        room: Room,
+        make: Callable[[Slot], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        handshake_seconds: float,
+    ) -> None:
+        self._listener, self._room, self._make = listener, room, make
+        self._tls, self._handshake_seconds = tls, handshake_seconds
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._refused: deque[socket.socket] = deque()
+        self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._failures, self._logged = 0, float("-inf")
+        self._retry: asyncio.TimerHandle | None = None
+        self._listen()
+
+    def close(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        self._loop.remove_reader(self._listener)
+        for task in self._opening:
+            task.cancel()
+        for timer in self._waiting.values():
+            timer.cancel()
+        for connection in (*self._waiting, *self._refused):
+            connection.close()
+        self._waiting.clear()
+        self._refused.clear()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._opening, return_exceptions=True)
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                connection, peer = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._fail(error)
+                return
+            connection.setblocking(False)
+            self._take(connection, str(peer[0]), self._loop.time() + _WAITING_SECONDS)
+
+    def _fail(self, error: OSError) -> None:
+        """No descriptor is left, say: one connection is ended, and the next try is a little later."""
+        self._failures += 1
+        if time.monotonic() - self._logged >= _LOG_SECONDS:
+            message = "no connection can be accepted: %s (%d failures since the last such line)"
+            log.error(message, error.strerror, self._failures, extra={"event": "accept"})
+            self._failures, self._logged = 0, time.monotonic()
+        if self._refused:
+            self._refused.popleft().close()
+        else:
+            self._room.give_up()
+        self._loop.remove_reader(self._listener)
+        self._retry = self._loop.call_later(_RETRY_SECONDS, self._listen)
+
+    def _take(self, connection: socket.socket, address: str, until: float) -> None:
+        slot = Slot(address, connection.close)
+        self._waiting.pop(connection, None)
+        if why := self._room.refuse(slot):
+            if self._loop.time() < until and len(self._waiting) < _WAITING:
+                again = self._loop.call_later(_AGAIN_SECONDS, self._take, connection, address, until)
+                self._waiting[connection] = again
+            else:
+                self._refuse(connection, why)
+            return
+        task = self._loop.create_task(self._open(connection, slot))
+        slot.end = task.cancel
+        self._opening.add(task)
+        task.add_done_callback(lambda _: self._opened(task, connection, slot))
+
+    async def _open(self, connection: socket.socket, slot: Slot) -> None:
+        """Until the protocol has the connection: for TLS, after the handshake."""
+        seconds = None if self._tls is None else self._handshake_seconds
+        await self._loop.connect_accepted_socket(
+            lambda: self._make(slot), connection, ssl=self._tls, ssl_handshake_timeout=seconds
+        )
+
+    def _opened(self, task: asyncio.Task[None], connection: socket.socket, slot: Slot) -> None:
+        self._opening.discard(task)
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:  # no handshake, or given up before its end
+            self._room.left(slot)
+            connection.close()
+        if error is not None and not isinstance(error, (OSError, asyncio.CancelledError)):
+            log.error("a connection of %s could not be opened", slot.address, exc_info=error)
+
+    def _refuse(self, connection: socket.socket, why: str) -> None:
+        if self._tls is not None:
+            connection.close()
+            return
+        body = json.dumps(ApiError(why, "busy", status=503).to_json())
+        head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-length: {len(body)}\r\n"
+        rest = "content-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n\r\n"
+        with contextlib.suppress(OSError):
+            connection.send((head + rest + body).encode())
+            connection.shutdown(socket.SHUT_WR)
+        if len(self._refused) >= _REFUSED:
+            self._refused.popleft().close()
+        self._refused.append(connection)
+        self._loop.call_later(_REFUSED_SECONDS, self._forget, connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with contextlib.suppress(ValueError):
+            self._refused.remove(connection)
+        connection.close()
+
+
+def connections_within(wanted: int) -> int:
+    """How many connections this process may hold, `wanted` at most: its limit on descriptors is raised as far as the
+    system lets it. Beyond it not even the probes' connections could be accepted."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = wanted + _DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < need:
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fit = wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - _DESCRIPTORS))
+    if fit < wanted:
+        log.warning("%d connections at most, not limits.max_connections=%d: raise `ulimit -n` to %d", fit, wanted, need)
+    return fit
