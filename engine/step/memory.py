@@ -10,6 +10,7 @@ from itertools import accumulate
 
 from ...models.config.model_config import ModelConfig
 from ...models.config.quantisation import BYTES
+from ...models.config.shapes import WHOLE, Sharing
 from ...models.cuda.workspace import workspace_bytes
 from ...models.stages import RankShard
 from ...models.weights.slices import PRODUCTS
@@ -117,11 +118,13 @@ class Memory:
         return f"fits: {self.kv_bytes / GIB:.1f} GiB of {have / GIB:.1f} are left for {self.kv_tokens:,} KV positions"
 
 
-def working_memory(config: ModelConfig, size: int, value_bytes: float, keys: MemoryKeys) -> dict[str, int]:
+def working_memory(
+    config: ModelConfig, size: int, value_bytes: float, keys: MemoryKeys, sharing: Sharing = WHOLE
+) -> dict[str, int]:
     """What steps take on a rank of a group of `size`, by name, in bytes, beside weights, tables, keys and values: what
     the engine keeps free for them when it counts its KV blocks, and what a plan lists. value_bytes: of a number that is
     computed with."""
-    shard, d = RankShard(config, size, 0), config.hidden_size
+    shard, d = RankShard(config, size, 0, None, *sharing), config.hidden_size
     rows = shard.padded_vocab // size
     outputs = (shard.num_heads + 2 * shard.num_kv_heads) * config.head_dim
     widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
@@ -154,11 +157,17 @@ def working_memory(config: ModelConfig, size: int, value_bytes: float, keys: Mem
 
 
 def memory(
-    config: ModelConfig, size: int, stored: StoredTypes, keys: MemoryKeys, device_bytes: int, stages: int = 1
+    config: ModelConfig,
+    size: int,
+    stored: StoredTypes,
+    keys: MemoryKeys,
+    device_bytes: int,
+    stages: int = 1,
+    sharing: Sharing = WHOLE,
 ) -> Memory:
     """One rank of a group of `size`, which holds all layers or, in a pipeline of `stages`, its part of them (the
     fullest stage's, with one end's table)."""
-    c, shard = config, RankShard(config, size, 0)
+    c, shard = config, RankShard(config, size, 0, None, *sharing)
     layers = -(-c.num_layers // stages)
     linear, other, kv = BYTES[stored.weights], BYTES[stored.values], BYTES[stored.kv]
     d, dim = c.hidden_size, c.head_dim
@@ -171,25 +180,31 @@ def memory(
     }
     wide = _fullest_part([sum(elements[p] for p in layer) for layer in stored.kept()], stored.kept(), layers)
     wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
-    held = {p: n * (layers * linear + wide_layers[p] * (other - linear)) for p, n in elements.items()}
+    mixed = 0 if c.experts is None else min(layers, sum(c.experts.layers))
+    of = {"qkv": layers, "o": layers, "gate_up": layers - mixed, "down": layers - mixed}
+    held = {p: n * (of[p] * linear + min(of[p], wide_layers[p]) * (other - linear)) for p, n in elements.items()}
+    experts, router, expert_scales = _expert_elements(shard)
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
     scales = shard.num_lanes if c.lanes is not None and c.lanes.norm_each else 1
     norms = (sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d) * scales
     rows = shard.padded_vocab // size
-    embedding = c.vocab_size if keys.replicate_embedding else rows
+    embedding = c.vocab_size if keys.replicate_embedding else len(shard.embedded)
     # A tied head is the embedding's shard; a replicated table leaves the head to be held apart.
-    head = rows if not c.tied_embeddings or keys.replicate_embedding else 0
+    head = rows if shard.has_head(keys.replicate_embedding) else 0
     if stages > 1:
         embedding, head = max(embedding, head), 0
     head *= c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1
     scaled = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d} if linear == 1.0 else {}
-    scales = sum(4 * n * (layers - wide_layers[product]) for product, n in scaled.items())
-    working = working_memory(config, size, other, keys)
+    scales = sum(4 * n * max(0, of[product] - wide_layers[product]) for product, n in scaled.items())
+    scales += 4 * mixed * expert_scales if linear == 1.0 else 0
+    working = working_memory(config, size, other, keys, sharing)
     rotary = (keys.max_model_len + 1) * dim * 4 * 2
     parts = {
         "weights: embedding": int(embedding * d * other),
         "weights: attention": int(held["qkv"] + held["o"]),
         "weights: MLP": int(held["gate_up"] + held["down"]),
+        "weights: experts": int(mixed * experts * linear),
+        "weights: router": int(mixed * router * other),
         "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
         "weights: head": int(head * d * other),
         **working | {"activations": working["activations"] + rotary},
@@ -210,6 +225,17 @@ def memory(
     budget = max(0, left if wanted is None else min(left, wanted))
     tokens_held = budget // (per_token * keys.block_size) * keys.block_size
     return Memory(device_bytes, parts, budget, per_token, tokens_held, keys.max_model_len, keys.max_num_seqs)
+
+
+def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
+    """What a rank holds of a layer of experts: elements of these and the shared ones, of the router, and scales of fp8
+    outputs."""
+    e, d = shard.config.experts, shard.config.hidden_size
+    if e is None:
+        return 0, 0, 0
+    inner, shared = len(shard.expert_ids) * len(shard.expert_ffn), len(shard.shared_ffn)
+    outputs = 2 * (inner + shared) + d * (len(shard.expert_ids) + (shared > 0))
+    return 3 * d * (inner + shared), e.count * (d + e.router.biased), outputs
 
 
 def _fullest_part(sizes: Sequence[int], wide: Sequence[tuple[str, ...]], layers: int) -> Sequence[tuple[str, ...]]:

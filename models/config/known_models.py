@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
+from .experts import Experts, Router
 from .lanes import Lanes
 from .model_config import Dtype, ModelConfig, make_wiring
 from .parts import Rope, Wiring
@@ -47,6 +48,23 @@ def architecture(
     )
 
 
+def _mixture(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, positions: int,
+    rope: Rope, experts: int, chosen: int, expert_ffn: int, *, dense: int = 0, shared: int = 0,
+) -> ModelConfig:  # fmt: skip
+    """A mixture of experts by its sizes; dense: the first layers without experts."""
+    router = Router("softmax", rounds=family == "qwen3_moe")
+    if family == "glm4_moe":
+        router = Router("sigmoid", wide=True, biased=True, epsilon=1e-20, scale=2.5)
+    has = tuple(i >= dense for i in range(layers))
+    return replace(
+        architecture(family, layers, hidden, heads, kv_heads, ffn, vocabulary, positions, rope, head_dim=128),
+        experts=Experts(experts, chosen, expert_ffn, has, router, shared),
+        qkv_bias=family == "glm4_moe",
+        qk_norm=family != "mixtral",
+    )
+
+
 def _table() -> dict[str, ModelConfig]:
     ladder = "ladder_residual"
     return {
@@ -67,6 +85,13 @@ def _table() -> dict[str, ModelConfig]:
         "qwen2.5-72b": architecture("qwen2", 80, 8192, 64, 8, 29568, 152064, 32768, Rope(1e6)),
         "qwen3-8b": architecture("qwen3", 36, 4096, 32, 8, 12288, 151936, 40960, Rope(1e6), head_dim=128),
         "qwen3-32b": architecture("qwen3", 64, 5120, 64, 8, 25600, 151936, 40960, Rope(1e6), head_dim=128),
+        "qwen3-30b-a3b": _mixture("qwen3_moe", 48, 2048, 32, 4, 6144, 151936, 40960, Rope(1e6), 128, 8, 768),
+        "qwen3-235b-a22b": _mixture("qwen3_moe", 94, 4096, 64, 4, 12288, 151936, 40960, Rope(1e6), 128, 8, 1536),
+        "qwen3-coder-480b": _mixture("qwen3_moe", 62, 6144, 96, 8, 8192, 151936, 262144, Rope(1e7), 160, 8, 2560),
+        "mixtral-8x22b": _mixture("mixtral", 56, 6144, 48, 8, 16384, 32768, 65536, Rope(1e6), 8, 2, 16384),
+        "glm-4.6": _mixture(
+            "glm4_moe", 92, 5120, 96, 8, 12288, 151552, 202752, Rope(1e6), 160, 8, 1536, dense=3, shared=1536
+        ),
         "laneformer-2b": replace(
             architecture("laneformer_tp", 15, 3072, 32, 16, 12288, 32000, 4096),
             wiring=Wiring(("lanes",) * 15, lanes=Lanes(count=8, delay=2, layers=15)),
