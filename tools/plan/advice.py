@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .layouts import Layout, by_cost
+from .mixtures import mixture_words
 
 if TYPE_CHECKING:
     from .estimate import CapacityEstimate
@@ -25,6 +26,7 @@ def describe(layout: Layout) -> str:
 def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
     """Sentences, most important first."""
     said = [] if plan.memory.fits else [f"As configured it {plan.memory.verdict}."]
+    said += mixture_words(plan.mixtures)
     wiring = plan.question.config.wiring.name
     there = [x for x in by_cost(plan.layouts) if x.wiring.name == wiring]
     if there:

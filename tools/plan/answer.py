@@ -10,6 +10,7 @@ from ...engine.step.memory import GIB
 from .advice import describe
 from .estimate import CapacityEstimate
 from .layouts import Layout, by_cost
+from .mixtures import BATCHES, NOT_BUILT, best_of
 
 _CHEAPEST = 6
 TOKEN_MS = (5, 10, 20, 25, 30, 40, 50, 75, 100, 200, 500)
@@ -106,8 +107,40 @@ def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
         Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
         Sheet("Decoding: tokens/s", ("batch", "step ms", *wirings), tuple(decoding), 0),
         Sheet("Cheapest layouts of these GPUs", columns, tuple(layouts), 1, note),
+        *mixture_sheets(plan),
         *verdicts(plan, priced=False)[:2],
     )
+
+
+def mixture_sheets(plan: CapacityEstimate) -> list[Sheet]:
+    """The layouts of a mixture of experts; none for a dense model."""
+    if not plan.mixtures:
+        return []
+    best = [best_of(plan.mixtures, i) for i in range(len(BATCHES))]
+    rows, notes = [], []
+    for x in plan.mixtures:
+        if x.memory is None:
+            notes.append(f"{x.name}: {x.refused}.")
+            continue
+        times = [
+            "-" if t is None else f"{1e3 * t:.1f}{'*' if x is quickest else ' '}"
+            for t, quickest in zip(x.step_s, best, strict=True)
+        ]
+        if x.name == NOT_BUILT:
+            notes.append("All-to-all: data-parallel attention, not built here.")
+        elif not x.built:
+            name = x.name.capitalize()
+            notes.append(f"{name} needs the native backend, which sums on CPUs: not built for these devices.")
+        rows.append((x.name, f"{x.memory.weight_bytes / GIB:.1f}", str(x.messages), binary(x.sent[-1]), *times))
+    note = " ".join(
+        (
+            "Milliseconds a token, by batch; * the quickest. GiB: weights of a rank; messages: of a step, "
+            f"between nodes; sent: by a rank at batch {BATCHES[-1]}. Routing is taken for even.",
+            *notes,
+        )
+    )
+    columns = ("layout", "GiB", "messages", "sent", *map(str, BATCHES))
+    return [Sheet("Layouts of the experts", columns, tuple(rows), 1, note)]
 
 
 def _short(layout: Layout) -> str:

@@ -16,6 +16,7 @@ from ...engine.schedule.step_planner import LEAST_CHUNK
 from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
+from ...models.config.shapes import WHOLE, Sharing
 from ...models.residual import collectives_per_step
 from ...models.stages import Stage
 from ...topology.cost.cost import Backend, Costs, Shape, sent_bytes
@@ -36,6 +37,7 @@ from .layouts import (
     hop,
     layouts,
 )
+from .mixtures import MixtureLayout, messages_of, mixture_layouts
 from .roofline import Links, Load, SimulatedGroup, cpu_rates, emulated_links, gpu_rates, links
 from .step_simulator import StepTime, law
 
@@ -64,12 +66,13 @@ class Question:
     notes: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     """Of each stage, where they were configured."""
+    sharing: Sharing = WHOLE
 
     @property
-    def key(self) -> tuple[int, int, StoredTypes, str]:
+    def key(self) -> tuple[int, int, StoredTypes, str, Sharing]:
         """The same as the Layout's that is asked about."""
         p = self.placement
-        return p.tensor_parallel_size, p.stages, self.stored, self.config.wiring.name
+        return p.tensor_parallel_size, p.stages, self.stored, self.config.wiring.name, self.sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class CapacityEstimate:
     depths: tuple[Depth, ...]
     layouts: tuple[Layout, ...]
     assumptions: tuple[str, ...]
+    mixtures: tuple[MixtureLayout, ...] = ()
 
     @property
     def recommendation(self) -> tuple[str, ...]:
@@ -165,6 +169,7 @@ def make_plan(question: Question) -> CapacityEstimate:
         depths=depths,
         layouts=found,
         assumptions=_assumptions(q, group),
+        mixtures=mixture_layouts(q.config, q.stored, q.keys, devices, q.work, q.backend),
     )
 
 
@@ -172,7 +177,9 @@ def group_in(q: Question) -> SimulatedGroup:
     """The question's tensor-parallel group, ready to be asked for steps; of a pipeline, its slowest stage's."""
     rates = devices_of(q).rates(q.stored.weights)
     size = q.placement.tensor_parallel_size
-    group = group_of(_part(q), size, q.stored, rates, _links(q, q.shape), q.keys.replicate_embedding)
+    inside = devices_of(q).links(1, q.sharing.per_node) if q.sharing.per_node else None
+    replicated = q.keys.replicate_embedding
+    group = group_of(_part(q), size, q.stored, rates, _links(q, q.shape), replicated, q.sharing, inside)
     return group if q.overlap else replace(group, overlap=False)
 
 
@@ -194,7 +201,8 @@ def split_variants(q: Question, group: SimulatedGroup) -> tuple[tuple[str, Wirin
 def memory_in(q: Question) -> Memory:
     """One rank of that group."""
     p = q.placement
-    return memory(q.config, p.tensor_parallel_size, q.stored, q.keys, devices_of(q).memory_bytes, p.stages)
+    have = devices_of(q).memory_bytes
+    return memory(q.config, p.tensor_parallel_size, q.stored, q.keys, have, p.stages, q.sharing)
 
 
 def part_of(q: Question) -> ModelConfig:
@@ -320,8 +328,14 @@ def _traffic(q: Question, group: SimulatedGroup, wiring: Wiring, batch: int) -> 
     strategy = group.links.strategy(size)
     intra = inter = 0.0
     if messages:
+        crossing = messages
+        if q.sharing.per_node:
+            crossing = messages_of(group.config, wiring, q.sharing)
+            shape = devices_of(q).shape(1, q.sharing.per_node)
+            how = devices_of(q).links(1, q.sharing.per_node).strategy(size)
+            intra = (messages - crossing) * sent_bytes(q.backend, shape, how, size)[0]  # type: ignore[arg-type]
         inside, between = sent_bytes(q.backend, q.shape, strategy, size)  # type: ignore[arg-type]
-        intra, inter = inside * messages, between * messages
+        intra, inter = intra + inside * crossing, between * crossing
     return StepTraffic(
         wiring.name, batch, messages, size, strategy, intra, inter, cost.all_reduce.seconds, cost.sub_block_s
     )

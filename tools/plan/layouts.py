@@ -12,7 +12,7 @@ from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
 from ...models.config.quantisation import BYTES
-from ...models.config.shapes import splits
+from ...models.config.shapes import WHOLE, Sharing, splits
 from ...models.stages import Stage, choose_layers, head_in_layers, make_stages
 from ...topology.cost.cost import Shape, predict
 from ...topology.cost.prices import reference
@@ -105,9 +105,9 @@ class Layout:
         return self.tp * self.replicas * self.stages
 
     @property
-    def key(self) -> tuple[int, int, StoredTypes, str]:
+    def key(self) -> tuple[int, int, StoredTypes, str, Sharing]:
         """What tells layouts of the same devices apart."""
-        return self.tp, self.stages, self.stored, self.wiring.name
+        return self.tp, self.stages, self.stored, self.wiring.name, WHOLE
 
     @property
     def cheapest(self) -> Speed | None:
@@ -220,12 +220,14 @@ def group_of(
     rates: ComputeRates,
     links: Links,
     replicate_embedding: bool = False,
+    sharing: Sharing = WHOLE,
+    node_links: Links | None = None,
 ) -> SimulatedGroup:
     """A group that computes a stage, with its numbers in memory as `stored` says."""
     wide = stored.kept()[stage.first_layer : stage.first_layer + stage.config.num_layers]
     return SimulatedGroup(
         stage.config, tp, rates, links, BYTES[stored.weights], BYTES[stored.kv], BYTES[stored.values],
-        replicate_embedding, wide=wide,
+        replicate_embedding, wide=wide, sharing=sharing, node_links=node_links,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from ...models.config.known_models import by_folder, half_ladder, known, publish
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.parts import make_wiring
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
-from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, splits
+from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, share, splits
 from ...models.config.wiring import choose_wiring
 from ...models.cuda.workspace import HEAD_DIMS
 from ...models.stages import StageError, choose_layers
@@ -86,7 +86,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     d = loaded.deployment
     config, quantised, wide, notes = _model(loaded)
     try:
-        check_shapes(config, d.parallel.tensor_parallel_size)
+        if config.experts is None:  # else what is cut depends on the nodes, below
+            check_shapes(config, d.parallel.tensor_parallel_size)
         choose_layers(config, d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers)
     except ShapeError as error:
         raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
@@ -106,8 +107,13 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         )  # fmt: skip
     else:
         fabric, placement = lay_out(d, fabric, {})
+    shape, p = shape_of(fabric, placement), d.parallel
+    try:
+        sharing = share(config, p.expert_layout, p.dense_path, shape.nodes, shape.per_node, p.pipeline_parallel_size)
+        check_shapes(config, p.tensor_parallel_size, sharing)
+    except ShapeError as error:
+        raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
     gpu = any(n.devices for n in fabric.nodes) and d.engine.device != "cpu"
-    shape = shape_of(fabric, placement)
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
     form = _form(d.model.weights, values, quantised is not None or asked.fp8, gpu)
@@ -130,13 +136,13 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     )
     backend = backend_of(d, shape)
     costs, source, more = _tuned(d, fabric, shape, backend)
-    p = d.parallel
     if not p.overlap:
         notes.append("parallel.overlap is false: this layout waits for every all-reduce; other layouts do not")
     return Question(
         name=d.served_model_name, config=config, stored=stored, keys=keys, fabric=fabric, placement=placement,
         shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated_link(p),
         overlap=p.overlap, split=p.split_steps != "never", layers=p.pipeline_layers, threads=d.engine.threads,
+        sharing=sharing,
         notes=(*notes, *more, *placement.notes),
     )  # fmt: skip
 

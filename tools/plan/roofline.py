@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from math import comb
 
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring
+from ...models.config.shapes import WHOLE, Sharing
 from ...models.stages import RankShard
 from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, untuned
 from ...topology.cost.prices import reference
@@ -185,6 +187,21 @@ def emulated_links(under: Links, emulation: Emulation) -> Links:
     return replace(under, wire=wire, source=emulation.label)
 
 
+def distinct_experts(count: int, chosen: int, rows: int) -> float:
+    """How many of `count` experts at least one of `rows` rows is expected to choose, if every choice is as likely."""
+    return count * (1.0 - (1.0 - chosen / count) ** rows)
+
+
+def most_on_a_rank(held: int, share: float, ranks: int) -> float:
+    """How many of its `held` experts the busiest of `ranks` reads, where each is chosen with probability `share`: the
+    expected maximum of as many binomial variables."""
+    below, expected = 0.0, 0.0
+    for count in range(held):
+        below += comb(held, count) * share**count * (1.0 - share) ** (held - count)
+        expected += 1.0 - min(1.0, below) ** ranks
+    return expected
+
+
 @dataclass(frozen=True, slots=True)
 class SimulatedGroup:
     """One tensor-parallel group that computes steps. `replicate_embedding` and `replicate_head`: whole tables on every
@@ -206,10 +223,13 @@ class SimulatedGroup:
     """The products of each layer whose weights take `value_bytes` each; empty: none."""
     split: bool = False
     """A step may be computed in two streams, and is where that is quicker."""
+    sharing: Sharing = WHOLE
+    node_links: Links | None = None
+    """Of the ranks that `sharing` cuts the dense path over."""
 
     @property
     def shard(self) -> RankShard:
-        return RankShard(self.config, self.size, 0)
+        return RankShard(self.config, self.size, 0, None, *self.sharing)
 
     def message_bytes(self, load: Load) -> int:
         """Of one sub-block's all-reduce."""
@@ -224,19 +244,26 @@ class SimulatedGroup:
         calls = 2 * call * ATTENTION_CALLS, 2 * call * (1 - ATTENTION_CALLS)
         kept = self.wide or ((),) * c.num_layers
         times = {wide: self._products(load.tokens, wide) for wide in set(kept)}
+        mixed = c.experts.layers if c.experts is not None else ()
+        experts_s = self._experts(load.tokens)
         vocabulary = c.vocab_size if self.replicate_head else shard.padded_vocab // self.size
         inputs = c.hidden_size * (c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1)
         head = self._product(inputs * vocabulary, load.rows, True) if load.rows else 0.0
         message = self.message_bytes(load)
         apart = not self.replicate_embedding and self.size > 1
+        node = None
+        if self.node_links is not None and self.sharing.per_node:
+            node = self.node_links.wire(message)
         return StepCost(
             attention_s=[
                 times[wide][0] + calls[0] + attend[window] for wide, window in zip(kept, windows, strict=True)
             ],
-            mlp_s=[times[wide][1] + calls[1] for wide in kept],
+            mlp_s=[calls[1] + (experts_s if mixed and mixed[i] else times[wide][1]) for i, wide in enumerate(kept)],
+            mixed=mixed,
+            node=node,
             all_reduce=self.links.wire(message),
             after_s=head + (r.call_one_s if load.rows else 0.0),
-            before=self.links.wire(message) if apart else Wire(0.0),
+            before=(node or self.links.wire(message)) if apart else Wire(0.0),
             after=self._after(load) if self.size > 1 and load.rows else Wire(0.0),
             shared_norm_saves_s=0.25 * call,
         )
@@ -262,6 +289,19 @@ class SimulatedGroup:
             return self._product(sum(weights.values()) - widely, rows) + self._product(widely, rows, True)
 
         return seconds(attention), seconds(mlp)
+
+    def _experts(self, rows: int) -> float:
+        """Seconds of a layer's router, shared and chosen experts on the rank with most of them."""
+        e, shard, d = self.config.experts, self.shard, self.config.hidden_size
+        if e is None:
+            return 0.0
+        one = 3 * d * len(shard.expert_ffn)
+        read = distinct_experts(e.count, e.chosen, rows)
+        if self.sharing.spread:
+            read = most_on_a_rank(len(shard.expert_ids), read / e.count, self.size)
+        each = rows * e.chosen * 3.0 * d * e.ffn_size / self.size
+        chosen = max(2 * each / self.rates.flops, read * one * self.weight_bytes / self.rates.weight_bytes_per_s)
+        return chosen + self._product(3 * d * len(shard.shared_ffn), rows) + self._product(e.count * d, rows, True)
 
     def _product(self, weights: float, rows: int, wide: bool = False) -> float:
         flops, each = (self._value_flops, self.value_bytes) if wide else (self.rates.flops, self.weight_bytes)

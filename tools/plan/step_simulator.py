@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from ...models.config.parts import Wiring, make_wiring
-from ...models.residual import flow, interleave, plan
+from ...models.residual import AllReduce, Scope, flow, interleave, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,10 @@ class StepCost:
     start_s: float = 0.0
     shared_norm_saves_s: float = 0.0
     """What the parallel wiring saves a layer: one norm and one launch."""
+    mixed: tuple[bool, ...] = ()
+    """The layers whose MLP is a mixture of experts."""
+    node: Wire | None = None
+    """A sum inside the node, where all but experts are added there; None: every sum is over the group."""
 
     @property
     def sub_block_s(self) -> float:
@@ -146,12 +150,15 @@ class VirtualClock:
             seconds -= head.left / slow
             self._leave()
 
-    def send(self, wire: Wire) -> _InFlight:
-        """An all-reduce sets off, behind those that have the wire."""
+    def send(self, wire: Wire, apart: bool = False) -> _InFlight:
+        """An all-reduce sets off, behind those that have the wire. apart: on links of its own."""
         flight = _InFlight(self, wire)
         self.flight_s += wire.seconds
         self.collectives += 1
-        self._queue.append(flight)
+        if apart:
+            flight.arrives = self.now + wire.seconds
+        else:
+            self._queue.append(flight)
         return flight
 
     def wait(self, flight: _InFlight) -> None:
@@ -206,11 +213,24 @@ class _Timed:
         return total
 
     def start(self, x: _Stream, *_: object) -> _InFlight:
+        return self.send(self._cost.all_reduce)
+
+    def send(self, wire: Wire, apart: bool = False) -> _InFlight:
         self._clock.compute(self._cost.start_s)
-        flight = self._clock.send(self._cost.all_reduce)
+        flight = self._clock.send(wire, apart)
         if not self._overlap:
             flight.wait()
         return flight
+
+
+class _NodeSums:
+    """Sums inside the node: they do not queue behind those that cross nodes."""
+
+    def __init__(self, blocks: _Timed, wire: Wire) -> None:
+        self._blocks, self._wire = blocks, wire
+
+    def start(self, x: _Stream, *_: object) -> _InFlight:
+        return self._blocks.send(self._wire, apart=True)
 
 
 def simulate_step(
@@ -230,7 +250,11 @@ def simulate_step(
         if embedding is not None:
             embedding.wait()
         blocks = _Timed(clock, part, overlap)
-        end, _ = yield from flow(_STREAM, plan(wiring), blocks, {"group": blocks}, size)
+        sums: dict[Scope, AllReduce[_Stream]] = {"group": blocks}
+        if part.node is not None:
+            sums["node"] = _NodeSums(blocks, part.node)
+        dense: Scope = "group" if part.node is None else "node"
+        end, _ = yield from flow(_STREAM, plan(wiring, mixed=part.mixed, dense=dense), blocks, sums, size)
         return end
 
     interleave([stream(part) for part in halves or (cost,)])

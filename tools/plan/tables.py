@@ -8,7 +8,7 @@ from typing import Any
 
 from ...engine.step.memory import GIB
 from .advice import describe
-from .answer import Sheet, binary, headline, ms, verdicts
+from .answer import Sheet, binary, headline, mixture_sheets, ms, verdicts
 from .estimate import CapacityEstimate
 from .layouts import MOST_SEQUENCES
 
@@ -22,6 +22,7 @@ _ALWAYS = ("replica", "rank", "host", "device")
 def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     """All tables, in the order in which they answer questions."""
     found = [_memory(plan), _depths(plan), _speeds(plan), _exposure(plan), _prefill(plan), _traffic(plan)]
+    found += mixture_sheets(plan)
     if plan.layouts:
         found += [_layouts(plan), _batches(plan), _contexts(plan), *verdicts(plan)]
     return (*found, _ranks(plan))
@@ -245,6 +246,13 @@ def as_json(plan: CapacityEstimate) -> dict[str, Any]:
                 "contexts": [{**asdict(d), "tokens_per_s": d.tokens_per_s} for d in x.depths],
             }
             for x in plan.layouts
+        ],
+        "expert_layouts": [
+            {
+                "layout": x.name, "keys": x.keys, "refused": x.refused, "messages": x.messages, "sent": x.sent,
+                "step_s": x.step_s, "weight_bytes": x.memory and x.memory.weight_bytes, "built": x.built,
+            }
+            for x in plan.mixtures
         ],
         "recommendation": list(plan.recommendation),
         "assumptions": list(plan.assumptions),

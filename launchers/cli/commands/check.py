@@ -163,7 +163,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     the model is taken by its folder's name, if that is known. Keys in `bad` are not judged."""
     from ....models.config.known_models import by_folder
     from ....models.config.model_config import from_folder
-    from ....models.config.shapes import check_draft, check_everywhere, check_shapes
+    from ....models.config.shapes import check_draft, check_everywhere, check_shapes, share
     from ....models.config.wiring import WiringError, check_split, choose_wiring
     from ....models.stages import choose_layers
 
@@ -184,7 +184,12 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
         return
     if "parallel.tensor_parallel_size" not in bad:
         size = d.parallel.tensor_parallel_size
-        yield from refused(loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size), taken)
+        p, nodes = d.parallel, max(1, size // (d.launch.ranks_per_node or size))
+        form = p.expert_layout, p.dense_path, nodes, size // nodes, p.pipeline_parallel_size
+        text = list(refused(loaded, "parallel.expert_layout", lambda: share(model, *form), taken))
+        yield from text or refused(
+            loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size, share(model, *form)), taken
+        )
         if d.parallel.deterministic == "everywhere":
             yield from refused(loaded, "parallel.deterministic", lambda: check_everywhere(model, size), taken)
     if bad.isdisjoint(("parallel.pipeline_parallel_size", "parallel.pipeline_layers")):

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 
 from plan_docs import ACROSS, LINKS, NONE, STAGES, draw, regions, written  # noqa: E402
 
-CONFIGS = sorted((ROOT / "configs").glob("llama-*.yaml")) + sorted((ROOT / "configs").glob("demo*.yaml"))
+CONFIGS = [f for kind in ("llama-", "demo", "qwen", "glm") for f in sorted((ROOT / "configs").glob(f"{kind}*.yaml"))]
 GPU = MemoryKeys(max_model_len=4096)
 H100 = 81559 << 20
 

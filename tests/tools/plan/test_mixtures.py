@@ -1,0 +1,220 @@
+"""`plan` of mixtures of experts: shapes, memory, experts read, messages between nodes, and the table of layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from laddertron.engine.config.load import read
+from laddertron.engine.step.memory import MemoryKeys, StoredTypes, memory
+from laddertron.launchers.cli.__main__ import group
+from laddertron.launchers.cli.commands.check import model_faults
+from laddertron.models.config.known_models import known
+from laddertron.models.config.parts import make_wiring
+from laddertron.models.config.shapes import Sharing
+from laddertron.models.residual import flow, plan
+from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
+from laddertron.tools.plan.layouts import Work
+from laddertron.tools.plan.mixtures import BATCHES, NOT_BUILT, MixtureLayout, best_of, messages_of
+from laddertron.tools.plan.plan_source import Asked, from_deployment, from_names
+from laddertron.tools.plan.roofline import distinct_experts, most_on_a_rank
+from laddertron.tools.plan.step_simulator import StepCost, Wire, simulate_step
+from laddertron.topology.hardware.presets import preset
+
+BIG = "qwen3-235b-a22b"
+SPREAD = Sharing(True, 8)
+
+
+def planned(name: str, fabric: str) -> CapacityEstimate:
+    return make_plan(from_names(name, Asked(preset(fabric), Work())))
+
+
+def by_name(name: str, fabric: str) -> dict[str, MixtureLayout]:
+    return {x.name: x for x in planned(name, fabric).mixtures}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("qwen3-30b-a3b", 30.53, 3.35),
+        (BIG, 235.09, 22.19),
+        ("qwen3-coder-480b", 480.15, 35.5),
+        ("mixtral-8x22b", 140.63, 39.16),
+        ("glm-4.6", 352.8, 33.3),  # published: 357 with the layer for multi-token prediction, about 32 active
+    ],
+)
+def test_published_sizes(name: str, billions: float, active: float) -> None:
+    """All parameters, and those that one token reads."""
+    config = known(name)
+    e = config.experts
+    assert e is not None
+    idle = sum(e.layers) * (e.count - e.chosen) * 3 * config.hidden_size * e.ffn_size
+    assert config.num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert (config.num_parameters - idle) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_memory_of_a_rank_by_hand() -> None:
+    """Qwen3-235B on 2 x 8: spread deals 8 whole experts to a rank and cuts attention in 8 (4 KV heads are held twice);
+    flat cuts all in 16. The head is cut in 16 in both."""
+    d, layers, vocabulary = 4096, 94, 151936
+    for sharing, cut, kv in ((SPREAD, 8, 1), (Sharing(), 16, 1)):
+        parts = memory(known(BIG), 16, StoredTypes(), MemoryKeys(), 85 << 30, 1, sharing).parts
+        heads = 64 // cut
+        assert parts["weights: experts"] == 2 * layers * 8 * 3 * d * 1536
+        assert parts["weights: attention"] == 2 * layers * 128 * d * (heads + 2 * kv + heads)
+        assert parts["weights: router"] == 2 * layers * 128 * d
+        assert parts["weights: embedding"] == 2 * d * vocabulary // cut
+        assert parts["weights: head"] == 2 * d * vocabulary // 16
+        assert parts["weights: MLP"] == 0
+
+
+def test_experts_read_are_those_of_all_choices_enumerated() -> None:
+    """Four experts of which each of two rows chooses one: 1.75 are read on average; the busier of two ranks with two
+    experts each, chosen with probability p independently, reads the mean of the larger of both counts."""
+    seen = [len(set(rows)) for rows in product(range(4), repeat=2)]
+    assert distinct_experts(4, 1, 2) == pytest.approx(sum(seen) / len(seen))
+    p, expected = 0.3, 0.0
+    for bits in product((0, 1), repeat=4):
+        chance = 1.0
+        for bit in bits:
+            chance *= p if bit else 1 - p
+        expected += chance * max(sum(bits[:2]), sum(bits[2:]))
+    assert most_on_a_rank(2, p, 2) == pytest.approx(expected)
+
+
+class _Sums:
+    """Counts sums by scope where the engine would start them."""
+
+    def __init__(self, counts: Counter[str], scope: str) -> None:
+        self.counts, self.scope = counts, scope
+
+    def start(self, x: float, account: str = "", at_once: bool = False, /) -> _Sums:
+        self.counts[self.scope] += 1
+        return self
+
+    def wait(self) -> float:
+        return 0.0
+
+
+class _Blocks:
+    def attention(self, layer: int, residual: float) -> float:
+        return residual
+
+    mlp = attention_and_mlp = attention
+
+    def sum_of_lanes(self, output: float) -> float:
+        return output
+
+    def of_others(self, total: float, output: float) -> float:
+        return total
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+@pytest.mark.parametrize(("name", "flat", "spread"), [(BIG, 188, 94), ("glm-4.6", 184, 89)])
+def test_messages_are_those_that_a_recorder_counts(name: str, wiring: str, flat: int, spread: int) -> None:
+    """The engine's loop run over the plan of each layout: what crosses nodes is what the table says."""
+    config = known(name)
+    assert config.experts is not None
+    wired = make_wiring(wiring, config.num_layers)
+    for sharing, crossing in ((Sharing(), flat), (SPREAD, spread)):
+        counts: Counter[str] = Counter()
+        blocks = plan(wired, mixed=config.experts.layers, dense="node" if sharing.per_node else "group")
+        sums = {"group": _Sums(counts, "group"), "node": _Sums(counts, "node")}
+        for _ in flow(1.0, blocks, _Blocks(), sums, 16):  # type: ignore[arg-type]
+            pass
+        assert counts["group"] == messages_of(config, wired, sharing) == crossing
+        assert counts["node"] == flat - crossing
+    table = by_name(name, "2x8xH100")
+    assert [table[x].messages for x in ("flat", "spread", "pp", "pp x spread")] == [flat, spread, 1, 1]
+    assert table["spread"].sent[0] == pytest.approx(table["flat"].sent[0] * spread / flat)
+
+
+def test_sums_inside_a_node_neither_cross_nor_queue() -> None:
+    """Attention's sum takes the node's wire. In ladder it does not wait behind the experts' sum, which has the other
+    wire for five times as long as a sub-block computes."""
+    layers = 10
+    cost = StepCost([1.0] * layers, [1.0] * layers, Wire(2.0), mixed=(True,) * layers, node=Wire(0.25))
+    flat = StepCost([1.0] * layers, [1.0] * layers, Wire(2.0), mixed=(True,) * layers)
+    standard = make_wiring("standard", layers)
+    assert simulate_step(cost, standard, 16).total_s == pytest.approx(layers * (1 + 0.25 + 1 + 2))
+    assert simulate_step(flat, standard, 16).total_s == pytest.approx(layers * (1 + 2 + 1 + 2))
+    ladder = make_wiring("ladder", layers)
+    # A pair of sub-blocks waits for the experts' sum alone: attention hides one second of its two.
+    assert simulate_step(cost, ladder, 16).total_s == pytest.approx(layers * (1 + 1 + 1), abs=1.5)
+    assert simulate_step(flat, ladder, 16).total_s > 1.3 * simulate_step(cost, ladder, 16).total_s
+
+
+def test_one_node_is_the_answer_where_it_has_room() -> None:
+    """Qwen3-235B in bf16 fits 8 x 80 GB, GLM-4.6 does not."""
+    assert "One node has room for it: tp 8" in planned(BIG, "2x8xH100").recommendation[0]
+    plan = planned("glm-4.6", "2x8xH100")
+    assert not any("One node has room" in said for said in plan.recommendation)
+    assert {x.step_s for x in plan.mixtures if x.name.startswith("one node")} == {(None,) * len(BATCHES)}
+
+
+def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
+    """Eight experts over sixteen ranks; `tensor, node` is offered in place of spread."""
+    table = by_name("mixtral-8x22b", "2x8xH100")
+    assert "8 experts < 16 ranks" in table["spread"].refused
+    assert table["tensor, node"].messages == 56
+
+
+def test_the_quickest_is_one_that_is_built() -> None:
+    """All-to-all is priced and never chosen; spread over GPUs neither, where its backend is missing; on CPUs it is."""
+    gpus, cpus = by_name(BIG, "2x8xH100"), by_name("qwen3-30b-a3b", "2x4xcpu")
+    assert not gpus[NOT_BUILT].built
+    assert not gpus["spread"].built
+    assert cpus["spread"].built
+    for found in (tuple(gpus.values()), tuple(cpus.values())):
+        for i in range(len(BATCHES)):
+            best = best_of(found, i)
+            if best is not None:
+                offers = [x.step_s[i] for x in found if x.built and x.step_s]
+                assert best.built
+                assert best.step_s[i] == min(t for t in offers if t is not None)
+
+
+def deployment(tmp_path: Path, parallel: str) -> Path:
+    file = tmp_path / "d.yaml"
+    file.write_text(
+        f"model:\n  path: /models/Qwen3-235B-A22B\n  max_model_len: 4096\nparallel: {{tensor_parallel_size: 16, "
+        f"{parallel}}}\nlaunch: {{ranks_per_node: 8}}\n"
+    )
+    return file
+
+
+def test_a_deployment_is_planned_and_checked_as_it_shares_experts(tmp_path: Path) -> None:
+    """Spread: the plan's own memory and traffic are the table's. Spread over nodes with dense_path whole: refused."""
+    asked = Asked(preset("2x8xH100"), Work())
+    plan = make_plan(from_deployment(read(deployment(tmp_path, "expert_layout: spread, dense_path: node")), asked))
+    assert plan.question.sharing == SPREAD
+    assert {t.inter_bytes for t in plan.traffic if (t.wiring, t.batch) == ("standard", 1)} == {
+        next(x.sent[0] for x in plan.mixtures if x.name == "spread")
+    }
+    loaded = read(deployment(tmp_path, "expert_layout: spread"))
+    faults = list(model_faults(loaded, look=False))
+    assert len(faults) == 1
+    assert "every all-reduce would cross 2 nodes" in faults[0]
+    assert not list(model_faults(read(deployment(tmp_path, "expert_layout: tensor")), look=False))
+
+
+def test_the_table_as_plan_prints_it() -> None:
+    """Golden lines: names, weights of a rank, messages and bytes, in 80 columns."""
+    done = CliRunner().invoke(group, ["plan", "--model", BIG, "--nodes", "2x8xH100"])
+    assert done.exit_code == 0, done.output
+    lines = [" ".join(line.split()[:-4]) for line in done.output.splitlines()]
+    for golden in (
+        "flat 27.6 188 44.1 MiB",
+        "spread 28.4 94 22 MiB",
+        "all-to-all (not built) 28.4 188 11.7 MiB",
+        "pp 27.5 1 128 KiB",
+        "pp x spread 27.5 1 128 KiB",
+        "one node 54.9 0 0 B",
+    ):
+        assert golden in lines
+    words = " ".join(done.output.split())
+    assert "All-to-all: data-parallel attention, not built here." in words
+    assert max(map(len, done.output.splitlines())) <= 80

@@ -1,0 +1,162 @@
+"""Layouts of a mixture of experts over the same devices: flat, spread, pipelines of both, one node, and data-parallel
+attention with all-to-all, which is priced and not built here. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
+from ...models.config.model_config import ModelConfig
+from ...models.config.parts import Wiring
+from ...models.config.quantisation import BYTES
+from ...models.config.shapes import ShapeError, Sharing, check_shapes, share
+from ...models.residual import plan
+from ...topology.cost.cost import Backend, predict, sent_bytes
+from ...topology.cost.prices import reference
+from .layouts import Devices, Work, fullest_stage, group_of, hop
+from .roofline import Load, SimulatedGroup
+from .step_simulator import Wire, simulate_step
+
+BATCHES = (1, 8, 32, 128)
+NOT_BUILT = "all-to-all (not built)"
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureLayout:
+    """One layout. messages, sent: what a decode step sends between nodes, and the bytes of it that a rank sends at each
+    of BATCHES. step_s: a sequence's time for a token at each of BATCHES, None without room."""
+
+    name: str
+    keys: str
+    memory: Memory | None = None
+    messages: int = 0
+    sent: tuple[float, ...] = ()
+    step_s: tuple[float | None, ...] = ()
+    refused: str = ""
+    built: bool = True
+    """Whether the engine computes it on these devices."""
+
+
+def messages_of(config: ModelConfig, wiring: Wiring, sharing: Sharing) -> int:
+    """All-reduces of the layers in one step that are over the whole group, not inside a node."""
+    mixed = () if config.experts is None else config.experts.layers
+    blocks = plan(wiring, mixed=mixed, dense="node" if sharing.per_node else "group").sub_blocks
+    return sum(block.scope == "group" for block in blocks)
+
+
+def mixture_layouts(
+    config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work, backend: Backend
+) -> tuple[MixtureLayout, ...]:
+    """All layouts, those refused with the reason; none of a dense model or of one device."""
+    if config.experts is None or devices.total < 2:
+        return ()
+    n, each = devices.nodes, devices.per_node
+    wanted = [("flat", n, 1, "tensor", "whole")]
+    if n > 1:
+        wanted.append(("spread", n, 1, "spread", "node"))
+        if config.experts.count < devices.total:
+            wanted.append(("tensor, node", n, 1, "tensor", "node"))
+        if n <= config.num_layers:
+            wanted.append(("pp", 1, n, "tensor", "whole"))
+            wanted.append(("pp x spread", 1, n, "spread", "whole"))
+        wanted.append(("one node", 1, 1, "tensor", "whole"))
+    wanted.append(("one node, spread" if n > 1 else "spread", 1, 1, "spread", "whole"))
+    found = []
+    for name, nodes, stages, layout, dense in wanted:
+        said = f"tp {nodes * each}{f' x pp {stages}' if stages > 1 else ''}, {layout}, {dense}"
+        try:
+            sharing = share(config, layout, dense, nodes, each, stages)
+            check_shapes(config, nodes * each, sharing)
+        except ShapeError as error:
+            found.append(MixtureLayout(name, said, refused=str(error)))
+            continue
+        found.append(_priced(name, said, config, stored, keys, devices, work, backend, (nodes, stages), sharing))
+        if name == "spread" and n > 1:
+            found.append(_all_to_all(config, stored, keys, devices, work, sharing))
+    return tuple(found)
+
+
+def _priced(
+    name: str, said: str, config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work,
+    backend: Backend, form: tuple[int, int], sharing: Sharing,
+) -> MixtureLayout:  # fmt: skip
+    (nodes, stages), each = form, devices.per_node
+    tp = nodes * each
+    room = memory(config, tp, stored, keys, devices.memory_bytes, stages, sharing)
+    group = _group(config, stored, keys, devices, nodes, stages, sharing)
+    crossing = hop(config, devices, stored, tp, stages)
+    times, sent = list[float | None](), list[float]()
+    crosses = messages_of(config, config.wiring, sharing) if nodes > 1 else stages - 1
+    for batch in BATCHES:
+        load = Load(decodes=ceil(batch / stages), context=work.context)
+        fits = room.sequences(work.prompt + work.output) >= batch
+        times.append(stages * (group.step(load).total_s + crossing(load.tokens)) if fits else None)
+        size = group.message_bytes(load)
+        if nodes > 1:
+            strategy = group.links.strategy(size)
+            across = sent_bytes(backend, devices.shape(nodes, each), strategy, size)[1]  # type: ignore[arg-type]
+            sent.append(crosses * across)
+        else:
+            sent.append(crosses * stages * size / tp)  # as many micro-batches as stages
+    built = backend == "native" or not sharing.per_node
+    return MixtureLayout(name, said, room, crosses, tuple(sent), tuple(times), built=built)
+
+
+def _group(
+    config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, nodes: int, stages: int,
+    sharing: Sharing,
+) -> SimulatedGroup:  # fmt: skip
+    each = devices.per_node
+    inside = devices.links(1, each) if sharing.per_node else None
+    rates, links = devices.rates(stored.weights), devices.links(nodes, each)
+    stage = fullest_stage(config, stages)
+    return group_of(stage, nodes * each, stored, rates, links, keys.replicate_embedding, sharing, inside)
+
+
+def _all_to_all(
+    config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work, sharing: Sharing
+) -> MixtureLayout:
+    """Each node computes attention of its own rows and holds their KV; a row goes to every other node that has an
+    expert which it chose, once, and its sum comes back."""
+    n, each, e = devices.nodes, devices.per_node, config.experts
+    assert e is not None
+    group = _group(config, stored, keys, devices, n, 1, sharing)
+    room = memory(config, n * each, stored, keys, devices.memory_bytes, 1, sharing)
+    costs, shape, moe = reference("nccl", devices.shape(2, 1)), devices.shape(2, 1), sum(e.layers)
+    visits = (n - 1) * (1.0 - (1.0 - 1.0 / n) ** e.chosen)
+    times, sent = list[float | None](), []
+    for batch in BATCHES:
+        rows = ceil(batch / n)
+        own, all_rows = (group.cost(Load(decodes=r, context=work.context)) for r in (rows, batch))
+        size = rows * visits * config.hidden_size * BYTES[stored.values] / each
+        both = 2 * predict(costs, shape, "p2p", max(1, int(size)))
+        pairs = zip(e.layers, own.mlp_s, all_rows.mlp_s, strict=True)
+        cost = replace(own, mlp_s=[many if mixed else few for mixed, few, many in pairs], all_reduce=Wire(both))
+        fits = room.sequences(work.prompt + work.output) >= rows
+        times.append(simulate_step(cost, config.wiring, group.size).total_s if fits else None)
+        sent.append(2 * moe * size)
+    return MixtureLayout(
+        NOT_BUILT, f"tp {n * each}, experts spread", room, 2 * moe, tuple(sent), tuple(times), built=False
+    )
+
+
+def best_of(found: tuple[MixtureLayout, ...], index: int) -> MixtureLayout | None:
+    """The quickest that is built at BATCHES[index]."""
+    offers = [(time, i) for i, x in enumerate(found) if x.built and x.step_s and (time := x.step_s[index]) is not None]
+    return found[min(offers)[1]] if offers else None
+
+
+def mixture_words(found: tuple[MixtureLayout, ...]) -> list[str]:
+    """Whether one node has room, and which layout is the quickest at each batch."""
+    said = []
+    fitting = [x for x in found if x.name.startswith("one node") and x.memory is not None and x.memory.fits]
+    if fitting:
+        x = fitting[0]
+        said.append(f"One node has room for it: {x.keys}; use other nodes as replicas, nothing then crosses nodes.")
+    quick = [(batch, best_of(found, i)) for i, batch in enumerate(BATCHES)]
+    words = [
+        f"{x.name} at batch {batch} ({1e3 * (x.step_s[i] or 0.0):.1f} ms)" for i, (batch, x) in enumerate(quick) if x
+    ]
+    return [*said, f"Quickest of these layouts: {', '.join(words)}."] if words else said
