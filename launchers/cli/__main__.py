@@ -27,39 +27,39 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "Answer a file of prompts": {
         "run": "Compute a JSONL file of requests over the model's ranks.",
         "batch": "Submit, watch and fetch batches on a running daemon.",
-        "bench": "Measure latency, throughput and what the wirings hide.",
+        "bench": "Measure latency, throughput and overlap.",
     },
     "Run the service": {
-        "serve": "The batch daemon: HTTP, store, and ranks that are relaunched when lost.",
-        "reload": "Have a running daemon go over to its changed deployment file.",
+        "serve": "Run the daemon: HTTP API, store, and ranks that it relaunches.",
+        "reload": "Apply a changed deployment file to a running daemon.",
         "keys": "Add, rotate, revoke and list API keys.",
         "metrics": "Print the catalogue of metrics.",
-        "monitoring": "Write out alert rules, dashboards and Prometheus configuration.",
-        "bundle": "Collect what a night call needs into one archive.",
+        "monitoring": "Export alert rules, dashboards and Prometheus configuration.",
+        "bundle": "Collect diagnostics into one archive.",
     },
     "Plan and deploy": {
-        "config": "Print a deployment file to begin with.",
+        "config": "Print a deployment file to start from.",
         "check": "Validate a deployment file without running anything.",
-        "plan": "Say whether and how a model fits, and how fast it will be.",
+        "plan": "Compute whether a model fits, which layout to use and how fast it is.",
         "launch": "Print, emit or run the launcher's command line.",
         "topo": "Show nodes, devices, links and where ranks go.",
-        "verify": "Prove that answers do not depend on what runs beside them.",
-        "trial": "The same requests to this daemon and to another server: which to keep.",
-        "preflight": "Measure the fabric and refuse a broken one.",
-        "simulate": "Step times of machines that are not there.",
+        "verify": "Prove that answers do not depend on the rest of the batch.",
+        "trial": "A/B benchmark of this daemon and another server.",
+        "preflight": "Measure the fabric; fail if a link is broken or slow.",
+        "simulate": "Simulate step times of hypothetical hardware.",
     },
     "Weights": {
         "train": "Train a small model with any wiring.",
-        "scan": "What laddering each layer of a checkpoint costs, and gains.",
+        "scan": "Measure loss and speed-up of laddering each layer.",
         "adapt": "Retrain a checkpoint for another wiring.",
-        "evaluate": "Held-out loss of model folders, side by side.",
+        "evaluate": "Compare the held-out loss of model folders.",
         "convert": "Write a model folder in another checkpoint format.",
-        "manifest": "Checksums of a model folder.",
+        "manifest": "Write or verify checksums of a model folder.",
         "shard": "Write per-rank files for the fastest restart.",
     },
     "Look inside": {
-        "profile": "A trace of compute, all-reduces and waits for Perfetto.",
-        "timeline": "Draw such a trace as a picture.",
+        "profile": "Record compute, all-reduces and waits for Perfetto.",
+        "timeline": "Draw a recorded trace.",
     },
 }
 
@@ -73,7 +73,7 @@ Examples:
   laddertron serve models/Llama-3.1-8B-Instruct
 
 One YAML file describes a deployment, or a model's folder with every key at its default; `laddertron config` explains
-each key, and `--set section.key=value` overrides one. `laddertron COMMAND --help` teaches the rest."""
+each key, and `--set section.key=value` overrides one. `laddertron COMMAND --help` shows all options."""
 
 
 class LazyGroup(click.Group):
@@ -112,11 +112,11 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="laddertron")
 def group() -> None:
-    """Cross-node LLM inference: one model over several nodes, its all-reduces hidden behind the next sub-block.
+    """Serve one model across several nodes, with its all-reduces hidden behind the next sub-block.
 
-    A model is spread by tensor parallelism over the ranks that a deployment file names. Ladder models compute on
-    while an all-reduce travels; laddertron measures how much of it was hidden, and serves batches that survive
-    whatever dies."""
+    A model is spread by tensor parallelism over the ranks that a deployment file names. Ladder models overlap
+    computation with the all-reduce; laddertron measures how much of it was hidden, and serves batches that survive
+    process and node failures."""
 
 
 def give_home(environ: MutableMapping[str, str]) -> None:

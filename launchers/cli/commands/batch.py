@@ -52,11 +52,14 @@ def command(context: click.Context, url: str | None) -> None:
 @click.option("--window", default="24h", show_default=True, help="When it expires: such as 90m, 24h, 7d.")
 @click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept with the batch; up to 16.")
 @click.option(
-    "--reuse", metavar="BATCH", help="Take over that batch's answers to the same lines; only the others are computed."
+    "--reuse", metavar="BATCH", help="Reuse that batch's answers to unchanged lines; only the others are computed."
 )
-@click.option("--wait", is_flag=True, help="Until it has ended.")
+@click.option("--wait", is_flag=True, help="Wait until the batch has ended.")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="With --wait: where answers go; no file is replaced."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="With --wait: where answers go; an existing file is not overwritten.",
 )
 @click.pass_obj
 @_FAILS
@@ -114,7 +117,7 @@ def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:
 @click.pass_obj
 @_FAILS
 def cancel(client: BatchClient, batch_id: str) -> None:
-    """Cancel a batch; what is finished stays."""
+    """Cancel a batch; finished lines are kept."""
     click.echo(client.cancel(batch_id)["status"])
 
 
@@ -124,7 +127,7 @@ def cancel(client: BatchClient, batch_id: str) -> None:
 @click.pass_obj
 @_FAILS
 def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
-    """Download a batch's answers, and its errors beside them (OUT.errors.jsonl)."""
+    """Download a batch's answers, and its errors to OUT.errors.jsonl."""
     batch = client.batch(batch_id)
     if batch["status"] not in ENDED:
         raise click.ClickException(f"{batch_id} is {batch['status']}: wait for it")
@@ -136,7 +139,7 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
 @click.pass_obj
 @_FAILS
 def show(client: BatchClient, limit: int) -> None:
-    """Your batches, newest first."""
+    """List your batches, newest first."""
     titles = ("id", "status", "lines", "done", "failed", "made")
     table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for batch in client.list(limit):

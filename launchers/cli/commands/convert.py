@@ -17,7 +17,7 @@ from ..errors import ended_by
 @click.option("--format", "dialect", type=click.Choice(DIALECTS), required=True, help="What TO is to be written as.")
 @ended_by(CheckpointError, OSError, ValueError, end=click.ClickException)
 def command(source: Path, target: Path, dialect: str) -> None:
-    """Write the model of FROM to TO, every tensor bit for bit, in the words of another format.
+    """Write the model of FROM to TO, every tensor bit for bit, in another format.
 
     \b
       hf               a stock Llama, Mistral or Qwen: standard wiring alone
@@ -25,8 +25,8 @@ def command(source: Path, target: Path, dialect: str) -> None:
       llama-ladder     model_type llamaLadder, `ladder_layers`: a Llama that is ladder in all or some layers
       ladder-residual  model_type ladder_residual (dolomite-engine, lm-engine): ladder throughout, fused tensors
 
-    All but hf carry a modeling file, by which transformers and lm-eval compute the wiring with trust_remote_code. What
-    a format cannot say is refused.
+    All but hf carry a modeling file, by which transformers and lm-eval compute the wiring with trust_remote_code. A
+    model that the format cannot express is refused.
 
     \b
       laddertron convert models/from-dolomite models/mine --format laddertron

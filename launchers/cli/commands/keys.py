@@ -80,7 +80,7 @@ def rotate(file: Path, which: str, old_for: str) -> None:
 @click.argument("which", metavar="ID|NAME")
 @ended_by(KeyFileError, OSError)
 def revoke(file: Path, which: str) -> None:
-    """End a key. What its holder made stays theirs alone."""
+    """Revoke a key. What its holder made stays theirs alone."""
     key = revoke_key(file, which)
     click.echo(f"{key.id} of {key.name} is revoked", err=True)
 
@@ -98,7 +98,7 @@ def _limit(name: str, text: str) -> Callable[[Any], Any]:
 @_limit("stored-bytes", "Bytes of all files")
 @ended_by(KeyFileError, OSError)
 def limit(file: Path, which: str, **limits: int | None) -> None:
-    """Say what a key may: what is not named stays as it is. Beyond it requests are 429."""
+    """Set the limits of a key; limits that are not given stay unchanged. Beyond it requests are 429."""
     named = {name: most or None for name, most in limits.items() if most is not None}
     key = limit_key(file, which, named)
     click.echo(f"{key.id} of {key.name}: {_limits(key)}", err=True)
@@ -112,7 +112,7 @@ def _limits(key: Key) -> str:
 @_FILE
 @ended_by(KeyFileError)
 def show(file: Path) -> None:
-    """Who has a key, and since when."""
+    """List the keys with their creation times."""
     table = Table(box=None, pad_edge=False)
     for name in ("id", "name", "kind", "made", "limits", ""):
         table.add_column(name, no_wrap=name == "id")  # a cut id is no use

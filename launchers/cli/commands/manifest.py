@@ -13,13 +13,13 @@ from ..errors import ended_by
 
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--check", is_flag=True, help="Verify the whole folder against the manifest that is there.")
+@click.option("--check", is_flag=True, help="Verify the whole folder against its manifest.")
 @ended_by(CheckpointError, end=click.ClickException)
 def command(model: Path, check: bool) -> None:
     """Write MODEL/laddertron.manifest.json, or verify MODEL against it.
 
-    A checksum (CRC-32) for each 8 MiB of the weights and of what is read beside them. Once it is there, ranks verify
-    while they load: each takes a share, and a flipped bit ends the start naming file and tensor.
+    Holds a CRC-32 for each 8 MiB of the weights and of the other files that are read. With a manifest, ranks verify
+    while they load, each a share; a flipped bit fails the start and names file and tensor.
 
     \b
       laddertron manifest /models/Llama-3.1-8B

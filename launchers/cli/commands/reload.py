@@ -24,19 +24,21 @@ _SHOWN_KEYS = 5
 @click.command()
 @click.argument("config", type=click.Path())
 @fabric_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="As `serve` was given it.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="The same overrides as for `serve`."
+)
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Check CONFIG, then have the daemon that holds its daemon.data_dir read it again, as SIGHUP does, and wait.
 
-    New ranks come up beside the old ones where memory allows; running requests finish on the old ones, others wait
-    where it does not. What belongs to the daemon itself (ports, data folder, keys, tokenizer) needs a restart: the
-    reload is refused then, and nothing changes. A daemon reads the file and --set that it was started with: what
-    is given here must describe the same deployment.
+    If memory allows, new ranks start while the old ones serve; otherwise running requests finish first and new
+    ones wait. What belongs to the daemon itself (ports, data folder, keys, tokenizer) needs a restart: the
+    reload is refused then, and nothing changes. A daemon re-reads the file and --set that it was started with:
+    CONFIG must describe the same deployment.
 
     \b
       laddertron reload deploy.yaml
 
-    Exit codes: 0 the new configuration serves; 1 refused or failed by the daemon, which serves on as before; 2 the
+    Exit codes: 0 the new configuration serves; 1 refused or failed by the daemon, which keeps the old one; 2 the
     command line or CONFIG is wrong, or no daemon of this host holds the data folder.
     """
     loaded = read(config, overrides)

@@ -254,7 +254,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on where an interrupted run stopped; of the finished lines, those that changed are redone.",
+    help="Resume an interrupted run; finished lines that changed are computed again.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
 @click.option("--strict", is_flag=True, help="Exit with 1 where any line failed.")
@@ -268,7 +268,7 @@ def command(errors: Path | None, **options: Any) -> int:
       {"custom_id": "r-1", "method": "POST", "url": "/v1/completions",
        "body": {"model": "NAME", "prompt": "Once upon", "max_tokens": 32}}
 
-    A line that cannot be answered goes to the error file, the rest runs. Launches its ranks as CONFIG's launch
+    A line that fails is written to the error file; the others run. Launches its ranks as CONFIG's launch
     section says; under mpirun it takes its place among them:
 
     \b
@@ -277,8 +277,8 @@ def command(errors: Path | None, **options: Any) -> int:
       mpirun -np 2 laddertron run deploy.yaml -i in.jsonl -o out.jsonl
 
     Exit codes: 0 every line has its answer or error line; 1 the job failed, no line was answered, or with --strict
-    one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by TERM, what was
-    under way having been finished (daemon.drain_timeout). A second signal ends it at once.
+    one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by TERM, running
+    requests having finished (daemon.drain_timeout). A second signal ends it at once.
     """
     console = Console(stderr=True)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", handlers=[ConsoleLog(console)])

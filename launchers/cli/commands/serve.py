@@ -28,8 +28,8 @@ from .run import read_text
 def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: bool) -> int:
     """Serve the model that CONFIG describes over the OpenAI API: files, batches, chats, completions.
 
-    Launches its ranks itself, watches them, and launches them again when one is lost; every batch goes on from the
-    store in daemon.data_dir. SIGTERM drains (daemon.drain_timeout), a second one ends at once. SIGHUP reads CONFIG
+    Launches and supervises its ranks, and relaunches them after a failure; batches resume from the store in
+    daemon.data_dir. SIGTERM drains (daemon.drain_timeout), a second one ends at once. SIGHUP reads CONFIG
     again: `laddertron reload`.
 
     \b
@@ -37,7 +37,7 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: 
       laddertron serve deploy.yaml --set daemon.port=8080
       laddertron batch submit prompts.jsonl
 
-    Exit codes: 0 stopped; 1 the ranks failed again and again, or refused the model; 2 the command line, CONFIG or
+    Exit codes: 0 stopped; 1 the ranks failed repeatedly, or refused the model; 2 the command line, CONFIG or
     the data folder is wrong; 143 ended at once by a second SIGTERM (130: ^C).
     """
     from ...serve import ServeError, serve

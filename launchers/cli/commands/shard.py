@@ -21,15 +21,15 @@ from ..errors import ended_by
 @click.option("--pipeline-layers", metavar="N,N,…", default="", help="parallel.pipeline_layers, if that is set.")
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="A folder of its own instead.")
 @click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
-@click.option("--overwrite", is_flag=True, help="Write anew what is there.")
+@click.option("--overwrite", is_flag=True, help="Overwrite existing files.")
 @ended_by(Refusal, OSError, ValueError, end=click.ClickException)
 def command(
     model: Path, size: int, stages: int, pipeline_layers: str, output: Path | None, embedding: str, overwrite: bool
 ) -> None:
     """Write MODEL/laddertron-tpN/rank-*.safetensors: each rank's slices, in the order of loading.
 
-    A deployment with as many ranks finds them by itself; they are refused once MODEL has changed. With -o they go to
-    a folder of their own, with config.json and tokenizer, which needs the checkpoint no more.
+    A deployment with as many ranks uses them automatically; they are refused once MODEL has changed. With -o they go to
+    a folder of their own, with config.json and tokenizer, which no longer needs the checkpoint.
 
     \b
       laddertron shard /models/Llama-3.1-70B --tp 8

@@ -166,7 +166,7 @@ def command() -> None:
 @_case_options
 def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
             **options: Any) -> None:  # fmt: skip
-    """One sequence at a time: prefill and decode, as the deployment says."""
+    """Measure prefill and decode of one sequence at a time."""
     deployment = read_model(config, overrides)
     variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
     _run(config, overrides, [variant], [Case(1, p, g) for p, g in product(prompt, generate)], **options)
@@ -182,7 +182,7 @@ def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], ge
 def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
           batch: tuple[int, ...], tp: tuple[int, ...] | None, wiring: str, overlap: str,
           **options: Any) -> None:  # fmt: skip
-    """Every combination of wiring, overlap, tp, batch and lengths, taking turns.
+    """Measure every combination of wiring, overlap, tp, batch and lengths, interleaved.
 
     Wirings that the weights were not trained for are timed all the same, and what they answer means nothing. Refused
     are those whose norms the weights have not: parallel unless it is declared, and all but no-communication for

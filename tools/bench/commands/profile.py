@@ -26,7 +26,7 @@ from ....launchers.measure.rank_job import BenchError, BenchJob
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 def command(config: str, overrides: tuple[str, ...], output: Path, **options: Any) -> None:
-    """Decode a few steps with CONFIG's ranks and write who computed, travelled and waited when.
+    """Decode a few steps with CONFIG's ranks and record when each rank computed, communicated and waited.
 
     \b
     Open the file at https://ui.perfetto.dev, or draw it:

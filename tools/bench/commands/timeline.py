@@ -29,7 +29,7 @@ def _layers(text: str | None) -> range | None:
 )
 @click.option("--rank", default=0, show_default=True, help="Whose step.")
 @click.option("--step", type=int, help="Which recorded step.  [default: the one of median length]")
-@click.option("--shortest", is_flag=True, help="The shortest step: the least disturbed one on a busy machine.")
+@click.option("--shortest", is_flag=True, help="Draw the shortest step: the least disturbed one on a busy machine.")
 @click.option("--layers", metavar="FIRST-LAST", help="Only these layers.  [default: all]")
 def command(
     traces: tuple[Path, ...], output: Path, rank: int, step: int | None, shortest: bool, layers: str | None

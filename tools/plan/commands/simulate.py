@@ -38,8 +38,8 @@ def command() -> None:
 @click.option("--tp", type=click.IntRange(1), help="With --model: ranks of a replica.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences that decode.")
 @click.option("--context", type=click.IntRange(0), default=1280, show_default=True, help="Positions each attends to.")
-@click.option("--prompt", type=click.IntRange(0), default=0, show_default=True, help="Tokens of prompts beside them.")
-@click.option("--delay", type=click.FloatRange(0), metavar="MS", help="All-reduces arrive so much later.")
+@click.option("--prompt", type=click.IntRange(0), default=0, show_default=True, help="Prompt tokens in the same step.")
+@click.option("--delay", type=click.FloatRange(0), metavar="MS", help="Delay added to each all-reduce.")
 @click.option("--json", "json_out", is_flag=True, help="Every number, in seconds.")
 def step_command(
     config: str | None, model: str | None, fabric: str | None, tp: int | None, batch: int, context: int, prompt: int,

@@ -42,9 +42,9 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, help="Of that KL.")
 @click.option("--top-k", type=click.IntRange(0), default=0, help="Of the original's logits in that KL; 0: all.")
 @click.option("--anneal", type=click.IntRange(0), default=0, help="Steps over which the old wiring fades out.")
-@click.option("--freeze", callback=parse_layers, help="Layers that stay as they are; -1: embedding and head.")
+@click.option("--freeze", callback=parse_layers, help="Layers that are not trained; -1: embedding and head.")
 @click.option("--recompute", is_flag=True, help="Compute activations again in the backward pass, in place of keeping.")
-@click.option("--compile", "compiles", is_flag=True, help="Through torch.compile: slower to begin, then quicker.")
+@click.option("--compile", "compiles", is_flag=True, help="Use torch.compile: a slower start, then faster steps.")
 @click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
@@ -54,10 +54,12 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 @click.option("--schedule", type=click.Choice(["cosine", "linear"]), default="cosine", help="Down to a tenth.")
 @click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps.")
 @click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Draws what is drawn, and the order of the text.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, help="Seed of all random draws, and of the order of the text."
+)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of products.")
 @click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
-@click.option("--resume", is_flag=True, help="Go on from the last state, on any number of ranks.")
+@click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
 @ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
 def command(source: Path, out: Path, **o: Any) -> None:

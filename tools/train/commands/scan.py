@@ -30,7 +30,7 @@ def command(source: Path, **o: Any) -> None:
     """How the loss on the text moves when each layer of FROM alone is laddered, and each suffix of layers, untrained;
     beside the speed-up that `plan` predicts for the suffix: quality against speed.
 
-    What training brings back is not in it: the damage ranks the layers, it does not price them.
+    It does not include recovery by training: the loss ranks the layers, it does not predict quality.
 
     \b
       laddertron scan models/llama-3.1-8b --text notes/ --nodes 2x8xH100

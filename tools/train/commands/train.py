@@ -74,7 +74,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option("--heads", type=click.IntRange(1), default=4)
 @click.option("--kv-heads", type=click.IntRange(1), default=4)
 @click.option("--ffn", type=click.IntRange(1), default=256)
-@click.option("--vocab", type=click.IntRange(300), default=2048, help="Size of a tokenizer trained anew.")
+@click.option("--vocab", type=click.IntRange(300), default=2048, help="Size of a newly trained tokenizer.")
 @click.option(
     "--tokenizer",
     type=MODEL,
@@ -103,7 +103,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
 @click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
-@click.option("--resume", is_flag=True, help="Go on from the last state, on any number of ranks.")
+@click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
 @ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
 def command(out: Path, **o: Any) -> None:
