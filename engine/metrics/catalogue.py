@@ -1,5 +1,5 @@
 """Every series that laddertron exports: name, type, labels, meaning. Data alone: engine/metrics/collector.py fills it;
-docs/metrics.md, the dashboards and the alerts are held to it. Names stand without the prefix `laddertron_`.
+docs/metrics.md, the dashboards and the alerts are tested against it. Names omit the prefix `laddertron_`.
 """
 
 from __future__ import annotations
@@ -60,34 +60,38 @@ _PORT = ("node", "hca", "port")
 
 def _engine() -> Iterator[Series]:
     replica = ("replica",)
-    yield Series("num_requests_running", "gauge", replica, "Requests with a choice in the engine's step.")
-    yield Series("num_requests_waiting", "gauge", replica, "Sequences that wait in the engine for a slot or KV blocks.")
+    yield Series("num_requests_running", "gauge", replica, "Requests with a choice in the running batch.")
+    yield Series("num_requests_waiting", "gauge", replica, "Sequences waiting in the engine for a slot or KV blocks.")
     yield Series(
-        "kv_cache_usage_ratio", "gauge", replica, "Share of KV blocks that somebody holds; cached ones are free."
+        "kv_cache_usage_ratio",
+        "gauge",
+        replica,
+        "Share of KV blocks in use; cached blocks that no sequence uses count as free.",
     )
-    yield Series(
-        "kv_cached_blocks", "gauge", replica, "KV blocks that nobody holds, kept for prompts that begin alike."
-    )
+    yield Series("kv_cached_blocks", "gauge", replica, "Unreferenced KV blocks, kept for prompts with the same prefix.")
     yield Series(
         "engine_oldest_waiting_age_seconds", "gauge", replica, "Age of the oldest request waiting in the engine."
     )
-    yield Series("prompt_tokens_total", "counter", replica, "Prompt tokens of requests that entered.")
-    yield Series("surplus_tokens_total", "counter", replica, "Tokens drawn past a sequence's end and dropped.")
+    yield Series("prompt_tokens_total", "counter", replica, "Prompt tokens of requests that entered the engine.")
+    yield Series("surplus_tokens_total", "counter", replica, "Tokens generated past a sequence's end and discarded.")
     yield Series("split_steps_total", "counter", replica, "Steps computed as two streams (parallel.split_steps).")
-    yield Series("spec_decode_num_drafts_total", "counter", replica, "Decodes that had drafts (engine.speculation).")
-    yield Series("spec_decode_num_draft_tokens_total", "counter", replica, "Drafts verified.")
-    yield Series("spec_decode_num_accepted_tokens_total", "counter", replica, "Drafts that were right.")
+    yield Series("spec_decode_num_drafts_total", "counter", replica, "Decodes with drafts (engine.speculation).")
+    yield Series("spec_decode_num_draft_tokens_total", "counter", replica, "Draft tokens verified.")
+    yield Series("spec_decode_num_accepted_tokens_total", "counter", replica, "Draft tokens accepted.")
     yield Series(
-        "spec_decode_num_accepted_tokens_per_pos_total", "counter", ("replica", "position"), "The same by position."
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        "counter",
+        ("replica", "position"),
+        "Draft tokens accepted, by position.",
     )
     yield Series("prefix_cache_queries_total", "counter", replica, "Prompt tokens looked up in the prefix cache.")
     yield Series("prefix_cache_hits_total", "counter", replica, "Prompt tokens found in the prefix cache.")
-    yield Series("num_preemptions_total", "counter", replica, "Sequences put back to wait for lack of room.")
+    yield Series("num_preemptions_total", "counter", replica, "Sequences preempted for lack of KV blocks.")
     for name, text in (
         ("iteration_tokens", "Tokens computed in one step."),
-        ("request_queue_time_seconds", "From arrival in the engine until the first step."),
-        ("request_prefill_time_seconds", "From the first step until the first token."),
-        ("request_decode_time_seconds", "From the first token until the last."),
+        ("request_queue_time_seconds", "Time from arrival in the engine to the first step."),
+        ("request_prefill_time_seconds", "Time from the first step to the first token."),
+        ("request_decode_time_seconds", "Time from the first token to the last."),
     ):
         yield Series(name, "histogram", replica, text, RANK_HISTOGRAMS[name])
 
@@ -97,26 +101,28 @@ def _requests() -> Iterator[Series]:
         "generation_tokens_total",
         "counter",
         ("replica",),
-        "Tokens of answers as their usage counts them.",
+        "Generated tokens, as usage counts them.",
     )
-    yield Series("request_success_total", "counter", ("finished_reason",), "Choices that ended, by reason.")
+    yield Series("request_success_total", "counter", ("finished_reason",), "Finished choices, by reason.")
     yield Series(
         "time_to_first_token_seconds",
         "histogram",
         (),
-        "From arrival at the daemon until the first token.",
+        "Time from arrival at the daemon to the first token.",
         FIRST_TOKEN_SECONDS,
     )
-    yield Series("inter_token_latency_seconds", "histogram", (), "Between two tokens of a choice.", INTER_TOKEN_SECONDS)
+    yield Series(
+        "inter_token_latency_seconds", "histogram", (), "Time between two tokens of a choice.", INTER_TOKEN_SECONDS
+    )
     yield Series(
         "e2e_request_latency_seconds",
         "histogram",
         (),
-        "From arrival at the daemon until the last token.",
+        "Time from arrival at the daemon to the last token.",
         REQUEST_SECONDS,
     )
     yield Series("request_prompt_tokens", "histogram", (), "Prompt tokens of a request.", TOKENS)
-    yield Series("request_generation_tokens", "histogram", (), "Tokens drawn for a request, all choices.", TOKENS)
+    yield Series("request_generation_tokens", "histogram", (), "Tokens generated for a request, all choices.", TOKENS)
     yield Series("key_requests_total", "counter", ("key",), "Requests and batch lines computed for a key.")
     yield Series("key_tokens_total", "counter", ("key", "tokens"), "Tokens computed for a key, as usage counts them.")
     yield Series("key_limited_total", "counter", ("key", "limit"), "Requests refused by a limit of their key.")
@@ -125,47 +131,55 @@ def _requests() -> Iterator[Series]:
         "http_requests_total", "counter", ("route", "code"), "HTTP requests by route template and status code."
     )
     yield Series(
-        "http_request_duration_seconds", "histogram", ("route",), "Until the response's last byte.", HTTP_SECONDS
+        "http_request_duration_seconds", "histogram", ("route",), "Time until the response's last byte.", HTTP_SECONDS
     )
 
 
 def _ranks() -> Iterator[Series]:
-    yield Series("rank_info", "gauge", (*_RANK, "device", "cpu_tier", "threads"), "1; what the rank computes with.")
-    yield Series("rank_up", "gauge", _RANK, "1 while the rank's heartbeat is not older than 3 s.")
-    yield Series("rank_heartbeat_timestamp_seconds", "gauge", _RANK, "When the rank was last heard, unix seconds.")
     yield Series(
-        "step_duration_seconds", "histogram", _RANK, "One step on one rank.", RANK_HISTOGRAMS["step_duration_seconds"]
+        "rank_info", "gauge", (*_RANK, "device", "cpu_tier", "threads"), "Always 1; labels give the rank's device."
     )
-    yield Series("last_step_timestamp_seconds", "gauge", _RANK, "When the rank last finished a step, unix seconds.")
+    yield Series("rank_up", "gauge", _RANK, "1 while the rank's heartbeat is at most 3 s old.")
+    yield Series("rank_heartbeat_timestamp_seconds", "gauge", _RANK, "Time of the rank's last heartbeat, unix seconds.")
+    yield Series(
+        "step_duration_seconds",
+        "histogram",
+        _RANK,
+        "Duration of one step on one rank.",
+        RANK_HISTOGRAMS["step_duration_seconds"],
+    )
+    yield Series(
+        "last_step_timestamp_seconds", "gauge", _RANK, "Time when the rank last completed a step, unix seconds."
+    )
     yield Series(
         "straggler_score",
         "gauge",
         _RANK,
-        "Own time a step (duration less waits for others) over the other ranks' mean, last 15 s.",
+        "The rank's own time per step (without waits for others) divided by the other ranks' mean, last 15 s.",
     )
     yield Series(
         "rank_run_delay_seconds_total",
         "counter",
         _RANK,
-        "Time in which the rank's stepping thread could have run and had no processor.",
+        "Time the rank's step thread was runnable but had no CPU.",
     )
     yield Series("rank_resident_memory_bytes", "gauge", _RANK, "The rank process's memory on the host.")
     yield Series(
         "collective_seconds_total",
         "counter",
         (*_COLLECTIVE, "exposure"),
-        "Time collectives travelled: hidden behind compute, or exposed as waits.",
+        "Time of collectives: hidden behind computation, or exposed as waits.",
     )
     yield Series(
         "layer_collective_seconds_total",
         "counter",
         (*_RANK, "layer", "link", "exposure"),
-        "The same of all-reduces alone, by what they completed: wiring and sub-block.",
+        "Time of all-reduces, by the wiring and sub-block that they complete.",
     )
     yield Series("collective_bytes_total", "counter", _COLLECTIVE, "Message bytes of collectives.")
     yield Series("collectives_total", "counter", _COLLECTIVE, "Collectives completed.")
     yield Series(
-        "overlap_ratio", "gauge", ("replica", "op", "link"), "Hidden over all travel time, all ranks, last 15 s."
+        "overlap_ratio", "gauge", ("replica", "op", "link"), "Hidden share of collective time, all ranks, last 15 s."
     )
 
 
@@ -174,59 +188,70 @@ def _hosts() -> Iterator[Series]:
     yield Series("infiniband_received_bytes_total", "counter", _PORT, "Bytes received, by the port's counter.")
     yield Series("infiniband_transmitted_bytes_total", "counter", _PORT, "Bytes sent, by the port's counter.")
     yield Series(
-        "infiniband_transmit_wait_ticks_total", "counter", _PORT, "Ticks in which data waited for credits (congestion)."
+        "infiniband_transmit_wait_ticks_total",
+        "counter",
+        _PORT,
+        "Ticks in which data waited for flow-control credits (congestion).",
     )
     yield Series("infiniband_errors_total", "counter", ("node", "error", "hca", "port"), "Port errors, by kind.")
     yield Series("gpu_memory_used_bytes", "gauge", _RANK, "Memory in use on the rank's GPU.")
     yield Series("gpu_memory_total_bytes", "gauge", _RANK, "Memory of the rank's GPU.")
-    yield Series("gpu_utilization_ratio", "gauge", _RANK, "Share of time in which a kernel ran.")
+    yield Series("gpu_utilization_ratio", "gauge", _RANK, "Share of time with a kernel running.")
     yield Series("gpu_temperature_celsius", "gauge", _RANK, "Temperature of the rank's GPU.")
     yield Series("gpu_power_watts", "gauge", _RANK, "Power drawn by the rank's GPU.")
     yield Series("gpu_sm_clock_hertz", "gauge", _RANK, "SM clock of the rank's GPU.")
-    yield Series("gpu_throttled", "gauge", (*_RANK, "reason"), "1 while clocks are held down for the reason.")
+    yield Series("gpu_throttled", "gauge", (*_RANK, "reason"), "1 while clocks are lowered for the reason.")
     yield Series("gpu_ecc_errors_total", "counter", (*_RANK, "error"), "Memory errors since the driver was loaded.")
 
 
 def _daemon() -> Iterator[Series]:
-    yield Series("build_info", "gauge", ("version", "model", "wiring"), "1; what runs.")
-    yield Series("engine_ready", "gauge", ("replica",), "1 while the replica takes requests.")
+    yield Series("build_info", "gauge", ("version", "model", "wiring"), "Always 1; labels give version and model.")
+    yield Series("engine_ready", "gauge", ("replica",), "1 while the replica accepts requests.")
     yield Series("engine_phase", "gauge", ("replica", "phase"), "1 for the replica's phase, 0 for the others.")
-    yield Series("engine_phase_start_timestamp_seconds", "gauge", ("replica",), "When the phase began (unix seconds).")
-    yield Series("engine_load_seconds", "gauge", ("replica",), "How long the last load took; 0 before the first.")
-    yield Series("engine_standby", "gauge", ("replica",), "1 while a launch stands by to take over (daemon.standby).")
     yield Series(
-        "config_reloads_total", "counter", ("outcome",), "Reloads of the deployment file, by what came of them."
+        "engine_phase_start_timestamp_seconds", "gauge", ("replica",), "Time when the phase began, unix seconds."
     )
-    yield Series("engine_restarts_total", "counter", ("replica", "reason"), "Launches that failed, by kind of failure.")
+    yield Series("engine_load_seconds", "gauge", ("replica",), "Duration of the last load; 0 before the first.")
+    yield Series(
+        "engine_standby", "gauge", ("replica",), "1 while a hot standby is ready to take over (daemon.standby)."
+    )
+    yield Series("config_reloads_total", "counter", ("outcome",), "Reloads of the deployment file, by outcome.")
+    yield Series("engine_restarts_total", "counter", ("replica", "reason"), "Failed launches, by kind of failure.")
     yield Series(
         "engine_last_failure_timestamp_seconds",
         "gauge",
         ("replica", "reason", *CULPRIT),
-        "When the replica's last launch failed, and who is to blame.",
+        "Time of the replica's last failure; labels give the failed rank.",
     )
-    yield Series("rank_desync_total", "counter", ("replica",), "Launches ended because ranks drew different tokens.")
-    yield Series("quarantined_requests_total", "counter", (), "Requests given up because they kept ending the engine.")
+    yield Series(
+        "rank_desync_total", "counter", ("replica",), "Launches ended because ranks computed different tokens."
+    )
+    yield Series(
+        "quarantined_requests_total", "counter", (), "Requests rejected because they repeatedly crashed a rank."
+    )
     yield Series("batch_jobs", "gauge", ("status",), "Batches by status.")
-    yield Series("batch_requests", "gauge", ("status",), "Lines of batches under way: left, completed, failed.")
+    yield Series("batch_requests", "gauge", ("status",), "Lines of running batches: left, completed, failed.")
     yield Series("dispatch_requests", "gauge", ("status",), "Bodies in the daemon: waiting for a replica, in flight.")
-    yield Series("batch_eta_seconds", "gauge", (), "Until all queued lines are answered, at the present rate.")
-    yield Series("oldest_queued_request_age_seconds", "gauge", (), "Age of the oldest batch that has lines left.")
-    yield Series("batch_deadline_seconds", "gauge", (), "Until the first batch under way expires.")
+    yield Series("batch_eta_seconds", "gauge", (), "Time until all queued lines are answered, at the present rate.")
+    yield Series("oldest_queued_request_age_seconds", "gauge", (), "Age of the oldest batch with lines left.")
+    yield Series("batch_deadline_seconds", "gauge", (), "Time until the first running batch expires.")
     yield Series(
         "batch_overdue_seconds",
         "gauge",
         (),
-        "By how much a batch will miss its window at the present rate, of all the most; negative: all are kept.",
+        "Largest delay past a batch's window at the present rate; negative: all complete in time.",
     )
     yield Series(
-        "store_commit_seconds", "histogram", (), "One grouped commit to the store, fsync included.", COMMIT_SECONDS
+        "store_commit_seconds",
+        "histogram",
+        (),
+        "Duration of a grouped commit to the store, with fsync.",
+        COMMIT_SECONDS,
     )
     yield Series("store_writable", "gauge", (), "1 while the store accepts writes.")
-    yield Series("store_errors_total", "counter", (), "Writes to the store that failed.")
-    yield Series(
-        "clock_jump_seconds", "gauge", (), "By how much the clock jumped while deletion and expiry wait; else 0."
-    )
-    yield Series("disk_free_bytes", "gauge", (), "Free on the data folder's disk.")
+    yield Series("store_errors_total", "counter", (), "Failed writes to the store.")
+    yield Series("clock_jump_seconds", "gauge", (), "Size of the clock jump that pauses deletion and expiry; else 0.")
+    yield Series("disk_free_bytes", "gauge", (), "Free space on the data folder's disk.")
     yield Series("disk_size_bytes", "gauge", (), "Size of the data folder's disk.")
 
 
@@ -242,14 +267,14 @@ _FROM_HEARTBEATS = {"rank_up", "rank_heartbeat_timestamp_seconds", "straggler_sc
 REPORTED: Mapping[str, Series] = {
     series.name: series for series in (*_engine(), *_ranks(), *_hosts()) if series.name not in _FROM_HEARTBEATS
 }
-"""What ranks send as rows of their heartbeats; of all other series the daemon finds the values itself."""
+"""Series that ranks send in their heartbeats; the daemon computes all other series itself."""
 
 LABELS: Mapping[str, str] = {
     "replica": "Number of the replica, from 0.",
     "rank": "Rank inside its replica, from 0.",
-    "position": "Place of a draft behind the last known token, from 0.",
+    "position": "Position of a draft token after the last accepted token, from 0.",
     "node": "Host name of the rank.",
-    "op": "all_reduce, gather, boundary (hidden rows from the pipeline stage before), or stage_wait (waited for that "
+    "op": "all_reduce, gather, boundary (activations from the previous pipeline stage), or stage_wait (wait for that "
     "stage to send them).",
     "layer": "What an all-reduce completes: wiring and sub-block (ladder mlp, ladder experts, …), embedding or head.",
     "link": "Slowest link class crossed: node (shared memory), net, or the emulated link's name.",
@@ -263,15 +288,15 @@ LABELS: Mapping[str, str] = {
     + "; for lines left, completed, failed; for bodies waiting, in_flight.",
     "route": "The route's template, such as /v1/batches/{id}.",
     "code": "HTTP status code.",
-    "key": "A key's id (not the key); none without a key file, other beyond 256 of them.",
+    "key": "A key's id (not the key); none without a key file, other above 256 keys.",
     "tokens": "prompt or completion.",
     "limit": "requests_per_minute, concurrent_requests, tokens_per_day, stored_bytes.",
     "hca": "RDMA adapter, such as mlx5_0.",
     "port": "Port number of the adapter.",
-    "device": "cpu or cuda; for failures with the GPU's number on its node.",
-    "stage": "Pipeline stage, from 0; empty without.",
-    "collective": "What the rank to blame waited in, or had started last.",
-    "cpu_tier": "amx, avx512_bf16, avx512, avx2 or generic; the lesser one where LADDERTRON_CPU_TIER forces it.",
+    "device": "cpu or cuda; for failures with the GPU's index on its node.",
+    "stage": "Pipeline stage, from 0; empty without a pipeline.",
+    "collective": "Collective in which the failed rank waited, or that it started last.",
+    "cpu_tier": "amx, avx512_bf16, avx512, avx2 or generic; lower if LADDERTRON_CPU_TIER is set.",
     "threads": "Compute threads of the rank.",
     "error": "Kind of error: for ports symbol, link_down, …; for ECC corrected, uncorrected.",
     "version": "laddertron's version.",
