@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from ....models.config.json_fields import Refusal
 from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ....topology.hardware.cuda_stack import look, stack_faults
+from ...compose.host_allocation import divide
+from ...compose.hosts import read_hosts
 from ...job.fleet import is_here
 from ..errors import show_warning
 from ..fabric_option import fabric_option
@@ -144,6 +147,18 @@ def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
             yield loaded.fault(key, f"{host}: {error}")
 
 
+def nodes_of_group(deployment: Deployment) -> int:
+    """The nodes that each tensor-parallel group spans, by the hosts of the deployment or, where those do not fit, by
+    launch.ranks_per_node."""
+    path, p = deployment.launch.fabric, deployment.parallel
+    with suppress(OSError, ValueError):
+        fabric = None if path is None else fabrics.load(Path(path))
+        hosts = read_hosts(deployment, os.environ, fabric)
+        first = divide(hosts, p.tensor_parallel_size, p.replicas, fabric, p.pipeline_parallel_size)[0]
+        return max(1, len(first.hosts) // p.pipeline_parallel_size)
+    return max(1, p.tensor_parallel_size // (deployment.launch.ranks_per_node or p.tensor_parallel_size))
+
+
 def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """A KV cache that this host cannot hold, where all ranks are on it: found here, not by each rank."""
     d = loaded.deployment
@@ -183,12 +198,14 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     if model is None:
         return
     if "parallel.tensor_parallel_size" not in bad:
-        size = d.parallel.tensor_parallel_size
-        p, nodes = d.parallel, max(1, size // (d.launch.ranks_per_node or size))
-        form = p.expert_layout, p.dense_path, nodes, size // nodes, p.pipeline_parallel_size
-        text = list(refused(loaded, "parallel.expert_layout", lambda: share(model, *form), taken))
-        yield from text or refused(
-            loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size, share(model, *form)), taken
+        size, p = d.parallel.tensor_parallel_size, d.parallel
+        layout = p.expert_layout, p.dense_path
+        nodes = nodes_of_group(d)
+        key = "parallel.dense_path" if layout[0] == "auto" else "parallel.expert_layout"
+        cut = partial(share, model, *layout, nodes, size // nodes, p.pipeline_parallel_size)
+        faults = [*refused(loaded, key, cut, taken)]
+        yield from faults or refused(
+            loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size, cut()), taken
         )
         if d.parallel.deterministic == "everywhere":
             yield from refused(loaded, "parallel.deterministic", lambda: check_everywhere(model, size), taken)

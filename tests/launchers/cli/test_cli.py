@@ -148,6 +148,44 @@ def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "tp 4 x 1 = 4 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("hosts", "keys", "key", "said"),
+    [
+        ("[a:2, b:2]", "{tensor_parallel_size: 4, expert_layout: spread}", "expert_layout", "would cross 2 nodes"),
+        ("[a:8]", "{tensor_parallel_size: 8, expert_layout: spread}", "expert_layout", "4 experts < 8 ranks"),
+        (
+            "[a:1, b:1, c:1, d:1]",
+            "{tensor_parallel_size: 2, pipeline_parallel_size: 2, dense_path: node}",
+            "dense_path",
+            "with 2 pipeline stages",
+        ),
+        ("[a:4]", "{tensor_parallel_size: 4, expert_layout: spread}", "", ""),
+        ("[a:2, b:2]", "{tensor_parallel_size: 4, dense_path: node}", "", ""),
+        ("[a:1, b:1, c:1]", "{tensor_parallel_size: 3, dense_path: node}", "", ""),
+    ],
+)
+def test_check_refuses_layouts_of_experts_that_a_start_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: str, keys: str, key: str, said: str
+) -> None:
+    """By the hosts of the file. Three nodes of one rank each serve whole copies of 4 heads."""
+    write_model(
+        tmp_path / "m",
+        model_type="qwen3_moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        head_dim=16,
+    )
+    file = tmp_path / "d.yaml"
+    file.write_text(f"model: {{path: ./m}}\nlaunch: {{hosts: {hosts}}}\nparallel: {keys}\n", encoding="utf-8")
+    code, faults = cli.main(["check", str(file)]), capsys.readouterr().err.splitlines()
+    assert (code, len(faults)) == ((2, 1) if key else (0, 0)), faults
+    assert not key or f":3: parallel.{key}: " in faults[0]
+    assert not key or said in faults[0]
+
+
 def test_check_asks_the_draft_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Other ids, too few positions, no folder: refused at its line."""
     write_model(tmp_path / "m")
