@@ -31,11 +31,12 @@ from .http.keys import KeyRing
 from .http.probes import ProbeListener
 from .http.server import make_server
 from .http.state import Services
+from .key_limits import NO_LIMITS
 from .store import records
 from .store.disk import free_bytes
 from .store.open import open_store
 from .store.store import Store, StoreOptions, StoreUnavailable
-from .usage import NO_LIMITS, Usage
+from .usage import Usage
 
 log = logging.getLogger(__name__)
 

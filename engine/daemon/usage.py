@@ -11,34 +11,15 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ..metrics.observer import Observer
 from ..openai.errors import ApiError
 from ..openai.responses import Answer
+from .key_limits import KeyLimits
 from .store import records
 from .store.rows import Tokens
 from .store.schema import Rows
 from .store.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """What one key may; None: no limit of its own."""
-
-    requests_per_minute: int | None = None
-    concurrent_requests: int | None = None
-    tokens_per_day: int | None = None
-    stored_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if (value := getattr(self, name)) is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"limits.{name}={value!r}: an integer above 0, or leave it out")
-
-
-NO_LIMITS = KeyLimits()
-
 
 DAY = 86400
 

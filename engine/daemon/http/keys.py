@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from ....topology.json_codec import build, unbuild
+from ..key_limits import NO_LIMITS, KeyLimits
 from ..store.disk import NewFile
-from ..usage import NO_LIMITS, KeyLimits
 
 _PREFIX = "sk-lt-"
 _LOOK_SECONDS = 1.0

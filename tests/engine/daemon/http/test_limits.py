@@ -18,8 +18,9 @@ from daemon_tools import NAME, deployment, line, lines_of, served, submit, wait_
 from fake_job import FakeJob
 from laddertron.engine.daemon.http import keys as key_file
 from laddertron.engine.daemon.http.keys import KeyFileError, KeyRing, add_key, limit_key, read_keys, revoke_key
+from laddertron.engine.daemon.key_limits import KeyLimits
 from laddertron.engine.daemon.store.rows import Tokens
-from laddertron.engine.daemon.usage import DAY, KeyLimits, Usage, tokens_of
+from laddertron.engine.daemon.usage import DAY, Usage, tokens_of
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.errors import ApiError
 from prometheus_client import CollectorRegistry
