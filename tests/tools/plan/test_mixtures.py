@@ -164,10 +164,11 @@ def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
 
 def test_the_quickest_is_one_that_is_built() -> None:
     """All-to-all is priced and never chosen; spread over GPUs neither, where its backend is missing; on CPUs it is."""
-    gpus, cpus = by_name(BIG, "2x8xH100"), by_name("qwen3-30b-a3b", "2x4xcpu")
+    gpus, cpus = by_name(BIG, "2x8xH100"), by_name("qwen3-30b-a3b", "2x16xcpu")
     assert not gpus[NOT_BUILT].built
     assert not gpus["spread"].built
     assert cpus["spread"].built
+    assert best_of(tuple(cpus.values()), 0) is not None
     for found in (tuple(gpus.values()), tuple(cpus.values())):
         for i in range(len(BATCHES)):
             best = best_of(found, i)
