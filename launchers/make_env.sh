@@ -77,11 +77,14 @@ quiet_pip() { # of pip's talk its errors alone; a line now and then, so that a l
     job=''
     rm -f "$log"
 }
-index=()
+index=() release="torch==$TORCH"
 [ -z "$TORCH_INDEX" ] || index=(--index-url "$TORCH_INDEX")
+# `==` prefers a +cpu build that pip is configured to find; without a label the release is the CUDA build.
+[ "$ACCEL" = cpu ] || [ -n "$TORCH_INDEX" ] || release="torch===$TORCH"
 
 have_torch() {
     case "$("$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null)" in
+    "$TORCH"+cpu) [ "$ACCEL" = cpu ] ;;
     "$TORCH" | "$TORCH"+*) ;;
     *) return 1 ;;
     esac
@@ -103,7 +106,7 @@ install_torch() {
         say "      $TORCH is there"
     else
         say "      $TORCH ($([ "$ACCEL" = cpu ] && echo "about 200 MB to fetch" || echo "gigabytes to fetch, 4.6 GB on disk"))"
-        quiet_pip install "${index[@]}" "torch==$TORCH"
+        quiet_pip install "${index[@]}" "$release"
     fi
 }
 
