@@ -70,6 +70,7 @@ def working_bytes(
         graphs=graphs,
         flashinfer=flashinfer,
         widens_fp8=widens_fp8,
+        deterministic=bool(deployment.parallel.deterministic),
         standby=deployment.daemon.standby > 0,
     )
     return working_memory(config, size, dtype.itemsize, wanted)

@@ -67,6 +67,8 @@ class MemoryKeys:
     """Drafts of a sequence in one step, at most: each is a row of logits more."""
     draft_model: ModelConfig | None = None
     """What makes them, whole on every rank; None: prompt look-up, or nothing."""
+    deterministic: bool = False
+    """Whether all-reduces have one order of summation."""
     standby: bool = False
     """Whether a second rank stands by on the device, without weights."""
 
@@ -128,21 +130,29 @@ def working_memory(
     rows = shard.padded_vocab // size
     outputs = (shard.num_heads + 2 * shard.num_kv_heads) * config.head_dim
     widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
-    copies, in_flight = shard.num_lanes, max(2, config.wiring.delay + 1)
+    # On a GPU an output is kept until the norm after it has added it up.
+    lag = config.wiring.delay or int("ladder" in config.wiring.kinds)
+    copies, in_flight = shard.num_lanes, lag + 2 if keys.gpu else max(2, config.wiring.delay + 1)
     if (lanes := config.lanes) is not None:
         # Every sum in flight is kept beside the lanes' own outputs, which are taken off it when it arrives.
         in_flight = (1 + copies) * (2 * lanes.delay + 1)
-    each = (2 * copies * d + widest) * value_bytes
+    # A GPU's norm adds up the sum before it: in memory are its two parts, the sum and the norm, [tokens, d] each.
+    each = max(2 * copies * d + widest, 3 * copies * d if keys.gpu else 0) * value_bytes
     tokens, logits = keys.max_num_batched_tokens, 4 * rows
     drawn = max(keys.max_num_seqs, min(tokens, keys.max_num_seqs * (1 + keys.drafts)))
+    # Filters take whole rows: gathered, in one piece, and which ids are kept; the layers' activations are free by then.
+    filters = keys.max_num_seqs * (9 * shard.padded_vocab + 2 * logits) if keys.gpu else 0
     parts = {
-        "activations": int(tokens * each + 2 * drawn * logits),
+        "activations": max(int(tokens * each + 2 * drawn * logits), filters),
         "all-reduces in flight": int(in_flight * tokens * d * value_bytes) if size > 1 or copies > 1 else 0,
     }
     if keys.standby:
         parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
     if not keys.gpu:
         return parts
+    if keys.deterministic and size > 1:
+        # One message at a time is gathered from every rank and added up in fp32.
+        parts["all-reduces in flight"] += int(tokens * d * (size * value_bytes + 2 * 4))
     sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()
     windows = len(set(config.sliding_window or (None,)))
     most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)

@@ -129,6 +129,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         graphs=d.engine.cuda_graphs is not False,
         flashinfer=d.engine.attention != "torch" and values != "float32" and config.head_dim in HEAD_DIMS,
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
+        deterministic=bool(d.parallel.deterministic),
         widens_fp8=stored.weights == "fp8" and not (_multiplies_fp8(fabric) and (quantised or FP8).activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
