@@ -50,7 +50,7 @@ types:
 	@echo "== types"
 	@mkdir -p build/typecheck && ln -sfn "$(CURDIR)" build/typecheck/laddertron
 	@MYPYPATH=build/typecheck $(VENV)/bin/mypy -p laddertron.topology -p laddertron.models -p laddertron.engine -p laddertron.launchers -p laddertron.tools.plan -p laddertron.tools.bench -p laddertron.tools.train -p laddertron.tools.demos
-	@MYPYPATH=build/typecheck:tests:tools/benchmarks:tools/benchmarks/cross_node:tools/benchmarks/gpu:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests tools/benchmarks
+	@MYPYPATH=build/typecheck:tests:tools/benchmarks:tools/benchmarks/cross_node:tools/benchmarks/gpu:tools/gpu_dry:$$($(PY) tests/helpers/folders.py) $(VENV)/bin/mypy --explicit-package-bases tests tools/benchmarks tools/gpu_dry
 
 unit:
 	@echo "== tests"
@@ -111,6 +111,12 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 
 quality: env ## What the wirings are worth from scratch, three seeds (resumable; hours of one core)
 	@$(PY) tools/benchmarks/quality.py --minutes 480
+
+.PHONY: gpu-dry
+gpu-dry: ## The GPU path without a GPU, its figures as in docs/performance.md (WRITE=yes renews them; 7 GB in build/gpu-dry)
+	@[ -x build/gpu-dry/bin/python ] || [ $$(df --output=avail -k . | tail -n 1) -gt 12000000 ] || { echo "gpu-dry: its environment needs 12 GB of disk while it is made"; exit 1; }
+	@$(MAKE) env ACCEL=cuda VENV=build/gpu-dry
+	@build/gpu-dry/bin/python tools/gpu_dry/gpu_dry.py $(if $(filter yes,$(WRITE)),--write)
 
 .PHONY: gpu
 gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU_PYTHON=python3 runs it without `make env`)

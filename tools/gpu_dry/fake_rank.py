@@ -1,0 +1,232 @@
+"""A rank of a case on the FakeGpu: a checkpoint of its shapes without bytes, a group whose peers send nothing, and the
+engine's own build. `install` of stand_ins.py comes first."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import laddertron.engine.step.build as _build
+import numpy as np
+import stream_order
+import torch.distributed as dist
+from cases import Case
+from fake_gpu import DEVICE, FakeGpu
+from laddertron.engine.batch import decode
+from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSection, ParallelConfig
+from laddertron.models import attention_choice
+from laddertron.models.config.dialects import dialect_of, stock_json, to_dialect
+from laddertron.models.config.known_models import known, published_fp8
+from laddertron.models.config.model_config import ModelConfig, make_wiring
+from laddertron.models.weights import tensor_reader
+from laddertron.models.weights.parallel_reader import Readers
+from laddertron.models.weights.slices import PRODUCTS, expected_shapes, sources_of
+from laddertron.topology.comm.collectives import Alone, AloneGather, Gathering
+from laddertron.topology.comm.emulated_gpu import EmulatedOnGpu
+from laddertron.topology.comm.groups import Communicator, TorchGroups
+from laddertron.topology.comm.ledger import Ledger
+from laddertron.topology.comm.lines import Lines
+from laddertron.topology.comm.nccl import DeviceWait, NcclGather, Roll, nccl_collective
+from laddertron.topology.comm.nccl_boundary import NcclBoundary
+from laddertron.topology.comm.pipeline import RING, Pipeline
+from laddertron.topology.comm.two_level import TwoLevel
+from laddertron.topology.link_cost import Emulation
+from laddertron.topology.placement.layout import GroupLayout
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+builder: Any = _build
+_SIZES = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
+
+
+def model_of(case: Case) -> ModelConfig:
+    whole = known(case.model)
+    wiring = make_wiring(case.wiring, case.layers)
+    return replace(whole, num_layers=case.layers, wiring=wiring, declares_wiring=wiring.name != "standard")
+
+
+def write_checkpoint(folder: Path, case: Case) -> Path:
+    """config.json and one safetensors file of the true shapes, sparse: it has a header and no data."""
+    config = model_of(case)
+    fields = to_dialect(config, stock_json(config, {}), dialect_of(config))
+    kinds: dict[str, str] = {}
+    if case.fp8:
+        fields["quantization_config"] = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+        wide = published_fp8(case.model)
+        kept = (*wide[: case.layers - 1], wide[-1])  # the first layer and the last one keep more
+        for layer in range(case.layers):
+            for product in set(PRODUCTS) - set(kept[layer]):
+                kinds |= dict.fromkeys(sources_of(config, layer, product), "F8_E4M3")
+    tensors, at = {}, 0
+    for name, shape in expected_shapes(config).items():
+        kind = kinds.get(name, "BF16")
+        stored = [(name, kind, shape)]
+        stored += [(f"{name}_scale", "F32", (shape[0], 1))] if kind == "F8_E4M3" else []
+        for each, dtype, dims in stored:
+            end = at + int(np.prod(dims)) * _SIZES[dtype]
+            tensors[each] = {"dtype": dtype, "shape": dims, "data_offsets": [at, end]}
+            at = end
+    header = json.dumps(tensors).encode()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + at)
+    return folder
+
+
+def deployment_of(case: Case, folder: Path) -> Deployment:
+    parallel: dict[str, Any] = {"tensor_parallel_size": case.tp, "pipeline_parallel_size": case.stages}
+    engine: dict[str, Any] = {"device": "cuda", "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+    return Deployment(
+        ModelSection(str(folder), max_model_len=16384),
+        parallel=ParallelConfig(**parallel | {"backend": "nccl"} | dict(case.parallel)),
+        engine=EngineConfig(**engine | dict(case.engine)),
+    )
+
+
+class _Gather(NcclGather):
+    """The host finds its own bytes in every rank's place."""
+
+    def start(self, payload: Any) -> Gathering:
+        under_way = super().start(payload)
+
+        def finish() -> Any:
+            return np.tile(np.ascontiguousarray(payload, np.uint8), (len(under_way.wait()), 1))
+
+        return Gathering(finish)
+
+
+class _Wait(DeviceWait):
+    """Counted as what it is; on this device every event has happened."""
+
+    def __init__(self, gpu: FakeGpu, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._gpu = gpu
+
+    def __call__(self, event: Any | None, what: str) -> None:
+        super().__call__(event, what)
+        self._gpu.note("wait", f"the {what}", refused=True)
+
+
+class Plans:
+    """PlanChannel of rank 0; `others`: what runs a plan elsewhere."""
+
+    def __init__(self) -> None:
+        self.others: list[Callable[[Any], Any]] = []
+
+    def send(self, frame: bytes) -> None:
+        for run in self.others:
+            run(decode(frame))
+
+    def close(self) -> None: ...
+
+
+class _Pipeline(Pipeline):
+    def least(self, value: int) -> int:
+        return value
+
+
+def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, plans: Plans) -> Communicator:
+    """Of `rank` of the case's group, which is stage `stage`. ring: this end of the line between the pipeline's ends."""
+    each, nodes = case.tp // case.nodes, range(case.nodes)
+    layout = GroupLayout(tuple(tuple(range(n * each, (n + 1) * each)) for n in nodes))
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.tp)
+    tp, ledger = dist.group.WORLD, Ledger()
+    levels = None
+    if case.two_level:
+        intra, rails = [dist.new_group(list(node)) for node in layout.nodes], [dist.new_group(r) for r in layout.rails]
+        levels = TwoLevel(intra[rank // each], rails[rank % each], lambda size: size > 40_000)
+    pipeline = None
+    if case.stages > 1:
+        lines = Lines({RING: ring}, lambda line: "the other stage is gone", "stage")
+        pipeline = _Pipeline(stage, case.stages, [-1, -1, 0], lines, ledger)
+        rail: Any = stream_order.NcclGroup(gpu.order, stage, case.stages)
+        pipeline.boundary = NcclBoundary(rail, tp, ledger)
+    deterministic = dict(case.parallel).get("deterministic", False)
+    sender: Any = plans
+    wait = _Wait(gpu, tp, ledger, [60.0], Roll(None, rank, ["host"] * case.tp))
+    alone = case.tp == 1
+    reduce: Any = Alone() if alone else nccl_collective(tp, ledger, "net", deterministic, levels)
+    if case.emulated:
+        fabric = Emulation("another fabric", 20e-6, 50e9, ranks=case.tp, multiprocessors=16)
+        reduce = EmulatedOnGpu(reduce, fabric, ledger)
+    gathers: Any = AloneGather() if alone else _Gather(tp, ledger, wait)
+    return Communicator(
+        rank, layout, "nccl", reduce, gathers, sender, ledger, TorchGroups(tp), [], lambda seconds: None,
+        pipeline,
+    )  # fmt: skip
+
+
+@dataclass
+class Memory:
+    """Bytes at the peak of loading above what stays, of the attention's buffers, and of recorded steps."""
+
+    loading: int = 0
+    attention: int = 0
+    recorded: int = 0
+
+
+def _in_this_thread(readers: Readers, pieces: Iterable[Any], read: Callable[[Any, Any], None]) -> Iterator[Any]:
+    for piece in pieces:
+        readers._read(read, piece)
+        yield piece
+
+
+def build(gpu: FakeGpu, deployment: Deployment, group: Communicator, memory: Memory) -> Any:
+    """engine/step/build.py's, with what it allocates noted; of the checkpoint the bytes are not read."""
+    load, attention, graphs = builder.load_weights, builder.make_attention, builder.make_graphs
+
+    def loading(*a: Any) -> None:
+        gpu.peak = gpu.live
+        load(*a)
+        memory.loading = gpu.peak - gpu.live
+
+    def making(*a: Any) -> Any:
+        before = gpu.live
+        made = attention(*a)
+        memory.attention += gpu.live - before
+        return made
+
+    def recording(*a: Any) -> Any:
+        before, first = gpu.live, len(gpu.graphs)
+        made = graphs(*a)
+        memory.recorded = gpu.live - before + max((g.peak for g in gpu.graphs[first:]), default=0)
+        return made
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (builder, "load_weights", loading),
+            (builder, "make_attention", making),
+            (builder, "make_graphs", recording),
+            (builder, "make_grammars", lambda *_: None),
+            (attention_choice, "kernels_missing", lambda: None),
+            (Readers, "each", _in_this_thread),  # modes of torch are a thread's own
+            (tensor_reader, "_copy_bits", lambda *_: None),
+            (tensor_reader.Reader, "_fill", lambda *_: None),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        return builder.build(deployment, group, DEVICE)
+
+
+def start(gpu: FakeGpu, case: Case, rank: int, folder: Path) -> tuple[list[Any], list[Memory], Plans]:
+    """Every stage's `rank`, built. A later stage comes first: what its warm-up draws is sent back to the first one."""
+    near, far = socket.socketpair()
+    for end in (near, far):
+        end.setblocking(False)
+    plans, built = Plans(), dict[int, Any]()
+    memories = [Memory() for _ in range(case.stages)]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for stage in reversed(range(case.stages)):
+        group = communicator(gpu, case, rank, stage, near if stage == 0 else far, plans)
+        built[stage] = build(gpu, deployment_of(case, folder), group, memories[stage])
+        if stage:
+            plans.others.append(built[stage].runner.run)
+    return [built[stage] for stage in range(case.stages)], memories, plans

@@ -1,0 +1,136 @@
+"""`make gpu-dry`: the GPU path on a machine without a GPU, under ten minutes on two cores.
+
+Runs every case of cases.py in a process of its own (run_case.py), compares the collectives of all ranks, runs the tests
+that need Triton or FlashInfer, and compares the figures with the table in docs/performance.md; --write renews it.
+`gpu_dry.py NAME…` runs these cases alone. Exits with 1 for a fault or a figure that is not the table's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cases import CASES, RANKS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- make gpu-dry writes this -->", "<!-- up to here -->"
+TESTS = (
+    "tests/models/cuda",
+    "tests/tools/gpu_dry",
+    "tests/engine/sampling/test_noise_kernel.py",
+    "tests/topology/comm/test_hold_kernel.py",
+    "tests/topology/comm/test_stream_order.py",
+)
+COLUMNS = (
+    "case", "recorded step: launches, collectives", "outside it, greedy / temperature / top_p: launches",
+    "copies to, from the device", "waits", "prompts: launches, waits", "step, of reserved [MiB]",
+    "graphs, of reserved [MiB]",
+)  # fmt: skip
+HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
+_LIMIT_S = 900
+
+
+def child(*arguments: str) -> dict[str, Any]:
+    """What run_case.py found; a run that failed is a fault of its own."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("run_case.py")), *arguments]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(ROOT / "build" / "gpu-dry-triton"), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
+        lines = done.stdout.strip().splitlines()
+        words = done.stderr.strip()[-2000:]
+        found: dict[str, Any] = json.loads(lines[-1]) if done.returncode == 0 else {"faults": [words], "rows": {}}
+    except subprocess.TimeoutExpired:
+        found = {"faults": [f"took more than {_LIMIT_S} s"], "rows": {}}
+    print("\n  ".join([f"{' '.join(arguments)}: {time.monotonic() - began:.0f} s", *found["faults"]]), flush=True)
+    return found
+
+
+def row(found: dict[str, Any]) -> str:
+    """The table's line of a case."""
+    r, memory = found["rows"], found["memory"]
+    draws = ("greedy", "temperature", "top_p")
+
+    def each(kind: str) -> str:
+        values = [f"{r[f'{draw} {kind}']:g}" for draw in draws]
+        return values[0] if len(set(values)) == 1 else " / ".join(values)
+
+    def of(name: str) -> str:
+        return f"{memory[name] >> 20}, {memory[f'{name} kept'] >> 20}"
+
+    parts = (
+        found["name"], f"{r['recorded launch']}, {r['recorded collective']}", each("launch"),
+        f"{each('to_device')}, {each('to_host')}", each("wait"), f"{r['prompts launch']}, {r['prompts wait']}",
+        of("step"), of("recorded"),
+    )  # fmt: skip
+    return f"| {' | '.join(parts)} |"
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    return "\n".join([HEAD, *map(row, found)])
+
+
+def written() -> tuple[str, str, str]:
+    """The page before the table, the table, the page after it."""
+    before, rest = DOCS.read_text().split(f"{BEGIN}\n", 1)
+    now, after = rest.split(f"\n{END}", 1)
+    return f"{before}{BEGIN}\n", now, f"\n{END}{after}"
+
+
+def run_tests() -> list[str]:
+    """The tests that skip where Triton or FlashInfer is absent; none of them may skip for that here."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rs",
+        "-p",
+        "no:cacheprovider",
+        *TESTS,
+        "-k",
+        "not test_a_case_of_gpu_dry",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, cwd=ROOT)
+    print(f"tests of kernels and of the order of streams: exit status {done.returncode}", flush=True)
+    absent = re.findall(r"^SKIPPED.*(?:not installed|no Triton|no FlashInfer).*$", done.stdout, re.MULTILINE)
+    return absent + ([done.stdout[-3000:]] if done.returncode else [])
+
+
+def main() -> int:
+    names = [a for a in sys.argv[1:] if not a.startswith("-")]
+    if unknown := set(names) - {case.name for case in CASES}:
+        print(f"no case is called {', '.join(unknown)}: {'; '.join(case.name for case in CASES)}", file=sys.stderr)
+        return 2
+    cases = [case.name for case in CASES if not names or case.name in names]
+    with ThreadPoolExecutor(2) as pool:
+        steps = pool.map(child, cases)
+        ranks = pool.map(child, ["--ranks"] * len(RANKS), [r for r in RANKS if r in cases])
+        tests = pool.submit(run_tests) if not names else None
+        found, orders = list(steps), list(ranks)
+    faults = [f"{name}: {fault}" for name, f in zip(cases, found, strict=True) for fault in f["faults"]]
+    faults += [f"ranks: {fault}" for f in orders for fault in f["faults"]]
+    faults += tests.result() if tests is not None else []
+    if all(f["rows"] for f in found):
+        print(now := table(found))
+        if not names:
+            before, old, after = written()
+            if "--write" in sys.argv:
+                DOCS.write_text(before + now + after)
+            elif old != now:
+                news = [line for line in now.splitlines() if line not in old.splitlines()]
+                faults.append(f"not as in {DOCS.name}; `make gpu-dry WRITE=yes` renews it:\n" + "\n".join(news))
+    print("\n".join(faults) or f"{len(cases)} cases, {len(orders)} orders of collectives: no fault")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Runs one case of cases.py on a FakeGpu and prints what it found as JSON. Called by gpu_dry.py.
+
+run_case.py NAME            the engine's steps: launches, copies, waits, memory, order, compilations
+run_case.py --ranks NAME    the collectives of every rank
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+from cases import CAPABILITIES, CASES, DRAWS, Case  # noqa: E402
+from fake_gpu import DEVICE  # noqa: E402
+from stand_ins import FakeDriver, compiled, install, spilled, use_flashinfer  # noqa: E402
+
+GPU = install()  # before laddertron is imported
+
+from fake_rank import deployment_of, start, write_checkpoint  # noqa: E402
+from laddertron.engine.request import Request, SamplingParams  # noqa: E402
+from laddertron.engine.schedule.scheduler import Scheduler  # noqa: E402
+from laddertron.engine.step.engine import Engine, StepProgress, drain  # noqa: E402
+from laddertron.engine.step.kv_capacity import working_bytes  # noqa: E402
+
+PROMPT, ANSWER, STEPS = 15, 8, 2
+KINDS = ("launch", "to_device", "to_host", "wait")
+
+
+@dataclass
+class Found:
+    """`rows`: figures by name, of a step; `faults`: what must not be."""
+
+    name: str
+    faults: list[str] = field(default_factory=list)
+    rows: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+def _sum(counts: Counter[tuple[str, str]], kind: str) -> int:
+    return sum(n for (k, _), n in counts.items() if k == kind)
+
+
+class Rank:
+    """Every stage of a case's rank 0 in this process, behind one engine."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        built, self.memories, plans = start(GPU, case, 0, folder)
+        first = built[0]
+        self.engine = Engine(Scheduler(first.scheduler_limits), first.runner, plans, StepProgress())
+        self.working = [
+            working_bytes(
+                deployment_of(case, folder), stage.runner.model.config, case.tp, "nccl", torch.bfloat16,
+                stage.limits.max_model_len, DEVICE,
+            )
+            for stage in built
+        ]  # fmt: skip
+        self._number = 0
+
+    def add(self, count: int, prompt: int = PROMPT, answer: int = ANSWER, **params: Any) -> None:
+        for _ in range(count):
+            self._number += 1
+            tokens = tuple((self._number + i) % 1000 for i in range(prompt))
+            sampling = SamplingParams(max_tokens=answer, seed=self._number, **params)
+            self.engine.add(Request(f"r{self._number}", tokens, sampling))
+
+    def steps(self, count: int) -> tuple[Counter[tuple[str, str]], int]:
+        """What `count` steps gave to the device, and their peak above the memory in use."""
+        before, live = GPU.counts.copy(), GPU.live
+        GPU.peak = live
+        for _ in range(count):
+            self.engine.step()
+        return GPU.counts - before, GPU.peak - live
+
+    def decode(self, params: dict[str, Any], seats: int) -> tuple[Counter[tuple[str, str]], int]:
+        """Of STEPS steps of decodes alone, once all prompts are through."""
+        self.add(seats, **params)
+        self.steps(3 + 2 * (self.case.stages - 1))
+        found = self.steps(STEPS)
+        for _ in drain(self.engine):
+            pass
+        return found
+
+
+def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -> Found:
+    found, rank = Found(case.name), Rank(case, folder)
+    compilations, modules = len(driver.sources), set(asked)
+    rank.add(2, 700, 3, temperature=0.0)
+    rank.add(3, 2400, 3, temperature=0.0)
+    prompts, most = rank.steps(1)
+    mixed, peak = rank.steps(1)
+    most = max(most, peak)
+    for _ in drain(rank.engine):
+        pass
+    for name, counts in (("prompts", prompts), ("mixed", mixed)):
+        found.rows |= {f"{name} {kind}": _sum(counts, kind) for kind in KINDS}
+    for name, params in DRAWS.items():
+        counts, peak = rank.decode(params, case.seats)
+        most = max(most, peak)
+        found.rows |= {f"{name} {kind}": _sum(counts, kind) / STEPS for kind in KINDS}
+        if (recorded := _sum(counts, "replay")) != (STEPS * case.stages if case.recorded else 0):
+            found.faults.append(f"{name}: {recorded} recorded steps in {STEPS} decode steps of {case.stages} stages")
+    largest = GPU.graphs[:: max(1, len(GPU.graphs) // case.stages)]  # each stage records its largest size first
+    for kind in ("launch", "collective"):
+        found.rows[f"recorded {kind}"] = sum(_sum(graph.counts, kind) for graph in largest)
+    for seats in (1, 3, 16, 33):  # sizes and lengths that no step had before
+        rank.add(min(seats, case.seats), 7 * seats, 3, temperature=0.7, top_k=5)
+        for _ in drain(rank.engine):
+            pass
+    if new := {source.name for source, _ in driver.sources[compilations:]}:
+        found.faults.append(f"compiled after warm-up: {', '.join(sorted(new))}")
+    if more := set(asked) - modules:
+        found.faults.append(f"FlashInfer compiles after warm-up: {', '.join(sorted(more))}")
+    found.faults += sorted({f"forbidden: {what}" for what in GPU.forbidden})
+    found.faults += [f"unordered: {what} ({n} times)" for what, n in Counter(GPU.order.faults).most_common(8)]
+    weigh(found, rank, most)
+    return found
+
+
+def weigh(found: Found, rank: Rank, step: int) -> None:
+    """The bytes taken and the bytes that engine/step/memory.py reserves for them, of the stage that comes nearest."""
+    kept, memories = rank.working, rank.memories
+    for name, taken, parts in (
+        ("step", [step], ("activations", "all-reduces in flight", "draws")),
+        ("attention", [m.attention for m in memories], ("attention workspace",)),
+        ("recorded", [m.recorded for m in memories], ("CUDA graphs",)),
+        ("loading", [m.loading for m in memories], tuple(kept[0])),
+    ):
+        rooms = [sum(each.get(part, 0) for part in parts) for each in kept]
+        bytes_taken, room = max(zip(taken, rooms, strict=False), key=lambda pair: pair[0] - pair[1])
+        found.memory |= {name: bytes_taken, f"{name} kept": room}
+        if bytes_taken > room:
+            found.faults.append(f"memory of {name}: {bytes_taken >> 20} MiB taken, {room >> 20} MiB reserved")
+
+
+def check_kernels(found: Found, driver: FakeDriver) -> None:
+    """Each specialisation that a call site asked for, compiled for every capability."""
+    for source, options in driver.sources:
+        kinds = " ".join(source.signature.values())
+        for capability in CAPABILITIES:
+            if capability < 89 and "fp8" in kinds:
+                continue
+            if lost := spilled(compiled(source, options, capability).asm["cubin"]):
+                found.faults.append(f"{source.name} ({kinds}) for {capability}: {lost} bytes spilled a thread")
+
+
+def collectives(case: Case, folder: Path) -> Found:
+    """Whether every rank sets off the same collectives in the same order, from its first to those of recorded steps."""
+    found, orders = Found(case.name), dict[str, list[str]]()
+    GPU.checks_order = False
+    for rank in range(case.tp):
+        GPU.collectives.clear()
+        start(GPU, case, rank, folder)
+        digest = hashlib.sha256(repr(GPU.collectives).encode()).hexdigest()[:12]
+        orders.setdefault(f"{len(GPU.collectives)} collectives {digest}", []).append(str(rank))
+    found.rows = {f"{order} of ranks {' '.join(ranks)}": len(ranks) for order, ranks in orders.items()}
+    if len(orders) != 1:
+        found.faults.append(f"ranks differ in their collectives: {'; '.join(found.rows)}")
+    return found
+
+
+def main() -> None:
+    case = next(case for case in CASES if case.name == sys.argv[-1])
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    driver, asked = FakeDriver(GPU), use_flashinfer(GPU)
+    with tempfile.TemporaryDirectory() as folder:
+        if sys.argv[1] == "--ranks":
+            case = replace(case, layers=max(2, case.stages), engine=(*case.engine, ("max_num_seqs", 4)))
+        checkpoint = write_checkpoint(Path(folder) / "model", case)
+        with GPU:
+            if sys.argv[1] == "--ranks":
+                found = collectives(case, checkpoint)
+            else:
+                found = measure(case, checkpoint, driver, asked)
+    if sys.argv[1] != "--ranks":
+        check_kernels(found, driver)
+    print(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main()
