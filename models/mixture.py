@@ -75,7 +75,7 @@ class MixtureWeights(nn.Module):
         mixture = Mixture(
             self._experts.router,
             self._experts.chosen,
-            ops.around(lambda x: x, norm),
+            ops.normed(norm),
             ops.exact.product(router, None),
             None if self.bias is None else self.bias.weight.detach(),
             local.to(router.device),
