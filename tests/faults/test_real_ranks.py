@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 from job_tools import MPIRUN
 from laddertron.launchers.control import processes
@@ -228,6 +229,50 @@ def test_a_mixed_batch_outlives_a_rank_of_either_stage(tmp_path: Path, rank: int
             assert [c["text"] for c in answers[f"line-{number}"]] == [c["text"] for c in answers[f"again-{number}"]], (
                 number
             )
+        assert night.stop() == 0
+    finally:
+        night.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", ["tensor", "spread"])
+def test_streams_and_a_batch_outlive_a_rank_with_experts(tmp_path: Path, layout: str, rank: int) -> None:
+    """A rank with experts is killed while three streams and a batch run: each stream has the text and the digests of an
+    undisturbed run, each line one answer, and lines with equal prompts the same one before the loss and after it."""
+    folder = checkpoints.save(tmp_path / "experts", "qwen3_moe", max_position_embeddings=512)
+    keys = (f"parallel.expert_layout={layout}", "parallel.deterministic=true", f"model.path={folder}")
+    night = Night(tmp_path, real=True, sets=keys)
+    prompts = ("def f(", "class A", "import ", "x = ")
+    asked = {
+        name: (STREAMS[name][0], {"max_tokens": 180, "return_digest": True, **STREAMS[name][1]})
+        for name in ("greedy", "drawn, n=2", "a chat")
+    }
+    try:
+        a_start(night)
+        calm = {name: Stream(night.port, *one) for name, one in asked.items()}
+        for stream in calm.values():
+            stream.join()
+            assert stream.whole, night.tail()
+        batch = night.submit([line(f"line-{n}", 40, n, prompts[n % len(prompts)]) for n in range(LINES)])
+        until("answers", lambda: len(night.committed()) >= 20, 60)
+        streams = {name: Stream(night.port, *one) for name, one in asked.items()}
+        until("tokens", partial(gone_on, list(streams.values()), [5] * len(streams)), 120)
+        assert not any(stream.whole for stream in streams.values())
+        assert night.batch(batch)["status"] == "in_progress"
+        victim = next(p for p in night.victims("rank") if struck_rank(p) == rank)
+        assert processes.kill(victim, signal.SIGKILL)
+        for name, stream in streams.items():
+            stream.join()
+            assert stream.whole
+            assert stream.said == calm[name].said, name
+        until("the batch's end", lambda: night.batch(batch)["status"] == "completed", 180, 0.1)
+        (failure,) = failures(night)
+        assert failure["rank"] == rank
+        rows = night.rows(night.batch(batch), "output")
+        assert sorted(row["custom_id"] for row in rows) == sorted(f"line-{n}" for n in range(LINES))
+        texts = {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in rows}
+        for n, _ in enumerate(prompts):
+            assert len({texts[f"line-{m}"] for m in range(n, LINES, len(prompts))}) == 1, prompts[n]
         assert night.stop() == 0
     finally:
         night.close()
