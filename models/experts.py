@@ -26,7 +26,8 @@ def choose(router: Router, k: int, logits: Tensor, bias: Tensor | None) -> tuple
     """logits [N, E] in the type of the router's product -> the k experts [N, k] of each row and their weights [N, k] in
     fp32. Of equal scores the lower index comes first."""
     wide = logits.float()
-    scores = wide.softmax(-1) if router.score == "softmax" else wide.sigmoid()
+    # NOTE: torch's fp32 sigmoid has other bits in a vector than behind the last whole one, by the number of rows.
+    scores = wide.softmax(-1) if router.score == "softmax" else wide.double().sigmoid().float()
     ranked = scores if bias is None else scores + bias
     if router.groups > 1:
         grouped = ranked.view(len(ranked), router.groups, -1)  # [N, groups, E / groups]

@@ -375,7 +375,8 @@ class LlamaModel(nn.Module):
         return self._scaled(part.down(part.gate_up(residual)))
 
     def _note(self, chosen: Tensor) -> None:
-        if not chosen.is_cuda:
+        # NOTE: where residuals drift, each rank routes by its own.
+        if not chosen.is_cuda and not self.config.wiring.drifts:
             self._chosen.append(chosen)
 
     def routed(self) -> bytes:

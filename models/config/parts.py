@@ -51,6 +51,11 @@ class Wiring:
         """Whether every sub-block waits for the one before it: what a step in two streams is for."""
         return not self.desync_every and set(self.kinds) <= {"standard", "parallel"}
 
+    @property
+    def drifts(self) -> bool:
+        """Whether ranks have unlike residuals between all-reduces."""
+        return self.desync_every > 0 or "none" in self.kinds
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:

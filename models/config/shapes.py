@@ -107,6 +107,11 @@ def share(config: ModelConfig, layout: str, dense_path: str, nodes: int, per_nod
             f"parallel.expert_layout=spread with dense_path=whole: every all-reduce would cross {nodes} nodes, as with "
             "tensor, and the busiest rank's experts would hold up the others: use dense_path node, or tensor"
         )
+    if layout == "spread" and ranks > 1 and config.wiring.desync_every:
+        raise ShapeError(
+            f"parallel.expert_layout=spread: the {config.wiring.name} wiring gives each rank a residual of its own, by "
+            "which ranks choose other experts: use tensor"
+        )
     if apart and stages > 1:
         raise ShapeError(
             f"parallel.dense_path=node with {stages} pipeline stages: only the last stage compares the experts that "

@@ -66,6 +66,16 @@ def test_weights_are_rounded_where_the_family_does() -> None:
     assert not torch.equal(rounded, kept)
 
 
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_rows_choice_does_not_depend_on_the_other_rows(name: str) -> None:
+    logits = torch.randn(301, 8, generator=torch.Generator().manual_seed(2))
+    bias = torch.zeros(8) if ROUTERS[name].biased else None
+    together = choose(ROUTERS[name], 2, logits, bias)
+    alone = [choose(ROUTERS[name], 2, row, bias) for row in logits.split(1)]  # type: ignore[no-untyped-call]
+    for number, part in enumerate(together):
+        assert torch.equal(part, torch.cat([each[number] for each in alone]))
+
+
 def test_a_bias_chooses_and_does_not_weigh() -> None:
     router = replace(ROUTERS["groups"], groups=1, chosen_groups=1, normalises=False, scale=1.0)
     chosen, weight = choose(router, 1, torch.tensor([[4.0, 0.0]]), torch.tensor([0.0, 9.0]))

@@ -128,7 +128,7 @@ def test_what_torch_packs_is_not_held() -> None:
 def test_what_is_no_file_of_weights_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another's descriptor, or one of weights that were never finished: loaded, with a line that says so."""
     source: Any = SimpleNamespace(tensors={}, digest="d")
-    alone: Any = SimpleNamespace(rank=0, pipeline=None)
+    alone: Any = SimpleNamespace(rank=0, pipeline=None, layout=SimpleNamespace(per_node=1))
     (tmp_path / "other").write_text("{}")
     d = standing("nowhere", 1, "stored", False)
     for file in (os.open(tmp_path / "other", os.O_RDONLY), os.memfd_create("unfinished"), 1 << 20):
@@ -144,7 +144,7 @@ def test_a_system_without_files_of_memory_loads(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source: Any = SimpleNamespace(tensors={}, digest="d")
-    alone: Any = SimpleNamespace(rank=0, pipeline=None)
+    alone: Any = SimpleNamespace(rank=0, pipeline=None, layout=SimpleNamespace(per_node=1))
 
     def forbidden(name: str) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")

@@ -159,6 +159,7 @@ def test_what_the_layouts_of_experts_mean(
         (EXPERTS, ("auto", "node", 2, 2, 2), "with 2 pipeline stages"),
         (replace(EXPERTS, wiring=Wiring(("parallel",) * 2)), ("auto", "node", 2, 2), "the parallel wiring adds"),
         (replace(EXPERTS, wiring=Wiring(("desync",) * 2, 2, 4)), ("auto", "node", 2, 2), "the desync-2 wiring adds"),
+        (replace(EXPERTS, wiring=Wiring(("desync",) * 2, 2, 4)), ("spread", "whole", 1, 4), "residual of its own"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused_with_the_arithmetic(

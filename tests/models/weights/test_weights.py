@@ -150,7 +150,7 @@ def test_laddertron_run_on_a_damaged_folder_ends_with_one_clear_line(folder: Pat
         timeout=HANG_S,
         env={**os.environ, "LADDERTRON_TEST_OF": str(tmp_path)},
     )
-    said = [text for text in ended.stderr.splitlines() if text.startswith("failed:")]
+    said = [text for text in ended.stderr.splitlines() if text.startswith("error:")]
     assert ended.returncode == 1
     assert not marked(f"LADDERTRON_TEST_OF={tmp_path}")
     assert len(said) == 1, ended.stderr
