@@ -217,7 +217,7 @@ def test_rank_zeros_start_log_names_the_tier_and_what_forces_it(
 ) -> None:
     """Before anything of the checkpoint is read: here there is none. At INFO, which the daemon's log shows."""
     monkeypatch.setenv(VARIABLE, "generic")
-    communicator: Any = SimpleNamespace(rank=rank, pipeline=None, layout=SimpleNamespace(per_node=1))
+    communicator: Any = SimpleNamespace(rank=rank, pipeline=None, layout=SimpleNamespace(per_node=1, nodes=("n",)))
     with caplog.at_level(logging.INFO, "laddertron"), pytest.raises(FileNotFoundError, match="absent"):
         build(deployment(str(tmp_path / "absent"), 1), communicator, torch.device("cpu"))
     line = f"CPU tier: {described('generic', own())}"
