@@ -46,7 +46,7 @@ def child(*arguments: str) -> dict[str, Any]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
         lines = done.stdout.strip().splitlines()
-        words = done.stderr.strip()[-2000:]
+        words = f"exit status {done.returncode}\n{done.stderr.strip()[-2000:]}"
         found: dict[str, Any] = json.loads(lines[-1]) if done.returncode == 0 else {"faults": [words], "rows": {}}
     except subprocess.TimeoutExpired:
         found = {"faults": [f"took more than {_LIMIT_S} s"], "rows": {}}
