@@ -182,7 +182,8 @@ def _url(listener: socket.socket, tls: bool = False) -> str:
 def _observer(deployment: Deployment) -> Observer:
     if not deployment.metrics.enabled:
         return Observer()
-    observer = Observer(CollectorRegistry(), Path(deployment.daemon.data_dir), _spans(deployment))
+    vllm = (deployment.served_model_name, deployment.engine.block_size) if deployment.metrics.vllm_names else None
+    observer = Observer(CollectorRegistry(), Path(deployment.daemon.data_dir), _spans(deployment), vllm=vllm)
     observer.series.set("build_info", 1.0, __version__, deployment.served_model_name, deployment.model.wiring)
     return observer
 

@@ -289,6 +289,7 @@ class MetricsConfig:
     enabled: bool = True
     host: Address = "127.0.0.1"
     port: Port | None = None
+    vllm_names: bool = False
     traces_endpoint: Text | None = None
 
 

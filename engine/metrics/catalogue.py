@@ -47,10 +47,11 @@ class Series:
     labels: tuple[str, ...]
     help: str
     bounds: tuple[float, ...] = ()
+    prefix: str = PREFIX
 
     @property
     def full_name(self) -> str:
-        return PREFIX + self.name
+        return self.prefix + self.name
 
 
 _RANK = ("replica", "rank", "node")
@@ -212,6 +213,7 @@ def _daemon() -> Iterator[Series]:
         "engine_phase_start_timestamp_seconds", "gauge", ("replica",), "Time when the phase began, unix seconds."
     )
     yield Series("engine_load_seconds", "gauge", ("replica",), "Duration of the last load; 0 before the first.")
+    yield Series("kv_cache_tokens", "gauge", ("replica",), "Positions of the replica's KV cache.")
     yield Series(
         "engine_standby", "gauge", ("replica",), "1 while a hot standby is ready to take over (daemon.standby)."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -19,15 +19,22 @@ from ..job import RankHeartbeat
 from .catalogue import CATALOGUE, FINISH_REASONS, Series
 from .histogram import Buckets
 from .ranks import Histograms, Labels, RankFigures, Values
+from .vllm_names import made, summed, vllm_series
 
 RANK_UP_S = 3.0
 
 
 class Collector:
-    """One daemon's series, by name. `clock`: unix seconds."""
+    """One daemon's series, by name. `clock`: unix seconds. `vllm`: the model's name and the KV cache's block size,
+    where the series are exported under vLLM's names too."""
 
-    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.time) -> None:
-        self._registry, self._clock = registry, clock
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        clock: Callable[[], float] = time.time,
+        vllm: tuple[str, int] | None = None,
+    ) -> None:
+        self._registry, self._clock, self._vllm = registry, clock, vllm
         self._lock = threading.Lock()
         self._values: dict[str, dict[Labels, float]] = {name: {} for name in CATALOGUE}
         self._histograms: dict[str, dict[Labels, Buckets]] = {name: {} for name in CATALOGUE}
@@ -84,7 +91,8 @@ class Collector:
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The body and its content type, for a scraper that accepts `accept`."""
-        encoder, content_type = choose_encoder(accept)
+        # prometheus_client's OpenMetrics encoder writes a sample's `vllm:` as `vllm_`; its text encoder does not
+        encoder, content_type = choose_encoder("" if self._vllm else accept)
         return encoder(self._registry), content_type
 
     def figures(self) -> tuple[Values, Histograms]:
@@ -101,16 +109,11 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         values, histograms = self.figures()
-        for series in CATALOGUE.values():
-            family = _family(series)
-            if isinstance(family, HistogramMetricFamily):
-                for labels, (counts, total) in histograms[series.name].items():
-                    family.add_metric(labels, _cumulative(series, counts), total)
-            else:
-                for labels, value in values[series.name].items():
-                    family.add_metric(labels, value)
-            if family.samples:
-                yield family
+        yield from _families(CATALOGUE, values, histograms)
+        if self._vllm is not None:
+            model, block_size = self._vllm
+            yield from _families(vllm_series(), *summed(values, histograms, model))
+            yield from made(values, model, block_size)
 
 
 def _fitting(name: str, labels: Labels) -> Labels:
@@ -118,6 +121,20 @@ def _fitting(name: str, labels: Labels) -> Labels:
     if len(labels) != len(wanted):
         raise ValueError(f"{name} has labels {wanted}, not {labels}")
     return labels
+
+
+def _families(catalogue: Mapping[str, Series], values: Values, histograms: Histograms) -> Iterator[Metric]:
+    """Those that have a value, in the catalogue's order; values and histograms by its keys."""
+    for name, series in catalogue.items():
+        family = _family(series)
+        if isinstance(family, HistogramMetricFamily):
+            for labels, (counts, total) in histograms[name].items():
+                family.add_metric(labels, _cumulative(series, counts), total)
+        else:
+            for labels, value in values[name].items():
+                family.add_metric(labels, value)
+        if family.samples:
+            yield family
 
 
 def _family(series: Series) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily:

@@ -74,7 +74,7 @@ class Observer:
     """Every method is called on the event loop but `commit` and `store_error` (the store's thread) and `render` (the
     probe listener's), and returns at once. `registry=None`: everything is counted, and `render` shows nothing.
     `data_dir`: whose disk is looked at for every scrape. `on_request` gets every answered body too (traces).
-    `clock`: unix seconds."""
+    `clock`: unix seconds. `vllm`: as the Collector takes it."""
 
     def __init__(
         self,
@@ -83,9 +83,10 @@ class Observer:
         on_request: Callable[[AnswerTimes], None] = lambda times: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        vllm: tuple[str, int] | None = None,
     ) -> None:
         self._exposed = registry is not None
-        self.series = Collector(registry or CollectorRegistry(), clock)
+        self.series = Collector(registry or CollectorRegistry(), clock, vllm)
         self._data_dir, self._on_request, self._clock, self._monotonic = data_dir, on_request, clock, monotonic
         self._last: dict[tuple[str, int], float] = {}
         self._answered: deque[tuple[float, int]] = deque()
@@ -127,6 +128,8 @@ class Observer:
             if not before or (before == "loading" and state.phase == "ready"):
                 self.series.set("engine_load_seconds", now - since if before else 0.0, of)
         self.series.set("engine_standby", float(state.standby == "ready"), of)
+        if state.limits is not None:
+            self.series.set("kv_cache_tokens", state.limits.kv_tokens, of)
         for phase in PHASES:
             self.series.set("engine_phase", float(phase == state.phase), of, phase)
         for name in ("rank_desync_total", "generation_tokens_total"):

@@ -22,7 +22,7 @@ from laddertron.engine.metrics.catalogue import CATALOGUE, FAILURE_KINDS, LABELS
 from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
 from laddertron.engine.metrics.markdown import markdown
 from laddertron.engine.metrics.observer import MAX_KEYS, MAX_ROUTES, AnswerTimes, BatchView, Observer, overdue_s
-from laddertron.engine.request import TokensEvent
+from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.job.detect import FailureKind
 from prometheus_client import CollectorRegistry
@@ -366,7 +366,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     clock = clock or Clock()
     metrics = Observer(CollectorRegistry(), Path("."), clock=clock, monotonic=clock)
     metrics.series.set("build_info", 1.0, "0.1", "demo", "ladder")
-    metrics.state(0, JobState("ready"))
+    metrics.state(0, JobState("ready", limits=ModelLimits(64, 100, 4, 1600)))
     rows = []
     for series in REPORTED.values():
         labels = tuple(name for name in series.labels if name not in ("replica", "rank", "node"))
