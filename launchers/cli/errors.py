@@ -84,10 +84,11 @@ def _key_of(error: click.UsageError) -> str:
 
 @contextmanager
 def ended_by(*kinds: type[Exception], end: type[click.ClickException] = UsageError) -> Iterator[None]:
-    """Around work, or over a command: these faults end the command with their own words, as `end` does."""
+    """Around work, or over a command: these faults end the command with their own message, as `end` does; missing input
+    is always a wrong command line."""
     try:
         yield
     except BrokenPipeError:  # whoever read the output has gone, which click knows
         raise
     except kinds as error:
-        raise end(str(error)) from error
+        raise (UsageError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else end)(str(error)) from error

@@ -15,7 +15,8 @@ from ..errors import ended_by
 @click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--format", "dialect", type=click.Choice(DIALECTS), required=True, help="What TO is to be written as.")
-@ended_by(CheckpointError, OSError, ValueError, end=click.ClickException)
+@ended_by(CheckpointError, ValueError)
+@ended_by(OSError, end=click.ClickException)
 def command(source: Path, target: Path, dialect: str) -> None:
     """Write the model of FROM to TO, every tensor bit for bit, in another format.
 

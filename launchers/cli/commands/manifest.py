@@ -14,7 +14,8 @@ from ..errors import ended_by
 @click.command()
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--check", is_flag=True, help="Verify the whole folder against its manifest.")
-@ended_by(CheckpointError, end=click.ClickException)
+@ended_by(CheckpointError)
+@ended_by(OSError, end=click.ClickException)
 def command(model: Path, check: bool) -> None:
     """Write MODEL/laddertron.manifest.json, or verify MODEL against it.
 
@@ -35,7 +36,7 @@ def command(model: Path, check: bool) -> None:
         found = read_manifest(model)
         if found is None:
             raise CheckpointError(f"{model}: no manifest: write it with `laddertron manifest {model}`")
-        with Verifier(model, stored_in(model), (0, 1)) as verifier:
+        with ended_by(CheckpointError, end=click.ClickException), Verifier(model, stored_in(model), (0, 1)) as verifier:
             verifier.finish()
         manifest, done = found, "as the manifest says"
     else:

@@ -10,10 +10,12 @@ from rich.console import Console
 
 from ....engine.metrics.catalogue import GROUPS
 from ....engine.metrics.markdown import as_json, markdown
+from ..errors import ended_by
 from .config import FOLDER
 
 
 @click.command()
+@ended_by(OSError, end=click.ClickException)
 @click.option("--markdown", "as_markdown", is_flag=True, help="As docs/metrics.md.")
 @click.option("--dashboards", type=click.Path(path_type=Path), help="Write Grafana's dashboards into this folder.")
 @click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")

@@ -22,7 +22,8 @@ from ..errors import ended_by
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="A folder of its own instead.")
 @click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
 @click.option("--overwrite", is_flag=True, help="Overwrite existing files.")
-@ended_by(Refusal, OSError, ValueError, end=click.ClickException)
+@ended_by(Refusal, ValueError)
+@ended_by(OSError, end=click.ClickException)
 def command(
     model: Path, size: int, stages: int, pipeline_layers: str, output: Path | None, embedding: str, overwrite: bool
 ) -> None:

@@ -47,14 +47,14 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "simulate scale": (("--model", "no-such"), USAGE),
     "simulate fleet": (("--model", "no-such"), USAGE),
     "train": (("--layers", "x"), USAGE),
-    "scan": (("/dev/null", "--text", "."), FAILED),
-    "adapt": (("/dev/null", "-o", "/dev/null/out", "--text", "."), FAILED),
-    "evaluate": (("/dev/null", "--text", "."), FAILED),
-    "convert": (("/dev/null", "/dev/null/out", "--format", "hf"), FAILED),
-    "manifest": (("/dev/null",), FAILED),
-    "shard": (("/dev/null", "--tp", "2"), FAILED),
+    "scan": (("/dev/null", "--text", "."), USAGE),
+    "adapt": (("/dev/null", "-o", "/dev/null/out", "--text", "."), USAGE),
+    "evaluate": (("/dev/null", "--text", "."), USAGE),
+    "convert": (("/dev/null", "/dev/null/out", "--format", "hf"), USAGE),
+    "manifest": (("/dev/null",), USAGE),
+    "shard": (("/dev/null", "--tp", "2"), USAGE),
     "profile": ((MISSING,), USAGE),
-    "timeline": (("/dev/null/trace.json", "-o", "t.svg"), FAILED),
+    "timeline": (("/dev/null/trace.json", "-o", "t.svg"), USAGE),
 }
 
 
@@ -92,6 +92,25 @@ def test_a_bad_input_is_one_error_of_one_form(
     assert lines
     assert [line for line in lines if not line.startswith("error: ")] == []
     assert code in EXIT_CODES
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("manifest", "."),
+        ("manifest", ".", "--check"),
+        ("train", "-o", "out", "--text", "."),
+        ("timeline", "text.txt", "-o", "out.svg"),
+    ],
+    ids=" ".join,
+)
+def test_a_folder_or_file_of_another_kind_is_wrong_input(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path exists and is not what the command reads: exit code 2, as for one that is missing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("")
+    assert (cli.main([*words]), capsys.readouterr().err.startswith("error: ")) == (USAGE, True)
 
 
 def test_the_documented_exit_codes_are_the_tables() -> None:

@@ -294,7 +294,7 @@ def test_an_unfinished_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         patch.setattr(train, "held_out", Mock(side_effect=OSError("the disk went")))
         assert CliRunner().invoke(group, ["train", "-o", str(out), *words]).exit_code == 1
     result = CliRunner().invoke(group, ["train", "-o", str(out), *words])
-    assert (result.exit_code, "go on with --resume, or remove it" in result.stderr) == (1, True)
+    assert (result.exit_code, "go on with --resume, or remove it" in result.stderr) == (2, True)
     result = CliRunner().invoke(group, ["train", "-o", str(out), *words, "--resume"])
     assert result.exit_code == 0, result.output
     assert not (out / "training").exists()
@@ -312,7 +312,7 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> No
     foreign.save(str(tmp_path / "tokenizer.json"))
     words = ["-o", str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--tokenizer", str(tmp_path), *SMALL]
     result = CliRunner().invoke(group, ["train", *words])
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     assert "has no token <|bos|>, <|eos|>, <|end|>, <|system|>, <|assistant|>," in result.stderr
     assert not (tmp_path / "out").exists()
 

@@ -43,6 +43,6 @@ def command(
     """
     wanted = _layers(layers)
     which: int | Literal["median", "shortest"] = step if step is not None else "shortest" if shortest else "median"
-    with ended_by(PlotError, ValueError, OSError, end=click.ClickException):
+    with ended_by(PlotError, ValueError), ended_by(OSError, end=click.ClickException):
         draw([timeline(read_trace(path), rank, which, wanted) for path in traces], output)
     click.echo(f"{output}: {len(traces)} timeline{'s' * (len(traces) > 1)}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ....launchers.cli.errors import ended_by
+from ....launchers.cli.errors import UsageError, ended_by
 from ..training import MODEL, STATES, TEXT, parse_layers, token_files, training_bar, training_ranks
 
 EPILOG = """\b
@@ -61,14 +61,15 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 @click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
 @click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
-@ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
+@ended_by(ValueError)
+@ended_by(OSError, FloatingPointError, end=click.ClickException)
 def command(source: Path, out: Path, **o: Any) -> None:
     """Retrain the checkpoint FROM for another residual wiring and write it as a folder that declares it.
 
     The loss is the next token's, and with --distil the original's distribution over it. The folder gets a card
     (README.md) and an evaluation record: held-out loss of the original, of the new wiring untrained, and trained."""
     if (out / "config.json").exists():
-        raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
+        raise UsageError(f"{out} already holds a model: remove it, or give another folder to -o")
     with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
         _adapt(source, out, ranks, o)
 
@@ -100,7 +101,7 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
 
     def check() -> None:
         if states.exists() and not o["resume"]:
-            raise click.ClickException(f"{states}: an unfinished run: go on with --resume, or remove it")
+            raise UsageError(f"{states}: an unfinished run: go on with --resume, or remove it")
 
     ranks.first_does(check)
     files = files_in(o["text"])

@@ -22,7 +22,8 @@ from ..training import MODEL, TEXT, token_file, training_ranks
 @click.option("--record", is_flag=True, help="Write the record that `check` and `serve` look for into each folder.")
 @click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
-@ended_by(ValueError, OSError, end=click.ClickException)
+@ended_by(ValueError)
+@ended_by(OSError, end=click.ClickException)
 def command(folders: tuple[Path, ...], **o: Any) -> None:
     """Perplexity of each of FOLDERS on the text; with --original, also the mean KL of what it and each folder expect
     next, and how often both would say the same.

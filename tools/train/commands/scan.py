@@ -25,7 +25,8 @@ from ..training import MODEL, TEXT, token_file, training_ranks
 @click.option("--plot", "file", metavar="FILE", help="Draw added loss against speed-up (.png, .svg).")
 @click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: torch's choice]")
-@ended_by(ValueError, OSError, RuntimeError, end=click.ClickException)
+@ended_by(ValueError)
+@ended_by(OSError, RuntimeError, end=click.ClickException)
 def command(source: Path, **o: Any) -> None:
     """How the loss on the text moves when each layer of FROM alone is laddered, and each suffix of layers, untrained;
     beside the speed-up that `plan` predicts for the suffix: quality against speed.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ....launchers.cli.errors import ended_by
+from ....launchers.cli.errors import UsageError, ended_by
 from ..training import MODEL, STATES, TEXT, training_bar, training_ranks
 
 if TYPE_CHECKING:
@@ -105,11 +105,12 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
 @click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
-@ended_by(ValueError, OSError, FloatingPointError, end=click.ClickException)
+@ended_by(ValueError)
+@ended_by(OSError, FloatingPointError, end=click.ClickException)
 def command(out: Path, **o: Any) -> None:
     """Train a Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
     if (out / "model.safetensors").exists():
-        raise click.ClickException(f"{out} already holds a model: remove it, or give another folder to -o")
+        raise UsageError(f"{out} already holds a model: remove it, or give another folder to -o")
     with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
         _train(out, ranks, o)
 
@@ -133,7 +134,7 @@ def _train(out: Path, ranks: DataParallel, o: dict[str, Any]) -> None:
 
     def prepare() -> None:
         if not o["resume"] and state.newest(states) is not None:
-            raise click.ClickException(f"{states}: an unfinished run: go on with --resume, or remove it")
+            raise UsageError(f"{states}: an unfinished run: go on with --resume, or remove it")
         if not given and not (o["resume"] and own.is_file()):
             states.mkdir(parents=True, exist_ok=True)
             corpus.train_tokenizer(documents, o["vocab"]).save(str(own))
