@@ -1,8 +1,5 @@
-"""The protocol between those who have requests (daemon, `run`) and those who run them (an engine job).
-
-launchers/ implements it (`launchers/job/supervisor.py`: mpirun, control channel, relaunch;
-`launchers/rank/outer_job.py`: inside an outer mpirun) and injects it; engine/daemon only ever sees this file. asyncio
-throughout: every method is called, and every callback made, on one event loop.
+"""The protocol between the owner of requests (daemon, `run`) and an engine job: launchers/job/supervisor.py with
+mpirun, launchers/rank/outer_job.py inside an outer mpirun. Every method and callback runs on one event loop.
 """
 
 from __future__ import annotations

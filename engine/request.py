@@ -1,7 +1,5 @@
-"""What is asked of the engine and what it answers, as frozen data: ids in, ids out.
-
-Knows nothing of text, tensors or HTTP. The scheduler (rank 0) and the sampler (every rank) use it. What clients send is
-checked in engine/openai/; the checks here are of what another process of ours sent.
+"""A request and its events as frozen data: token ids in, token ids out. engine/openai/ checks clients' input; the
+checks here are of what another laddertron process sent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""`laddertron serve`: the daemon with real replicas: configuration, jobs, keys, logs, signals. No torch, no MPI here.
-
-Everything that can be wrong is found before anything is launched; what the daemon does stands in engine/daemon/.
+"""`laddertron serve`: builds the daemon from configuration, jobs, keys, logs and signals. Every error is found before
+anything is launched. No torch, no MPI.
 """
 
 from __future__ import annotations

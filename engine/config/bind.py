@@ -1,7 +1,6 @@
-"""Located values into the dataclasses of engine/config/schema.py, by pydantic: all errors at once, each at its place.
-
-Knows types, not keys: what a key may hold is its annotation. Where there are errors, the file is read once more without
-the keys concerned, so that they hold defaults and the rules between the others can still be checked.
+"""Binds located values to the dataclasses of engine/config/schema.py by pydantic: all errors at once, each at its
+place. Where there are errors it reads once more without those keys, so that the rules between the others are still
+checked.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The deployment file: `load(path, overrides) -> Deployment`, frozen, strict, every error reported at once.
-
-Reads one YAML file and `--set section.key=value` overrides, and touches nothing else: whether folders exist is for
-`laddertron check` and for those who open them. No torch; also read by ranks, which get it as JSON (`from_json`).
+Reads the file alone; `laddertron check` looks at the folders that it names.
 """
 
 from __future__ import annotations

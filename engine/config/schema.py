@@ -1,8 +1,4 @@
-"""What a deployment file may say: every section, key, type, bound and default, as frozen data composed by field.
-
-Knows nothing of YAML or of files: engine/config/load.py reads a file into these, everyone else is handed them. Each key
-is explained in configs/reference.yaml, which a test holds to this file.
-"""
+"""Every section, key, type, bound and default of a deployment file. configs/reference.yaml explains each key."""
 
 from __future__ import annotations
 

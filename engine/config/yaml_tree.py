@@ -1,7 +1,5 @@
-"""A deployment file as a tree of located values: YAML by SafeLoader's rules, every value with `file:line`.
-
-Knows YAML and nothing of what keys mean (engine/config/load.py does). Bounded before anything is built: file size,
-depth, number of values after aliases are followed; no tags but YAML's own, no merge keys, no key twice.
+"""A deployment file as a tree of values with `file:line`: YAML by SafeLoader's rules, without tags, merge keys and
+duplicate keys; bounded in bytes, depth and values before anything is built.
 """
 
 from __future__ import annotations

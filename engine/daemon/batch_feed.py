@@ -1,8 +1,4 @@
-"""One batch being computed: its unfinished lines through the dispatcher, their results into the store.
-
-A line counts when the store has it. Knows the dispatcher and the store's records; no HTTP, and not what becomes of the
-batch afterwards (batches.py).
-"""
+"""One running batch: sends its unfinished lines to the dispatcher and writes their results to the store."""
 
 from __future__ import annotations
 

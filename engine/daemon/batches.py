@@ -1,7 +1,5 @@
-"""The life of every batch: checked whole, computed, its files made; cancelled, expired, failed, deleted in time.
-
-What a batch is stands in the store alone: a daemon that starts takes every open one up where its status says. Knows no
-HTTP; computing one is batch_feed.py's.
+"""The life of every batch: checked, computed (batch_feed.py), its files made; cancelled, expired, failed, deleted.
+Its state is in the store alone, so a restarted daemon resumes every open batch at its status.
 """
 
 from __future__ import annotations

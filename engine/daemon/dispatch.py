@@ -1,8 +1,6 @@
-"""The daemon's requests over its replicas: interactive ones first, each to the least loaded, lost ones again.
-
-A replica that dies takes nothing with it but time: what it had in flight is submitted again with the next epoch, and
-goes on with the token after the last one that was reported. Which request killed it is suspects.py's to say. asyncio;
-no HTTP, no store.
+"""Distributes requests over the replicas: interactive ones first, each to the least loaded replica.
+Requests of a failed replica are submitted again with the next epoch and resume after the last reported token;
+suspects.py decides which request is to blame.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The daemon put together: store, text workers, replicas, batches, HTTP; and its end, by signal or by failure.
-
-Handed its jobs and its observer by launchers/serve.py (or a test); `run` returns the exit code.
+"""The daemon: store, text workers, replicas, batches and HTTP, until a signal or a failure. `run` returns the exit
+code.
 """
 
 from __future__ import annotations

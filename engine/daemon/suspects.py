@@ -1,8 +1,6 @@
-"""Which request kills its rank: what deaths say of one that was in the step. No clocks, no jobs.
-
-One death says nothing: ranks die of much else, so all that was in the step goes on at once, beside the others. What
-kills does so again before it gets further. So a request that a second death finds where the first one did runs alone
-from there, until it is past that place. Given up is what a rank dies of twice there with nothing else in the step.
+"""Decides which request kills its rank, from the deaths of steps that contained it. No clocks, no jobs.
+After one death all requests of the step resume together. A request that a second death finds at the same place runs
+alone until it is past it; one that dies there twice alone is given up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What each owner uses: requests and tokens by day (UTC), in the store, and held against the limits of its key.
-
-Decides and counts; knows keys by their ids and limits alone, no HTTP. Lines of batches are counted in the transaction
-that stores them; the rest is written about once a second, and what a kill takes is a second's.
+"""Counts requests and tokens of each key by day (UTC) and enforces its limits. Batch lines are counted in the
+transaction that stores them, other requests about once a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The values of every series of catalogue.py, kept for a scrape; knows names and labels, not what a series means.
-
-The registry is passed in; nothing is global. Any thread may call. What ranks count goes on over a relaunch; a rank that
-is silent for RANK_UP_S is down.
+"""The values of catalogue.py's series for a scrape. Thread-safe. Counters of ranks continue over a relaunch; a rank
+that is silent for RANK_UP_S is down.
 """
 
 from __future__ import annotations

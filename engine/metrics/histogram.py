@@ -1,8 +1,4 @@
-"""Counts of values by size, cheap enough for every step: what ranks send with their heartbeats and
-engine/metrics/collector.py exports.
-
-One thread observes; another may read at any moment and at worst misses the latest value.
-"""
+"""A histogram cheap enough for every step; one thread observes, another may read and at worst misses the latest value."""
 
 from __future__ import annotations
 

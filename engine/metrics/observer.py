@@ -1,7 +1,4 @@
-"""What the daemon tells whoever keeps metrics, and which series each of its calls changes.
-
-launchers/serve.py hands one to the daemon; a test may do the same with a registry of its own.
-"""
+"""The daemon's events as metrics: which series each call changes."""
 
 from __future__ import annotations
 

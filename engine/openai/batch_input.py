@@ -1,7 +1,5 @@
-"""Lines of a batch file, checked one by one (`laddertron run`) or as a whole (the Batch API).
-
-Reads bytes as a stream, one bounded line at a time; knows no HTTP, store, model or tokens. A bad line is data: it comes
-out as a Line with its error. What a good one becomes stands in to_engine.py.
+"""Reads a batch file line by line, bounded, for `laddertron run` and the Batch API. A bad line is a Line with its
+error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The checked `Body` of a request: its fields as schema.py takes them, and the rules between them.
-
-Unknown fields are refused by name. Pure: bytes or parsed JSON in, `Body` or ApiError out; what depends on the model
-is checked in to_engine.py.
-"""
+"""Validates a body: its fields by schema.py, the rules between them, unknown fields by name. Pure."""
 
 from __future__ import annotations
 

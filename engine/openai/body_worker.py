@@ -1,8 +1,5 @@
-"""Whole bodies made into ids: small ones where they are, large ones in a text worker, so that no loop waits for them.
-
-`prepare` is the daemon's side, with a text pool whose workers are this module (`python -m`, see engine/text/worker.py):
-it takes bodies, and lines of batch files, besides texts. What comes back of a large one are its prompts' ids, and the
-body without its prompts.
+"""Turns bodies into token ids: small ones in place, large ones in a text worker (engine/text/pool.py runs this module).
+A large one returns as its prompts' ids and the body without prompts.
 """
 
 from __future__ import annotations

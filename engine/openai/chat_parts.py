@@ -1,11 +1,9 @@
-"""A chat's text taken apart as it comes: reasoning, content, tool calls. Pure but for its own state.
-
-Whatever the pieces in which a text is pushed, the parts joined are the same. A call is given out whole, once it is
-complete; where one is named, its arguments as they come.
+"""Splits a chat's text into reasoning, content and tool calls as it arrives. The result does not depend on the pieces.
+A call is emitted whole; where one is named, its arguments as they arrive.
 
 Formats: Hermes and Qwen write <tool_call>{"name", "arguments"}</tool_call> anywhere; Llama 3.1 to 3.3 answer with
 {"name", "parameters"} and nothing before it, several divided by semicolons; an answer that had to call (tools.py) is an
-array of such objects. What looks like a call and is none is content, as it stands.
+array of such objects. Anything else stays content.
 """
 
 from __future__ import annotations

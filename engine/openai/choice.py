@@ -1,7 +1,4 @@
-"""One choice of an answer: the engine's events -> its text, its ids, and how it ended.
-
-Finds stop strings. Knows no JSON: responses.py words it.
-"""
+"""One choice of an answer: from the engine's events to text, ids and finish reason. Applies stop strings."""
 
 from __future__ import annotations
 

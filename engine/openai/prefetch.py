@@ -1,7 +1,4 @@
-"""Lines on their way to the engine: read ahead, tokenised beside one another, handed on in order.
-
-Shared by `laddertron run` (engine/run/run.py) and the daemon's batches; knows no job and no files.
-"""
+"""Reads lines ahead, tokenises several at once, yields them in order; for `laddertron run` and the daemon's batches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Tokens -> what the client gets: response bodies and streamed chunks.
-
-One `Answer` hands the events of one body's requests to its choices (choice.py) and builds the JSON of what they hold.
-Pure but for its own state; knows neither HTTP nor files.
-"""
+"""Response bodies and streamed chunks from tokens: an `Answer` passes events to its choices (choice.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The fields of /v1/chat/completions and /v1/completions, each body as a pydantic model.
-
-OpenAI's fields and the ones vLLM's users know. Known ones that are not supported are refused by name. The sampling
-parameters' fields follow from engine/request.py's SamplingParams. What holds between fields is body.py's.
+"""The fields of /v1/chat/completions and /v1/completions as pydantic models: OpenAI's and vLLM's. Sampling fields
+follow from engine/request.py's SamplingParams; body.py checks the rules between fields.
 """
 
 from __future__ import annotations

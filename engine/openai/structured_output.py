@@ -1,7 +1,5 @@
-"""Structured output as clients ask for it -> one grammar in llguidance's JSON form, or None.
-
-`response_format`, vLLM's `guided_*` and its newer `structured_outputs`. Whether the grammar compiles is for the
-library; here only shape and size are checked.
+"""Converts `response_format`, `guided_*` and `structured_outputs` to one grammar in llguidance's JSON form, or None.
+Checks shape and size; the library finds out whether the grammar compiles.
 """
 
 from __future__ import annotations

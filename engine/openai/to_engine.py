@@ -1,7 +1,4 @@
-"""A checked body -> the engine's Requests: `encode_prompts` (text to ids, in the pool), then `to_requests`.
-
-Here a body meets the model: its name, its length, its vocabulary, its slots.
-"""
+"""From a checked body to the engine's Requests (`encode_prompts`, `to_requests`), checked against the model's limits."""
 
 from __future__ import annotations
 

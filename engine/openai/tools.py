@@ -1,8 +1,5 @@
-"""Tools as clients describe them: the fields of a chat body, and the grammar of an answer that must call one.
-
-`tool_choice: required` asks for an array of {"name", "parameters"}, a named tool for its arguments alone, as vLLM does,
-so that the grammar is the same whatever the checkpoint was trained on; calls made by choice are found in the text by
-chat_parts.py. Pure.
+"""Tools of a chat body, and the grammar of an answer that must call one: with `tool_choice: required` an array of
+{"name", "parameters"}, with a named tool its arguments alone, as in vLLM. Other calls are found by chat_parts.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Bodies as pydantic models: what the models of this folder share, and what pydantic finds as an ApiError.
-
-Every error names the field, its value and the rule. Knows no field by name. What is checked was parsed by strict_json,
-which bounds how much there is to look at.
-"""
+"""What this folder's pydantic models share, and pydantic's errors as an ApiError with field, value and rule."""
 
 from __future__ import annotations
 

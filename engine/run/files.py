@@ -1,8 +1,4 @@
-"""The files of one `laddertron run`: answers and errors, appended in whole lines, and what of them is still good.
-
-A line is in a file entirely or not at all, whatever interrupts the run; `--resume` reads back what is finished. Knows
-lines and custom_ids, no requests or tokens.
-"""
+"""The files of a `laddertron run`: answers and errors, appended in whole lines; `--resume` reads back what is complete."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`laddertron run`: lines of a file in, answers out, through jobs that are kept fed and never relaunched.
-
-Streams: a bounded number of requests is in memory, whatever the file's size. The dispatcher (engine/daemon/dispatch.py)
-shares them out among the replicas. No HTTP, no MPI, no torch.
+"""`laddertron run`: lines of a file in, answers out, through jobs that are never relaunched. Holds a bounded number of
+requests, whichever size the file has.
 """
 
 from __future__ import annotations

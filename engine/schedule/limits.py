@@ -1,7 +1,4 @@
-"""What one replica can hold, and the rule at the door: a request that could never run is refused before it waits.
-
-Data and pure checks; the scheduler applies them, whoever builds an engine makes the limits.
-"""
+"""What one replica can hold; a request that could never run is refused before it waits."""
 
 from __future__ import annotations
 

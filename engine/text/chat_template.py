@@ -1,8 +1,6 @@
-"""A checkpoint's chat template: messages to the prompt's text, in Jinja's immutable sandbox.
-
-Gives templates what they expect of their usual home (raise_exception, strftime_now, tojson, loop controls, generation
-blocks). The sandbox keeps a template away from Python's insides, not from endless loops: render in a process that can
-be killed (engine/text/pool.py).
+"""Renders a checkpoint's chat template in Jinja's immutable sandbox, with the helpers that templates expect
+(raise_exception, strftime_now, tojson, loop controls, generation blocks). The sandbox does not stop endless loops:
+render in a process that can be killed (engine/text/pool.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Ids to text, token by token: characters are held back until they are whole, stop strings until they are decided.
-
-Knows the `tokenizers` library and nothing of prompts, templates or HTTP. What has been given out, joined, equals the
-library's own decode of the whole; used by engine/text/tokenizer.py and engine/openai/responses.py.
+"""Ids to text, token by token: incomplete characters and possible stop strings are held back. The joined text equals
+the library's decode of the whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Text to ids in worker processes that can be killed: `await pool.encode(…)`, in order, a few texts a round trip.
-
-A template that loops, a text that explodes: the worker dies, its item alone gets an error, a fresh worker takes over.
-Fair between owners: each has its turn, and items that may take long leave one worker to the others. asyncio; no torch.
+"""Text to ids in worker processes: `await pool.encode(…)`, in order, fair between owners. A worker that hangs or grows
+is killed and replaced; only its item gets an error. Items that may take long leave one worker to the others.
 """
 
 from __future__ import annotations

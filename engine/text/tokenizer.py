@@ -1,7 +1,5 @@
-"""A checkpoint's text side: its tokenizer, special tokens and chat template. Text to ids and back, nothing else.
-
-No torch and no transformers: the same ids as its AutoTokenizer gives, from the same files. Whoever has untrusted or
-long text encodes through engine/text/pool.py, which runs this file in processes that can be killed.
+"""A checkpoint's tokenizer, special tokens and chat template: the same ids as transformers' AutoTokenizer, without
+torch and transformers. Encode untrusted or long text through engine/text/pool.py.
 """
 
 from __future__ import annotations

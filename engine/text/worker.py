@@ -1,9 +1,8 @@
-"""One process that renders chat templates and tokenises, for engine/text/pool.py: frames in, frames out, nothing else.
+"""A process that renders chat templates and tokenises, for engine/text/pool.py.
 
 A frame is a 4-byte little-endian length and that much JSON; an item with `blob` has that many bytes after its frame, an
 answer with `ids` (how many each text has) a frame of 32-bit integers, one with `answer` a frame of bytes for a client.
-The process bounds itself (address space, processor time an item, end of its input), so that it dies alone whatever a
-template or a text makes it do.
+The process limits its address space and its processor time per item.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The Batch API from the client's side, on the standard library: against any server of that API, ours or another.
-
-Knows HTTP and JSON, no terminal. Uploads and downloads are streamed.
-"""
+"""A client of the Batch API on the standard library, for any server of that API. Uploads and downloads are streamed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What errors of all commands look like, and the exit codes there are.
-
-An error is one line on stderr, `error: what is wrong, what is allowed`, behind its `file:line: key: ` where it is a
-deployment file's; a warning begins with `warning: `. docs/operating.md lists the exit codes.
+"""The form of errors and the exit codes of all commands: `error: what is wrong, what is allowed` on stderr, after
+`file:line: key: ` for a deployment file. docs/operating.md lists the exit codes.
 """
 
 from __future__ import annotations

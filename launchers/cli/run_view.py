@@ -1,7 +1,4 @@
-"""What a run shows on the terminal: a progress bar (or, without one, a line now and then) and a table at the end.
-
-Data in, text out; decides nothing.
-"""
+"""The progress (bar or lines) and the final table of a run."""
 
 from __future__ import annotations
 

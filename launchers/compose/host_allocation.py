@@ -1,7 +1,5 @@
-"""Which hosts, devices, interfaces and HCAs each replica gets: by placement or by slots, in order.
-
-Pure. Without a fabric a group stays inside one host where it fits, else spans the fewest whole hosts with equally many
-ranks on each; with one, topology/placement/placement.py decides.
+"""Assigns hosts, devices, interfaces and HCAs to replicas. Pure. Without a fabric a group stays on one host where it
+fits, else spans the fewest whole hosts evenly; with one, topology/placement/placement.py decides.
 """
 
 from __future__ import annotations

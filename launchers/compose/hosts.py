@@ -1,8 +1,4 @@
-"""Which hosts there are: config, hostfile, the batch system's allocation or the fabric, as data.
-
-Pure but for `read_hosts`, which opens the files that config and environment name. Who gets which of them is
-launchers/compose/host_allocation.py.
-"""
+"""The available hosts from configuration, hostfile, batch system or fabric, as data. Only `read_hosts` reads files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A deployment as Kubernetes manifests: an MPIJob (Kubeflow's operator, v2beta1) or a LeaderWorkerSet. Pure.
-
-Both hold the deployment in a ConfigMap, its hosts rewritten to the pods' names; ranks are started by mpirun over the
-pods' sshd, as on any cluster.
-"""
+"""A deployment as Kubernetes manifests: an MPIJob (Kubeflow's operator, v2beta1) or a LeaderWorkerSet. Pure."""
 
 from __future__ import annotations
 

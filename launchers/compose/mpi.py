@@ -1,7 +1,5 @@
-"""The one composer of launcher command lines: (Deployment, Site, Share, program, forward) -> LaunchCommand. Pure.
-
-`launch` prints or execs what it makes, `run` and `serve` start it. Values of variables never stand on a command line,
-only names; every word has its reason. Finding the launcher is launchers/compose/detect_launcher.py.
+"""Composes launcher command lines: (Deployment, Site, Share, program, forward) -> LaunchCommand, with a reason for
+every word. Command lines contain names of variables, never their values. Pure.
 """
 
 from __future__ import annotations

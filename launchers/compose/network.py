@@ -1,6 +1,5 @@
-"""Which interface and HCAs a job's ranks use, and how NCCL, gloo, UCX and MPI learn it: pure.
-
-From config and placement, never a hard-coded name: what neither of them says is left to the libraries.
+"""The interface and HCAs of a job's ranks, and the variables by which NCCL, gloo, UCX and MPI learn them. Pure; what
+neither configuration nor placement says is left to the libraries.
 """
 
 from __future__ import annotations

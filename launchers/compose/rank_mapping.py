@@ -1,6 +1,5 @@
-"""Where each rank of a launch belongs: written by the composer into the ranks' environment, verified by the ranks when
-they meet; and the binding of a rank's threads to its cores. Only where a fabric was given: its host names are those
-that hosts call themselves.
+"""The expected place of each rank: set in its environment by the composer, verified when ranks meet, and the binding of
+its threads to cores. Only with a fabric, whose host names are those that hosts report.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The sbatch script of a deployment, as text: pure. It drains five minutes before its time ends, and is requeued.
-
-The batch script is no rank: it runs `laddertron serve` or `run` on the first node, which starts ranks with srun.
+"""The sbatch script of a deployment; it drains five minutes before its time limit and is requeued. The script runs
+`laddertron serve` or `run` on the first node, which starts ranks with srun.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The daemon's end of the control channel: one TCP connection a rank, authenticated both ways, framed, checked.
-
-Runs on the caller's event loop and hands every checked message to its handler; decides nothing about jobs
-(`launchers/job/supervisor.py`). One server a launch, with a secret of its own. Peers that have not proved the secret
-are bounded in number, bytes and time. The ranks' end is `control_client.py`.
+"""The owner's end of the control channel: one authenticated TCP connection per rank. One server and one secret per
+launch; unauthenticated peers are bounded in number, bytes and time.
 """
 
 from __future__ import annotations

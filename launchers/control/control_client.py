@@ -1,9 +1,6 @@
-"""A rank's end of the control channel, for synchronous code: two threads of its own, so that heartbeats and the loss
-of the channel do not depend on the main thread, which may hang in a collective.
-
-Make it before importing torch (it needs none): start-up then shows as heartbeats. A rank whose channel ends without a
-Shutdown, or is silent for SILENCE_S, ends its process at once: nobody is left whom its work could serve, and its
-device must be free for the next launch.
+"""A rank's end of the control channel, on two threads of its own, so that heartbeats and the loss of the channel do not
+depend on the main thread. Create it before importing torch: start-up then sends heartbeats. A rank whose channel ends
+without a Shutdown, or is silent for SILENCE_S, exits at once, which frees its device for the next launch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Frames of the control channel: 4 bytes of length, 16 of seal, then a message. Pure: bytes in, payloads out.
-
-Knows the mutual HMAC-SHA256 challenge and the per-frame seal, not what messages mean (`messages.py`) nor sockets
-(`control.py`, `control_client.py`). A length is checked against its bound before anything is read or allocated for it.
+"""Frames of the control channel: 4 bytes of length (checked before anything is allocated), 16 of seal, then a message.
 
 Handshake, each step one unsealed frame of at most HANDSHAKE_LIMIT bytes:
   server -> rank   challenge {nonce}

@@ -1,8 +1,5 @@
-"""What the daemon and the ranks say to each other: frozen data, and its checked JSON form.
-
-`to_wire` and `from_wire` are each other's inverse; from_wire raises ReadError on anything else: an unknown type or
-field, a wrong kind, a value out of bounds, a message that this sender may not send. Challenge, Answer and Proof are
-the handshake's, before anybody is known: they are read with `from_unproven`. Knows no sockets.
+"""Messages between a job's owner and its ranks: frozen data and its checked JSON form. from_wire raises ReadError for
+an unknown type or field, a wrong kind, a value out of bounds, or a message that this sender may not send.
 """
 
 from __future__ import annotations

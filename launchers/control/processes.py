@@ -1,7 +1,4 @@
-"""Processes of this host by pid and start time, so that a pid that was given out again is never taken for the old one.
-
-Linux only (/proc, prctl, pidfd).
-"""
+"""Processes of this host by pid and start time, so that a reused pid is not mistaken for the old process. Linux only."""
 
 from __future__ import annotations
 

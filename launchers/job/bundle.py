@@ -1,7 +1,5 @@
-"""The night call's archive: what ranks knew when something went wrong, with the configuration, this host and the last
-words, secrets taken out. Its first line names the rank or link that did not arrive.
-
-Written by itself when a launch fails (`FailureBundles`), on SIGUSR1 by a running daemon, and by `laddertron bundle`.
+"""The diagnostics archive: ranks, configuration, this host and the last output, without secrets. Written when a launch
+fails (`FailureBundles`), on SIGUSR1, and by `laddertron bundle`.
 """
 
 from __future__ import annotations

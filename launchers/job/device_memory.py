@@ -1,8 +1,5 @@
-"""Whether the devices of a replica's ranks on this host are free again, before ranks are launched on them once more.
-
-A killed process is gone before the driver has given back what it held on a GPU; a launch that comes too early fails for
-want of memory. (On a CPU memory goes with the process, which the launch waits for: `job_launch.py`.) Other hosts' GPUs
-cannot be seen from here: there the load itself refuses, with need and have.
+"""Waits until the GPUs of a replica's ranks on this host are free again, before ranks are launched on them once more:
+the driver frees a killed process's memory late. GPUs of other hosts are checked by the load itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The hosts of a running deployment: each replica's launch command, with spare hosts in the place of quarantined ones.
-
-What `serve` and `run` make MpiJobs from. Choices are launchers/compose/mpi.py's; here they meet this machine: its name,
-its addresses, the spares that are already used.
-"""
+"""The hosts of a running deployment: each replica's launch command, with spare hosts in place of quarantined ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""One launch of a job, from mpirun's start to the last process gone: its control server, its keeper, the clocks.
-
-Feeds `rank_board.py` with what the ranks say and tells the job (`supervisor.py`) what follows. Whether to launch again
-is the job's.
+"""One launch of a job, from mpirun's start to its last process's exit: control server, keeper, clocks. rank_board.py
+decides what messages mean, supervisor.py whether to launch again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What is known of every rank of one launch, and what follows from it: signs of failure, suspicion, readiness.
-
-Decisions as data: each method takes the time (monotonic seconds) and returns what to tell, in order. Knows no sockets
-and no processes; `job_launch.py` feeds it and acts.
+"""The state of every rank of one launch and what follows from it: failures, suspicion, readiness. Decisions as data:
+each method takes the time (monotonic seconds) and returns the news in order; job_launch.py acts on them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A changed deployment file under a running daemon: what may change, and the exchange of the replicas' ranks for it.
-
-Asked for by SIGHUP (`laddertron reload` sends it). Replicas follow one another; `rolling_job.py` takes one over.
+"""Applies a changed deployment file to a running daemon (SIGHUP, `laddertron reload`): which keys may change, and the
+rolling exchange of the replicas' ranks.
 """
 
 from __future__ import annotations

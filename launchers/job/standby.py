@@ -1,8 +1,4 @@
-"""A second launch of a job that stands by: imported and connected, without weights, to take over from one that fails.
-
-Keeps one up behind the job's present launch, and says why when there is none. When it takes over is the job's
-(`supervisor.py`).
-"""
+"""Keeps a hot standby: a second launch, connected and without weights, that takes over from one that fails."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""A command under a keeper, for callers that wait for it: nothing of it outlives this process, not even after kill -9.
-
-What the supervisor's jobs have in launchers/job/job_launch.py, for `bench` and `preflight`. Decides nothing.
+"""A command under a keeper, for `bench` and `preflight`: none of its processes outlives this one, not even after
+SIGKILL.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""MpiJob: one replica as an MPI job that is launched, watched, ended and launched again (the protocol `EngineJob`).
-
-Ranks are disposable: whatever goes wrong ends the whole launch (`job_launch.py`) and starts another, until failures
-repeat without progress. Keeps the requests in flight, so that those a launch takes with it are reported. Everything
-happens on one event loop; decisions are in `detect.py`.
+"""MpiJob: one replica as an MPI job that is launched, watched and launched again (the protocol `EngineJob`).
+Any failure ends the whole launch (job_launch.py) and starts another, until failures repeat without progress. It reports
+the requests in flight that a failed launch loses. Everything runs on one event loop; decisions are in detect.py.
 """
 
 from __future__ import annotations

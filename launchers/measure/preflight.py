@@ -1,7 +1,4 @@
-"""A rank's part of preflight: measures its links, the collectives and itself; rank 0 judges and makes the tuning.
-
-What to measure and what is wrong is preflight_plan.py's, the fit topology/cost/fit.py's. Prints nothing.
-"""
+"""A rank's part of preflight: measures links, collectives and itself; rank 0 judges and makes the tuning."""
 
 from __future__ import annotations
 

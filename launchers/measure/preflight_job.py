@@ -1,7 +1,5 @@
-"""The command that holds preflight's ranks: started, listened to, and ended with every process where it does not end.
-
-Ranks give signs of life on stderr, which are not shown; a launcher whose nodes lost one another waits for ever, so that
-ranks that give none in time are named and the launcher is killed.
+"""Runs preflight's ranks and ends every process if they hang: ranks report progress on stderr, and those that are late
+are named before the launcher is killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What every rank does in preflight: reports how it reaches other nodes, its clock and how fast it computes alone;
-times point-to-point links, and all-reduces of every strategy and size.
-
-Every rank calls the measurements with the same plan; a watch ends what does not answer. Judges nothing.
+"""What a rank measures in preflight: its reach, clock and speed, point-to-point links, all-reduces of every strategy
+and size. Every rank calls with the same plan; a watchdog ends what does not answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What preflight measures and how it judges, without doing either: data in, findings out. Pure.
-
-`launchers/measure/preflight.py` has the effects: it gathers a `Setup` from every rank, runs the `PreflightPlan`
-where all are alike, and hands what was measured here. A finding names the culprit, what is wrong and the fix.
+"""What preflight measures and how it judges. Pure: a `Setup` from every rank gives a `PreflightPlan`, measurements give
+findings, each with the culprit, what is wrong and the fix.
 """
 
 from __future__ import annotations

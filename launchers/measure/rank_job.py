@@ -1,6 +1,5 @@
-"""One set of ranks that measures on demand (tools/bench/bench_rank.py), as `laddertron bench` holds it: an order
-in, an answer out, at rest in between. Several are kept at once, so that their cases can take turns. Ranks that take no
-orders, as those of `profile` and `verify`, only answer.
+"""A set of ranks that measures on demand: an order in, an answer out, idle in between, so that several take turns.
+Ranks of `profile` and `verify` take no orders and only answer.
 """
 
 from __future__ import annotations

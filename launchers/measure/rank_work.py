@@ -1,7 +1,4 @@
-"""What a rank does that measures: it loads its share of a deployment, does its work and answers in JSON lines.
-
-Called by the ranks' own modules (bench, profile, verify); started by launchers/measure/rank_job.py.
-"""
+"""A measuring rank (bench, profile, verify): loads its share of a deployment, works and answers in JSON lines."""
 
 from __future__ import annotations
 

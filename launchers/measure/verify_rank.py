@@ -1,8 +1,6 @@
 """`python -m laddertron.launchers.measure.verify_rank DEPLOYMENT.json ORDER`: a rank of `laddertron verify`.
-
-ORDER is JSON: requests, longest, cases, seed, digests. Rank 0 prints three kinds of lines: what it is, each case with
-the first difference in it that any rank found, and in the end the digests of the requests computed alone, if wanted.
-Started by launchers/measure/rank_job.py.
+ORDER is JSON: requests, longest, cases, seed, digests. Rank 0 prints JSON lines: what it is, each case with its first
+difference on any rank, and the digests of the requests computed alone if wanted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""From a tuning file to the strategy of each message size, the same on every rank; and what the job's fabric is.
-
-Rank 0 alone reads the file and sends a table: a file that another node lacks, or has in another version, cannot make
-ranks disagree.
+"""From a tuning file to the strategy of each message size. Rank 0 alone reads the file and sends the table, so that
+ranks with different files cannot disagree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""`laddertron run` inside an outer mpirun, srun or torchrun: nothing is launched, these ranks serve rank 0's files.
-
-Rank 0's event loop runs in a second thread, beside the engine in the main one. It reaches the first rank of every
-replica, its own included, over the control channel. Any rank lost ends the whole mpirun, and so every replica; a later
-run resumes from the files.
+"""`laddertron run` inside an outer mpirun, srun or torchrun. Rank 0's event loop runs in a second thread and reaches
+the first rank of every replica over the control channel. A lost rank ends the whole mpirun; a later run resumes.
 """
 
 from __future__ import annotations

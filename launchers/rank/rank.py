@@ -1,8 +1,4 @@
-"""One rank's life: find the group, load, step until told to end. The same under a daemon, `run` and an outer mpirun.
-
-Takes the resolved deployment and, on the ranks that have one, a channel to whoever owns the job. Decides nothing about
-tokens.
-"""
+"""One rank's life: find the group, load, step until it is ended. The same under a daemon, `run` and an outer mpirun."""
 
 from __future__ import annotations
 

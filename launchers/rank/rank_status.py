@@ -1,7 +1,4 @@
-"""What a rank says of itself: the figures of its heartbeat and of a dump, read from plain attributes by another thread.
-
-Rows are named as in engine/metrics/catalogue.py.
-"""
+"""A rank's heartbeat rows (engine/metrics/catalogue.py) and dumps, read by another thread from plain attributes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A rank that stands by: all that a start does but for weights and KV, then the wait for the word to load.
-
-What follows on Load is every rank's own start.
-"""
+"""A hot standby's rank: all of a start but weights and KV, then the wait for Load."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""`python -m laddertron.launchers.rank.worker`: what mpirun, srun or torchrun starts, one process a rank.
-
-Connects to whoever launched it (address and secret in the environment), is told what to run, and runs it. A rank that
-raises reports its traceback and leaves at once: waiting for peers that wait for it would be the hang that everybody
-knows from MPI jobs.
+"""`python -m laddertron.launchers.rank.worker`: one process per rank, started by mpirun, srun or torchrun.
+Address and secret of its owner are in the environment. A rank that raises reports its traceback and exits at once:
+its peers wait for it in a collective.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The HTTP application: routes put together, errors in one form, the description of it all. No torch, no MPI.
-
-`make_app(services, …)` is all that launchers/ and the tests need; what the routes do stands in the files beside it.
-"""
+"""The HTTP application: routes, one form of errors, the API's description. No torch, no MPI."""
 
 from __future__ import annotations
 

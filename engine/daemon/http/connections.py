@@ -1,7 +1,4 @@
-"""Connections from accept to their end: counted before TLS, refused where there is no room, given up in a fixed order.
-
-Knows sockets, and no HTTP but the one answer that refuses a connection.
-"""
+"""Connections from accept to close: counted before TLS, refused at the limit, closed in a fixed order under pressure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""/v1/completions and /v1/chat/completions: one body in, an answer or a stream of server-sent events out.
-
-Interactive: such requests go before every batch line. A client that goes away takes its request along.
-"""
+"""/v1/completions and /v1/chat/completions: one body in, an answer or a stream of server-sent events out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The gate before every route, as plain ASGI: who is it, is it bounded, how long may it take; and who did what.
-
-Knows keys and limits, no route's meaning. Everything it refuses is refused before a body is read.
-"""
+"""The ASGI gate before every route: authentication, limits, timeouts, audit. It refuses before a body is read."""
 
 from __future__ import annotations
 

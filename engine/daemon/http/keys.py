@@ -1,7 +1,4 @@
-"""API keys: made once, shown once, kept as digests in a file of the operator's, compared in constant time.
-
-A key is `sk-lt-` and 256 random bits, so a plain digest says nothing about it. The file is read again when it changes.
-"""
+"""API keys: `sk-lt-` and 256 random bits, shown once, stored as digests, compared in constant time."""
 
 from __future__ import annotations
 

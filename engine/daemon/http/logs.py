@@ -1,7 +1,4 @@
-"""Logs on stdlib logging: one JSON object a line for machines, one readable line for a terminal, an audit file.
-
-Every record may bring fields (`extra={"event": …, "rank": …}`); they appear in both forms.
-"""
+"""Logging: one JSON object a line for machines, one readable line for a terminal, an audit file; both show `extra`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The daemon's own page and what it shows: replicas, ranks, links, requests and batches at one look.
-
-`/` is one file that holds no data and loads nothing else: it needs no key. What it asks, `/v1/overview`, does.
-"""
+"""The status page `/`, one static file that needs no key, and its data, `/v1/overview`, which does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What probes and Prometheus ask: /health, /ready and /metrics, on the daemon's own listener and on one beside it.
-
-The one beside it (`metrics.port`) has a thread and an event loop of its own: neither connections nor bodies nor work of
-the API can hold it up. Its routes only read, so that they may be called from either thread.
+"""/health, /ready and /metrics, on the daemon's listener and on `metrics.port`, which has a thread and an event loop of
+its own so that no API traffic delays it. The routes only read and are thread-safe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""uvicorn with bounds: connections, bytes of headers, seconds that headers may take; signals are the daemon's own.
-
-The only file that knows uvicorn. Its HTTP protocol is h11's, in Python: no C parser to keep patched.
-"""
+"""uvicorn with limits on connections, header bytes and header time. The HTTP protocol is h11's: no C parser to patch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""multipart/form-data, streamed: fields are small, the file goes straight to the disk, everything is bounded.
-
-A parser that is fed bytes and knows neither HTTP nor the store; `FormError` says what is wrong with what came.
-"""
+"""Parses multipart/form-data as a stream: small fields, the file straight to disk, everything bounded."""
 
 from __future__ import annotations
 

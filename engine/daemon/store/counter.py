@@ -1,7 +1,5 @@
-"""How many commits were acknowledged, in a file of its own: a store that has fewer has lost some of them.
-
-A commit counts itself in the store (`meta`), then this file is written and synced, then the commit is acknowledged.
-Knows the folder and SQLite's files; nothing of what a commit holds.
+"""Counts acknowledged commits in a file of its own: a store with fewer has lost some. A commit is counted in the store,
+then this file is synced, then the commit is acknowledged.
 """
 
 from __future__ import annotations

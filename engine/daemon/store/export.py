@@ -1,8 +1,6 @@
-"""The store's second copy on a shared disk: segments of checksummed frames, fsynced before a commit counts.
-
-A generation begins with a snapshot of the whole store, whose first frame names its owner, and goes on with a group of
-frames a commit. A daemon that claims the next generation fences the earlier one off. Which store may claim it:
-takeover.py. Knows changes of rows as JSON values, nothing of what they mean.
+"""The store's second copy on a shared disk: segments of checksummed frames, synced before a commit counts.
+A generation is a snapshot, whose first frame names its owner, and a group of frames per commit. Claiming the next
+generation fences off the earlier daemon; takeover.py decides who may.
 """
 
 from __future__ import annotations

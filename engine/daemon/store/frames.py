@@ -1,7 +1,5 @@
-"""Segments of an export: names, checksummed frames, and the groups of changes that they contain.
-
-Frames are bounded by bytes when they are written. A frame that cannot be read is reported with its segment and offset;
-only one that the end of its file cuts, with no frame behind it, is a write that was never acknowledged.
+"""Segments of an export: names, checksummed frames, groups of changes. An unreadable frame is reported with segment and
+offset; only one cut by the end of its file, with none behind it, is an unacknowledged write.
 """
 
 from __future__ import annotations

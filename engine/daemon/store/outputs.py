@@ -1,7 +1,4 @@
-"""Output and error files, derived from the store: whole or not there, the same bytes whenever they are made again.
-
-Knows the store's records and its disk; no requests, no HTTP.
-"""
+"""Makes output and error files from the store: atomically, the same bytes each time."""
 
 from __future__ import annotations
 

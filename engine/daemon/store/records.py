@@ -1,7 +1,4 @@
-"""What is asked of the files and batches in the store, and how they change: the queries over its rows.
-
-Functions of a connection or of Rows, run by the store's threads. Knows statuses and owners, no HTTP.
-"""
+"""Queries and changes of files and batches: functions of a connection or of Rows, run by the store's threads."""
 
 from __future__ import annotations
 

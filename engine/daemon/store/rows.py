@@ -1,7 +1,4 @@
-"""Files, batches and answers as the store holds them: frozen rows, and their JSON as clients see it.
-
-Knows statuses and owners, neither the database nor HTTP.
-"""
+"""Rows of files, batches and answers, and their JSON for clients."""
 
 from __future__ import annotations
 

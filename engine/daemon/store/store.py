@@ -1,7 +1,6 @@
-"""The store: one SQLite file in the data folder, written by a thread of its own, a group of changes to a commit.
-
-`write(work)` and `read(query)` take functions of a connection and are awaited; what `write` returned is on the disk
-(and in the export). A disk that fails makes it refuse writes until a trial succeeds. Knows no HTTP and no requests.
+"""The store: one SQLite file in the data folder, written by one thread in group commits.
+What an awaited `write(work)` returned is on the disk (and in the export). After a disk error writes are refused until
+a trial write succeeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Which export a store may continue: its own, and none that contains what the store lacks. Rebuilds a store from an
-export, and applies what the export has and the store has not.
-
-The store keeps, in `meta`, the number of the last frame that it committed under each claim (`export:CLAIM`), and the
-claim that it writes under (`export_claim`; 0: it was open without an export since).
+"""Decides which export a store may continue (its own, containing nothing that the store lacks), rebuilds a store from
+an export, and applies what only the export has. `meta` keeps the last frame committed under each claim (`export:CLAIM`)
+and the current claim (`export_claim`; 0: opened without an export since).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`laddertron check`: a deployment file and the files it names, validated without running anything.
-
-No torch, no MPI: quick enough for an editor's save hook and for CI.
-"""
+"""`laddertron check`: validates a deployment file and the files it names without torch or MPI."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""`laddertron launch`: the launcher's command for a deployment, printed, emitted for a batch system, or run.
-
-`serve`, and `run` over several replicas, start a job for each replica themselves: they are run as they are. Everything
-else is started as ranks.
+"""`laddertron launch`: prints, emits or runs the launcher's command for a deployment. `serve`, and `run` over several
+replicas, start their jobs themselves; other commands are started as ranks.
 """
 
 from __future__ import annotations

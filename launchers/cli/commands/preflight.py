@@ -1,7 +1,5 @@
-"""`laddertron preflight`: measures the fabric under a deployment, writes its tuning file, refuses a broken one.
-
-Called plainly it launches one rank for each of the deployment's; as one of them it measures. Here launcher, ranks and
-terminal meet; the measuring is launchers/measure/preflight.py's.
+"""`laddertron preflight`: measures a deployment's fabric and writes its tuning file. It launches one rank for each of
+the deployment's, or is one of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`laddertron run`: a JSONL file of requests in, answers out, over the model's ranks.
-
-Called plainly it launches its own ranks; under mpirun, srun or torchrun it takes its place among them and rank 0 does
-the rest. Here files, configuration, job and terminal meet; the work is engine/run/run.py's.
+"""`laddertron run`: a JSONL file of requests in, answers out. It launches its ranks, or is one under mpirun, srun or
+torchrun.
 """
 
 from __future__ import annotations

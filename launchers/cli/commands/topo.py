@@ -1,7 +1,5 @@
-"""`laddertron topo`: nodes, devices and links as they are (or as a saved fabric says), and where a deployment's ranks
-go.
-
-Under mpirun, srun or torchrun every rank looks at its own host and rank 0 speaks for all.
+"""`laddertron topo`: nodes, devices and links of this machine, of a job's ranks or of a saved fabric, and a
+deployment's placement on them.
 """
 
 from __future__ import annotations
