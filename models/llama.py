@@ -1,7 +1,5 @@
-"""The model on one page: embedding, layers through a wiring, norm, head; one rank's share of it.
-
-Llama and its kin (Mistral, Qwen2, Qwen3, the ladder checkpoints): what differs is in ModelConfig. Takes groups and
-collectives as arguments and tensors as they come; knows no requests.
+"""The model: embedding, layers through a wiring, norm, head; one rank's share of it. Serves Llama, Mistral, Qwen2,
+Qwen3 and the ladder checkpoints: the differences are in ModelConfig.
 """
 
 from __future__ import annotations

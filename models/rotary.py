@@ -1,7 +1,4 @@
-"""Rotary position embedding: angles per position for every scaling that the supported checkpoints use.
-
-Formulas as in the papers that transformers cites for each kind; held to it by the tests.
-"""
+"""Rotary position embedding: angles per position for every scaling that the supported checkpoints use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`connect`: a group's Communicator, made once at start. Chooses the backend and what carries its collectives.
-
-Stands above the collectives of topology/comm and our own transport, so that neither knows of the choice.
-"""
+"""`connect` makes a group's Communicator: chooses the backend and what carries its collectives."""
 
 from __future__ import annotations
 

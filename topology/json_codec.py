@@ -1,7 +1,4 @@
-"""JSON text <-> frozen dataclasses, strictly: one error names everything that is wrong, with its places in the file.
-
-Knows what pydantic builds plain dataclasses of; nothing of what they mean. Fabric and tuning files are read so.
-"""
+"""JSON text <-> frozen dataclasses by pydantic, strictly: one error names everything that is wrong, with its places."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Strict JSON, from clients, files and other ranks: one value, UTF-8, no duplicate keys, no NaN, no infinities,
-bounded depth and size.
-
-Knows nothing of what the JSON means. Every error is a JsonError whose message says what and where; nothing here can
-recurse deeper than `MAX_DEPTH` or hold more than a few times the input's size.
+"""Strict JSON from clients, files and other ranks: one UTF-8 value, no duplicate keys, NaN or infinities, bounded depth
+and size. Every error is a JsonError that says what and where.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""A group's all-reduces, shown to be right before they carry a model's sums: a known pattern of every size class goes
-through whatever serves it, and every rank compares.
-
-What may be wrong is not ours alone: a NIC that corrupts, a library's algorithm that a tuning file chose, a driver. A
-wrong sum would go unnoticed otherwise, as a model that answers a little badly. Knows no model.
+"""Checks a group's all-reduces with a known pattern of every size class before they carry a model's sums. A faulty NIC,
+algorithm or driver would otherwise only show as slightly wrong answers.
 """
 
 from __future__ import annotations

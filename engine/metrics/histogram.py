@@ -1,4 +1,4 @@
-"""A histogram cheap enough for every step; one thread observes, another may read and at worst misses the latest value."""
+"""A histogram cheap enough for every step: one thread observes, another may read and misses at most the last value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checked body to the engine's Requests (`encode_prompts`, `to_requests`), checked against the model's limits."""
+"""From a checked body to the engine's Requests (`encode_prompts`, `to_requests`), within the model's limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a `laddertron run`: answers and errors, appended in whole lines; `--resume` reads back what is complete."""
+"""Answer and error files of `laddertron run`: appended in whole lines; `--resume` reads back what is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of this host by pid and start time, so that a reused pid is not mistaken for the old process. Linux only."""
+"""Processes of this host by pid and start time, so that a reused pid is not mistaken for the old one. Linux only."""
 
 from __future__ import annotations
 

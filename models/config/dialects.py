@@ -1,7 +1,4 @@
-"""A model's config.json in another checkpoint format: which keys say the same model there, or why none can. Pure.
-
-models/weights/convert.py moves the tensors; models/config/model_config.py reads the result back.
-"""
+"""A model's config.json in another checkpoint format, or why that format cannot express it. Pure."""
 
 from __future__ import annotations
 

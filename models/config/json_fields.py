@@ -1,6 +1,5 @@
-"""Strict reading of a checkpoint folder's small JSON files: every wrong type, missing field or duplicate key is one
-ValueError that names file, key, value and rule. Knows JSON and numbers, nothing of models; `Refusal`, the base of the
-errors that users see, is defined here as well. No torch.
+"""Reads a checkpoint folder's small JSON files: every wrong type, missing field or duplicate key is one ValueError with
+file, key, value and rule. Defines `Refusal`, the base of errors that users see.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Architectures by name: `known("llama-3.1-405b")` is the ModelConfig of the published config.json, without the file.
-
-For `plan` and `simulate`, which need shapes and no weights. `by_folder` guesses which one a folder that is not on this
-machine holds, from its name alone. Data only, no torch.
+"""Architectures by name, for `plan` and `simulate`: `known("llama-3.1-405b")` is the ModelConfig of the published
+config.json. `by_folder` guesses one from a folder's name. No torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Lanes: a model trained with delayed tensor parallelism, whose residual has a copy for each of L lanes. What its
-config.json says in either of its two dialects, in a Llama's words and as `Lanes`. Data only, no torch.
-
-Dialect (a) is `laneformer_tp`; (b), `LaneformerForCausalLM`, is known from a description of the published file.
+"""Lanes (delayed tensor parallelism): reads the two dialects of config.json, as a Llama's ModelConfig and `Lanes`.
+Dialect (a) is `laneformer_tp`; (b), `LaneformerForCausalLM`, is known from a description of the published file. No
+torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""ModelConfig: what a checkpoint folder's config.json says, in the field's terms. Data only, no torch.
-
-Read by everyone from `plan` (which has no torch) to the ranks. `from_folder` is strict: an architecture, activation or
-rope scaling that the model code does not compute exactly is refused by name.
+"""ModelConfig: a checkpoint folder's config.json in the field's terms. `from_folder` refuses by name an architecture,
+activation or rope scaling that the model code does not compute exactly. No torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""What a checkpoint's config.json says about quantised weights: the fp8 layouts that are read, everything else refused
-by name. No torch.
-
-Read are fp8 (E4M3) weights with one scale a tensor, one an output channel or one a block: FBGEMM's layout,
-compressed-tensors' float-quantized, and quant_method fp8. Activations are never scaled as calibrated but per token,
-which is finer.
+"""Reads what config.json says about quantised weights, no torch: fp8 (E4M3) with one scale per tensor, output channel
+or block, in FBGEMM's, compressed-tensors' (float-quantized) and fp8's layouts; others are refused by name. Activations
+are scaled per token, never as calibrated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Whether a model splits over tp ranks: pure arithmetic, no torch. `check`, `plan` and the ranks all ask here.
-
-Heads and FFN must divide; KV heads divide or are replicated evenly; the vocabulary is padded and never refuses.
+"""Checks whether a model splits over tp ranks: heads and FFN must divide, KV heads divide or are replicated evenly, the
+vocabulary is padded. No torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""A step on a CPU: weights packed once, models/cpu/products.c for the products (without it oneDNN), and
-models/cpu/kernels.c for the rest.
-
-torch packs a weight anew at every call and needs a dozen small operators where one loop does. The kernels run the
-instructions of the tier in force (topology/hardware/cpu_tier.py) and borrow torch's own thread pool. Everything here
-means what models/ops.py means; attention is attention.py's.
+"""The operators of models/ops.py on a CPU: weights packed once, products by models/cpu/products.c (without it oneDNN),
+the rest by models/cpu/kernels.c, at the CPU tier in force and on torch's thread pool.
 """
 
 from __future__ import annotations

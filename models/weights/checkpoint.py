@@ -1,7 +1,5 @@
-"""A folder of safetensors as data: which tensor lies where, checked before a byte of it is used.
-
-Reads headers only; models/weights/tensor_reader.py reads the tensors. Nothing here knows models, ranks or torch. Every
-error is a CheckpointError naming file and tensor: a shard is refused before the engine is ready, never noticed later.
+"""Reads and checks the headers of a folder of safetensors before any tensor is used. Every error is a CheckpointError
+with file and tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""CRC-32 of large blocks, by models/cpu/checksum.c where it was built and runs, else by zlib (a quarter of the speed).
-
-Both let other Python threads run meanwhile.
-"""
+"""CRC-32 of large blocks by models/cpu/checksum.c, else by zlib (a quarter of the speed). Both release the GIL."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""A checkpoint folder written anew in another format, tensor by tensor and bit by bit: stock names or fused ones,
-config.json in that format's words, and for transformers the code that computes the declared wiring.
-
-Holds one tensor at a time. Called by `laddertron convert`; `write_model` also by what saves trained weights.
+"""Writes a checkpoint folder in another format, tensor by tensor and bit by bit, with config.json and, for
+transformers, the code of the declared wiring. Holds one tensor at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From a Source to a rank's parameters: this rank's slices alone are read, straight into place, a layer at a time.
-
-slices.py says which slices, tensor_reader.py reads them, manifest.py verifies what is read.
-"""
+"""Reads this rank's slices of a Source straight into its parameters, a layer at a time."""
 
 from __future__ import annotations
 

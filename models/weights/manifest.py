@@ -1,7 +1,5 @@
-"""Checksums of a model folder, made once and verified while weights are read.
-
-A CRC-32 for every 8 MiB of every file: against damage in storage and transfer, not against forgery. Each of a node's
-ranks verifies an equal share of all bytes, whatever slices it loads, so each byte is checked once a node.
+"""Checksums of a model folder: a CRC-32 for every 8 MiB of every file, against damage, not forgery. Each rank of a node
+verifies an equal share of all bytes while weights are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Fills on several threads: while one piece of a tensor is read, others are, and a layer that is complete is repacked.
-
-One thread copies from the page cache at a fraction of what memory or striped disks give. Order is kept, and what is
-read ahead is bounded, so that memory grows by little more than what was asked for.
+"""Reads pieces of tensors on several threads, in order and a bounded distance ahead, and repacks a complete layer
+meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Writes per-rank files for the fastest restart: each rank's parameters, fused and sliced, one behind the other.
-
-Holds one parameter at a time. Read back by models/weights/rank_files.py.
-"""
+"""Writes per-rank files (read by rank_files.py): each rank's parameters, fused and sliced; one in memory at a time."""
 
 from __future__ import annotations
 

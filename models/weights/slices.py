@@ -1,8 +1,5 @@
-"""What a model needs of a checkpoint and where each of its parameters comes from: names, shapes, slices. Pure.
-
-A layout is a table of rows, one a stored tensor. `plan_fills` turns table, ModelConfig and rank into a list of Fills
-that tiles every parameter exactly once; `expected_shapes` says what the checkpoint must hold. Parameter names are those
-of models/llama.py. Used by models/weights*.py.
+"""Maps each parameter of models/llama.py to slices of stored tensors. A layout is a table of rows, one a stored tensor;
+`plan_fills` makes the Fills that tile every parameter exactly once, `expected_shapes` the checkpoint's shapes. Pure.
 """
 
 from __future__ import annotations

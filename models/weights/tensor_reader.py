@@ -1,7 +1,5 @@
-"""Slices of stored tensors, read straight into place: whole rows by large positioned reads, columns gathered from the
-mapped file, so that the ranks of a node share one page cache and storage sees long runs.
-
-Knows bytes and types, not models or ranks.
+"""Reads slices of stored tensors into place: whole rows by large positioned reads, columns from the mapped file, so
+that the ranks of a node share one page cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`make demo`: ladder races standard on two MPI ranks, then a rank is killed and the batch goes on where it stopped.
-
-Starts what users start (mpirun, `laddertron run`) and draws what comes back; decides nothing. Needs no root and no
-network: the link between the two ranks is emulated in the collective, a timer that holds every all-reduce back.
+"""`make demo`: ladder races standard on two MPI ranks, then a rank is killed and the batch resumes. Runs `laddertron
+run` under mpirun, without root or network; the link between the ranks is emulated.
 """
 
 from __future__ import annotations

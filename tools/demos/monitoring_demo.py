@@ -1,7 +1,5 @@
-"""`make monitoring-demo`: the demo model's daemon under load, and a real Prometheus that scrapes it and has the rules.
-
-Needs Debian's `prometheus` package (its service need not run). Everything listens on loopback and lives in one
-temporary folder; ^C or `--seconds` ends it all.
+"""`make monitoring-demo`: the demo model's daemon under load, and a real Prometheus (Debian's package) with the shipped
+rules. All on loopback and in a temporary folder; ^C or `--seconds` ends it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Whether a model fits a fabric and how fast it will be, by arithmetic: `make_plan(Question) ->
-CapacityEstimate`. Pure; no torch.
-
-Everything is predicted from shapes, nominal rates and prices of links; `CapacityEstimate.assumptions` says
-which. The tables are engine/step/memory.py's, tools/plan/roofline.py's and tools/plan/layouts.py's;
-launchers/ shows them.
+"""Predicts whether a model fits a fabric and how fast it is: `make_plan(Question) -> CapacityEstimate`, from shapes,
+nominal rates and link prices, listed in `CapacityEstimate.assumptions`. Pure; no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Many replicas behind one queue, as events: what a fleet finishes, how long requests wait, what failures cost.
-
-A replica is what tools/plan/roofline.py says of its steps; requests go to the least loaded one, as the daemon
-sends them. Pure and seeded; no torch.
+"""Simulates replicas behind one queue: throughput, waiting times, the cost of failures. Step times are
+tools/plan/roofline.py's; requests go to the least loaded replica, as in the daemon. Pure and seeded; no torch.
 """
 
 from __future__ import annotations

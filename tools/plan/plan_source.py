@@ -1,7 +1,5 @@
-"""From a deployment file, or from a model's and a fabric's names, to the Question that tools/plan/estimate.py
-answers.
-
-Reads the files that they name; what is not on this machine (weights, hosts) is assumed, and the assumption noted.
+"""From a deployment file, or names of a model and a fabric, to the Question of tools/plan/estimate.py. What is not on
+this machine (weights, hosts) is assumed, and the assumption noted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""From shapes to seconds: what a rank computes, reads and sends in a step, at the rates of its device. Pure; no torch.
-
-A roofline with four calibrated shares; every rate that was not measured on the machine is an assumption, said in
-`ComputeRates.source`. Feeds tools/plan/step_simulator.py.
+"""A rank's compute, memory traffic and messages in a step, in seconds at its device's rates: a roofline with four
+calibrated shares. `ComputeRates.source` says which rates are assumed. Pure; no torch.
 """
 
 from __future__ import annotations

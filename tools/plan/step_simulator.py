@@ -1,7 +1,5 @@
-"""How long one step takes on machines that are not there: models/residual.py's wirings on a virtual clock.
-
-Knows seconds alone: what a sub-block and an all-reduce take comes from tools/plan/roofline.py or from
-measurements. All ranks are alike, so one clock with a compute stream and a wire stands for the group. Pure; no torch.
+"""Runs models/residual.py's wirings on a virtual clock, with one compute stream and one wire for the whole group, since
+all ranks are alike. Pure; no torch.
 """
 
 from __future__ import annotations

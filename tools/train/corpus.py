@@ -1,7 +1,5 @@
-"""Text for small training runs that is on every machine with Python: the standard library's documentation strings.
-
-Sources are parsed, never imported, in a fixed order, so that the same Python gives the same corpus. Also trains the
-byte-level BPE tokenizer on it. Knows texts and ids, nothing of models.
+"""A small training corpus on every machine with Python: the standard library's docstrings, parsed in a fixed order.
+Trains the byte-level BPE tokenizer on it.
 """
 
 from __future__ import annotations

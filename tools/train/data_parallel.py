@@ -1,6 +1,5 @@
-"""The ranks of a training run: FSDP2 over a mesh of (replicate, shard), and the few collectives that a trainer needs.
-
-One process is a run of one rank, without torch.distributed. Knows modules and tensors, nothing of models or losses.
+"""The ranks of a training run: FSDP2 over a mesh of (replicate, shard) and the collectives that a trainer needs. A
+single process does not use torch.distributed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The training loop, of models from scratch and of adapted ones, on one rank or many: AdamW on fp32 weights, warm-up
-and decay, accumulation, clipping, distillation, annealing, states to go on from.
-
-The same settings, text, torch and number of threads give the same weights on one rank; on several, the same but for the
-order of sums. Knows ids, not text; tools/train/export.py writes what comes out.
+"""The training loop for models from scratch and adapted ones: AdamW on fp32 weights, warm-up and decay, accumulation,
+clipping, distillation, annealing, saved states. The same settings, text, torch and number of threads give the same
+weights on one rank; on several, up to the order of sums.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A trainer's whole state on disk, sharded: parameters and AdamW's moments, each rank's rows in a safetensors file, and
-one JSON that says the step and the settings. Another number of ranks reads the rows that it needs.
-
-torch's Distributed Checkpoint does the same; but its metadata is a pickle, and so is what its planners send one
-another, which this project has neither in files nor on wires.
+"""A trainer's state on disk: each rank's rows of parameters and AdamW's moments in a safetensors file, step and
+settings in one JSON; another number of ranks can read it. torch's Distributed Checkpoint is not used: its metadata is a
+pickle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Training text as ids on disk: a flat file that is mapped, not read, and batches that depend on the step alone.
-
-So a run's place in its data is its step number, any number of ranks sees the same batches, and each reads its own rows
-of them. Knows ids, nothing of tokenizers: tools/train/training_text.py makes them.
+"""Training text as a mapped file of ids, and batches that depend on the step alone, so that a run resumes by its step
+number on any number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Files to the ids of training documents, one at a time: plain text, and JSONL with `text`, or with `messages` through
-the checkpoint's chat template, of which the assistant's turns alone are taught.
-
-Called by the commands that adapt, evaluate and scan, on text that its user chose.
+"""Training documents from plain text and JSONL with `text`, or with `messages` through the checkpoint's chat template,
+of which only the assistant's turns are trained on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The collectives that other libraries carry: gloo and NCCL through torch.distributed, MPI through mpi4py (mpi.py).
-
-Beside topology/transport/transport.py, behind the same interface. Those libraries have algorithms of their own: `flat`
-leaves the choice to them. Over torch.distributed there is one strategy more, two_level.py.
+"""The collectives of gloo and NCCL (torch.distributed) and MPI (mpi.py). `flat` leaves the algorithm to the library;
+two_level.py adds a strategy over torch.distributed.
 """
 
 from __future__ import annotations

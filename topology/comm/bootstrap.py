@@ -1,6 +1,5 @@
-"""How ranks first find one another: every rank gives a few bytes, every rank gets them all. Over MPI, or over a
-TCPStore (torchrun's MASTER_ADDR and MASTER_PORT). Used to exchange addresses, secrets and digests at start, then
-idle; no tensor ever passes here.
+"""A small all-gather of bytes by which ranks first find one another, over MPI or a TCPStore (torchrun's MASTER_ADDR and
+MASTER_PORT). Carries addresses, secrets and digests at start, no tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`start(x) -> Pending`, `Pending.wait()`: an all-reduce that travels while the next sub-block computes.
-
-The interface that models/residual.py is written against; the strategies and backends stand beside it. A Collective
-knows its group, never the model.
+"""`start(x) -> Pending`, `Pending.wait()`: an all-reduce in flight while the next sub-block computes. The interface of
+models/residual.py and of every strategy and backend.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A fabric that is not there: an all-reduce whose result may not be taken before the predicted time has passed. Wraps
-another collective, which does the arithmetic; its name, wherever it is printed, begins with "emulated". Here for CPUs,
-where the host's clock holds results back; on a GPU a kernel does (emulated_gpu.py).
+"""An emulated fabric on CPUs: wraps another collective and holds back its result until the predicted time has passed.
+Its printed name begins with "emulated". On a GPU emulated_gpu.py does this with a kernel.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A fabric that is not there, on one GPU: a kernel on the communication stream takes the predicted time, holds so many
-multiprocessors meanwhile and moves the message's bytes through memory (hold_kernel.py). No host sync; capturable in a
-CUDA graph once a message of its kind was sent outside of one (Triton compiles at the first).
-
-What it leaves out: the peers' part in the GPU's and the fabric's traffic, and ranks that come late.
+"""An emulated fabric on one GPU: a kernel on the communication stream (hold_kernel.py) takes the predicted time,
+occupies multiprocessors and moves the message's bytes. Capturable in a CUDA graph once a message of its kind was sent
+outside of one. It does not model the peers' memory and fabric traffic, nor late ranks.
 """
 
 from __future__ import annotations

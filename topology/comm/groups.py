@@ -1,7 +1,5 @@
-"""Communicator: everything that one tensor-parallel group needs to talk, made once at start by topology/connect.py.
-
-Chooses the backend and puts the parts together; torch_groups.py makes the torch groups, never through Megatron's
-parallel_state. Knows no model and no schedule.
+"""Communicator: everything that one tensor-parallel group needs to communicate, made once by topology/connect.py, with
+torch groups of torch_groups.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Triton kernels that stand for a collective on one GPU: `delay` only takes time, `hold` keeps a multiprocessor a
-program and moves bytes meanwhile.
-
-Importing this needs Triton, which comes with CUDA builds of torch: emulated_gpu.py does so when a GPU is there.
+"""Triton kernels of the emulated fabric: `delay` takes time, `hold` also occupies a multiprocessor per program and
+moves bytes. Needs Triton.
 """
 
 # Triton takes annotations of kernels for types of its own: there are none for others.

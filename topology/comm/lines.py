@@ -1,6 +1,5 @@
-"""Sockets to a few peers that one thread sends on and receives from: frames of bytes in order, sends that return at
-once (what a socket does not take now goes on in the background), receives that sleep. Knows nothing of what the bytes
-mean.
+"""Sockets to a few peers, served by one thread: ordered frames of bytes, non-blocking sends (the rest of a frame is
+sent in the background), blocking receives.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""What passes between the stages of a pipeline on one rank: hidden rows to the same rank of the next stage
-(`Boundary`), what the last stage drew back to the first, and a number that all stages agree on at start. Over sockets;
-rows that lie on GPUs go by nccl_boundary.py.
-
-Each rank of a stage sends its share of a message's bytes to its peer, and the peer's group puts the shares together, so
-that bytes cross between nodes once. Nothing is waited for in sending: the kernel holds what travels.
+"""A rank's transfers between pipeline stages over sockets: hidden rows to the same rank of the next stage (`Boundary`),
+sampled ids back to the first, and a number that all stages agree on. GPU rows go by nccl_boundary.py. Each rank sends
+its share of a message and the receiving group gathers, so bytes cross nodes once.
 """
 
 from __future__ import annotations

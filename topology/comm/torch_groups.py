@@ -1,7 +1,5 @@
-"""The torch groups of one tensor-parallel group, all made by Megatron-core's HyperCommGrid.
-
-Each replica is a torch world of its own, in which a rank's number is its tensor-parallel index, stage after stage: the
-grid counts ranks in its own order, and so any placement is in that order, and replicas that lie otherwise never meet.
+"""The torch groups of one tensor-parallel group, made by Megatron-core's HyperCommGrid. Each replica is a torch world
+numbered by tensor-parallel index, stage by stage, so that replicas may have different placements.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""An all-reduce in two levels over libraries that have it in one piece (gloo, NCCL): reduce-scatter inside the node,
-all-reduce across the rail, all-gather inside. Knows two torch groups; backends.py and nccl.py say when.
-
-Each rank sends 1 / per_node of the message across. All ranks end with the same bits: a rail's all-reduce gives both its
-ends the same part, and inside a node parts are copied.
+"""A two-level all-reduce over gloo or NCCL: reduce-scatter inside the node, all-reduce across the rail, all-gather
+inside. Each rank sends 1 / per_node of the message across; all ranks end with the same bits.
 """
 
 from __future__ import annotations

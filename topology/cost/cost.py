@@ -1,7 +1,5 @@
-"""What an all-reduce costs: latency and bandwidth per link class -> predicted seconds by strategy, size, layout. Pure.
-
-The model is linear: a strategy on a layout is so many calls, hops and bytes (`terms`), and a link class has a price for
-each. `reference` has the prices of machines nobody measured yet; fit.py gets them from measurements.
+"""Predicts an all-reduce: latency and bandwidth per link class -> seconds by strategy, size and layout. Linear: `terms`
+counts calls, hops and bytes, each link class has a price for each. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Measured (strategy, bytes, seconds) -> Costs: robust, non-negative least squares on relative errors. Pure; numpy.
-
-Small and large messages may travel by different wire protocols, so up to three regimes are fitted; where one set of
-prices does not explain all strategies, each gets its own. The report says what the fit does not explain.
+"""Fits Costs to measured (strategy, bytes, seconds): robust, non-negative least squares on relative errors, up to three
+regimes of size, and prices per strategy where one set does not explain all. Pure; numpy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Point to point between two ranks of a job: latency and rate of one link, by the library that started the ranks or
-that carries their collectives.
-
-Effects alone: which pairs to measure is preflight.py's plan.
-"""
+"""Measures latency and rate between two ranks, by the library that started the ranks or carries their collectives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The tuning file: what preflight measured on a fabric, kept for the engine's choice of a strategy by message size.
-
-A file made for another fabric is refused by naming what differs; `chooser` then falls back to untuned prices and says
-so in a warning that the caller prints.
+"""The tuning file of preflight, by which the engine chooses a strategy per message size. A file of another fabric is
+refused with the differences; `chooser` then falls back to untuned prices with a warning.
 """
 
 from __future__ import annotations

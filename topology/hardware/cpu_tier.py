@@ -1,7 +1,5 @@
-"""Which of five kinds of CPU a process computes on, what each offers, and how a process plays a lesser one.
-
-Beside topology/placement/identity.py the one module below launchers/ that looks at the environment: at
-LADDERTRON_CPU_TIER, which forces the tier downwards. No torch: check and topo ask, too.
+"""The five CPU tiers, what each offers, and LADDERTRON_CPU_TIER, which lowers this process's. No torch. With
+topology/placement/identity.py the only module below launchers/ that reads the environment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""What CUDA needs of a host: GPU, driver, the CUDA that torch is built with, nvcc, compilers, Python.h, libcuda.
-
-`look` reads the facts; pure functions say what is wrong and how to fix it. No torch, and nothing here starts CUDA.
+"""What CUDA needs on a host (GPU, driver, torch's CUDA, nvcc, compilers, Python.h, libcuda), what is wrong and the fix.
+No torch; starts no CUDA.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""This host as a Node, and all ranks' hosts as a Fabric: NVML for GPUs, sysfs for everything else, JSON between ranks.
-
-Effects stand here and in what it calls (sysfs.py, nvml.py, interfaces.py). How bytes travel between ranks is given.
-"""
+"""This host as a Node and all ranks' hosts as a Fabric: NVML for GPUs, sysfs for everything else."""
 
 from __future__ import annotations
 

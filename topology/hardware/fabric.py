@@ -1,7 +1,5 @@
-"""The fabric as frozen data: nodes, their devices, HCAs, network interfaces, NUMA nodes and the paths between them.
-
-Made by discover.py or presets.py, kept as JSON, read by placement, cost, launchers and `plan`. No torch, no effects
-besides reading and writing the one file.
+"""The fabric as frozen data: nodes, devices, HCAs, network interfaces, NUMA nodes and the paths between them; saved as
+JSON. No torch.
 """
 
 from __future__ import annotations

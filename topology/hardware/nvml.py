@@ -1,7 +1,4 @@
-"""What the NVIDIA driver says of this host's GPUs: devices, and which of them NVLink joins.
-
-`pynvml` is optional and passed in; absent, or without a driver, the host has no GPUs.
-"""
+"""This host's GPUs and their NVLink connections by NVML; none without `pynvml` or a driver."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Fabrics that are not there: `preset("2x8xH100")`, from the makers' public figures.
-
-For `plan`, `topo --fabric` and tests. Also the table by which discovery fills in what no driver says: dense FLOP/s,
-memory and NVLink bandwidth by the device's name.
+"""Fabrics by name: `preset("2x8xH100")`, from the vendors' public figures; and the table of dense FLOP/s, memory and
+NVLink bandwidth by device name, which no driver reports.
 """
 
 from __future__ import annotations

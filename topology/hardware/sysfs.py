@@ -1,7 +1,5 @@
-"""What the kernel says of this host: NUMA nodes, cores, memory, PCI paths, RDMA ports, network interfaces.
-
-Reads files below one root (`/` on a live host, a small tree in tests) and nothing else; a file that is absent or
-unreadable is a fact not known, never an error.
+"""NUMA nodes, cores, memory, PCI paths, RDMA ports and network interfaces of this host, from files below one root. A
+file that is absent or unreadable is an unknown fact, never an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Which nodes a group's ranks are divided over, and the words for what cannot be divided. Pure; placement.py asks.
-
-The rule: every node of a group holds equally many of its ranks, as many as fit, so that it spans as few nodes as it
-can; the ranks that there are must divide into groups, or hosts are left out by name.
-"""
+"""Divides a group's ranks over nodes: equally many on each, on as few nodes as possible, or says why not. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Who am I: the launcher's environment -> Identity, or None for a process that is not a rank.
-
-Reads nothing but the mapping it is given (and the hostname, if none is given); starts nothing, imports no MPI. Beside
-topology/hardware/cpu_tier.py the one module below launchers/ that may look at the environment.
+"""From a launcher's environment to an Identity, or None for a process that is not a rank. No MPI. With
+topology/hardware/cpu_tier.py the only module below launchers/ that reads the environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """(Fabric, tensor_parallel_size, replicas) -> Placement: every rank's node, device, HCA, NUMA node and cores, and the
-groups as GroupLayout. Pure. The launcher, the groups and the explain table all use its result.
-
-A group stays on one node if it fits, else it takes equally many ranks on as few nodes as it can.
+groups. A group stays on one node if it fits, else takes as few nodes as possible, evenly. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The sockets between a group's ranks: found through the bootstrap, bound to a chosen address, authenticated both ways
-with HMAC over a per-launch secret, then handed to whoever sends on them. Unix sockets inside a node, TCP between.
-
-A mesh knows ranks and file descriptors, no collective.
+"""The sockets between a group's ranks: addresses by the bootstrap, HMAC authentication in both directions with a
+per-launch secret. Unix sockets inside a node, TCP between nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The project's plain C libraries, built beside the Python files and called through ctypes.
-
-Finds what setup built (or did not: every one of them is optional). Knows no library by name, keeps nothing.
-"""
+"""Loads the project's optional C libraries, built next to the Python files, through ctypes."""
 
 from __future__ import annotations
 

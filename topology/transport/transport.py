@@ -1,6 +1,5 @@
-"""The ctypes face of transport.c: all-reduces and gathers of one group on CPUs.
-
-Takes a Mesh's sockets, gives Collectives. One thread starts and waits; `close` may come from any.
+"""The ctypes interface of transport.c: all-reduces and gathers of one group on CPUs. One thread starts and waits; any
+may `close`.
 """
 
 from __future__ import annotations

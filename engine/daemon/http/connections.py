@@ -1,4 +1,4 @@
-"""Connections from accept to close: counted before TLS, refused at the limit, closed in a fixed order under pressure."""
+"""Connections: counted before TLS, refused at the limit, closed in a fixed order under pressure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""uvicorn with limits on connections, header bytes and header time. The HTTP protocol is h11's: no C parser to patch."""
+"""uvicorn with limits on connections, header bytes and header time. The HTTP protocol is h11's, without C code."""
 
 from __future__ import annotations
 

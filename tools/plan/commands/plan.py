@@ -1,7 +1,4 @@
-"""`laddertron plan`: whether a model fits and how fast it will be, before anything is paid for.
-
-No torch, no MPI, no weights, no GPU.
-"""
+"""`laddertron plan`: predicts whether a model fits and how fast it is. No torch, MPI, weights or GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`laddertron simulate`: step times, scaling and whole fleets of machines that are not there.
-
-No torch, no MPI, no weights, no GPU.
-"""
+"""`laddertron simulate`: step times, scaling and fleets on hypothetical hardware. No torch, MPI, weights or GPU."""
 
 from __future__ import annotations
 
