@@ -66,7 +66,6 @@ class LaneModel(LlamaModel):
         return self.config.hidden_size * (self._lanes.count if self._lanes.head == "lane" else 1)
 
     def _norms(self, scale: Scale) -> list[Norm]:
-        """Of each lane."""
         weight = scale.weight.detach()
         each = weight if weight.ndim == 2 else weight.expand(self.shard.num_lanes, -1)
         return [Norm(one, self.config.norm_eps) for one in each]

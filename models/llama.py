@@ -177,7 +177,6 @@ class LlamaModel(nn.Module):
 
     @property
     def order(self) -> list[int]:
-        """Of layers, in which they were prepared."""
         return list(self._layers)
 
     def _repacked(self) -> set[str]:
@@ -251,7 +250,6 @@ class LlamaModel(nn.Module):
         return Norm(scale.weight.detach(), self.config.norm_eps)
 
     def _table(self) -> Tensor:
-        """The embedding's rows on this rank."""
         table: Tensor = self.embedding.get_parameter("weight").detach()
         return table
 

@@ -52,7 +52,6 @@ class RunningSum:
         return RunningSum(self.whole(), y)
 
     def whole(self) -> Tensor:
-        """The sum."""
         if self._added is not None:
             self.settle(self._whole + self._added)
         return self._whole
@@ -62,7 +61,6 @@ class RunningSum:
         return self._whole, self._added
 
     def settle(self, whole: Tensor) -> None:
-        """Somebody has added them."""
         self._whole, self._added = whole, None
 
 
@@ -86,7 +84,6 @@ class LaneStream:
         return LaneStream(self._ops, self._whole, (*self._added, y))
 
     def whole(self) -> Tensor:
-        """The sum."""
         match self._added:
             case ():
                 pass

@@ -81,7 +81,6 @@ class HeldPages(HugePages):
 
     @property
     def nbytes(self) -> int:
-        """What the file takes."""
         return os.fstat(self.file).st_blocks * 512
 
     def __del__(self) -> None:

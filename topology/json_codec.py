@@ -59,7 +59,6 @@ def _replace(path: Path, text: str) -> None:
 
 
 def parse(data: bytes) -> Any:
-    """Strict JSON. Raises ReadError."""
     try:
         return strict_json.parse(data, MAX_CONTAINERS)
     except strict_json.JsonError as error:

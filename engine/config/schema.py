@@ -302,7 +302,6 @@ class Deployment:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all replicas together."""
         return self.parallel.ranks * self.parallel.replicas
 
     @property

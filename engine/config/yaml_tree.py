@@ -32,7 +32,6 @@ class Scalar:
 
     @property
     def truth(self) -> bool:
-        """Of a bool."""
         return self.text.lower() in _TRUE
 
 

@@ -57,7 +57,6 @@ class Batches:
         self._over: str | None = None
 
     async def start(self) -> None:
-        """Takes up every open batch."""
         for batch in await self._store.read(records.open_batches):
             self._take_up(batch)
         self._spawn(self._cleaner.run())

@@ -187,7 +187,6 @@ class Dispatcher:
         return [await replica.job.bundle() for replica in self._replicas]
 
     def submit(self, flight: Flight) -> None:
-        """Runs it as soon as there is a replica for it."""
         self._queue_of(flight).append(flight)
         self.pump()
 

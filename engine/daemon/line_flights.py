@@ -38,7 +38,6 @@ class LineFlights:
         raise NotImplementedError
 
     def name(self, line: BatchLine) -> str:
-        """The id of a line's answer."""
         return answer_id(self._run_id, line)
 
     def take(self, line: BatchLine, prompts: Prompts | ApiError, deaths: int = 0) -> None:

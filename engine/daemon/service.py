@@ -71,7 +71,6 @@ class Daemon:
         self.services: Services
 
     def stop(self) -> None:
-        """Drain and end."""
         self._stop.set()
 
     async def run(self, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
@@ -157,7 +156,6 @@ class Daemon:
             await asyncio.sleep(_WATCH_SECONDS)
 
     def _look(self, store: Store, batches: Batches) -> None:
-        """Whether batches may go on."""
         store.check_there()
         store.clock.now()
         self._parts.observer.clock(store.clock.jump)

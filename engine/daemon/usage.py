@@ -47,7 +47,6 @@ class Usage:
         self._unwritten: dict[tuple[str, int], tuple[int, Tokens]] = {}
 
     async def load(self) -> None:
-        """What was used today already."""
         day = self._turn()
         for row in await self._store.read(lambda db: records.read_usage(db, None, day)):
             self._today[row["owner"]] += row["prompt_tokens"] + row["completion_tokens"]

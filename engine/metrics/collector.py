@@ -105,7 +105,6 @@ class Collector:
         return values, histograms
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
         values, histograms = self.figures()
         yield from _families(CATALOGUE, values, histograms)
         if self._vllm is not None:

@@ -20,7 +20,6 @@ Names follow the serving engines that dashboards already know, with one exceptio
 
 
 def markdown() -> str:
-    """docs/metrics.md."""
     out = [_HEAD]
     for title, group in GROUPS.items():
         out += [f"\n## {title}\n", "| name | type | labels | meaning |", "|---|---|---|---|"]

@@ -243,7 +243,6 @@ class Observer:
         return self.series.figures()[0]
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The exposition, and its content type."""
         if not self._exposed:
             return b"", "text/plain; version=0.0.4; charset=utf-8"
         if self._data_dir is not None:

@@ -9,7 +9,6 @@ from .errors import ApiError
 
 
 def answer_line(custom_id: str, answer_id: str, body: dict[str, Any]) -> bytes:
-    """A line of the output file."""
     return _line(custom_id, answer_id, 200, body)
 
 

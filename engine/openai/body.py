@@ -64,7 +64,6 @@ _UNSUPPORTED = "unsupported_parameter"
 
 
 def parse_body(data: bytes, endpoint: Endpoint) -> Body:
-    """The body of an HTTP request. Raises ApiError."""
     return check_body(parsed(data), endpoint)
 
 

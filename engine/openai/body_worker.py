@@ -82,8 +82,6 @@ async def prepare_line(
 
 
 class _Here(Encoder):
-    """The worker's own model."""
-
     def __init__(self, model: TextModel, max_ids: int) -> None:
         self._model, self._max_ids = model, max_ids
 

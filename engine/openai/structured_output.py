@@ -123,7 +123,6 @@ def _closed(node: Any) -> Any:
 
 
 def grammar_of(fields: GrammarFields) -> str | None:
-    """The one grammar that a body asks for."""
     asked = list(_asked(fields))
     if not asked:
         return None

@@ -215,7 +215,6 @@ class _Run(LineFlights):
         await self._settled()
 
     async def _settled(self) -> None:
-        """Until nothing is under way."""
         while self._flights:
             self._moved.clear()
             await self._moved.wait()
@@ -231,7 +230,6 @@ class _Run(LineFlights):
                 yield line
 
     def name(self, line: BatchLine) -> str:
-        """Says which line and which model an answer is of, for a later `--resume`."""
         if line.error is None and line.digest:
             return answer_name(line.digest, self._files.model)
         return super().name(line)  # bad lines may be equal, their ids must differ

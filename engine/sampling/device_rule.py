@@ -39,7 +39,6 @@ def kept(x: Tensor, filters: Tensor) -> Tensor:
 
 
 def filters_of(filters: Filters, device: torch.device) -> Tensor:
-    """What `kept` takes."""
     columns = (filters.inv_temperature, filters.top_k, filters.top_p, filters.log_min_p)
     return upload(np.stack([column.astype(np.float64) for column in columns], 1), device)
 

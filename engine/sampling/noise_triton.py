@@ -33,7 +33,6 @@ _ONE: Any = tl.constexpr(0x3FF0000000000000)
 
 @jit
 def _logarithm(x):
-    """philox.logarithm."""
     bits = x.to(tl.int64, bitcast=True)
     k = (bits - _ROOT_HALF) >> 52
     f = (bits - (k << 52)).to(tl.float64, bitcast=True) - 1.0

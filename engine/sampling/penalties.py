@@ -60,13 +60,11 @@ class SlotEdits:
         return np.unique([t - self.first for t in ids if 0 <= t - self.first < self.columns]).astype(np.int64)
 
     def fork(self) -> SlotEdits:
-        """Others like these, which stay as they are."""
         later = copy.copy(self)
         later._index, later._seen, later._counts = dict(self._index), self._seen.copy(), self._counts.copy()
         return later
 
     def append(self, token: int) -> None:
-        """Counts a drawn token."""
         if self.penalised:
             self._note(token, 1)
         if self._longest:

@@ -86,7 +86,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences in slots."""
         return len(self._residency.running)
 
     @property

@@ -173,7 +173,6 @@ class Sequence:
 
     @property
     def outputs(self) -> int:
-        """Known output tokens."""
         return len(self.tokens) - self.group.prompt_len
 
     def digests(self) -> list[bytes]:

@@ -107,7 +107,6 @@ class _Kinds:
         return self.seconds[True] < self.seconds[False]
 
     def next(self) -> bool:
-        """Whether the next step may have drafts."""
         if not self.known:
             return self.steps[True] < TRIAL
         self.since += 1

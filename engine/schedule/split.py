@@ -90,7 +90,6 @@ class SplitChoice:
         return row
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        """How long the step took."""
         known = self._classes.get(_class(batch))
         if known is not None:
             known.observe(batch.split > 0, seconds / batch.num_tokens)

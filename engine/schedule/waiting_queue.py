@@ -172,7 +172,6 @@ class WaitingQueues:
         group.flow.groups += 1
 
     def leave(self, group: RequestGroup) -> None:
-        """The request has ended."""
         flow = group.flow
         flow.groups -= 1
         if flow.groups == 0:
@@ -250,7 +249,6 @@ class OpenRequests:
         self._arrivals = 0
 
     def add(self, request: Request, now: float) -> None:
-        """As `Scheduler.add`."""
         check_request(request, self._limits)
         if request.request_id in self.groups:
             raise ValueError(f"request {request.request_id} is running: ids are unique, choose another")

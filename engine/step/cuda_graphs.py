@@ -257,7 +257,6 @@ class DecodeGraphs:
         self._attention[size].plan(layout, self._cos[:size], self._sin[:size])
 
     def _compute(self, size: int) -> None:
-        """What is recorded."""
         tokens, positions, _, _ = self._part(self._inputs, size)
         if self._latest is not None:
             tokens = feed(tokens, self._latest)

@@ -92,7 +92,6 @@ class Runner:
 
     @property
     def graphed(self) -> bool:
-        """Whether decode steps are recorded ones."""
         return self._graphs is not None
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:

@@ -31,8 +31,6 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class Detokeniser(Protocol):
-    """The text of one sequence of ids."""
-
     def push(self, ids: Sequence[int]) -> str:
         """The characters that these ids complete; may be empty."""
 
@@ -219,7 +217,6 @@ class OutputText:
 
     @property
     def ended(self) -> bool:
-        """Whether a stop string was found."""
         return self.matched is not None
 
     def push(self, ids: Sequence[int]) -> str:

@@ -128,7 +128,6 @@ class TextPool:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Ends the workers; what still waits gets an error."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -142,7 +141,6 @@ class TextPool:
     async def ask(
         self, owner: str, stream: str, payload: dict[str, Any], size: int, blob: Blob = b""
     ) -> dict[str, Any]:
-        """A worker's answer, as it stands (see worker.py). Raises PromptError where there is none."""
         if self._closed or not self._tasks or all(task.done() for task in self._tasks):
             raise PromptError("the text workers are not running", "server_error")
         if size * 4 > MAX_FRAME:
@@ -279,7 +277,6 @@ class OwnedPool:
         await self._ids({"grammar": spec}, len(spec))
 
     async def ask(self, payload: dict[str, Any], blob: Blob) -> dict[str, Any]:
-        """See TextPool.ask."""
         return await self._pool.ask(self._owner, self._stream, payload, len(blob), blob)
 
     async def _ids(self, payload: dict[str, Any], size: int) -> list[int]:

@@ -43,7 +43,6 @@ def read_frame(stream: BinaryIO) -> Any:
 
 
 def frame(value: Any) -> bytes:
-    """One value as a frame."""
     body = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     return _LENGTH.pack(len(body)) + body
 

@@ -23,8 +23,6 @@ class WorkerDied(Exception):
 
 
 class WorkerProcess:
-    """One process and its two pipes."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
@@ -83,7 +81,6 @@ class WorkerProcess:
         return await self._process.stdout.readexactly(length)
 
     async def kill(self) -> None:
-        """Ends the process and waits for it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()

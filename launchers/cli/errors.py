@@ -25,8 +25,6 @@ ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetens
 
 
 class UsageError(click.ClickException):
-    """Exit code 2, one line."""
-
     exit_code = USAGE
 
     def show(self, file: object = None) -> None:

@@ -59,7 +59,6 @@ class ConsoleLog(logging.Handler):
 
 
 def plain_line(snapshot: Snapshot) -> str:
-    """One line for logs."""
     parts = [f"{snapshot.done} of {snapshot.total} lines"]
     if snapshot.skipped:
         parts.append(f"{snapshot.skipped} done earlier")
@@ -130,7 +129,6 @@ class RunView:
 
 
 def summary_table(summary: Summary) -> Table:
-    """What a run did, in a few rows."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(justify="right")

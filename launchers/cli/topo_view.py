@@ -64,7 +64,6 @@ def _hardware(node: Node) -> list[Nic]:
 
 
 def _rounded(count: int) -> int:
-    """To 1/32 of its size."""
     step = 1 << max(count.bit_length() - 5, 0)
     return (count + step // 2) // step * step
 

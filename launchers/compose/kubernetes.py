@@ -163,7 +163,6 @@ def _pod(
 
 
 def _program(deployment: Deployment, arguments: Sequence[str]) -> tuple[str, ...]:
-    """`laddertron <arguments>` on the mounted deployment."""
     # $(POD_IP) is expanded by the kubelet: ranks in other pods, probes and clients must reach the daemon
     overrides = ["daemon.control_host=$(POD_IP)"]
     if arguments[0] == "serve":

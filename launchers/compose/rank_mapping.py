@@ -26,7 +26,6 @@ _FORMS = {ENV_INTERFACES: "node1=ib0,node2=ib0", ENV_CORES: "node1=0-13/14-27,no
 
 
 def seats_text(hosts: Sequence[Host]) -> str:
-    """The value of ENV_SEATS."""
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 

@@ -45,7 +45,6 @@ def proof_mac(secret: bytes, server_nonce: bytes, rank_nonce: bytes, rank: int) 
 
 
 def same_mac(a: str, b: str) -> bool:
-    """Compared in constant time."""
     return hmac.compare_digest(a.encode(errors="replace"), b.encode(errors="replace"))
 
 

@@ -37,7 +37,6 @@ class JobFailure:
 
     @property
     def culprit(self) -> dict[str, Any]:
-        """Who is to blame, as far as it is known."""
         return {name: getattr(self, name) for name in CULPRIT}
 
 

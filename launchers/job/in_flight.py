@@ -20,8 +20,6 @@ class _Held:
 
 
 class InFlight:
-    """On one event loop."""
-
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
         self._entries = 0

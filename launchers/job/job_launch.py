@@ -160,7 +160,6 @@ class Launch:
         return killed or any(NODE_LOST in line for _, line in self._output)
 
     def verdict(self) -> JobFailure:
-        """What is to blame, by all that is known now."""
         status = self._keeper.returncode if self._keeper is not None else None
         exit_code = status if status is None or status >= 0 else 128 - status
         # what was said around the end; before that it was about other things

@@ -26,8 +26,6 @@ NODE_LOST = "lost communication with a remote daemon"
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A rank's heartbeat is overdue."""
-
     rank: int
     text: str
 
@@ -73,7 +71,6 @@ class RankBoard:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing speaks against this launch."""
         return not self.evidence and not any(state.suspect for state in self.ranks.values())
 
     def load(self, now: float) -> None:
@@ -139,7 +136,6 @@ class RankBoard:
         return news
 
     def gone(self, rank: int, reason: str) -> list[News]:
-        """The rank's connection ended."""
         state = self.ranks[rank]
         if state.ended:
             return []
@@ -264,7 +260,6 @@ class RankBoard:
         return JobFailure(sign.kind, reason, sign.rank, node, collective, stage, device, exit_code, output, dumps)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Every rank as JSON values."""
         ranks = {}
         for rank, state in self.ranks.items():
             beat = state.beat or Beat()

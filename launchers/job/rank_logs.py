@@ -39,8 +39,6 @@ def set_up_logs(rank: int, node: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankLine:
-    """A line that RankFormatter wrote."""
-
     level: int
     rank: int
     node: str

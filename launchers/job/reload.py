@@ -45,11 +45,9 @@ class Serving:
     working: str
 
     def write(self, folder: Path) -> None:
-        """Raises OSError."""
         write_file(folder / SERVING, json.dumps(asdict(self)))
 
     def read_again(self) -> LoadedDeployment:
-        """Raises ConfigError."""
         return read(self.config, self.overrides, Path(self.working))
 
     @property
@@ -122,7 +120,6 @@ class Reloader:
         self._asked.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -169,7 +166,6 @@ class Reloader:
         return "done", []
 
     def _again(self, index: int) -> HeldJob:
-        """A replica as it was."""
         return self._make(self.deployments[index], False)[index]
 
     def _write(self, outcome: dict[str, Any]) -> None:

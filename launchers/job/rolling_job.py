@@ -29,8 +29,6 @@ class HeldJob(EngineJob, Protocol):
 
 
 class _Member:
-    """Listens to one job."""
-
     def __init__(self, owner: RollingJob, job: HeldJob) -> None:
         self._owner, self.job = owner, job
         self._moved = asyncio.Event()
@@ -149,18 +147,15 @@ class RollingJob:
         self.moved(job)
 
     async def _retire(self, job: HeldJob) -> None:
-        """Returns when its requests have ended, and it is gone."""
         await job.drain(math.inf)
         await job.close()
 
     async def _dismiss(self, job: HeldJob) -> str:
-        """Why it did not come up."""
         reason = job.state.reason
         await job.close()
         self._others.remove(job)
         return reason
 
     def moved(self, job: HeldJob) -> None:
-        """Tells of a job's state, if it is this one's too."""
         if job is (self._awaited or self.job):
             self.listener.on_state(self.state)

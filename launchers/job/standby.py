@@ -59,11 +59,9 @@ class Standby:
         return launch
 
     def stop(self) -> None:
-        """None is wanted any more."""
         self._over.set()
 
     async def close(self) -> None:
-        """Returns when its processes are gone."""
         self._over.set()
         if self._task is not None:
             await self._task

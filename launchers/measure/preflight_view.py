@@ -14,7 +14,6 @@ _MARKS = {"error": "red", "warning": "yellow"}
 
 
 def size_name(nbytes: int) -> str:
-    """1.5 KiB, 32 KiB, 8 MiB."""
     for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.4g} {unit}"

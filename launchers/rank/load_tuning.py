@@ -81,7 +81,6 @@ def group_hosts(fabric: Fabric, nodes: Sequence[str], layout: GroupLayout) -> Fa
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that a measurement depends on."""
     import torch
 
     found = {"laddertron": __version__, "torch": torch.__version__}

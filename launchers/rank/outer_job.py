@@ -67,7 +67,6 @@ class ReplicaJob:
         return await self._in_flight.drained(timeout_s)
 
     async def close(self) -> None:
-        """Asks the engine to end."""
         self._closed = True
         self._send(messages.Shutdown())
 
@@ -75,7 +74,6 @@ class ReplicaJob:
         return {"dumps": {"0": self._dump()}}
 
     def take(self, message: messages.RankMessage) -> None:
-        """What the rank says."""
         match message:
             case messages.Hello():
                 self._node, self._pid = message.hostname, message.pid
@@ -97,7 +95,6 @@ class ReplicaJob:
                 pass
 
     def gone(self, reason: str) -> None:
-        """Its connection ended."""
         if not self._closed and self.state.phase != "failed":  # what failed has said why itself
             self.fail(f"its first rank left{f': {reason}' if reason else ''}")
 
@@ -223,7 +220,6 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
 def _lead(
     deployment: Deployment, identity: Identity, status: Status, bootstrap: Bootstrap | None, replica: int, meeting: str
 ) -> None:
-    """The first rank of a replica."""
     address, secret = meeting.split()
     client = ControlClient(address, bytes.fromhex(secret), replica, identity.local_rank, status.beat, status.dump)
     try:

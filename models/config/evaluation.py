@@ -13,7 +13,6 @@ RECORD = "laddertron.evaluation.json"
 
 
 def record(found: Mapping[str, Any], original: str | None, text_sha256: str) -> dict[str, Any]:
-    """`found`: a HeldOut's fields."""
     return {**found, "perplexity": math.exp(found["loss"]), "original": original, "text_sha256": text_sha256}
 
 

@@ -132,7 +132,6 @@ _WORDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermedi
 
 
 def read_experts(fields: ConfigFields, family: str, layers: int) -> Experts | None:
-    """None for a dense family. Raises ValueError."""
     words = FAMILIES.get(family)
     if words is None:
         if used := next((key for key in _WORDS if key in fields), None):

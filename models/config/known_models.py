@@ -23,7 +23,6 @@ def architecture(
     rope: Rope = _PLAIN, *, head_dim: int | None = None, tied: bool = False, wiring: str | Wiring = "standard",
     dtype: Dtype = "bfloat16",
 ) -> ModelConfig:  # fmt: skip
-    """A model of a stock family by its sizes."""
     wired = make_wiring(wiring, layers) if isinstance(wiring, str) else wiring
     return ModelConfig(
         family=family,
@@ -103,7 +102,6 @@ def _table() -> dict[str, ModelConfig]:
 
 
 def known_names() -> tuple[str, ...]:
-    """Every name that `known` takes."""
     return tuple(_table())
 
 

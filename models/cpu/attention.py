@@ -25,8 +25,6 @@ SHARED_WORK = 4096
 
 
 class _Prompts(ctypes.Structure):
-    """attend_prompts.c's struct prompts."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("out", "qkv", "keys", "values", "cos", "sin", "q_norm", "k_norm")),
         *((name, c_void_p) for name in ("table", "start", "length")),

@@ -25,14 +25,10 @@ Weights = Sequence[Tensor] | Tensor
 
 
 class _Expert(ctypes.Structure):
-    """experts.c's struct expert."""
-
     _fields_ = [("up", c_void_p), ("down", c_void_p), ("up_scale", c_void_p), ("down_scale", c_void_p)]
 
 
 class _Experts(ctypes.Structure):
-    """experts.c's struct experts."""
-
     _fields_ = [
         ("each", c_void_p),
         ("count", c_int64),

@@ -33,8 +33,6 @@ _INT8 = 3
 
 
 class _Product(ctypes.Structure):
-    """products.c's struct product."""
-
     _fields_ = [
         ("weight", c_void_p),
         ("bias", c_void_p),
@@ -99,7 +97,6 @@ class Kernels:
 
     @staticmethod
     def find(deterministic: bool = False) -> Kernels | None:
-        """None where they were not built."""
         library = native.load("laddertron.models.cpu._kernels")
         return None if library is None else Kernels(library, deterministic)
 

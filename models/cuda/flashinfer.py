@@ -122,7 +122,6 @@ class FlashInferAttention(TorchAttention):
         return other
 
     def _decoder(self, **buffers: Any) -> Any:
-        """buffers: those of a captured step."""
         return self._library.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, "HND", use_tensor_cores=self._tensor_cores, **buffers
         )

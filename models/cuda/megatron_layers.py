@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class MegatronLayers:
-    """As layers.Layers."""
-
     def __init__(self, group: ProcessGroup, dtype: torch.dtype) -> None:
         self._group = group
         self._config: Any = ModelParallelConfig(

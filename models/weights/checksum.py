@@ -15,7 +15,6 @@ Crc32 = Callable[[bytearray, int, int], int]
 
 @functools.cache
 def crc32() -> Crc32:
-    """The fastest one here."""
     library = native.load("laddertron.models.cpu._kernels")
     if library is None or not library.kernels_has_crc32():
         return _plain

@@ -186,7 +186,6 @@ class Verifier:
         self._pool.shutdown()
 
     def look(self) -> None:
-        """Raises what was found so far."""
         if self._verified is not None and self._verified.done():
             self._verified.result()
 

@@ -34,8 +34,6 @@ class ShardOrigin:
 
 @dataclass(frozen=True, slots=True)
 class OwnFile:
-    """One rank's file."""
-
     tensors: Mapping[str, StoredTensor]
     digest: str
     replicate_embedding: bool

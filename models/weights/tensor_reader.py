@@ -92,7 +92,6 @@ class Reader:
             os.posix_fadvise(self._file(stored.file), stored.begin + row * width, length, os.POSIX_FADV_WILLNEED)
 
     def whole(self, stored: StoredTensor) -> Tensor:
-        """A small tensor, copied."""
         out = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         self._fill(stored, stored.begin, out.view(-1).view(torch.uint8) if out.numel() else out)
         return out

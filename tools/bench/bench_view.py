@@ -43,7 +43,6 @@ def case_table(rows: Sequence[Row]) -> Table:
 
 
 def mix_table(rows: Sequence[Row]) -> Table:
-    """A column a variant."""
     title = "a mix of requests: median, ± half the spread"
     table = Table("", title=title, title_style="dim", title_justify="left", box=SIMPLE)
     for row in rows:

@@ -48,7 +48,6 @@ _KINDS = {"attention": "attention", "mlp": "mlp", "attention_and_mlp": "both"}
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Raises TraceError."""
     try:
         trace = json.loads(path.read_text())
         events = trace["traceEvents"]

@@ -53,7 +53,6 @@ class Part:
 
 
 def parts(device: str, tiny: bool) -> list[Part]:
-    """In the order of their worth."""
     where = ("--device", device, *(("--tiny",) if tiny else ()))
     decode, shard = ((str(HERE / "gpu" / f"{name}.py"), *where) for name in ("gpu_decode", "gpu_shard"))
     one, prompts = ("--batch", "1", "--gen", "2", "--engines", "ours"), ("8", "32") if tiny else ("1024", "8192")
@@ -102,7 +101,6 @@ def environment_report(device: str) -> Found:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The page's section."""
     from gpu_decode import speed_table
     from gpu_shard_report import shard_table
 

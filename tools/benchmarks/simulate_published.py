@@ -227,7 +227,6 @@ def speedups(constants: Constants) -> Iterator[Row]:
 
 
 def rates(constants: Constants) -> Iterator[Row]:
-    """Tokens/s of every published cell."""
     for key, published in TOKENS.items():
         for wiring, said in published.items():
             yield Row(wiring, key, key in FITTED and wiring != "parallel", said, constants.tokens_per_s(key, wiring))
@@ -260,7 +259,6 @@ def shipped(constants: Constants) -> Constants:
 
 
 def report(constants: Constants) -> list[str]:
-    """Everything as Markdown."""
     r = constants.rates
     peak = GPU_MODELS["H100"].memory_bandwidth
     constant = [

@@ -44,7 +44,6 @@ Items = list[tuple[list[int], int, float]]
 
 
 def main() -> int:
-    """Exit status 0 if everything went as it should."""
     console = Console(highlight=False)
     started = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="laddertron-demo-"))

@@ -26,8 +26,6 @@ PROMPTS = ROOT / "configs/demo-prompts.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class ServedDaemon:
-    """A daemon that answers on loopback."""
-
     port: int
     pid: int
 
@@ -95,7 +93,6 @@ def end(process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> int:
 
 
 def serve_command(config: Path, settings: Mapping[str, object]) -> list[str]:
-    """`laddertron serve CONFIG` with these keys."""
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(config), *words]
 

@@ -34,7 +34,6 @@ def ms(seconds: float) -> str:
 
 
 def binary(count: float) -> str:
-    """Bytes, as `47.7 GiB`."""
     for unit, scale in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:,.0f} {unit}"
@@ -61,7 +60,6 @@ def _devices(plan: CapacityEstimate) -> str:
 
 
 def headline(plan: CapacityEstimate) -> str:
-    """Model, layout, verdict."""
     q = plan.question
     p = q.placement
     nodes, devices = {s.hostname for s in p.seats}, _devices(plan)

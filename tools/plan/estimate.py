@@ -73,8 +73,6 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One prompt alone."""
-
     wiring: str
     tokens: int
     time: StepTime
@@ -118,8 +116,6 @@ class SplitLaw:
 
 @dataclass(frozen=True, slots=True)
 class CapacityEstimate:
-    """The answer."""
-
     question: Question
     ranks: tuple[RankRow, ...]
     memory: Memory
@@ -195,7 +191,6 @@ def split_variants(q: Question, group: SimulatedGroup) -> tuple[tuple[str, Wirin
 
 
 def memory_in(q: Question) -> Memory:
-    """One rank of that group."""
     p = q.placement
     have = devices_of(q).memory_bytes
     return memory(q.config, p.tensor_parallel_size, q.stored, q.keys, have, p.stages, q.sharing)

@@ -29,7 +29,6 @@ class Replica:
             raise ValueError(f"slots={self.slots}, step_s at {counts}: give a slot or more, and steps at rising counts")
 
     def step(self, running: int) -> float:
-        """Seconds of a step with so many sequences."""
         i = bisect_right(self.step_s, (running, float("inf")))
         if i == 0 or i == len(self.step_s):
             return self.step_s[min(i, len(self.step_s) - 1)][1]
@@ -38,7 +37,6 @@ class Replica:
 
 
 def replica_of(group: SimulatedGroup, slots: int, prompt: int, context: float, chunk: int) -> Replica:
-    """A group as a fleet sees it."""
     counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n < slots] + [slots]
     steps = [(n, group.step(Load(decodes=n, context=context)).total_s) for n in counts]
     return Replica(steps, group.prefill(prompt, chunk).total_s, slots)
@@ -197,7 +195,6 @@ class _Simulation:
         self.left -= 1
 
     def _advance(self, live: _Live, now: float) -> None:
-        """Brings the counter up to now."""
         if live.ends and now > live.seen:
             live.busy_s += now - live.seen
             began = max(live.seen, live.stalled)

@@ -29,7 +29,6 @@ def plan_view(plan: CapacityEstimate, whole: bool) -> RenderableType:
 
 
 def sheet_view(sheet: Sheet) -> RenderableType:
-    """One table with its note."""
     table = Table(
         title=sheet.title,
         title_justify="left",

@@ -125,7 +125,6 @@ class Load:
 
     @property
     def rows(self) -> int:
-        """Rows of logits."""
         return self.decodes + self.prompts
 
     def halves(self) -> tuple[Load, Load]:
@@ -234,7 +233,6 @@ class SimulatedGroup:
         return int(load.tokens * self.config.hidden_size * self.value_bytes)
 
     def cost(self, load: Load) -> StepCost:
-        """Seconds of a step's parts."""
         c, shard, r = self.config, self.shard, self.rates
         call = r.call_one_s if load.tokens == 1 else r.call_many_s
         windows = c.sliding_window or (None,) * c.num_layers

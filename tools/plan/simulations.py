@@ -91,7 +91,6 @@ def scaling(model: str, spec: str, batch: int, context: int, fp8: bool = False) 
 
 
 def scaling_sheet(model: str, batch: int, context: int, spans: tuple[ReplicaSpan, ...]) -> Sheet:
-    """As a table."""
     rows = tuple(
         (str(s.nodes), str(s.tp), f"{s.kv_tokens:,}" if s.fits else "no room", f"{s.all_reduce_s * 1e6:.0f}",
          f"{s.sub_block_s * 1e6:.0f}", f"{s.all_reduce_s / s.sub_block_s:.2f}",

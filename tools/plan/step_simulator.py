@@ -73,7 +73,6 @@ class StepTime:
 
     @property
     def exposed_s(self) -> float:
-        """What communication costs this step."""
         return self.waited_s + self.slowed_s
 
     @property
@@ -130,7 +129,6 @@ class VirtualClock:
         self.collectives = 0
 
     def compute(self, seconds: float) -> None:
-        """Computes what takes `seconds` alone."""
         self.compute_s += seconds
         while seconds > 0.0:
             if not self._queue:
@@ -160,7 +158,6 @@ class VirtualClock:
         return flight
 
     def wait(self, flight: _InFlight) -> None:
-        """Stands still until `flight` is there."""
         began = self.now
         while flight.arrives is None:
             self.now += self._queue[0].left

@@ -203,7 +203,6 @@ def markdown(plan: CapacityEstimate) -> str:
 
 
 def sheet_lines(sheet: Sheet) -> list[str]:
-    """A table as lines of Markdown, its title above."""
     lines = [f"## {sheet.title}", "", _line(sheet.columns)]
     lines.append("|" + "|".join("---" if i < sheet.left else "---:" for i in range(len(sheet.columns))) + "|")
     lines += [_line(row) for row in sheet.rows]

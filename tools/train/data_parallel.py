@@ -84,7 +84,6 @@ class DataParallel:
         return range(min(count, self.place * each), min(count, (self.place + 1) * each))
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
         if self._mesh is not None:
             dist.all_reduce(x)
         return x
@@ -106,7 +105,6 @@ class DataParallel:
 
 
 def local(x: Any) -> Tensor:
-    """This rank's rows of a parameter, sharded or not."""
     tensor: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return tensor
 

@@ -79,7 +79,6 @@ def save(
 
 
 def newest(folder: Path) -> Path | None:
-    """The last whole state."""
     return max((path for path in folder.glob("step-*[0-9]") if (path / "state.json").is_file()), default=None)
 
 

@@ -172,8 +172,6 @@ class _GlooPending:
 
 
 class GlooGather:
-    """gloo's all-gather of bytes."""
-
     def __init__(self, group: Any, ledger: Ledger, timeout: list[float]) -> None:
         self._group, self._ledger, self._timeout = group, ledger, timeout
         self._size = dist.get_world_size(group)

@@ -122,8 +122,6 @@ class RanksDisagree(_PeerError):
 
 
 class Done:
-    """A Pending whose sum is there."""
-
     __slots__ = ("_x",)
 
     def __init__(self, x: Tensor) -> None:
@@ -141,8 +139,6 @@ class Alone:
 
 
 class AloneGather:
-    """The gather of a group of one."""
-
     def start(self, payload: NDArray[np.uint8]) -> Gathering:
         return Gathering(payload[None].copy)
 

@@ -53,7 +53,6 @@ def load_kernels() -> Any:
 
 
 def multiprocessors_here() -> int:
-    """Of the current device."""
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 

@@ -209,12 +209,10 @@ class NcclGather:
         return Gathering(finish)
 
     def gather_tensor(self, x: Tensor) -> Tensor:
-        """As DeviceGather says."""
         out = torch.empty((dist.get_world_size(self._group), len(x)), dtype=x.dtype, device=x.device)
         self._ledger.started += 1
         dist.all_gather_into_tensor(out, x, group=self._group)
         return out
 
     def wait_for(self, event: Any | None, what: str) -> None:
-        """As DeviceGather says."""
         self._wait(event, what)

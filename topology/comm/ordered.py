@@ -14,7 +14,6 @@ from .groups import Deterministic
 
 
 def add_up(parts: Tensor, how: Deterministic) -> Tensor:
-    """The sum of parts [ranks, …]: in rank order, accumulated in float32; "everywhere": transport/reduce.h's tree."""
     if how == "everywhere":
         while len(parts) > 1:
             parts = parts[0::2] + parts[1::2]
@@ -35,5 +34,4 @@ class Ordered:
         self.work = dist.all_gather_into_tensor(self._parts.view(-1), mine, group=group, async_op=async_op)
 
     def add_up(self) -> None:
-        """Into x; the gather must be there."""
         self._x.view(-1).copy_(add_up(self._parts.view(self._x.dtype), self._how))

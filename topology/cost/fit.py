@@ -43,7 +43,6 @@ class Residual:
 
     @property
     def relative(self) -> float:
-        """(predicted - measured) / measured."""
         return self.predicted_s / self.point.seconds - 1.0
 
 

@@ -27,8 +27,6 @@ class PointToPoint(Protocol):
 
 
 class MpiLine:
-    """Through MPI's own send and receive."""
-
     carrier = "MPI"
 
     def __init__(self, bootstrap: MpiBootstrap) -> None:

@@ -49,7 +49,6 @@ def detect(flags: frozenset[str], machine: str) -> Tier:
 
 
 def own() -> Tier:
-    """This machine's best tier."""
     return detect(cpu_flags(), platform.machine())
 
 

@@ -40,7 +40,6 @@ class GpuModel:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What no driver says of a Device."""
         names = ("memory_bandwidth", "nvlink_bandwidth", "bf16_flops", "fp8_flops", "multiprocessors")
         return {name: getattr(self, name) for name in names}
 

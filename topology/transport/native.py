@@ -24,7 +24,6 @@ def load(module: str) -> ctypes.CDLL | None:
 
 
 def bind(function: Any, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """A library's function with its types."""
     function.restype, function.argtypes = result, arguments
     call: Callable[..., Any] = function
     return call

@@ -138,7 +138,6 @@ class Transport:
         """The collective whose `wait` sleeps, for whoever asks from another thread; it stays if the wait fails."""
 
     def place(self) -> tuple[int, str]:
-        """See Ledger.place."""
         seq = self.waiting_for
         if seq < 0:
             return self._last + 1, ""
@@ -257,8 +256,6 @@ def _end(close: Callable[..., None], free: Callable[..., None], handle: c_void_p
 
 
 class NativePending:
-    """An all-reduce of the transport under way."""
-
     __slots__ = ("_seq", "_transport", "_x")
 
     def __init__(self, transport: Transport, x: Tensor, seq: int) -> None:

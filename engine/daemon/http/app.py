@@ -74,7 +74,6 @@ def _model(services: Services) -> dict[str, Any]:
 
 
 def make_api(services: Services, generator: Generator, version: str, with_metrics: bool = True) -> FastAPI:
-    """The routes, without the gate before them."""
     app = FastAPI(title="laddertron", version=version, docs_url=None, redoc_url=None)
     own = (files_router(services), batches_router(services), generate_router(generator), models_router(services))
     more = (page_router(services, version), probes_router(services), usage_router(services))
@@ -122,7 +121,6 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def make_app(services: Services, version: str, keys: KeyRing | None, with_metrics: bool = True) -> Guard:
-    """The ASGI application, gate included."""
     generator = Generator(services)
     app = Direct(make_api(services, generator, version, with_metrics), generator)
     return Guard(app, services.limits, keys, services.observer, services.usage)

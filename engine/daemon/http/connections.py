@@ -165,7 +165,6 @@ class Acceptor:
             self._take(connection, str(peer[0]), self._loop.time() + _WAITING_SECONDS)
 
     def _fail(self, error: OSError) -> None:
-        """No descriptor is left, say: one connection is ended, and the next try is a little later."""
         self._failures += 1
         if time.monotonic() - self._logged >= _LOG_SECONDS:
             message = "no connection can be accepted: %s (%d failures since the last such line)"

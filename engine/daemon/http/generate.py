@@ -49,7 +49,6 @@ class _Reply:
         self._watch: asyncio.Task[None] | None = None
 
     def now(self) -> float:
-        """Unix seconds."""
         return self._offset + time.monotonic()
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
@@ -86,7 +85,6 @@ class _Reply:
         self._watch.add_done_callback(self._left)
 
     def close(self) -> None:
-        """Watches no more."""
         if self._timer is not None and self._watch is not None:
             self._timer.cancel()
             self._watch.cancel()
@@ -133,7 +131,6 @@ class Generator:
         self._count = 0
 
     async def answer(self, request: Request, endpoint: Endpoint) -> Response:
-        """Raises ApiError."""
         self._admit()
         body, prompts = await self._prepare(request, endpoint)
         self._admit()  # it may have come slowly
@@ -157,7 +154,6 @@ class Generator:
                 self._used(begun)
 
     def _admit(self) -> None:
-        """Whether there is room for one more. Raises ApiError."""
         if not self._services.dispatcher.ready:
             raise not_ready("the engine is not ready: see /ready")
         if self._count >= self._services.limits.max_interactive_requests:

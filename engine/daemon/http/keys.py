@@ -50,7 +50,6 @@ def digest_of(key: str) -> str:
 
 
 def read_keys(path: Path) -> list[Key]:
-    """Raises KeyFileError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return [build(Key, entry) for entry in data["keys"]]

@@ -153,7 +153,6 @@ class HttpServer(uvicorn.Server):
             self.servers.append(acceptor)  # type: ignore[arg-type]
 
     def protocol(self, slot: Slot) -> asyncio.Protocol:
-        """One connection's."""
         made = _Bounded(self.config, self.server_state, {})
         made.options, made.room, made.slot = self._options, self._room, slot
         return made

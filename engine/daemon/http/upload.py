@@ -17,14 +17,11 @@ _FILENAME = re.compile(r'[;\s]filename="((?:[^"\\\r\n]|\\.)*)"', re.IGNORECASE)
 
 
 class FormError(ApiError):
-    """The form is not what it should be."""
-
     def __init__(self, message: str) -> None:
         super().__init__(message, "invalid_form", close=True)
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Raises FormError."""
     kind = content_type.partition(";")[0].strip().lower()
     match = _BOUNDARY.search(content_type)
     if kind != "multipart/form-data" or match is None:

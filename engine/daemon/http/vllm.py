@@ -31,7 +31,6 @@ class TokenizeBody(StrictModel):
 
 
 def vllm_router(services: Services, version: str) -> APIRouter:
-    """The routes."""
     router = APIRouter(tags=["vllm"])
 
     @router.post(TOKENIZE, openapi_extra=takes(json_schema(TokenizeBody)), response_model=dict[str, Any])

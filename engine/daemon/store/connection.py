@@ -27,7 +27,6 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
 
 
 def _text(raw: bytes) -> str | bytes:
-    """Bytes where they are not UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

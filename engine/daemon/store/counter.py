@@ -95,7 +95,6 @@ class Counter:
         self._descriptor = os.open(count_file(folder), os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
 
     def write(self, count: int) -> None:
-        """Raises OSError."""
         os.lseek(self._descriptor, count % 2 * _SLOT_BYTES, os.SEEK_SET)
         left = memoryview(_packed(count))
         while left:

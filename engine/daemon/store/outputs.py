@@ -31,7 +31,6 @@ def write_lines(db: sqlite3.Connection, batch_id: str, ok: bool, path: Path, fil
 
 
 def size_of(path: Path) -> int | None:
-    """None where there is no file."""
     return path.stat().st_size if path.exists() else None
 
 

@@ -22,7 +22,6 @@ class Cleaner:
         self._store, self._retention = store, retention
 
     async def run(self) -> None:
-        """Until cancelled."""
         while True:
             try:
                 if not self._store.clock.paused:

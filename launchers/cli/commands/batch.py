@@ -249,7 +249,6 @@ def _command_line(*words: str) -> str:
 
 
 def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, console: Console) -> int:
-    """Says how it ended, fetches what is wanted; the exit code."""
     for error in ((batch.get("errors") or {}).get("data") or [])[:20]:
         say_error(console, f"{error.get('code')}: {error.get('message')}")
     if output is not None:

@@ -248,7 +248,6 @@ def read_model(config: str, overrides: Sequence[str] = ()) -> Deployment:
 
 
 def summary(loaded: LoadedDeployment) -> str:
-    """What the deployment is, in one line."""
     d = loaded.deployment
     p = d.parallel
     pipeline = f" x pp {p.pipeline_parallel_size}" if p.pipeline_parallel_size > 1 else ""

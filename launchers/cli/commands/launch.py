@@ -85,7 +85,6 @@ def printed(
 
 
 def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program: Sequence[str]) -> str:
-    """The script or manifests of `--emit kind`."""
     fabric = fabric_of(deployment)
     if kind == "slurm":
         return sbatch(deployment, fabric, program, arguments[0] in SERVICES)

@@ -78,7 +78,6 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
 
 
 def _hears(pid: int) -> bool:
-    """Whether the process has a handler for SIGHUP."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

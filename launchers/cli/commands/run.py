@@ -63,7 +63,6 @@ class Arguments:
 
 
 def default_errors(output: Path) -> Path:
-    """`<out>.errors.jsonl` beside the output."""
     return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
 
 
@@ -184,7 +183,6 @@ def _interrupted(arguments: Arguments, number: signal.Signals, console: Console)
 
 
 def report(summary: Summary, arguments: Arguments, console: Console) -> int:
-    """Prints what the run did; its exit code."""
     if began := summary.reason is None or summary.ok + summary.failed + summary.skipped + summary.lost:
         console.print(summary_table(summary))
     if summary.failed:
@@ -204,7 +202,6 @@ def report(summary: Summary, arguments: Arguments, console: Console) -> int:
 
 
 def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Console) -> int:
-    """In this process and ranks of its own."""
     text, folder = read_text(loaded)
     with ended_by(ValueError, OSError):
         jobs = launched_jobs(loaded.deployment)

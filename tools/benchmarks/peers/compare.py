@@ -78,7 +78,6 @@ class Peer:
         return self
 
     def run(self, case: Case) -> tuple[float, float]:
-        """Prefilled and decoded tokens a second."""
         assert self._process.stdin is not None
         order = {"batch": case.batch, "prompt": case.prompt, "generate": case.generate}
         self._process.stdin.write(json.dumps(order) + "\n")

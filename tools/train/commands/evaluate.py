@@ -70,7 +70,6 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """At most 80 columns."""
     wide = min(26, max(6, *(len(row["folder"]) for row in rows)))
     lines = [f"{'folder':<{wide}} {'wiring':<10} {'loss':>8} {'perplexity':>11} {'KL':>8} {'agreement':>10}"]
     for row in rows:

@@ -33,7 +33,6 @@ compared with another that had the same text, tokenizer, budget and seed."""
 
 
 def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """0,2,3: layers, counted from 0."""
     if value is None:
         return None
     try:
