@@ -41,7 +41,7 @@ def _error(code: str, message: str | None) -> dict[str, Any]:
 
 
 class Batches:
-    """`create`, `cancel` and `remove_file` for the doors; `start` and `close` for the daemon."""
+    """`create`, `cancel`, `remove` and `remove_file` for the doors; `start` and `close` for the daemon."""
 
     def __init__(self, core: Core, retention: float | None = None) -> None:
         self._core, self._store, self._clock = core, core.store, core.store.clock
@@ -123,6 +123,11 @@ class Batches:
         """Raises StoreUnavailable."""
         await self._store.write(lambda rows: records.drop_file(rows, file))
         self._store.remove_bytes(file.id)
+
+    async def remove(self, batch: BatchRow) -> None:
+        """An ended batch with all but its input file. Raises StoreUnavailable."""
+        for name in await self._store.write(lambda rows: records.drop_batch(rows, batch)):
+            self._store.remove_bytes(name)
 
     async def content(self, file: FileRow) -> BinaryIO:
         """Opens it; an output file that is missing, or has lost bytes, is made again first. Raises StoreUnavailable,

@@ -26,7 +26,8 @@ TOOLS: Mapping[str, tuple[str, ...]] = {
 ROLES: Mapping[str, Mapping[str, str]] = {
     "Answer a file of prompts": {
         "run": "Compute a JSONL file of requests over the model's ranks.",
-        "batch": "Submit, watch and fetch batches on a running daemon.",
+        "batch": "Submit, watch, fetch and delete batches on a running daemon.",
+        "files": "List and delete files on a running daemon.",
         "bench": "Measure latency, throughput and overlap.",
     },
     "Run the service": {

@@ -89,12 +89,16 @@ class BatchClient:
     def cancel(self, batch_id: str) -> dict[str, Any]:
         return self._json("POST", f"/batches/{batch_id}/cancel")
 
-    def list(self, limit: int) -> list[dict[str, Any]]:
-        """The newest, over as many pages as it takes."""
+    def delete(self, kind: str, name: str) -> None:
+        """One of the `batches` or `files`."""
+        self._json("DELETE", f"/{kind}/{name}")
+
+    def list(self, limit: int, kind: str = "batches") -> list[dict[str, Any]]:
+        """The newest of the `batches` or `files`, over as many pages as it takes."""
         found: list[dict[str, Any]] = []
         after = ""
         while len(found) < limit:
-            path = f"/batches?limit={min(100, limit - len(found))}{after}"
+            path = f"/{kind}?limit={min(100, limit - len(found))}{after}"
             page = self._again(lambda path=path: self._json("GET", path))  # type: ignore[misc]
             found += page["data"]
             if not page.get("has_more") or not page["data"]:

@@ -28,6 +28,7 @@ from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S, until
 
 ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs" / "demo.yaml"
 DETERMINISTIC = Kernels.find() is not None
 LADDERTRON = (sys.executable, "-m", "laddertron.launchers.cli")
 
@@ -42,12 +43,12 @@ def run_cli(*words: str) -> tuple[int, str]:
 class Process:
     """A `laddertron serve` of the demo model, its log kept."""
 
-    def __init__(self, folder: Path, *more: str) -> None:
+    def __init__(self, folder: Path, *more: str, words: tuple[str, ...] = ("serve", str(DEMO))) -> None:
         self.log_path = folder / "log"
         sets = [f"daemon.data_dir={folder / 'data'}", "daemon.port=0", "daemon.limits.min_free_disk=0", *more]
-        words = [*LADDERTRON, "serve", str(ROOT / "configs" / "demo.yaml")]
+        words = (*LADDERTRON, *words, *(w for s in sets for w in ("--set", s)))
         with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen([*words, *(w for s in sets for w in ("--set", s))], stderr=log)
+            self.process = subprocess.Popen(words, stderr=log, cwd=folder)
         self.port = next(e["port"] for e in self.wait_for("listening"))
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
@@ -207,6 +208,19 @@ def test_the_clients_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert "missing_required_parameter" in said
         code, said = run_cli(*url, "wait", batch_id)
         assert f"laddertron batch --url {daemon.url}/v1 fetch {batch_id} -o answers.jsonl" in said
+        code, going_on = run_cli(*url, "submit", str(marked))
+        until(lambda: json.loads(run_cli(*url, "status", going_on.strip())[1])["status"] == "in_progress")
+        assert run_cli(*url, "delete", going_on.strip()) == (1, "409: the batch is in_progress: cancel it first")
+        files = ("files", "--url", f"{daemon.url}/v1")
+        batch = json.loads(run_cli(*url, "status", batch_id)[1])
+        assert all(batch[f"{kind}_file_id"] in run_cli(*files, "list")[1] for kind in ("input", "output", "error"))
+        assert run_cli(*url, "delete", batch_id)[0] == 0
+        assert batch_id not in run_cli(*url, "list")[1]
+        said = run_cli(*files, "list")[1]
+        assert [batch[f"{kind}_file_id"] in said for kind in ("input", "output", "error")] == [True, False, False]
+        assert run_cli(*files, "delete", batch["input_file_id"])[0] == 0
+        assert batch["input_file_id"] not in run_cli(*files, "list")[1]
+        assert run_cli(*files, "delete", batch["input_file_id"])[0] == 1
     assert run_cli("batch", "--url", "ftp://x", "list")[0] == 2
 
 

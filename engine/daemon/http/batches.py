@@ -124,6 +124,16 @@ def batches_router(services: Services) -> APIRouter:
         audit(request, "batch.cancelled", batch_id)
         return shown(made)
 
+    @router.delete("/v1/batches/{batch_id}")
+    async def delete(request: Request, batch_id: str) -> dict[str, Any]:
+        """Delete an ended batch with its results, output and error file; its input file is kept. An open one is 409."""
+        batch = await find(request, batch_id)
+        if not batch.ended:
+            raise ApiError(f"the batch is {batch.status}: cancel it first", "batch_in_use", status=409)
+        await services.write(services.batches.remove(batch))
+        audit(request, "batch.deleted", batch_id)
+        return {"id": batch_id, "object": "batch", "deleted": True}
+
     def shown(batch: BatchRow) -> dict[str, Any]:
         return batch.to_json() | {"model": services.served_model_name}
 

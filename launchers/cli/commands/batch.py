@@ -8,6 +8,7 @@ import secrets
 import shlex
 import time
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,33 @@ from ..errors import FAILED, OK, UsageError, ended_by
 from ..run_view import clock, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
-_LIST_WIDTH = 100
-_FAILS = ended_by(ApiError, end=click.ClickException)
+_LIST_WIDTH = 1000
+API_FAILS = ended_by(ApiError, end=click.ClickException)
+url_option = click.option("--url", help=f"The API.  [default: OPENAI_BASE_URL, else {_URL}]")
+limit_option = click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
+
+
+def client_of(url: str | None) -> BatchClient:
+    """Of the server that --url or the environment names, with the environment's key."""
+    environ = os.environ
+    key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
+    with ended_by(ApiError):
+        return BatchClient(url or environ.get("OPENAI_BASE_URL") or _URL, key)
+
+
+def print_table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=_LIST_WIDTH).print(table)  # as wide as its rows: a cut id is no use
+
+
+def made_at(item: dict[str, Any]) -> str:
+    return time.strftime("%m-%d %H:%M", time.localtime(item["created_at"]))
 
 
 @click.group()
-@click.option("--url", help=f"The API.  [default: OPENAI_BASE_URL, else {_URL}]")
+@url_option
 @click.pass_context
 def command(context: click.Context, url: str | None) -> None:
     """Work with batches on a laddertron daemon, or any server of OpenAI's Batch API.
@@ -39,11 +61,9 @@ def command(context: click.Context, url: str | None) -> None:
       laddertron batch list
       laddertron batch wait batch_1f…
       laddertron batch fetch batch_1f… -o answers.jsonl
+      laddertron batch delete batch_1f…
     """
-    environ = os.environ
-    key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
-    with ended_by(ApiError):
-        context.obj = BatchClient(url or environ.get("OPENAI_BASE_URL") or _URL, key)
+    context.obj = client_of(url)
 
 
 @command.command()
@@ -62,7 +82,7 @@ def command(context: click.Context, url: str | None) -> None:
     help="With --wait: where answers go; an existing file is not overwritten.",
 )
 @click.pass_obj
-@_FAILS
+@API_FAILS
 def submit(
     client: BatchClient,
     file: Path,
@@ -94,7 +114,7 @@ def submit(
 @command.command()
 @click.argument("batch_id")
 @click.pass_obj
-@_FAILS
+@API_FAILS
 def status(client: BatchClient, batch_id: str) -> None:
     """Print the batch as JSON."""
     click.echo(json.dumps(client.batch(batch_id), indent=1))
@@ -104,7 +124,7 @@ def status(client: BatchClient, batch_id: str) -> None:
 @click.argument("batch_id")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Where answers go, once it has ended.")
 @click.pass_obj
-@_FAILS
+@API_FAILS
 def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:
     """Watch a batch until it has ended. Exit code 0 if it completed, 1 otherwise."""
     _check_output(output)
@@ -115,7 +135,7 @@ def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:
 @command.command()
 @click.argument("batch_id")
 @click.pass_obj
-@_FAILS
+@API_FAILS
 def cancel(client: BatchClient, batch_id: str) -> None:
     """Cancel a batch; finished lines are kept."""
     click.echo(client.cancel(batch_id)["status"])
@@ -125,7 +145,7 @@ def cancel(client: BatchClient, batch_id: str) -> None:
 @click.argument("batch_id")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go.")
 @click.pass_obj
-@_FAILS
+@API_FAILS
 def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
     """Download a batch's answers, and its errors to OUT.errors.jsonl."""
     batch = client.batch(batch_id)
@@ -134,20 +154,28 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
     return _finish(client, batch, output, Console(stderr=True))
 
 
-@command.command("list")
-@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
+@command.command()
+@click.argument("batch_ids", nargs=-1, required=True)
 @click.pass_obj
-@_FAILS
+@API_FAILS
+def delete(client: BatchClient, batch_ids: tuple[str, ...]) -> None:
+    """Delete ended batches with their answers; input files are kept (laddertron files delete)."""
+    for batch_id in batch_ids:
+        client.delete("batches", batch_id)
+
+
+@command.command("list")
+@limit_option
+@click.pass_obj
+@API_FAILS
 def show(client: BatchClient, limit: int) -> None:
     """List your batches, newest first."""
-    titles = ("id", "status", "lines", "done", "failed", "made")
-    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    rows = []
     for batch in client.list(limit):
         counts = batch.get("request_counts") or {}
-        made = time.strftime("%m-%d %H:%M", time.localtime(batch["created_at"]))
         numbers = [str(counts.get(name, 0)) for name in ("total", "completed", "failed")]
-        table.add_row(batch["id"], batch["status"], *numbers, made)
-    Console(width=max(Console().width, _LIST_WIDTH)).print(table)  # a cut id is no use, in a pipe least of all
+        rows.append((batch["id"], batch["status"], *numbers, made_at(batch)))
+    print_table(("id", "status", "lines", "done", "failed", "made"), rows)
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -21,7 +21,10 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "batch wait": (("batch_1", "-o", "/dev/null/o.jsonl"), USAGE),
     "batch cancel": (("batch_1",), FAILED),
     "batch fetch": (("batch_1", "-o", "o.jsonl"), FAILED),
+    "batch delete": (("batch_1",), FAILED),
     "batch list": (("--limit", "0"), USAGE),
+    "files list": (("--limit", "0"), USAGE),
+    "files delete": (("file-1",), FAILED),
     "bench latency": ((MISSING,), USAGE),
     "bench throughput": ((MISSING,), USAGE),
     "bench sweep": ((MISSING,), USAGE),
@@ -84,7 +87,7 @@ def test_a_bad_input_is_one_error_of_one_form(
     )  # between tries of a read
     words, code = BAD_INPUT[name]
     group, *sub = name.split()
-    at = ["--url", "http://127.0.0.1:9/v1"] if group == "batch" else []
+    at = ["--url", "http://127.0.0.1:9/v1"] if group in ("batch", "files") else []
     assert cli.main([group, *at, *sub, *words]) == code
     said = capsys.readouterr()
     assert said.out == ""
