@@ -26,7 +26,7 @@ from ..engine.daemon.service import Daemon, Parts, calm_collector
 from ..engine.daemon.store.disk import DiskError
 from ..engine.daemon.store.store import StoreOptions
 from ..engine.metrics.observer import AnswerTimes, Observer
-from ..engine.metrics.otel import TracingError, exporting
+from ..engine.metrics.otel import TelemetryError, export_histograms, export_spans
 from ..engine.text.tokenizer import TextError, TextModel
 from .job.bundle import FailureBundles
 from .job.fleet import replicas_of
@@ -182,19 +182,26 @@ def _observer(deployment: Deployment) -> Observer:
     if not deployment.metrics.enabled:
         return Observer()
     vllm = (deployment.served_model_name, deployment.engine.block_size) if deployment.metrics.vllm_names else None
-    observer = Observer(CollectorRegistry(), Path(deployment.daemon.data_dir), _spans(deployment), vllm=vllm)
+    observer = Observer(CollectorRegistry(), Path(deployment.daemon.data_dir), _telemetry(deployment), vllm=vllm)
     observer.series.set("build_info", 1.0, __version__, deployment.served_model_name, deployment.model.wiring)
     return observer
 
 
-def _spans(deployment: Deployment) -> Callable[[AnswerTimes], None]:
-    endpoint = deployment.metrics.traces_endpoint
-    if endpoint is None:
-        return lambda times: None
-    try:
-        return exporting(endpoint, deployment.served_model_name).finished
-    except TracingError as error:
-        raise ServeError(f"metrics.traces_endpoint: {error}") from error
+def _telemetry(deployment: Deployment) -> Callable[[AnswerTimes], None]:
+    """Every answered body, to the collectors that the deployment names."""
+    takers: list[Callable[[AnswerTimes], None]] = []
+    for key, export in (("traces_endpoint", export_spans), ("otlp_metrics_endpoint", export_histograms)):
+        if (endpoint := getattr(deployment.metrics, key)) is not None:
+            try:
+                takers.append(export(endpoint, deployment.served_model_name).finished)
+            except TelemetryError as error:
+                raise ServeError(f"metrics.{key}: {error}") from error
+
+    def finished(times: AnswerTimes) -> None:
+        for taker in takers:
+            taker(times)
+
+    return finished
 
 
 def _bundles(deployment: Deployment) -> FailureBundles:

@@ -280,13 +280,14 @@ class DaemonConfig:
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """Where /metrics is served (on the daemon's own listener, or with /health and /ready on one beside it where `port`
-    is set), and where requests' spans go."""
+    is set), and the OpenTelemetry collectors."""
 
     enabled: bool = True
     host: Address = "127.0.0.1"
     port: Port | None = None
     vllm_names: bool = False
     traces_endpoint: Text | None = None
+    otlp_metrics_endpoint: Text | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from ..openai.batch_lines import error_line
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
 from ..openai.prefetch import Ready, answer_id, prepared
+from ..openai.schema import CHAT
 from .core import Core
 from .flight import Flight
 from .line_flights import LineFlights
@@ -182,7 +183,8 @@ class BatchFeed(LineFlights):
             self._charge(flight)
         answer, now = flight.answer, time.time()
         began, used = now - (time.monotonic() - flight.submitted), (answer.prompt_tokens, answer.completion_tokens)
-        times = AnswerTimes(began, began, None, now, *used, answer.finish or "stop", interactive=False)
+        finish, chat = answer.finish or "stop", answer.body.endpoint == CHAT
+        times = AnswerTimes(began, began, None, now, *used, finish, interactive=False, chat=chat)
         self._core.observer.request(times)
 
     def _charge(self, flight: Flight) -> None:

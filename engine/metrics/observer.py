@@ -51,6 +51,7 @@ class AnswerTimes:
     interactive: bool
     traceparent: str | None = None
     """The sender's W3C header, as it came."""
+    chat: bool = False
 
 
 def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:

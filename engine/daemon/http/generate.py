@@ -72,7 +72,8 @@ class _Reply:
         times = (self.arrived, self.submitted, self.first, self.now())
         tokens = (answer.prompt_tokens, answer.completion_tokens)
         finish = "error" if answer.error is not None else answer.finish or "stop"
-        self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent))
+        chat = self.body.endpoint == CHAT
+        self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent, chat))
 
     def died(self, flight: Flight) -> None:
         """It goes on by itself."""

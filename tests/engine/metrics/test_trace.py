@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 from faults.night import Night
 from laddertron.engine.metrics.observer import AnswerTimes
-from laddertron.engine.metrics.otel import RequestSpans, exporting
+from laddertron.engine.metrics.otel import (
+    SERVER_HISTOGRAMS,
+    RequestHistograms,
+    RequestSpans,
+    export_histograms,
+    export_spans,
+)
 from waiting import HANG_S
 
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -38,7 +44,7 @@ def request_spans(collected: tuple[RequestSpans, Any], header: str | None) -> li
     spans, kept = collected
     kept.clear()
     spans.finished(AnswerTimes(1.0, 2.0, None, 3.0, 1, 0, "stop", True, header))
-    return [span for span in kept.get_finished_spans() if span.name == "request"]
+    return [span for span in kept.get_finished_spans() if span.name == "text_completion demo"]
 
 
 @pytest.mark.parametrize("header", [GOOD, "cc" + GOOD[2:] + "-what-comes-later"])
@@ -71,7 +77,7 @@ def test_an_answer_becomes_a_span_with_its_stages(collected: tuple[RequestSpans,
     spans, kept = collected
     spans.finished(AnswerTimes(10.0, 10.5, 12.0, 15.0, 100, 30, "stop", True, GOOD))
     found = {span.name: span for span in kept.get_finished_spans()}
-    whole = found["request"]
+    whole = found["text_completion demo"]
     assert whole.context.trace_id == 0x0AF7651916CD43DD8448EB211C80319C
     assert whole.parent.span_id == 0xB7AD6B7169203331
     assert (whole.start_time, whole.end_time) == (10 * 10**9, 15 * 10**9)
@@ -88,9 +94,9 @@ def test_an_error_without_tokens(collected: tuple[RequestSpans, Any]) -> None:
     spans, kept = collected
     spans.finished(AnswerTimes(1.0, 1.0, None, 2.0, 5, 0, "timeout", interactive=False))
     found = {span.name: span for span in kept.get_finished_spans()}
-    assert found.keys() == {"request", "queue"}
-    assert found["request"].status.status_code.name == "ERROR"
-    assert found["request"].parent is None
+    assert found.keys() == {"text_completion demo", "queue"}
+    assert found["text_completion demo"].status.status_code.name == "ERROR"
+    assert found["text_completion demo"].parent is None
     spans.close()
 
 
@@ -162,12 +168,12 @@ def collector() -> Iterator[Collector]:
 def test_the_exporter_reaches_a_collector(collector: Collector) -> None:
     """Over HTTP in protobuf: the request is the child of the header's span, in its trace; the stages are the request's
     children; what nobody sent begins a trace of its own. `close` sends what is left."""
-    spans = exporting(collector.endpoint, "demo", "laddertron-test")
+    spans = export_spans(collector.endpoint, "demo", "laddertron-test")
     spans.finished(AnswerTimes(10.0, 10.5, 12.0, 15.0, 100, 30, "stop", True, GOOD))
     spans.finished(AnswerTimes(1.0, 1.0, None, 2.0, 5, 0, "timeout", interactive=False))
     spans.close()
     assert collector.services == {"laddertron-test"}
-    sent, own = collector.spans["request"]
+    sent, own = collector.spans["text_completion demo"]
     assert (sent.trace_id.hex(), sent.parent_span_id.hex()) == (GOOD[3:35], GOOD[36:52])
     assert own.parent_span_id == b""
     assert own.trace_id != sent.trace_id
@@ -197,19 +203,47 @@ def test_a_served_request_is_its_senders_child(collector: Collector, tmp_path: P
         assert night.stop() == 0
     finally:
         night.close()
-    (whole,) = collector.wait_for("request")
+    (whole,) = collector.wait_for("text_completion demo")
     assert (whole.trace_id.hex(), whole.parent_span_id.hex()) == (GOOD[3:35], GOOD[36:52])
     assert {span.parent_span_id for name in ("queue", "prefill", "decode") for span in collector.spans[name]} == {
         whole.span_id
     }
 
 
-def test_a_collector_that_is_gone_costs_no_request() -> None:
-    """Nobody listens there: requests go on as if nothing were exported; what is lost is lost."""
+def test_histograms_are_those_of_the_conventions() -> None:
+    """In the SDK's own reader: names, unit, advised bounds, attributes and values; an error has its type."""
+    pytest.importorskip("opentelemetry.sdk.metrics", reason="the extra `otel` is not installed")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    histograms = RequestHistograms(MeterProvider([reader]), "demo")
+    histograms.finished(AnswerTimes(10.0, 10.5, 12.0, 15.0, 100, 31, "stop", True, GOOD, chat=True))
+    histograms.finished(AnswerTimes(1.0, 1.0, None, 3.0, 5, 0, "timeout", interactive=False))
+    (resource,) = reader.get_metrics_data().resource_metrics
+    metrics = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
+    assert metrics.keys() == SERVER_HISTOGRAMS.keys()
+    common = {"gen_ai.provider.name": "laddertron", "gen_ai.request.model": "demo", "gen_ai.response.model": "demo"}
+    chat, text = ({**common, "gen_ai.operation.name": name} for name in ("chat", "text_completion"))
+    wanted = {
+        "gen_ai.server.request.duration": [(5.0, chat), (2.0, {**text, "error.type": "timeout"})],
+        "gen_ai.server.time_to_first_token": [(2.0, chat)],
+        "gen_ai.server.time_per_output_token": [(0.1, chat)],
+    }
+    for name, metric in metrics.items():
+        points = metric.data.data_points
+        assert metric.unit == "s"
+        assert all(point.explicit_bounds == SERVER_HISTOGRAMS[name] for point in points)
+        assert [(pytest.approx(point.sum), dict(point.attributes)) for point in points] == wanted[name]
+
+
+@pytest.mark.parametrize("export", [export_spans, export_histograms])
+def test_a_collector_that_is_gone_costs_no_request(export: Any) -> None:
+    """No process listens there: requests go on as if nothing were exported; the telemetry of that time is lost."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `otel` is not installed")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        spans = exporting(f"http://127.0.0.1:{probe.getsockname()[1]}/v1/traces", "demo")
+        spans = export(f"http://127.0.0.1:{probe.getsockname()[1]}/v1/traces", "demo")
         given, closed = threading.Event(), threading.Event()
 
         def requests() -> None:
