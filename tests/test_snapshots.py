@@ -242,21 +242,27 @@ def _wire(folder: Path) -> str:
 
 
 def _fields() -> str:
-    """Every field of the request bodies, as docs/serving.md lists them."""
-    rows = {}
+    """Every field of the request bodies, as docs/serving.md lists them: those without a remark by name alone."""
+    rows: dict[str, str] = {}
+    plain: dict[str, list[str]] = {"both": [], "chat": [], "completions": []}
     of = {CHAT: "chat", COMPLETIONS: "completions"}
     schemas = {endpoint: json_schema(endpoint)["properties"] for endpoint in of}
     for name in dict.fromkeys(name for properties in schemas.values() for name in properties):
         where = [short for endpoint, short in of.items() if name in schemas[endpoint]]
         node = next(schemas[endpoint][name] for endpoint in of if name in schemas[endpoint])
-        said = node.get("description") or "Implemented."
+        of_which, said = "both" if len(where) == 2 else where[0], node.get("description")
+        if said is None:
+            plain[of_which].append(name)
+            continue
         if said.startswith("Not supported"):
             harmless = ", ".join(f"`{json.dumps(value)}`" for value in node["enum"])
-            said = f"{said} Taken: {harmless}."
-        elif not said.startswith("Ignored") and said != "Implemented.":
+            said = f"{said} Accepts: {harmless}."
+        elif not said.startswith("Ignored"):
             said = f"Implemented. {said}"
-        rows[name] = f"| `{name}` | {'both' if len(where) == 2 else where[0]} | {said} |"
-    return "\n".join(["| field | of | |", "|---|---|---|", *(rows[name] for name in sorted(rows))]) + "\n"
+        rows[name] = f"| `{name}` | {of_which} | {said} |"
+    lists = [f"{short}: {', '.join(f'`{name}`' for name in sorted(names))}." for short, names in plain.items()]
+    head = ["Implemented without restriction:", *(f"- {text}" for text in lists), ""]
+    return "\n".join([*head, "| field | of | |", "|---|---|---|", *(rows[name] for name in sorted(rows))]) + "\n"
 
 
 def test_the_documented_fields_are_the_schemas() -> None:

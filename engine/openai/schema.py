@@ -100,15 +100,15 @@ _TEXTS: TypeAdapter[tuple[Prompt, ...]] = TypeAdapter(
     Annotated[tuple[Annotated[str, text(1 << 28)], ...], array(MAX_PROMPTS)]
 )
 _Bookkeeping = Annotated[Any, ignored("it changes no answer")]
-_Beams = Annotated[Any, ignored("it has a meaning with beam search alone")]
-_Media = Annotated[Any, ignored("prompts are text alone")]
+_Beams = Annotated[Any, ignored("it applies to beam search only")]
+_Media = Annotated[Any, ignored("prompts are text only")]
 
 
 def _said(about: str) -> Any:
     return Field(description=about)
 
 
-_Echo = Annotated[bool | None, _said("First what is continued: the prompt, or a last message of the answer's role.")]
+_Echo = Annotated[bool | None, _said("The answer begins with the continued prompt or message.")]
 
 
 class StreamOptions(StrictModel):
@@ -124,15 +124,15 @@ class SharedFields(GrammarFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[Kept | None, _said("The prompt's last so many; -1: what fits.")] = None
-    bad_words: Annotated[tuple[Annotated[str, text(64, 1)], ...], array(128)] | None = None
-    priority: Annotated[Order | None, _said("Smaller runs first, among interactive requests or a batch's lines.")] = (
-        None
-    )
-    cache_salt: Annotated[
-        Annotated[str, text(256, 1)] | None, _said("Only requests of the same salt share cached prefixes.")
+    truncate_prompt_tokens: Annotated[
+        Kept | None, _said("Keeps so many tokens of the prompt's end; -1: as many as fit.")
     ] = None
-    return_token_ids: Annotated[bool | None, _said("token_ids and prompt_token_ids beside the text.")] = None
+    bad_words: Annotated[tuple[Annotated[str, text(64, 1)], ...], array(128)] | None = None
+    priority: Annotated[Order | None, _said("Lower runs first, among interactive requests or a batch's lines.")] = None
+    cache_salt: Annotated[
+        Annotated[str, text(256, 1)] | None, _said("Only requests with the same salt share cached prefixes.")
+    ] = None
+    return_token_ids: Annotated[bool | None, _said("Adds token_ids and prompt_token_ids to the text.")] = None
     return_tokens_as_token_ids: Annotated[bool | None, _said("Logprobs name tokens as token_id:ID.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -143,18 +143,18 @@ class SharedFields(GrammarFields):
     request_id: _Bookkeeping = None
     metadata: _Bookkeeping = None
     service_tier: _Bookkeeping = None
-    store: Annotated[Any, ignored("nothing is kept for later")] = None
+    store: Annotated[Any, ignored("answers are not stored")] = None
     mm_processor_kwargs: _Media = None
     media_io_kwargs: _Media = None
     length_penalty: _Beams = None
     early_stopping: _Beams = None
-    spaces_between_special_tokens: Annotated[Any, ignored("no tokenizer here puts any there")] = None
+    spaces_between_special_tokens: Annotated[Any, ignored("no supported tokenizer adds them")] = None
     use_beam_search: Annotated[None, Refused("beam search is not supported", (False,))] = None
-    best_of: Annotated[int | None, _said("Only as many as n: every choice is returned.")] = None
+    best_of: Annotated[int | None, _said("At most n: every choice is returned.")] = None
     detokenize: Annotated[None, Refused("answers are text", (True,))] = None
-    logits_processors: Annotated[None, Refused("no remote code", ([],))] = None
-    kv_transfer_params: Annotated[None, Refused("prompts are computed where they are continued", ({},))] = None
-    vllm_xargs: Annotated[None, Refused("there are no plugins that would read it", ({},))] = None
+    logits_processors: Annotated[None, Refused("code from requests is not run", ([],))] = None
+    kv_transfer_params: Annotated[None, Refused("prompts and answers are computed by the same ranks", ({},))] = None
+    vllm_xargs: Annotated[None, Refused("no plugin reads it", ({},))] = None
     repetition_detection: Annotated[None, Refused("use a repetition or frequency penalty")] = None
 
 
@@ -169,12 +169,12 @@ class ChatFields(SharedFields):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     chat_template: Annotated[None, Refused("the checkpoint's own template is used")] = None
     documents: Annotated[
-        tuple[dict[str, Any], ...] | None, array(1024), _said("For the chat template, as it stands.")
+        tuple[dict[str, Any], ...] | None, array(1024), _said("Passed to the chat template unchanged.")
     ] = None
-    reasoning_effort: Annotated[Word | None, _said("For the chat template.")] = None
-    verbosity: Annotated[Word | None, _said("For the chat template.")] = None
+    reasoning_effort: Annotated[Word | None, _said("Passed to the chat template.")] = None
+    verbosity: Annotated[Word | None, _said("Passed to the chat template.")] = None
     echo: _Echo = None
-    include_reasoning: Annotated[bool | None, _said("Whether reasoning_content is sent where there is any.")] = None
+    include_reasoning: Annotated[bool | None, _said("Whether reasoning_content is sent.")] = None
     tools: Tools | None = None
     tool_choice: Chosen | None = None
     parallel_tool_calls: bool | None = None
@@ -182,7 +182,7 @@ class ChatFields(SharedFields):
     function_call: Annotated[None, Refused("use tool_choice", ("none",))] = None
     modalities: Annotated[None, Refused("text only", (["text"],))] = None
     audio: Annotated[None, Refused("text only")] = None
-    prediction: Annotated[Any, ignored("it would save time alone")] = None
+    prediction: Annotated[Any, ignored("it would only save time")] = None
     web_search_options: Annotated[None, Refused("nothing is fetched")] = None
 
 
