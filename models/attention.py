@@ -36,6 +36,8 @@ class KVCache:
     """`keys[l]` and `values[l]` are [blocks, K, block_size, C]: a head's positions lie together, as attention reads
     them."""
 
+    values_are_keys = False
+
     def __init__(
         self, shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -51,7 +53,12 @@ class KVCache:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.keys = [zeros() for _ in layers]
-        self.values = [zeros() for _ in layers]
+        self.values = self.keys if self.values_are_keys else [zeros() for _ in layers]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is stored."""
+        return self.keys if self.values_are_keys else [*self.keys, *self.values]
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [T, K, C] at (blocks[t], offsets[t])."""
@@ -68,7 +75,7 @@ class KVCache:
         if not pairs:
             return
         source, target = upload(np.array(pairs, np.int64).T.copy(), self.keys[0].device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             tensor[target] = tensor[source]
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
@@ -77,7 +84,7 @@ class KVCache:
         if not blocks:
             return
         index = upload(np.array(blocks, np.int64), self.keys[0].device)
-        for tensor in (*self.keys, *self.values):
+        for tensor in self.tensors:
             held = tensor[index]
             wide = held.float() if held.dtype == FP8 else held  # torch has no nan_to_num for fp8
             tensor[index] = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0).to(held.dtype)
