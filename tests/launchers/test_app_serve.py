@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -206,6 +207,7 @@ def test_the_clients_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         code, said = run_cli(*url, "submit", str(bad), "--endpoint", "/v1/completions", "--wait")
         assert code == 1
         assert "missing_required_parameter" in said
+        assert re.search(r"failed +0 +0 +0 +\d\d-\d\d \d\d:\d\d line 1", listed := run_cli(*url, "list")[1]), listed
         code, said = run_cli(*url, "wait", batch_id)
         assert f"laddertron batch --url {daemon.url}/v1 fetch {batch_id} -o answers.jsonl" in said
         code, going_on = run_cli(*url, "submit", str(marked))

@@ -41,6 +41,7 @@ _ERROR = {
     },
 }
 _STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504, 507)
+_OTHER_KINDS = ("audio", "embeddings", "images", "moderations", "responses")
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -103,10 +104,16 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> JSONResponse:
-        message = {404: f"no route {request.url.path[:200]!r}", 405: f"{request.method} is not taken here"}
-        status = error.status_code
-        response = response_of(ApiError(message.get(status, str(error.detail)), _CODES.get(status), status=status))
-        response.headers.update(error.headers or {})
+        status, path, headers = error.status_code, request.url.path[:200], error.headers or {}
+        message = str(error.detail)
+        if status == 404:
+            kind = path.removeprefix("/v1/").partition("/")[0]
+            none = f"this model makes no {kind}; " if kind in _OTHER_KINDS else ""
+            message = f"no route {path!r}: {none}there are {', '.join(app.openapi()['paths'])}"
+        elif status == 405:
+            message = f"{request.method} {path!r}: this route takes {headers.get('Allow', 'other methods')}"
+        response = response_of(ApiError(message, _CODES.get(status), status=status))
+        response.headers.update(headers)
         return response
 
     @app.exception_handler(RequestValidationError)

@@ -64,7 +64,7 @@ class Overview:
         found = []
         for row in (rows or [])[:_BATCHES]:
             counts = {name: getattr(row, name) for name in ("id", "status", "total", "completed", "failed")}
-            found.append(counts | {"errors": await self._errors(row, now)})
+            found.append(counts | {"errors": await self._errors(row, now), "failure": _failure(row)})
         return found
 
     async def _errors(self, batch: BatchRow, now: float) -> dict[str, int]:
@@ -77,6 +77,14 @@ class Overview:
                 self._causes.pop(next(iter(self._causes)))
             self._causes[batch.id] = batch.failed, now, causes
         return causes
+
+
+def _failure(batch: BatchRow) -> str | None:
+    """Why a batch failed as a whole, in one line."""
+    if not batch.errors:
+        return None
+    more = f" (and {len(batch.errors) - 1} more)" if len(batch.errors) > 1 else ""
+    return f"{batch.errors[0].get('message')}{more}"
 
 
 @cache

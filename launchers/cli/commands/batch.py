@@ -22,7 +22,7 @@ from ..errors import FAILED, OK, UsageError, ended_by
 from ..run_view import clock, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
-_LIST_WIDTH = 1000
+_LIST_WIDTH, _WHY = 1000, 100
 API_FAILS = ended_by(ApiError, end=click.ClickException)
 url_option = click.option("--url", help=f"The API.  [default: OPENAI_BASE_URL, else {_URL}]")
 limit_option = click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
@@ -174,7 +174,9 @@ def show(client: BatchClient, limit: int) -> None:
     for batch in client.list(limit):
         counts = batch.get("request_counts") or {}
         numbers = [str(counts.get(name, 0)) for name in ("total", "completed", "failed")]
-        rows.append((batch["id"], batch["status"], *numbers, made_at(batch)))
+        errors = (batch.get("errors") or {}).get("data") or []
+        why = [str(error.get("message"))[:_WHY] for error in errors[:1]]
+        rows.append((batch["id"], batch["status"], *numbers, made_at(batch), *why))
     print_table(("id", "status", "lines", "done", "failed", "made"), rows)
 
 

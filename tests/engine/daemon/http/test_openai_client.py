@@ -74,6 +74,21 @@ def test_errors_are_its_exception_types(client: OpenAI) -> None:
         submit(client, line("a"), completion_window="forever")
 
 
+def test_routes_that_there_are_not_name_those_that_there_are(client: OpenAI) -> None:
+    for call, kind in (
+        (lambda: client.embeddings.create(model=NAME, input="x"), "embeddings"),
+        (lambda: client.moderations.create(input="x"), "moderations"),
+        (lambda: client.responses.create(model=NAME, input="x"), "responses"),
+    ):
+        with pytest.raises(openai.NotFoundError, match=rf"this model makes no {kind}; there are /.*/v1/completions, "):
+            call()
+    with pytest.raises(openai.NotFoundError, match=r"no route '/v1/completion': there are .*/v1/completions, "):
+        client.post("/completion", cast_to=object)
+    with pytest.raises(openai.APIStatusError, match="DELETE '/v1/completions': this route takes POST") as refused:
+        client.delete("/completions", cast_to=object)
+    assert refused.value.status_code == 405
+
+
 def test_a_batch_from_end_to_end(client: OpenAI) -> None:
     """100 good lines, one whose prompt is too long, one of two prompts: answers and the error where they belong, the
     counts right, metadata kept, ids paged, the file's bytes as the store has them."""

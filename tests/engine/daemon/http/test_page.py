@@ -107,8 +107,20 @@ def test_what_it_shows_and_to_whom(folder: Path, tmp_path: Path) -> None:
         view = json.loads(body)
         assert (status, view["model"], view["status"]) == (200, NAME, "ready")
         counts = {"total": 2, "completed": 1, "failed": 1, "errors": {"model_not_found": 1}}
-        assert view["batches"] == [{"id": done.id, "status": "completed", **counts}]
+        assert view["batches"] == [{"id": done.id, "status": "completed", **counts, "failure": None}]
         assert json.loads(get(daemon, "/v1/overview", bob)[1])["batches"] == []
+
+
+def test_why_a_batch_failed_is_shown(folder: Path, tmp_path: Path) -> None:
+    """The first of its file's errors in the overview, and on the page, which draws all of an overview's keys."""
+    with served(deployment(tmp_path), folder) as daemon:
+        client = daemon.client()
+        wait_batch(client, submit(client, line("a") + b"{}\n[]\n").id)
+        wait_batch(client, submit(client, b"[]\n").id)
+        one, two = json.loads(get(daemon, "/v1/overview")[1])["batches"]
+        assert one["failure"] == "line 1: a line must be a JSON object"
+        assert two["failure"].startswith("line 2: ")
+        assert two["failure"].endswith(" (and 1 more)")
 
 
 def test_watchers_are_bounded_and_end_with_the_daemon(folder: Path, tmp_path: Path) -> None:
