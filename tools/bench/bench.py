@@ -170,12 +170,6 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(values), min(values), max(values)
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie; NaN of none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
-
-
 def interleaved(cases: int, repeats: int) -> Iterator[tuple[int, int]]:
     """(repeat, case): each repeat goes through all cases, every other one backwards, so that a machine that drifts
     drifts alike under all of them."""

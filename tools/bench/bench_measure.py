@@ -17,7 +17,8 @@ from ...engine.openai.body import Body
 from ...engine.text.tokenizer import TextModel
 from ...launchers.measure.rank_job import BenchJob
 from ...topology.comm.ledger import overlap_ratio
-from .bench import Case, interleaved, percentile, spread, step_bytes
+from ..slo import percentile
+from .bench import Case, interleaved, spread, step_bytes
 
 Row = dict[str, Any]
 NEW_TOKENS = 128

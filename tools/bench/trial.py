@@ -10,8 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import nan
 from statistics import median
 from typing import Any, Literal
+
+from ..slo import SHARE, percentile
 
 Request = tuple[str, dict[str, Any]]
 """The path below /v1, and the body."""
@@ -38,6 +41,11 @@ class Reply:
     text: str = ""
     error: str | None = None
 
+    @property
+    def between(self) -> float:
+        """Mean seconds a token after the first."""
+        return (self.seconds - self.first) / max(1, self.tokens - 1)
+
 
 Ask = Callable[[Request], Reply]
 
@@ -62,7 +70,7 @@ class Round:
     @property
     def between(self) -> float:
         """Median seconds a token after the first."""
-        return median((r.seconds - r.first) / max(1, r.tokens - 1) for r in self.replies)
+        return median(r.between for r in self.replies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,14 @@ class Trial:
         texts = ([reply.text for found in rounds for reply in found.replies] for rounds in (self.ours, self.theirs))
         alike = [mine == its for mine, its in zip(*texts, strict=True)]
         return alike.count(True) / len(alike)
+
+
+def percentiles(rounds: Sequence[Round]) -> tuple[float, float]:
+    """99th percentiles of all replies: seconds until the first text, and a token after it. NaN where one failed."""
+    replies = [reply for found in rounds for reply in found.replies]
+    if any(reply.error for reply in replies):
+        return nan, nan
+    return percentile([r.first for r in replies], SHARE), percentile([r.between for r in replies], SHARE)
 
 
 def cost(rates: Spread, price: float) -> float:

@@ -17,11 +17,13 @@ from .roofline import Load, SimulatedGroup
 @dataclass(frozen=True, slots=True)
 class Replica:
     """`step_s` holds (sequences, seconds of a step) at rising counts, read off in between by straight lines; a prompt
-    holds all of a replica's sequences up for `prompt_s`; `slots` run at once."""
+    holds all of a replica's sequences up for `prompt_s`, and its first token takes `later_s` more (a pipeline's other
+    stages); `slots` run at once."""
 
     step_s: Sequence[tuple[int, float]]
     prompt_s: float
     slots: int
+    later_s: float = 0.0
 
     def __post_init__(self) -> None:
         counts = [n for n, _ in self.step_s]
@@ -64,7 +66,8 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class FleetOutcome:
-    """Seconds and tokens of a whole run. `wait` is from arrival to the first admission, `took` to the last token;
+    """Seconds and tokens of a whole run, times as median and 99th percentile. `wait` is from arrival to the first
+    admission, `first` to the first token, `took` to the last; `each` is a request's mean time a token after the first;
     `lost_tokens` were computed and thrown away with a replica; `busy` is the share of replicas' time with something
     running."""
 
@@ -73,6 +76,8 @@ class FleetOutcome:
     tokens: int
     span_s: float
     wait_s: tuple[float, float]
+    first_s: tuple[float, float]
+    each_s: tuple[float, float]
     took_s: tuple[float, float]
     losses: int
     lost_tokens: int
@@ -94,6 +99,7 @@ class _Request:
     arrived: float
     tokens: int
     admitted: float | None = None
+    first: float = 0.0
 
 
 class _Live:
@@ -126,6 +132,8 @@ class _Simulation:
         self.queue: deque[_Request] = deque()
         self.idle = [(0, i) for i in range(replicas)]  # (running, replica): entries that are out of date are skipped
         self.waits: list[float] = []
+        self.firsts: list[float] = []
+        self.eaches: list[float] = []
         self.tooks: list[float] = []
         self.tokens = self.losses = self.lost_tokens = 0
         self.down_s = 0.0
@@ -157,7 +165,8 @@ class _Simulation:
             self._advance(live, now)
         busy = sum(live.busy_s for live in self.live) / (span * len(self.live))
         return FleetOutcome(
-            len(self.live), len(self.tooks), self.tokens, span, _percentiles(self.waits), _percentiles(self.tooks),
+            len(self.live), len(self.tooks), self.tokens, span, _percentiles(self.waits), _percentiles(self.firsts),
+            _percentiles(self.eaches), _percentiles(self.tooks),
             self.losses, self.lost_tokens, self.down_s, min(1.0, busy),
         )  # fmt: skip
 
@@ -191,6 +200,9 @@ class _Simulation:
 
     def _finish(self, now: float, request: _Request) -> None:
         self.tokens += request.tokens
+        self.firsts.append(request.first - request.arrived)
+        if request.tokens > 1:
+            self.eaches.append((now - request.first) / (request.tokens - 1))
         self.tooks.append(now - request.arrived)
         self.left -= 1
 
@@ -220,10 +232,10 @@ class _Simulation:
                 continue
             request = self.queue.popleft()
             self._advance(live, now)
-            if request.admitted is None:
-                request.admitted = now
-                self.waits.append(now - request.arrived)
             live.stalled = max(now, live.stalled) + self.replica.prompt_s
+            if request.admitted is None:
+                request.admitted, request.first = now, live.stalled + self.replica.later_s
+                self.waits.append(now - request.arrived)
             self.number += 1
             heapq.heappush(live.ends, (live.counter + request.tokens, self.number, request))
             self._expect(now, i)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -42,3 +42,7 @@ def sheet_view(sheet: Sheet) -> RenderableType:
     for row in sheet.rows:
         table.add_row(*row)
     return Group(table, Text(sheet.note, style="dim")) if sheet.note else table
+
+
+def print_sheet(sheet: Sheet) -> None:
+    Console(highlight=False).print(sheet_view(sheet))

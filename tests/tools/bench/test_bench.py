@@ -20,7 +20,6 @@ from laddertron.launchers.measure.rank_job import BenchError, BenchJob
 from laddertron.tools.bench.bench import (
     Case,
     interleaved,
-    percentile,
     random_mix,
     run_case,
     run_mix,
@@ -28,6 +27,7 @@ from laddertron.tools.bench.bench import (
     step_bytes,
 )
 from laddertron.tools.bench.bench_view import case_table, mix_table, plot
+from laddertron.tools.slo import percentile
 from rich.console import Console
 from waiting import FOR_EVER_S, HANG_S
 

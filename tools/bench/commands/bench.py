@@ -25,6 +25,7 @@ from ....launchers.cli.fabric_option import fabric_option
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchJob
 from ....models.config.wiring import WIRINGS
+from ...slo import Slo, slo_option
 from ..bench import Case
 from ..bench_measure import Row, Say, Variant, measure, measure_mix, read_items, roomy
 from ..bench_view import case_table, mix_table, plot
@@ -211,9 +212,10 @@ def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], gene
     help="A JSONL batch file instead of random prompts.",
 )
 @click.option("--seed", default=0, show_default=True, help="Of lengths, prompts and arrivals.")
+@slo_option
 @_FAILS
 def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, file: str | None,
-               **mix: Any) -> None:  # fmt: skip
+               slo: Slo | None, **mix: Any) -> None:  # fmt: skip
     """A mix of requests, beside what pure prefill and pure decode of full batches would take for the same tokens.
 
     With --input and engine.speculation, drafts are verified and the share that was right is shown; random prompts are
@@ -228,4 +230,7 @@ def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: s
         with _telling() as say:
             row = measure_mix(name, job, mix, repeats, say)
     console.print(mix_table([row]))
+    if slo is not None:
+        row["slo"] = slo.verdict(row["first_s"][1], row["between_s"][1])
+        console.print(row["slo"])
     _write([row], as_json)

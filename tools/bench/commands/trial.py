@@ -17,7 +17,21 @@ from ....engine.openai.batch_input import read_lines
 from ....engine.text.tokenizer import TextError, TextModel
 from ....launchers.cli.batch_client import ApiError, BatchClient
 from ....launchers.cli.errors import UsageError, ended_by
-from ..trial import FEWEST, Reply, Request, Round, Spread, Trial, cost, deal, mix, play, verdict
+from ...slo import Slo, slo_option
+from ..trial import (
+    FEWEST,
+    Reply,
+    Request,
+    Round,
+    Spread,
+    Trial,
+    cost,
+    deal,
+    mix,
+    percentiles,
+    play,
+    verdict,
+)
 
 _UNKNOWN_FIELD = (400, 422)
 _COUNT, _PRICE = click.IntRange(1, 10**6), click.FloatRange(0, min_open=True)
@@ -83,10 +97,12 @@ class Server:
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(FEWEST, 100), help="Turns of each server.")
 @click.option("--price", nargs=2, type=_PRICE, metavar="OURS THEIRS", help="Of an hour of each, in any currency.")
 @click.option("--seed", type=click.IntRange(0, 2**32), help="Of the mix; default: a new one, printed.")
+@slo_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
 def command(
     config: str, against: str, model: str | None, file: Path | None, prompt: int, generate: int, requests: int,
-    at_once: int, rounds: int, price: tuple[float, float] | None, seed: int | None, overrides: tuple[str, ...],
+    at_once: int, rounds: int, price: tuple[float, float] | None, seed: int | None, slo: Slo | None,
+    overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Say whether this deployment's daemon or another OpenAI-compatible server does your work better.
 
@@ -117,6 +133,9 @@ def command(
             raise
     trial = Trial(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), price)
     click.echo("\n".join(report(trial, theirs.name)))
+    if slo is not None:
+        for name, rounds in (("this deployment", trial.ours), (theirs.name, trial.theirs)):
+            click.echo(f"{name}: {slo.verdict(*percentiles(rounds))}")
 
 
 def _servers(deployment: Deployment, against: str, model: str | None, first: Request) -> tuple[Server, Server]:

@@ -10,9 +10,9 @@ import click
 
 from ....launchers.cli.fabric_source import faults_of
 from ....models.config.wiring import WIRINGS
-from ..answer import Sheet
 from ..layouts import Work
 from ..plan_source import question
+from ..plan_view import print_sheet
 from ..roofline import Load
 from ..simulations import FleetAsked, delayed, fleet, scaling, scaling_sheet, steps
 
@@ -58,7 +58,7 @@ def step_command(
         out = {"all_reduce_s": cost.all_reduce.seconds, "sub_block_s": cost.sub_block_s, "wirings": variants}
         click.echo(json.dumps(out, indent=1))
     else:
-        _print(sheet)
+        print_sheet(sheet)
 
 
 @command.command("scale")
@@ -75,7 +75,7 @@ def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, j
     if json_out:
         click.echo(json.dumps([asdict(span) for span in spans], indent=1))
     else:
-        _print(scaling_sheet(model, batch, context, spans))
+        print_sheet(scaling_sheet(model, batch, context, spans))
 
 
 @command.command("fleet")
@@ -105,12 +105,4 @@ def fleet_command(json_out: bool, **asked: Any) -> None:
         rates = {"tokens_per_s": outcome.tokens_per_s, "commits_per_s": outcome.commits_per_s}
         click.echo(json.dumps({**asdict(outcome), **rates}, indent=1))
     else:
-        _print(sheet)
-
-
-def _print(sheet: Sheet) -> None:
-    from rich.console import Console
-
-    from ..plan_view import sheet_view
-
-    Console(highlight=False).print(sheet_view(sheet))
+        print_sheet(sheet)
