@@ -50,7 +50,7 @@ def read_slo(text: str) -> Slo:
     return Slo(found.get("ttft", math.inf), found.get("tpot", math.inf))
 
 
-class SloType(click.ParamType):
+class SloType(click.ParamType[Slo]):
     """For an option `--slo`."""
 
     name = "slo"
