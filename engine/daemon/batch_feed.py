@@ -14,7 +14,7 @@ from typing import Any
 
 from ..config.schema import LimitsConfig
 from ..metrics.observer import AnswerTimes
-from ..openai.batch_input import BatchLine, LineRules, read_lines, same_lines
+from ..openai.batch_input import BatchLine, LineRules, off_loop, read_lines, same_lines
 from ..openai.batch_lines import error_line
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
@@ -65,6 +65,7 @@ class BatchFeed(LineFlights):
         self.batch, self._core, self._gate = batch, core, gate
         self._store, self._usage = core.store, core.usage
         self._encoder = core.encoder.of(batch.owner, batch.id)
+        self._in_turn = partial(core.store.in_turn, batch.owner)
         self._rules = rules_of(batch, core.limits)
         self._results: list[Result] = []
         self._deaths: dict[int, int] = {}
@@ -90,7 +91,7 @@ class BatchFeed(LineFlights):
         finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
         self._deaths = await self._store.read(lambda db: records.read_deaths(db, self.batch.id))
         with self._path.open("rb") as file:
-            lines = read_lines(file, self._rules, finished, large=lambda line: line)
+            lines = off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn)
             served = self._core.served_model_name
             async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large)) as ready:
                 async for line, prompts in ready:
@@ -120,7 +121,7 @@ class BatchFeed(LineFlights):
             return
         before, most = self._store.path_of(earlier.input_file_id), self._rules.max_line_bytes
         try:
-            numbers = await self._store.in_thread(lambda: same_lines(before, self._path, most))
+            numbers = await self._in_turn(lambda: same_lines(before, self._path, most))
         except FileNotFoundError:
             if before.exists():
                 raise  # it is this batch's own that is gone
@@ -148,9 +149,7 @@ class BatchFeed(LineFlights):
         error = ApiError(message, code, status=None)
         with self._path.open("rb") as file:
             part: list[Result] = []
-            for count, found in enumerate(read_lines(file, self._rules, finished, large=lambda line: line)):
-                if count % _BREATH == 0:
-                    await asyncio.sleep(0)  # others' tokens must not wait for a long stretch of lines
+            async for found in off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn):
                 line = found if found.raw is None else (await self.checked(found))[0]
                 if line.custom_id is not None:
                     out = error_line(line.custom_id, answer_id(self.batch.id, line), error)

@@ -9,10 +9,10 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, BinaryIO
 
-from ..openai.batch_input import MAX_ERRORS, BatchLine, FileCheck, check_file
+from ..openai.batch_input import MAX_ERRORS, BatchLine, check_file
 from ..openai.errors import ApiError
 from .batch_feed import BatchFeed, Gate, rules_of
 from .core import Core
@@ -52,7 +52,7 @@ class Batches:
         self._stops: dict[str, asyncio.Future[str]] = {}
         self._feeds: dict[str, BatchFeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checking = asyncio.Semaphore(1)
+        self._checking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._feeding: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
         self._over: str | None = None
 
@@ -204,7 +204,7 @@ class Batches:
         file = await self._store.read(lambda db: records.get_file(db, batch.input_file_id))
         if file is None:
             raise InputFault("input_file_missing", f"input file {batch.input_file_id} was deleted")
-        await self._store.in_thread(lambda: check_input(file, self._store.path_of(file.id)))
+        await self._store.in_turn(batch.owner, lambda: check_input(file, self._store.path_of(file.id)))
 
     async def _without_input(self, batch: BatchRow, fault: InputFault) -> BatchRow:
         """Fails with the results that there are."""
@@ -228,15 +228,17 @@ class Batches:
                 return await self._finalise(batch)
 
     async def _check(self, batch: BatchRow) -> BatchRow:
-        async with self._checking:
-            path = self._store.path_of(batch.input_file_id)
-            feed, loop = self._feed(batch), asyncio.get_running_loop()
+        """One file of a key at once; in_turn divides the time between keys."""
+        feed, core = self._feed(batch), self._core
 
-            def large(line: BatchLine) -> BatchLine:
-                """On the reading thread."""
-                return asyncio.run_coroutine_threadsafe(feed.checked(line), loop).result()[0]
+        async def large(line: BatchLine) -> BatchLine:
+            return (await feed.checked(line))[0]
 
-            check = await self._store.in_thread(lambda: self._check_file(batch, path, large))
+        async with self._checking[batch.owner]:
+            with self._store.path_of(batch.input_file_id).open("rb") as file:
+                in_turn = partial(self._store.in_turn, batch.owner)
+                rules = rules_of(batch, core.limits)
+                check = await check_file(file, rules, core.served_model_name, in_turn, large)
         now = self._clock.stamp()
         # a line for another model gets its own error line, like a prompt that is too long; a file of nothing else
         # was sent to the wrong server
@@ -247,10 +249,6 @@ class Batches:
         if batch.reuse_batch_id is not None:
             await feed.reuse(batch.reuse_batch_id)
         return await self._change(batch, "validating", status="in_progress", in_progress_at=now, total=check.lines)
-
-    def _check_file(self, batch: BatchRow, path: Path, large: Callable[[BatchLine], BatchLine]) -> FileCheck:
-        with path.open("rb") as file:
-            return check_file(file, rules_of(batch, self._core.limits), self._core.served_model_name, large)
 
     async def _change(self, batch: BatchRow, only_if: Status, **values: Any) -> BatchRow:
         """The batch as it is then, also where it was cancelled meanwhile."""

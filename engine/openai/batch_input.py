@@ -5,8 +5,9 @@ error.
 from __future__ import annotations
 
 import hashlib
+import time
 from codecs import BOM_UTF8
-from collections.abc import Callable, Container, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,6 +26,7 @@ MAX_ERRORS = 100
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ENDPOINTS: dict[str, Endpoint] = {CHAT: CHAT, COMPLETIONS: COMPLETIONS}
 _CHUNK = 1 << 20
+_PART_SECONDS, _PART_LINES, _PART_BYTES = 0.05, 256, 1 << 20
 
 
 class BatchLine(NamedTuple):
@@ -57,13 +59,14 @@ def read_lines(
     file: BinaryIO,
     rules: LineRules = LineRules(),
     skip: Container[int] = (),
-    large: Callable[[BatchLine], BatchLine] | None = None,
+    large: bool = False,
+    seen: set[bytes] | None = None,
 ) -> Iterator[BatchLine]:
     """Every line that is not blank, in order; a repeated custom_id is the later line's error. Memory: one line, and
     16 bytes a custom_id. A line beyond `max_lines` comes out as an error, and is the last. Lines whose numbers are in
-    `skip` are passed over unread. `large` gets lines beyond LARGE_BYTES as they are (`raw`) and returns what becomes of
-    them."""
-    seen: set[bytes] = set()
+    `skip` are passed over unread. `large`: lines beyond LARGE_BYTES come out unread (`raw`), and `seen` has the others'
+    custom_ids, for `once`."""
+    seen = set() if seen is None else seen
     for number, length, raw in _raw_lines(file, rules.max_line_bytes):
         if rules.max_lines is not None and number > rules.max_lines:
             message = f"line {number}: at most {rules.max_lines} lines a file"
@@ -75,19 +78,43 @@ def read_lines(
             message = f"line {number} has {length} bytes: at most {rules.max_line_bytes} are allowed"
             yield BatchLine(number, length, error=ApiError(message, code="line_too_long"))
         elif raw and not raw.isspace():
-            if large is not None and length > LARGE_BYTES:
-                line = large(BatchLine(number, length, raw=raw))
-            else:
-                line = check_line(raw, number, rules)
-            if rules.digests:
-                line = line._replace(digest=digest_of(raw))
-            if line.custom_id is not None:
-                key = key_of(line.custom_id)
-                if key in seen:
-                    message = f"line {number}: custom_id {show(line.custom_id)} stands on an earlier line too"
-                    error = ApiError(message, "duplicate_custom_id", "custom_id")
-                    line = BatchLine(number, length, line.custom_id, line.url, error=error)
-                seen.add(key)
+            if large and length > LARGE_BYTES:
+                yield BatchLine(number, length, raw=raw)
+                continue
+            line = check_line(raw, number, rules)
+            yield once(line._replace(digest=digest_of(raw)) if rules.digests else line, seen)
+
+
+def once(line: BatchLine, seen: set[bytes]) -> BatchLine:
+    """The line, or its error where its custom_id was `seen`."""
+    if line.custom_id is not None:
+        key = key_of(line.custom_id)
+        if key in seen:
+            message = f"line {line.number}: custom_id {show(line.custom_id)} stands on an earlier line too"
+            error = ApiError(message, "duplicate_custom_id", "custom_id")
+            return BatchLine(line.number, line.length, line.custom_id, line.url, error=error)
+        seen.add(key)
+    return line
+
+
+InThread = Callable[[Callable[[], list[BatchLine]]], Awaitable[list[BatchLine]]]
+
+
+async def off_loop(lines: Iterator[BatchLine], in_thread: InThread) -> AsyncIterator[BatchLine]:
+    """The lines, read by `in_thread` a part at a time: short, bounded, and ended by a large line (`raw`), which its
+    reader may look at before the next line is read."""
+
+    def part() -> list[BatchLine]:
+        found, size, until = list[BatchLine](), 0, time.monotonic() + _PART_SECONDS
+        for line in lines:
+            found.append(line)
+            size += line.length
+            if line.raw or len(found) == _PART_LINES or size > _PART_BYTES or time.monotonic() > until:
+                break
+        return found
+
+    while found := await in_thread(part):
+        for line in found:
             yield line
 
 
@@ -201,12 +228,18 @@ class FileCheck:
     unserved_errors: list[tuple[int, ApiError]] = field(default_factory=list)
 
 
-def check_file(
-    file: BinaryIO, rules: LineRules, served: str, large: Callable[[BatchLine], BatchLine] | None = None
+async def check_file(
+    file: BinaryIO,
+    rules: LineRules,
+    served: str,
+    in_thread: InThread,
+    large: Callable[[BatchLine], Awaitable[BatchLine]],
 ) -> FileCheck:
-    """Reads a batch file to its end. `large`: see `read_lines`. An empty file has one error, at line 0."""
-    check = FileCheck()
-    for line in read_lines(file, rules, large=large):
+    """Reads a batch file to its end, off the loop; `large` looks at a large line. An empty file has one error, at
+    line 0."""
+    check, seen = FileCheck(), set[bytes]()
+    async for found in off_loop(read_lines(file, rules, large=True, seen=seen), in_thread):
+        line = found if found.raw is None else once(await large(found), seen)
         check.lines += 1
         error, known = line.error, check.errors
         if line.body is not None and (wrong := wrong_model(line.body, served)) is not None:

@@ -17,7 +17,7 @@ from .batch_input import BatchLine, LineRules, check_line
 from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body
 from .errors import ApiError
 from .schema import CHAT, Endpoint
-from .to_engine import TRUNCATED, check_model, encode_prompts
+from .to_engine import TRUNCATED, check_model, encode_prompts, with_word_ids
 from .validators import parsed
 
 MODULE = __name__
@@ -29,9 +29,10 @@ async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, enco
     if len(raw) <= LARGE_BYTES:
         body = parse_body(bytes(raw), endpoint)
         check_model(body, served)
-        return body, await encode_prompts(body, encoder)
+        return await with_word_ids(body, encoder), await encode_prompts(body, encoder)
     reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
-    return check_body(reply["rest"], endpoint), [tuple(ids) for ids in reply["ids"]]
+    body = await with_word_ids(check_body(reply["rest"], endpoint), encoder)
+    return body, [tuple(ids) for ids in reply["ids"]]
 
 
 async def _asked(raw: Blob, payload: dict[str, Any], encoder: OwnedPool) -> dict[str, Any]:
@@ -75,7 +76,11 @@ async def prepare_line(
     if "refused" in reply:
         bad = ApiError(**reply["refused"])
         return found._replace(error=bad), bad
-    return found._replace(body=check_body(reply["rest"], endpoint)), [tuple(one) for one in reply["ids"]]
+    try:
+        body = await with_word_ids(check_body(reply["rest"], endpoint), encoder)
+    except ApiError as bad:
+        return found._replace(error=bad), bad
+    return found._replace(body=body), [tuple(one) for one in reply["ids"]]
 
 
 # in the worker
@@ -93,6 +98,9 @@ class _Here(Encoder):
 
     async def check_grammar(self, spec: str) -> None:
         self._ids({"grammar": spec})
+
+    async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        return self._model.bad_word_ids(words)
 
     def _ids(self, item: dict[str, Any]) -> list[int]:
         return ids_of(worker.answer(self._model, item, self._max_ids))

@@ -67,6 +67,17 @@ async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tup
     return out
 
 
+async def with_word_ids(body: Body, text: Encoder) -> Body:
+    """The body with the ids of its bad words: up to 128 texts, too many for the loop. Raises ApiError."""
+    if not body.bad_words:
+        return body
+    try:
+        ids = await text.bad_word_ids(body.bad_words)
+    except PromptError as error:
+        raise ApiError(str(error), error.code, "bad_words", status=500) from None
+    return body._replace(params=replace(body.params, bad_word_ids=ids))
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
     """Where a body's requests come from: what the scheduler needs beside prompts and parameters. `key` and `run_id`
@@ -90,15 +101,13 @@ def to_requests(
     max_choices: int | None = None,
 ) -> list[Request]:
     """One engine request a prompt, `request_id` suffixed `.1`, `.2` … after the first. `text`: for its end tokens, in
-    addition to the model's, and the ids of bad words. Raises ApiError for what this model cannot do (prompt too long,
-    n beyond its slots, ids beyond its vocabulary)."""
+    addition to the model's. Raises ApiError for what this model cannot do (prompt too long, n beyond its slots, ids
+    beyond its vocabulary)."""
     most = min(limits.max_num_seqs, max_choices or limits.max_num_seqs)
     given = body.params
     if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):
         message = "the model's chat template takes no tools, or writes calls in a form that is not known here"
         raise ApiError(message, param="tools", code="unsupported_parameter")
-    if body.bad_words and text is not None:
-        given = replace(given, bad_word_ids=text.bad_word_ids(body.bad_words))
     if given.n > most:
         raise ApiError(f"n={given.n}: at most {most} choices a prompt run here", param="n")
     chat = body.endpoint == CHAT

@@ -43,6 +43,9 @@ class Encoder(Protocol):
     async def check_grammar(self, spec: str) -> None:
         """Raises PromptError if a grammar (llguidance's JSON) cannot be used, or the library is not installed."""
 
+    async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """See TextModel. Raises PromptError."""
+
 
 def ids_of(reply: dict[str, Any]) -> list[int]:
     """The ids of a worker's answer to one text. Raises PromptError."""
@@ -275,6 +278,11 @@ class OwnedPool:
 
     async def check_grammar(self, spec: str) -> None:
         await self._ids({"grammar": spec}, len(spec))
+
+    async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        size = sum(map(len, words))
+        reply = await self._pool.ask(self._owner, self._stream, {"words": words}, size)
+        return tuple(map(tuple, reply["ids"]))
 
     async def ask(self, payload: dict[str, Any], blob: Blob) -> dict[str, Any]:
         return await self._pool.ask(self._owner, self._stream, payload, len(blob), blob)

@@ -53,6 +53,8 @@ def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, An
         if "grammar" in item:
             _grammars(model).check(item["grammar"])
             return {"ids": [[]]}
+        if "words" in item:
+            return {"ids": model.bad_word_ids(item["words"])}
         max_ids *= item.get("longer", 1)
         text, options = item.get("text", ""), ChatOptions(add_special_tokens=item.get("add_special_tokens", True))
         if "messages" in item:

@@ -37,7 +37,8 @@ def deployment(folder: Path, limits: LimitsConfig | None = None, **daemon: Any) 
 
 
 class Served:
-    """A running daemon. `jobs` are its fake engines; `on_loop` runs a coroutine, or a function, where it lives."""
+    """A running daemon. `jobs` are its fake engines; `on_loop` runs a coroutine, or a function, where it lives: on
+    `loop`."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Served:
         self.daemon: Daemon
         self.code: int | None = None
         self.error: BaseException | None = None
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self._up = threading.Event()
         self._listener = listen("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
@@ -74,16 +75,16 @@ class Served:
             raise self.error
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self.code = self._loop.run_until_complete(self._main())
+            self.code = self.loop.run_until_complete(self._main())
         except BaseException as error:
             self.error = error
         finally:
             self._listener.close()
             if self._probes is not None:
                 self._probes.close()
-            self._loop.close()
+            self.loop.close()
             self._up.set()
 
     async def _main(self) -> int:
@@ -106,7 +107,7 @@ class Served:
         async def call() -> Any:
             return what() if callable(what) else await what
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(HANG_S)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(HANG_S)
 
     def client(self, key: str = "none", **options: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, "timeout": HANG_S, **options})
@@ -124,7 +125,7 @@ class Served:
     def stop(self) -> int | None:
         """Drains; the exit code."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.daemon.stop)
+            self.loop.call_soon_threadsafe(self.daemon.stop)
         return self.join()
 
     def join(self) -> int | None:

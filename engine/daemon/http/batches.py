@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import AfterValidator, Field
 
 from ...openai.errors import ApiError
@@ -16,7 +17,7 @@ from ...openai.validators import StrictModel, checked, invalid, json_schema, par
 from ..store import records
 from ..store.rows import BatchRow, new_id
 from .errors import not_found
-from .files import ExpiresAfter, page
+from .files import ExpiresAfter, listed
 from .state import Services, audit, owner_of
 
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
@@ -96,18 +97,16 @@ def batches_router(services: Services) -> APIRouter:
             audit(request, "batch.created", batch.id)
         return shown(made)
 
-    @router.get("/v1/batches")
+    @router.get("/v1/batches", response_model=dict[str, Any])
     async def list_all(
         request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         after: Annotated[str | None, Query(max_length=80)] = None,
-    ) -> dict[str, Any]:
+    ) -> Response:
         """Your batches, newest first."""
         owner = owner_of(request)
-        found = await services.read(lambda db: records.list_batches(db, owner, limit, after))
-        if found is None:
-            raise not_found("batch", after or "")
-        return page([shown(batch) for batch in found[:limit]], len(found) > limit)
+        rows = partial(records.list_batches, owner=owner, limit=limit, after=after)
+        return await listed(services, owner, rows, limit, shown, "batch", after)
 
     @router.get("/v1/batches/{batch_id}")
     async def look(request: Request, batch_id: str) -> dict[str, Any]:

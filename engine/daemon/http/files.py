@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import AsyncIterator
+import sqlite3
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 
 from ...openai.errors import ApiError
@@ -23,6 +25,7 @@ from .state import Services, audit, owner_of
 from .upload import FormParser, boundary_of
 
 _CHUNK = 1 << 20
+T = TypeVar("T")
 
 
 class ExpiresAfter(StrictModel):
@@ -112,20 +115,21 @@ def files_router(services: Services) -> APIRouter:
         audit(request, "file.created", row.id)
         return row.to_json()
 
-    @router.get("/v1/files")
+    @router.get("/v1/files", response_model=dict[str, Any])
     async def list_all(
         request: Request,
         limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
         after: Annotated[str | None, Query(max_length=80)] = None,
         order: Literal["asc", "desc"] = "desc",
         purpose: Annotated[str | None, Query(max_length=64)] = None,
-    ) -> dict[str, Any]:
+    ) -> Response:
         """Your files, newest first."""
         owner = owner_of(request)
-        found = await services.read(lambda db: records.list_files(db, owner, limit, after, purpose, order == "desc"))
-        if found is None:
-            raise not_found("file", after or "")
-        return page([file.to_json() for file in found[:limit]], len(found) > limit)
+
+        def query(db: sqlite3.Connection) -> list[FileRow] | None:
+            return records.list_files(db, owner, limit, after, purpose, order == "desc")
+
+        return await listed(services, owner, query, limit, FileRow.to_json, "file", after)
 
     @router.get("/v1/files/{file_id}")
     async def look(request: Request, file_id: str) -> dict[str, Any]:
@@ -235,12 +239,28 @@ async def _read(services: Services, opened: BinaryIO) -> AsyncIterator[bytes]:
             yield chunk
 
 
-def page(items: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    """A list as clients page through it."""
-    return {
-        "object": "list",
-        "data": items,
-        "first_id": items[0]["id"] if items else None,
-        "last_id": items[-1]["id"] if items else None,
-        "has_more": more,
-    }
+async def listed(
+    services: Services,
+    owner: str,
+    query: Callable[[sqlite3.Connection], list[T] | None],
+    limit: int,
+    show: Callable[[T], dict[str, Any]],
+    what: str,
+    after: str | None,
+) -> Response:
+    """A list as clients page through it, made off the loop, since it may be long. `query`: one more than `limit` where
+    there are more, None where `after` is unknown. Raises ApiError."""
+
+    def page(db: sqlite3.Connection) -> bytes | None:
+        found = query(db)
+        if found is None:
+            return None
+        items = [show(one) for one in found[:limit]]
+        first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+        more = len(found) > limit
+        value = {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+    if (body := await services.read(page, owner)) is None:
+        raise not_found(what, after or "")
+    return Response(body, media_type="application/json")

@@ -31,9 +31,9 @@ class Services(Core):
     bodies: HeldBodies
     samples: Samples = field(default_factory=Samples)
 
-    async def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
+    async def read(self, query: Callable[[sqlite3.Connection], T], owner: str | None = None) -> T:
         try:
-            return await self.store.read(query)
+            return await self.store.read(query, owner)
         except StoreUnavailable as error:
             raise unstored(str(error)) from error
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import sqlite3
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 
 from ..store import records
 from ..store.store import StoreUnavailable
@@ -18,8 +20,8 @@ from .state import Services, owner_of
 def usage_router(services: Services) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
-    @router.get("/v1/usage")
-    async def usage(request: Request, days: Annotated[int, Query(ge=1, le=400)] = 30) -> dict[str, Any]:
+    @router.get("/v1/usage", response_model=dict[str, Any])
+    async def usage(request: Request, days: Annotated[int, Query(ge=1, le=400)] = 30) -> Response:
         """Requests and tokens of your key by day (UTC), newest first, and its limits; a metrics key: of all."""
         key: Key | None = request.state.key
         everyone = key is not None and key.kind == "metrics"
@@ -27,12 +29,18 @@ def usage_router(services: Services) -> APIRouter:
         with contextlib.suppress(StoreUnavailable):  # what is stored can be read all the same
             await services.usage.flush()
         since = services.store.clock.stamp() // DAY - days + 1
-        rows = await services.read(lambda db: records.read_usage(db, owner, since))
-        out: dict[str, Any] = {"object": "list", "data": [_shown(row) for row in rows]}
-        if owner is not None:
-            out["limits"] = asdict(services.usage.limits_of(owner))
-            out["stored_bytes"] = await services.read(lambda db: records.stored_bytes(db, owner))
-        return out
+        limits = None if owner is None else asdict(services.usage.limits_of(owner))
+
+        def listed(db: sqlite3.Connection) -> bytes:
+            out: dict[str, Any] = {
+                "object": "list",
+                "data": [_shown(row) for row in records.read_usage(db, owner, since)],
+            }
+            if owner is not None:
+                out |= {"limits": limits, "stored_bytes": records.stored_bytes(db, owner)}
+            return json.dumps(out).encode()
+
+        return Response(await services.read(listed, owner or ""), media_type="application/json")
 
     return router
 

@@ -13,6 +13,7 @@ import queue
 import sqlite3
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ class Store:
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(_READERS, "store-read")
+        self._long = asyncio.Semaphore(_READERS // 2)
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
         self._owed: list[tuple[_Work, Any, BaseException | None]] = []
@@ -119,16 +122,26 @@ class Store:
         value: T = await item.future
         return value
 
-    async def read(self, query: Callable[[sqlite3.Connection], T]) -> T:
-        """Runs `query` on a connection that sees what is committed. Raises StoreUnavailable."""
+    async def read(self, query: Callable[[sqlite3.Connection], T], owner: str | None = None) -> T:
+        """Runs `query` on a connection that sees what is committed; with an owner `in_turn`. Raises
+        StoreUnavailable."""
+
+        def work() -> T:
+            return query(self._reader())
+
         try:
-            return await self._loop.run_in_executor(self._readers, lambda: query(self._reader()))
+            return await (self.in_thread(work) if owner is None else self.in_turn(owner, work))
         except sqlite3.OperationalError as error:
             raise StoreUnavailable(str(error)) from error
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Work on files, beside the readers."""
         return await self._loop.run_in_executor(self._readers, work)
+
+    async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
+        """The same for work that takes its time: one thread an owner, and others left for the readers."""
+        async with self._turns[owner], self._long:
+            return await self.in_thread(work)
 
     async def usable(self) -> None:
         """Waits until writes are taken again."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import json
 import random
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +19,13 @@ import pytest
 from door import LIMITS, ORIGIN, USER, chat, completion
 from fake_job import FakeJob
 from laddertron.engine.job import EngineJob
-from laddertron.engine.openai.batch_input import LineRules, check_file, check_line, read_lines
+from laddertron.engine.openai.batch_input import BatchLine, FileCheck, LineRules, check_file, check_line, read_lines
 from laddertron.engine.openai.batch_lines import error_line
 from laddertron.engine.openai.body import Body, parse_body
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import CHAT, COMPLETIONS, MODELS, json_schema
 from laddertron.engine.openai.to_engine import check_model, default_seed, to_requests
-from laddertron.engine.request import ModelLimits, SamplingParams
+from laddertron.engine.request import ModelLimits, Request, SamplingParams
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.topology.strict_json import JsonError, parse
 from tiny_text import write_folder
@@ -151,14 +153,19 @@ def test_bad_words_are_spelt_in_both_places(tmp_path: Path) -> None:
     def spelt(word: str) -> tuple[int, ...]:
         return tuple(text.encode(word, add_special_tokens=False))
 
-    (request,) = to_requests(completion(bad_words=["and", " th", "th"]), [(2,)], LIMITS, ORIGIN, text)
+    def requested(**fields: Any) -> Request:
+        body = completion(**fields)
+        ids = text.bad_word_ids(body.bad_words)
+        (made,) = to_requests(body._replace(params=replace(body.params, bad_word_ids=ids)), [(2,)], LIMITS, ORIGIN)
+        return made
+
+    request = requested(bad_words=["and", " th", "th"])
     assert request.params.bad_word_ids == (spelt("and"), spelt("th"))
     assert len(spelt("and")) == 1
     assert len(spelt(" th")) == 1 < len(spelt("th")), "as many ids, or the rule is another word's"
-    (request,) = to_requests(completion(bad_words=["x"]), [(2,)], LIMITS, ORIGIN, text)
-    assert request.params.bad_word_ids == (spelt("x"),)
+    assert requested(bad_words=["x"]).params.bad_word_ids == (spelt("x"),)
     with pytest.raises(ApiError, match="bad_words forbid all of allowed_token_ids"):
-        to_requests(completion(bad_words=["and"], allowed_token_ids=list(spelt("and"))), [(2,)], LIMITS, ORIGIN, text)
+        requested(bad_words=["and"], allowed_token_ids=list(spelt("and")))
 
 
 def test_a_prompt_is_cut_to_its_end() -> None:
@@ -394,18 +401,28 @@ def test_lines_are_read_as_a_stream_and_long_ones_skipped() -> None:
     assert peak < 4_000_000
 
 
+def checked_file(data: bytes, rules: LineRules, served: str) -> FileCheck:
+    async def here(work: Callable[[], list[BatchLine]]) -> list[BatchLine]:
+        return work()
+
+    async def large(line: BatchLine) -> BatchLine:
+        raise AssertionError(f"line {line.number} is large")
+
+    return asyncio.run(check_file(io.BytesIO(data), rules, served, here, large))
+
+
 def test_a_whole_file_is_checked_before_anything_runs() -> None:
     """The first hundred bad lines are named, and those for another model; too many lines, or none, are errors too."""
     good = [json.dumps(line(custom_id=f"c{i}")).encode() for i in range(50)]
     bad = [b"{" for _ in range(150)]
-    check = check_file(io.BytesIO(b"\n".join(good + bad)), LineRules(endpoint=CHAT), "m")
+    check = checked_file(b"\n".join(good + bad), LineRules(endpoint=CHAT), "m")
     assert (check.lines, check.unserved, len(check.errors)) == (200, 0, 100)
     assert check.errors[0][0] == 51
-    check = check_file(io.BytesIO(b"\n".join(good)), LineRules(max_lines=40), "other")
+    check = checked_file(b"\n".join(good), LineRules(max_lines=40), "other")
     assert (check.unserved, [error.code for _, error in check.errors]) == (40, ["too_many_lines"])
     assert check.unserved_errors[0][0] == 1
     assert str(check.unserved_errors[0][1]).startswith("line 1: the model")
-    assert check_file(io.BytesIO(b"\n\n"), LineRules(), "m").errors[0][1].code == "empty_file"
+    assert checked_file(b"\n\n", LineRules(), "m").errors[0][1].code == "empty_file"
 
 
 def test_no_bytes_make_a_line_raise(run_seed: int) -> None:

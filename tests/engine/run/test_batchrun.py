@@ -59,6 +59,9 @@ class Direct(Encoder):
     async def check_grammar(self, spec: str) -> None:
         grammar.validate(spec)
 
+    async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        return self.model.bad_word_ids(words)
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:

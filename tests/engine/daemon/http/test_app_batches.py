@@ -461,10 +461,10 @@ def test_answers_of_another_model_are_not_taken_over(folder: Path, tmp_path: Pat
         second = wait_batch(client, submit(client, line("a") + line("b")).id)
         wait_batch(client, again(second).id)
         assert len(job.submitted) == 4
-        daemon.on_loop(daemon.daemon.services.batches._checking.acquire())
+        daemon.on_loop(daemon.daemon.services.batches._checking[""].acquire())
         waiting = again(second)
         daemon.model = "a third"
-        daemon.on_loop(daemon.daemon.services.batches._checking.release)
+        daemon.on_loop(daemon.daemon.services.batches._checking[""].release)
         wait_batch(client, waiting.id)
         assert len(job.submitted) == 6
         mixed = client.batches.retrieve(waiting.id)

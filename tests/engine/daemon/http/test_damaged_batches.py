@@ -22,8 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny"))
 
 
-def half() -> list[MortalJob]:
-    return [MortalJob(LIMITS)]
+def half(pause_at: int | None = None) -> list[MortalJob]:
+    job = MortalJob(LIMITS)
+    job.pause_at = pause_at
+    return [job]
 
 
 def cut(path: Path) -> None:
@@ -50,6 +52,7 @@ def stopped_half_way(daemon: Served, data: bytes) -> Any:
     job.pause_at = job.steps + 80
     batch = submit(daemon.client(), data)
     until(lambda: completed(daemon.client(), batch.id) > 50)
+    batch = daemon.client().batches.retrieve(batch.id)
     daemon.stop()
     return batch
 
@@ -94,7 +97,7 @@ def test_an_input_that_changed_between_two_daemons_fails_its_batch_and_keeps_its
 def test_an_input_that_changed_before_it_was_checked_fails_by_name(folder: Path, tmp_path: Path) -> None:
     config = deployment(tmp_path)
     with served(config, folder) as daemon:
-        daemon.on_loop(daemon.daemon.services.batches._checking.acquire())
+        daemon.on_loop(daemon.daemon.services.batches._checking[""].acquire())
         batch = submit(daemon.client(), many(COUNT))
         daemon.stop()
     edit(tmp_path / "data" / "files" / batch.input_file_id)
@@ -110,9 +113,8 @@ def test_a_file_of_a_version_that_kept_no_digest_is_compared_by_its_size(folder:
         batch = stopped_half_way(daemon, many(COUNT))
     alter(tmp_path, "UPDATE files SET digest = NULL")
     edit(tmp_path / "data" / "files" / batch.input_file_id)
-    with served(config, folder, half) as daemon:
-        before = completed(daemon.client(), batch.id)
-        daemon.jobs[0].pause_at = 40
+    before = batch.request_counts.completed
+    with served(config, folder, lambda: half(40)) as daemon:
         until(lambda: completed(daemon.client(), batch.id) > before)
         daemon.stop()
     cut(tmp_path / "data" / "files" / batch.input_file_id)

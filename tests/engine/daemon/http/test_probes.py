@@ -190,7 +190,7 @@ def test_the_probe_listener_answers_while_the_daemons_loop_is_held(folder: Path,
             held.set()
             return asked.wait(HANG_S)
 
-        daemon._loop.call_soon_threadsafe(hold)
+        daemon.loop.call_soon_threadsafe(hold)
         assert held.wait(HANG_S)
         try:
             assert [get(daemon, path)[0] for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
