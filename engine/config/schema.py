@@ -112,6 +112,8 @@ class ModelSection:
     wiring: Annotated[str, Word("|".join(WIRINGS), f"one of {', '.join(WIRINGS)}")] = "auto"
     ladder_layers: Annotated[int, Range(0, 10000)] | tuple[Annotated[int, Range(0, 10000)], ...] | None = None
     allow_untrained_ladder: bool = False
+    load_format: Literal["auto", "dummy"] = "auto"
+    allow_dummy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,11 @@ class Deployment:
     @property
     def world_size(self) -> int:
         return self.parallel.ranks * self.parallel.replicas
+
+    @property
+    def dummy_seed(self) -> int | None:
+        """What the weights are drawn from; None where they are read."""
+        return self.engine.seed if self.model.load_format == "dummy" else None
 
     @property
     def served_model_name(self) -> str:

@@ -18,5 +18,6 @@ def model_digest(deployment: Deployment) -> str:
     tokens are drawn. How the model is spread is not part of it: a run may resume on other ranks. Raises OSError."""
     model, engine = deployment.model, deployment.engine
     settings = model.dtype, model.weights, model.wiring, model.ladder_layers, engine.kv_cache_dtype, engine.seed
+    made = () if deployment.dummy_seed is None else (model.load_format,)
     weights, text = sampled_digest(Path(model.path), _BYTES), text_digest(Path(deployment.text_folder))
-    return hashlib.blake2b(json.dumps([settings, weights, text]).encode(), digest_size=_BYTES).hexdigest()
+    return hashlib.blake2b(json.dumps([settings, weights, text, *made]).encode(), digest_size=_BYTES).hexdigest()

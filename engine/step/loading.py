@@ -80,4 +80,5 @@ def load_weights(
     if communicator.pipeline is not None:
         on = f"stage {communicator.pipeline.stage}: {on}"
     held = ", the rest lay in memory" if pages is not None and pages.filled else ""
-    say(f"weights: {on} read {total / 1e9:.2f} GB in {took:.1f} s{held}")
+    verb = "read" if source.seed is None else "drew (load_format dummy)"
+    say(f"weights: {on} {verb} {total / 1e9:.2f} GB in {took:.1f} s{held}")

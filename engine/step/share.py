@@ -58,7 +58,10 @@ def model_config(
     Raises ConfigError, WiringError or ShapeError.
     """
     config, warnings = choose_wiring(
-        from_folder(Path(keys.path)), keys.wiring, keys.ladder_layers, keys.allow_untrained_ladder
+        from_folder(Path(keys.path)),
+        keys.wiring,
+        keys.ladder_layers,
+        keys.allow_untrained_ladder or keys.load_format == "dummy",
     )
     size = parallel.tensor_parallel_size
     sharing = share(
@@ -101,7 +104,7 @@ def make_share(
     length = model_length(config, keys.max_model_len)
     stage = stage_here(parallel, config, communicator)
     shard = RankShard.of(stage, communicator.size, communicator.rank, sharing)
-    source = open_source(Path(keys.path), shard, config)
+    source = open_source(Path(keys.path), shard, config, deployment.dummy_seed)
     stored = make_stored_products(source, shard, device, parallel.deterministic)
     pages = None
     if held is not None and device.type == "cpu" and deployment.daemon.standby:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 
 from torch import Tensor
 
 from ..stages import RankShard
 from .checkpoint import CheckpointError, StoredTensor
+from .dummy import DummyReader
 from .fill import fill_target
 from .manifest import Verifier
 from .mapping import Source
@@ -59,10 +61,12 @@ def load(
         target = parameters[piece.parameter].detach()[piece.row : piece.row + piece.count]
         fill_target(reader, source.tensors, piece, target)
 
+    make = Reader if source.seed is None else partial(DummyReader, source.seed)
+    verified = source.tensors.values() if source.seed is None else ()
     with (
-        Reader() as ahead,
-        Readers(reading_threads()) as readers,
-        Verifier(source.folder, source.tensors.values(), verify or (shard.rank, shard.size)) as check,
+        make() as ahead,
+        Readers(reading_threads(), make) as readers,
+        Verifier(source.folder, verified, verify or (shard.rank, shard.size)) as check,
     ):
         for piece in readers.each(_announced(ahead, source.tensors, pieces), read):
             done += piece.count * row_bytes[piece.parameter]

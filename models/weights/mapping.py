@@ -18,6 +18,8 @@ from .quantised import CALIBRATION, PLAIN, READABLE, check_scale, is_quantised, 
 from .rank_files import open_shards
 from .slices import PRODUCTS, Fill, expected_shapes, fused_experts, head_of, plan_fills, sources_of
 
+_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -32,6 +34,8 @@ class Source:
     """Ranks that per-rank files were written for; 0: the checkpoint itself."""
     replicate_embedding: bool = False
     """What per-rank files hold."""
+    seed: int | None = None
+    """Of weights that are drawn (dummy.py), None where they are read."""
 
     def quantised_products(self, config: ModelConfig, first_layer: int = 0) -> frozenset[str]:
         """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …; of a stage whose
@@ -68,9 +72,12 @@ class Source:
         return total
 
 
-def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = None) -> Source:
+def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = None, seed: int | None = None) -> Source:
     """What this rank loads from: files of its own where `laddertron shard` has written them for as many ranks, else the
-    checkpoint. config: of the whole model, where the shard is a stage's. Raises CheckpointError."""
+    checkpoint. config: of the whole model, where the shard is a stage's. seed: draws the weights from it; no file but
+    config.json is read. Raises CheckpointError."""
+    if seed is not None:
+        return _open_dummy(folder, config or shard.config, seed)
     # Those files hold every matrix cut over all ranks.
     own = None if shard.spread or shard.per_node else open_shards(folder, shard)
     if own is None:
@@ -84,6 +91,20 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
     quantisation = _quantisation(folder)
     tensors = _check(folder, config, quantisation)
     return Source(folder, tensors, weights_digest(folder, tensors), quantisation)
+
+
+def _open_dummy(folder: Path, config: ModelConfig, seed: int) -> Source:
+    quantisation = _quantisation(folder)
+    if quantisation is not None and quantisation.block is None:  # scales by block: widened while loading
+        raise CheckpointError(
+            f"{folder}/config.json: {quantisation.method} weights: load_format dummy draws none that stay quantised: "
+            "remove quantization_config to measure them in the model's own type"
+        )
+    code, tensors = _CODES[config.dtype], dict[str, StoredTensor]()
+    for name, shape in expected_shapes(config).items():
+        flat = shape if len(shape) < 3 else (prod(shape[:-1]), shape[-1])
+        tensors[name] = StoredTensor(name, folder / "config.json", code, flat, 0, prod(shape) * ITEMSIZES[code])
+    return Source(folder, tensors, f"dummy of seed {seed}, {weights_digest(folder, tensors)}", seed=seed)
 
 
 def _quantisation(folder: Path) -> Quantisation | None:

@@ -39,8 +39,8 @@ def cut(fill: Fill, row_bytes: int) -> Iterator[Fill]:
 class Readers:
     """Threads with a Reader each. A context manager: leaving it drops what has not begun and closes the files."""
 
-    def __init__(self, threads: int) -> None:
-        self._ahead = threads + 2
+    def __init__(self, threads: int, make: Callable[[], Reader] = Reader) -> None:
+        self._ahead, self._make = threads + 2, make
         self._own = threading.local()
         self._readers: list[Reader] = []
         self._open = ExitStack()
@@ -71,7 +71,7 @@ class Readers:
     def _read(self, read: Callable[[Reader, _Piece], None], piece: _Piece) -> None:
         reader: Reader | None = getattr(self._own, "reader", None)
         if reader is None:
-            reader = self._own.reader = self._open.enter_context(Reader())
+            reader = self._own.reader = self._open.enter_context(self._make())
             self._readers.append(reader)
         read(reader, piece)
 

@@ -57,6 +57,8 @@ def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
     d = loaded.deployment
     folder = Path(d.text_folder)
+    if d.model.load_format == "dummy" and not d.model.allow_dummy:
+        return  # nothing is answered
     if (Path(d.model.path) / "config.json").is_file() and folder.is_dir():
         key = "model.path" if d.model.tokenizer is None else "model.tokenizer"
         yield from refused(loaded, key, lambda: TextModel.from_folder(folder))
@@ -70,20 +72,32 @@ def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
     from ....models.weights.mapping import open_source
 
     folder, p = Path(loaded.deployment.model.path), loaded.deployment.parallel
-    size = p.tensor_parallel_size
+    size, seed = p.tensor_parallel_size, loaded.deployment.dummy_seed
 
     def read_headers() -> None:
         config = from_folder(folder)
         stages = make_stages(config, choose_layers(config, p.pipeline_parallel_size, p.pipeline_layers))
         for shard in (RankShard.of(stage, size, rank) for stage in stages for rank in range(size)):
-            if not open_source(folder, shard, config).sharded_over:
+            if not open_source(folder, shard, config, seed).sharded_over:
                 return  # the checkpoint itself, the same for each rank
 
     yield from refused(loaded, "model.path", read_headers)
 
 
+def dummy_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """A refusal to answer with random weights."""
+    if loaded.deployment.model.load_format == "dummy" and not loaded.deployment.model.allow_dummy:
+        yield loaded.fault(
+            "model.load_format",
+            "dummy weights are random, and so is every answer: bench and profile measure with them; set "
+            "model.allow_dummy: true to answer all the same",
+        )
+
+
 def unmeasured_weights(deployment: Deployment) -> str | None:
-    """A warning for weights that declare another wiring and have no evaluation record beside them."""
+    """A warning for weights that are random, or declare another wiring and have no evaluation record beside them."""
+    if deployment.model.load_format == "dummy":
+        return "model.load_format: dummy: weights are random, answers mean nothing"
     from ....models.config.evaluation import missing_record
     from ....models.config.model_config import from_folder
 

@@ -33,7 +33,7 @@ from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
 from ..fabric_option import fabric_option
 from ..run_view import ConsoleLog, RunView, say, say_error, summary_table
-from .check import memory_faults, missing_files, model_faults
+from .check import dummy_faults, memory_faults, missing_files, model_faults
 
 _SHOWN_CAUSES = 5
 
@@ -89,7 +89,7 @@ class Prepared:
 
 def read_text(loaded: LoadedDeployment) -> tuple[TextModel, Path]:
     """The deployment's text side, its model folder having been looked at too. Raises ConfigError."""
-    if faults := [*missing_files(loaded), *model_faults(loaded), *memory_faults(loaded)]:
+    if faults := [*missing_files(loaded), *model_faults(loaded), *memory_faults(loaded), *dummy_faults(loaded)]:
         raise ConfigError(faults)
     key = "model.path" if loaded.deployment.model.tokenizer is None else "model.tokenizer"
     folder = Path(loaded.deployment.text_folder)
