@@ -293,6 +293,18 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptanceConfig:
+    """What `laddertron acceptance` demands of the machines. Shares are of what `plan` predicts."""
+
+    min_speed: Annotated[float, Unit("none"), Range(0, 1)] = 0.7
+    max_memory: Annotated[float, Unit("none"), Range(1, 1000)] = 1.1
+    min_hidden: Annotated[float, Unit("none"), Range(0, 1)] = 0.0
+    recovery_margin: Duration = 10.0
+    max_load: Annotated[float, Unit("none"), Range(0, 1)] = 0.1
+    timeout: Annotated[float, Unit("seconds"), Range(1, 7 * DAY)] = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
 class Deployment:
     """One deployment file, complete: defaults filled in, paths absolute, every rule between keys kept."""
 
@@ -302,6 +314,7 @@ class Deployment:
     engine: EngineConfig = field(default_factory=EngineConfig)
     daemon: DaemonConfig = field(default_factory=DaemonConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
     @property
     def world_size(self) -> int:

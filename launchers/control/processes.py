@@ -106,6 +106,15 @@ def descendants(ancestor: int) -> list[ProcessId]:
     return found
 
 
+def words_of(pid: int) -> list[str]:
+    """A process's command line; [] once it is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:

@@ -28,7 +28,7 @@ OUTCOME = "reload.json"
 """In daemon.data_dir: what came of the last one."""
 SERVING = "serving.json"
 _MAX_SERVING = 1 << 20
-_OF_RANKS = ("model", "parallel", "launch", "engine")
+_OF_RANKS = ("model", "parallel", "launch", "engine", "acceptance")
 _OF_JOBS = ("load_timeout", "heartbeat_timeout", "max_restarts", "control_host", "standby")
 
 Outcome = Literal["done", "refused", "failed"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ...engine.config import load as deploy
@@ -63,6 +63,8 @@ class PreflightOutcome:
     carrier: str = ""
     group: int = 0
     """Whose all-reduces `fitted` and `shape` are: the slowest of the groups."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the libraries, the same on every rank."""
 
     @property
     def broken(self) -> bool:
@@ -179,7 +181,8 @@ def _measure(
         everyone = bootstrap.all_gather(json.dumps(said).encode())
         if bootstrap.rank == 0:
             outcome = _judge(deployment, fabric, shapes, backend, everyone)
-            outcome = replace(outcome, carrier=line.carrier if line is not None else "")
+            carrier = line.carrier if line is not None else ""
+            outcome = replace(outcome, carrier=carrier, versions=setups[0].versions)
             status = int(outcome.broken)
         status = bootstrap.all_gather(bytes([status]))[0][0]
     return status, outcome

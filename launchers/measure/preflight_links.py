@@ -24,6 +24,7 @@ from ...topology.connect import connect
 from ...topology.cost.cost import Backend, Shape, Strategy
 from ...topology.cost.fit import Point
 from ...topology.cost.links import PointToPoint, measure
+from ...topology.hardware.sysfs import Sysfs, cpu_name
 from ...topology.placement.identity import Identity
 from ...topology.placement.layout import GroupLayout
 from .preflight_job import Watch
@@ -151,6 +152,7 @@ def report(
         ),
         clock_s=time.time(),
         matmul_s=seconds,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(Sysfs()),
     )
 
 

@@ -128,13 +128,14 @@ class Setup:
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """What one rank measured of itself. `clock_s` is unix time at a barrier, `matmul_s` the best of a few short
-    matmuls."""
+    matmuls; `device` names the GPU or processor."""
 
     rank: int
     hostname: str
     transport: NodeTransport
     clock_s: float
     matmul_s: float
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

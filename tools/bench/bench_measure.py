@@ -103,6 +103,7 @@ def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float
         "prompt": case.prompt,
         "generate": case.generate,
         "repeats": len(runs),
+        "rank_bytes": job.about["rank_bytes"],
         "prefill_tok_s": spread([r["prompt_tokens"] / r["prefill_s"] if r["prefill_s"] else 0.0 for r in runs]),
         "decode_tok_s": decode,
         "step_ms": spread([r["step_s"] * 1e3 for r in runs]),
@@ -110,6 +111,7 @@ def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float
         "floor_tok_s": limit,
         "floor_share": None if limit is None else decode[0] / limit,
         "hidden_share": overlap_ratio(sum(r["hidden_s"] for r in runs), sum(r["exposed_s"] for r in runs)),
+        "exposed_share": sum(r["exposed_s"] for r in runs) / sum(r["prefill_s"] + r["decode_s"] for r in runs),
     }
 
 

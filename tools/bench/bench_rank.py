@@ -19,6 +19,7 @@ from ...engine.step.engine import Engine, StepProgress, follow
 from ...launchers.measure.rank_work import main, say
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Entry, without_carriers
+from ...topology.hardware.sysfs import Sysfs, resident_bytes
 from .bench import Case, Item, random_mix, run_case, run_mix
 
 LEAST_READ, MOST_READ = 256 << 20, 1 << 30
@@ -31,8 +32,9 @@ _DRAFTS = {"drafted": "draft", "accepted": "accepted"}
 class _Bench:
     """Rank 0's answers to orders."""
 
-    def __init__(self, built: Any, communicator: Communicator) -> None:
-        self.built, self.communicator = built, communicator
+    def __init__(self, built: Any, communicator: Communicator, held: list[int]) -> None:
+        """held: bytes of each rank's memory in use after loading."""
+        self.built, self.communicator, self.held = built, communicator, held
         self.engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, StepProgress())
         self.seed = 0
 
@@ -45,6 +47,7 @@ class _Bench:
             "ready": True,
             "weights": self._weights,
             "kv_per_token": per_token,
+            "rank_bytes": self.held,
             "wiring": config.wiring.name,
             "tp": self.communicator.size,
             "microbatches": self.built.scheduler_limits.microbatches,
@@ -132,9 +135,20 @@ def _lead(bench: _Bench) -> None:
         bench.engine.close()
 
 
+def held_bytes(device: Any) -> int:
+    """What is in use of a rank's device, or what its process holds where that is a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return resident_bytes(Sysfs())
+
+
 def _bench(built: Any, communicator: Communicator) -> None:
+    held = communicator.collect(str(held_bytes(built.runner.cache.keys[0].device)).encode())
     if communicator.leads:
-        _lead(_Bench(built, communicator))
+        _lead(_Bench(built, communicator, [int(size) for size in held]))
     else:
         follow(built.runner, communicator.plans, StepProgress())
 

@@ -24,12 +24,12 @@ from rich.text import Text
 
 from ...engine.config import load as deploy
 from ...engine.text.tokenizer import TextModel
-from ...launchers.control.processes import descendants, kill
+from ...launchers.control.processes import descendants, kill, words_of
 from ...launchers.measure.rank_job import BenchError, BenchJob
 from ...models.config.model_config import from_folder
 from ...topology.comm.ledger import overlap_ratio
 from ..bench.bench_measure import roomy
-from .serving import PROMPTS, ROOT, tally, words_of, write_lines
+from .serving import PROMPTS, ROOT, tally, write_lines
 
 CONFIGS = {"standard": ROOT / "configs/demo-standard.yaml", "ladder": ROOT / "configs/demo.yaml"}
 RACE_S, ROUNDS = 3.0, 8

@@ -126,14 +126,6 @@ def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
     return f"{count} lines, {len(ids)} answers, {lost} lost, {twice} duplicate", not lost and not twice
 
 
-def words_of(pid: int) -> list[str]:
-    """A process's command line; [] once it is gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
-
-
 def batch_seconds(daemon: ServedDaemon, lines: Path, count: int) -> float:
     """Of a batch of completions, from its creation to its end. Raises RuntimeError unless all `count` lines of the file
     were answered."""

@@ -4,6 +4,7 @@ the deployment's, or is one of them.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import click
 
 from ....engine.config.load import Deployment, LoadedDeployment, read
 from ....engine.config.yaml_tree import ConfigError
+from ....topology.json_codec import unbuild
 from ....topology.placement.identity import Identity, IdentityError, identify
 from ...compose.host_allocation import together
 from ...compose.mpi import compose
@@ -38,7 +40,7 @@ def launch(loaded: LoadedDeployment, words: list[str]) -> int:
     return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
 
 
-def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> int:
+def be_rank(deployment: Deployment, identity: Identity, save: Path | None, as_json: bool) -> int:
     """Measures as one rank; rank 0 prints and writes. Ends the process at once on an error, as others wait for it."""
     from ...measure.preflight import UnlikeRanks, run_preflight  # with torch, which may take long from a cold disk
 
@@ -51,7 +53,10 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None) -> in
 
             if outcome.tuning is not None and save is not None:
                 outcome.tuning.save(save)
-            show(outcome, save if outcome.tuning is not None else None)
+            if as_json:
+                click.echo(json.dumps(unbuild(outcome)))
+            else:
+                show(outcome, save if outcome.tuning is not None else None)
             sign(identity.rank, "done")
         return status
     except UnlikeRanks as error:
@@ -83,9 +88,10 @@ def end(identity: Identity, text: str, code: int) -> NoReturn:
     metavar="FILE",
     help="Where the tuning file goes.  [default: parallel.tuning_file]",
 )
+@click.option("--json", "as_json", is_flag=True, help="Every number, in base units.")
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
-def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
+def command(config: str, save: Path | None, as_json: bool, overrides: tuple[str, ...]) -> int:
     """Measure what CONFIG's ranks have between them: every link, every all-reduce over the model's message sizes and
     32 KiB to 8 MiB, every rank's clock, libraries, transport and speed.
 
@@ -109,7 +115,8 @@ def command(config: str, save: Path | None, overrides: tuple[str, ...]) -> int:
     if identity is None:
         words = [os.path.abspath(config)]
         words += ["--save", os.path.abspath(save)] if save is not None else []
+        words += ["--json"] if as_json else []
         return launch(loaded, words + [word for override in overrides for word in ("--set", override)])
     die_with_parent()
     configured = loaded.deployment.parallel.tuning_file
-    return be_rank(loaded.deployment, identity, save or (Path(configured) if configured else None))
+    return be_rank(loaded.deployment, identity, save or (Path(configured) if configured else None), as_json)

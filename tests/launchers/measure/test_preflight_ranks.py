@@ -99,7 +99,7 @@ def test_ranks_alike_and_too_few_each_say_so(
     with pytest.raises(IdentityError):
         preflight.run_preflight(deployment(4), SECOND)
     with pytest.raises(Exited, match="2"):
-        door.be_rank(deployment(4), SECOND, None)
+        door.be_rank(deployment(4), SECOND, None, False)
     assert "error: rank 1 on n1: openmpi started 2 ranks, tensor_parallel_size=4 needs 4" in capsys.readouterr().err
 
 
