@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...models.transfer import upload
 from .decide import Filters
+from .logits_shard import LogitsShard, TritonShard, largest
 from .penalties import Floats, Ints, SlotEdits
 
 SORTED_LOGITS = 1 << 21
@@ -38,6 +39,22 @@ def kept(x: Tensor, filters: Tensor) -> Tensor:
     return torch.zeros_like(inside).scatter_(1, order, inside)
 
 
+def filtered(x: Tensor, filters: Tensor, first: int, columns: int, top_k: bool, top_p: bool) -> Tensor:
+    """Logits x [R, V] of the ids [first, first + columns), -inf where `kept` drops one. top_k and top_p: whether any
+    row has one."""
+    mine = slice(first, first + columns)
+    return torch.where(in_turns(kept, x, filters)[:, mine], x[:, mine], -torch.inf)
+
+
+def filter_rule(shard: LogitsShard) -> Callable[..., Tensor]:
+    """`filtered` where this shard is: by a search without a sort where there is Triton."""
+    if not isinstance(shard, TritonShard):
+        return filtered
+    from . import filter_triton
+
+    return filter_triton.filtered
+
+
 def filters_of(filters: Filters, device: torch.device) -> Tensor:
     columns = (filters.inv_temperature, filters.top_k, filters.top_p, filters.log_min_p)
     return upload(np.stack([column.astype(np.float64) for column in columns], 1), device)
@@ -52,8 +69,9 @@ def report(raw: Tensor, ids: Tensor, top: int) -> Tensor:
         peak = wide.amax(1, keepdim=True)
         total = peak + (wide - peak).exp().sum(1, keepdim=True).log()
         total = torch.where(peak.isfinite(), total, torch.nan)
-        values, order = wide.sort(dim=1, descending=True, stable=True)
-        return torch.cat([wide.gather(1, ids[:, None]) - total, order[:, :top].double(), values[:, :top] - total], 1)
+        likeliest = largest(raw, top)
+        best = wide.gather(1, torch.cat([ids[:, None], likeliest], 1)) - total
+        return torch.cat([best[:, :1], likeliest.double(), best[:, 1:]], 1)
 
     return in_turns(some, raw, ids)
 

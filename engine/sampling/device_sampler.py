@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...models.transfer import Arriving, upload
 from .decide import NO_ID
-from .device_rule import DeviceEdits, filters_of, in_turns, kept, report
+from .device_rule import DeviceEdits, filter_rule, filters_of, report
 from .logits_shard import NOISE, TorchShard
 from .penalties import SlotEdits
 from .slots import SamplingPlan
@@ -43,7 +43,8 @@ def fed_by(slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What a plan's steps have in common, on the device. `noisy`: indices of the rows that take noise."""
+    """What a plan's steps have in common, on the device. `noisy`: indices of the rows that take noise; `searched`:
+    whether any row has a top_k, a top_p."""
 
     plan: SamplingPlan
     slots: Tensor
@@ -54,6 +55,7 @@ class _Fixed:
     noisy: Tensor
     filtered: Tensor
     filters: Tensor
+    searched: tuple[bool, bool]
     scored: Tensor
     top: int
     edited: Tensor
@@ -78,7 +80,7 @@ class DeviceDraw:
         self._vocab, self._width = vocab_size, width
         self.latest = torch.zeros(max_slots, dtype=torch.int64, device=device)
         self._columns, self._shard, self._device = columns, shard, device
-        self._gather, self._fetch = gather, fetch
+        self._gather, self._fetch, self._filter = gather, fetch, filter_rule(shard)
         self._last: _Fixed | None = None
 
     def start(
@@ -125,8 +127,7 @@ class DeviceDraw:
         whole = self._whole(torch.cat([x[fixed.filtered].float(), raw[fixed.scored].float()]))
         if filtered:
             first = min(self._shard.first, self._vocab)
-            mine = in_turns(kept, whole[:filtered], fixed.filters)[:, first : first + self._columns]
-            some = torch.where(mine, x[fixed.filtered].float(), -torch.inf)
+            some = self._filter(whole[:filtered], fixed.filters, first, self._columns, *fixed.searched)
             x = x.float().index_copy(0, fixed.filtered, some)
         return x, whole[filtered:]
 
@@ -143,7 +144,7 @@ class DeviceDraw:
             filtered = np.concatenate([np.zeros(0, np.int64), *(some for some, _ in plan.groups)])
             taking = np.zeros(count, np.bool_) if plan.noisy is None else plan.noisy.copy()
             taking[filtered] = True
-            noisy = np.flatnonzero(taking)
+            noisy, filters = np.flatnonzero(taking), plan.filters.take(filtered)
             ints = np.stack([plan.at, rows["seed"].astype(np.int64), rows["choice"].astype(np.int64)])
             slots, seed, choice = upload(ints, device)
             # No reference and no limit: neither masses nor what comes before an id is asked for.
@@ -152,7 +153,8 @@ class DeviceDraw:
             self._last = _Fixed(
                 plan, slots, seed, choice, zero, upload(reals, device), upload(noisy, device),
                 filtered=upload(filtered, device),
-                filters=filters_of(plan.filters.take(filtered), device),
+                filters=filters_of(filters, device),
+                searched=(bool((filters.top_k > 0).any()), bool((filters.top_p < 1.0).any())),
                 scored=upload(plan.scored, device),
                 top=plan.most_logprobs,
                 edited=upload(plan.edited, device),

@@ -155,12 +155,7 @@ class TorchShard:
         return best, at
 
     def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
-        x = logits.take(picked)
-        bits = (x + 0.0).view(torch.int32)  # -0 and +0 are one value
-        # An int64 that orders as (x, -column) does: no two are equal, so that topk has no choice to make.
-        ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits).long() << 32
-        keys = ordered | (0x7FFFFFFF - torch.arange(x.shape[1], device=x.device))
-        columns: npt.NDArray[np.int64] = torch.topk(keys, k, dim=1).indices.cpu().numpy()
+        columns: npt.NDArray[np.int64] = largest(logits.take(picked), k).cpu().numpy()
         return columns
 
     def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -170,6 +165,15 @@ class TorchShard:
 
 
 _KEYS = ("seed", "position", "choice")
+
+
+def largest(x: Tensor, k: int) -> Tensor:
+    """The columns of the k largest of each row of x [R, n], fp32, the first of equals first; int64 [R, k]."""
+    bits = (x + 0.0).view(torch.int32)  # -0 and +0 are one value
+    # An int64 that orders as (x, -column) does: no two are equal, so that topk has no choice to make.
+    ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits).long() << 32
+    keys = ordered | (0x7FFFFFFF - torch.arange(x.shape[1], device=x.device))
+    return torch.topk(keys, k, dim=1).indices
 
 
 class TritonShard(TorchShard):

@@ -33,6 +33,7 @@ TESTS = (
     "tests/engine/sampling/test_philox.py",
     "tests/engine/sampling/test_device_draw.py",
     "tests/engine/sampling/test_noise_kernel.py",
+    "tests/engine/sampling/test_filters.py",
     "tests/models/weights/test_weights_quantised.py",
     "tests/models/cuda",
     "tests/topology/comm/test_emulated_fabric.py",

@@ -26,6 +26,7 @@ TESTS = (
     "tests/models/cuda",
     "tests/tools/gpu_dry",
     "tests/engine/sampling/test_noise_kernel.py",
+    "tests/engine/sampling/test_filters.py",
     "tests/topology/comm/test_hold_kernel.py",
     "tests/topology/comm/test_stream_order.py",
 )
