@@ -229,6 +229,7 @@ class EngineConfig:
     draft_model: PathStr | None = None
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     priority_ageing: Duration = 30.0
+    max_whitespace: Annotated[int, Range(1, 4096)] = 32
 
     @property
     def cpu_kv_bytes(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,22 @@ MAX_SPEC = 1 << 19
 """Characters of a grammar; the plan that admits a request carries it to every rank."""
 MAX_PROTOTYPES = 64
 _TRIAL_IDS, _STRIDE = 16, 7919  # a prime: ids from all over what is allowed
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
-"""White space between JSON's parts is bounded: small models like to go on with blanks for ever."""
+MAX_WHITESPACE = 32
+"""Characters of white space in a row, where nothing else may be repeated: small models like to go on with blanks for
+ever."""
+_PROBES = 64
 
 
 def validate(spec: str) -> None:
     """Raises ValueError with the library's reason if a grammar is too long or cannot be used."""
     if len(spec) > MAX_SPEC:
         raise ValueError(f"a grammar of {len(spec)} characters: at most {MAX_SPEC} are allowed")
-    message = _library().LLMatcher.validate_grammar(_with_options(spec), None, limits=_limits())
+    message = _library().LLMatcher.validate_grammar(_with_options(spec, MAX_WHITESPACE), None, limits=_limits())
     if message and not message.startswith("WARNING"):
         raise ValueError(f"the grammar cannot be used: {_brief(message)}")
 
 
-def _with_options(spec: str) -> str:
+def _with_options(spec: str, most: int) -> str:
     """The spec with our options in each JSON schema that brings none. Raises ValueError if it is not JSON."""
     try:
         tree = json.loads(spec)
@@ -51,7 +54,8 @@ def _with_options(spec: str) -> str:
     for part in parts if isinstance(parts, list) else []:
         schema = part.get("json_schema") if isinstance(part, dict) else None
         if isinstance(schema, dict):
-            schema.setdefault("x-guidance", _JSON_OPTIONS)
+            pattern = rf"[\x20\x0A\x0D\x09]{{1,{most}}}"
+            schema.setdefault("x-guidance", {"whitespace_flexible": True, "whitespace_pattern": pattern})
     return json.dumps(tree)
 
 
@@ -71,16 +75,35 @@ def _brief(message: str) -> str:
     return " ".join(message.split())[:300]
 
 
+class _Blanks:
+    """A tokenizer's white space, and how much of it may come in a row."""
+
+    def __init__(self, tokenizer: Any, most: int) -> None:
+        self.most, self._tokenizer = most, tokenizer
+
+    @cached_property
+    def ids(self) -> npt.NDArray[np.bool_]:
+        """Tokens of white space alone, [vocabulary]."""
+        count = self._tokenizer.vocab_size
+        return np.array([self._tokenizer.decode_bytes([token]).isspace() for token in range(count)])
+
+    def run(self, before: int, token: int) -> int:
+        """Characters of white space at the end, after one more token."""
+        text = self._tokenizer.decode_bytes([token])
+        return len(text) - len(text.rstrip()) + (before if text.isspace() else 0)
+
+
 class GrammarState:
     """Where one sequence is in its grammar, by a matcher of the library. A failed one (a spec that slipped through the
     door, a resource limit of the library) allows nothing."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, blanks: _Blanks | None = None, run: int = 0, last: int = -1) -> None:
+        """run: characters of white space at the end; last: the token before."""
+        self._matcher, self._blanks, self._run, self._last = matcher, blanks, run, last
 
     def fork(self) -> GrammarState:
         """Another one at the same place: this one stays there."""
-        return GrammarState(self._matcher.deep_copy())
+        return GrammarState(self._matcher.deep_copy(), self._blanks, self._run, self._last)
 
     @property
     def ended(self) -> bool:
@@ -97,11 +120,27 @@ class GrammarState:
         start = ids.start // 8
         bits = np.unpackbits(packed[start : ids.stop // 8 + 1], bitorder="little")
         out: npt.NDArray[np.bool_] = bits[ids.start - 8 * start :][: len(ids)].astype(np.bool_)
+        if self._blanks is not None and self._run >= self._blanks.most:
+            blank = self._blanks.ids
+            everything = np.unpackbits(packed, bitorder="little")[: len(blank)].astype(np.bool_)
+            if self._blanks_alone(np.flatnonzero(everything & ~blank)):
+                out &= ~blank[ids.start : ids.stop]
         return out
+
+    def _blanks_alone(self, others: npt.NDArray[np.intp]) -> bool:
+        """Whether of these tokens, which may come next, none may be repeated between blanks: then white space is no
+        text, as in a string, but what separates others."""
+        for other in others[:: len(others) // _PROBES + 1].tolist():
+            words = [other, self._last, other, self._last, other]
+            if self.accepts(words) == len(words):
+                return False
+        return len(others) > 0
 
     def advance(self, token: int) -> None:
         if not (self._matcher.is_stopped() and not self._matcher.is_error()):
             self._matcher.consume_token(token)
+            if self._blanks is not None:
+                self._run, self._last = self._blanks.run(self._run, token), token
 
     def accepts(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may follow, one behind the other."""
@@ -156,12 +195,19 @@ class GrammarSlots(Grammars):
     """The grammars of one rank's slots, for the sampler: where one allows nothing, it ends that request alone, with
     `failure`'s words."""
 
-    def __init__(self, tokenizer_folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_folder: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        max_whitespace: int = MAX_WHITESPACE,
+    ) -> None:
         """Raises ValueError if the library is missing or cannot read the folder's tokenizer.json."""
         options: dict[str, Any] = {"n_vocab": vocab_size}
         if eos_token_ids:
             options["eos_token"] = list(eos_token_ids)
         self._tokenizer = _library().LLTokenizer(str(tokenizer_folder / "tokenizer.json"), **options)
+        self._blanks = _Blanks(self._tokenizer, max_whitespace)
         self._slots: dict[int, GrammarState] = {}
         self._prototypes: OrderedDict[str, Any] = OrderedDict()
 
@@ -198,14 +244,13 @@ class GrammarSlots(Grammars):
         self._prototypes[spec] = prototype
         if len(self._prototypes) > MAX_PROTOTYPES:
             self._prototypes.popitem(last=False)
-        state = self._slots[slot] = GrammarState(prototype.deep_copy())
+        state = self._slots[slot] = GrammarState(prototype.deep_copy(), self._blanks)
         for token in output:
             state.advance(token)
 
-    @staticmethod
-    def _options(spec: str) -> str:
+    def _options(self, spec: str) -> str:
         try:
-            return _with_options(spec)
+            return _with_options(spec, self._blanks.most)
         except ValueError:
             return spec  # the library says what is wrong with it, and the matcher is a failed one
 

@@ -125,10 +125,10 @@ def split_rule(
     )
 
 
-def make_grammars(folder: Path, config: ModelConfig) -> Grammars:
+def make_grammars(folder: Path, config: ModelConfig, max_whitespace: int) -> Grammars:
     """Structured output with the model's tokenizer, or a stand-in that refuses each request for it."""
     try:
-        return GrammarSlots(folder, config.vocab_size, config.eos_token_ids)
+        return GrammarSlots(folder, config.vocab_size, config.eos_token_ids, max_whitespace)
     except (ValueError, OSError) as fault:
         return NoGrammars(f"structured output cannot be had here: {fault}")
 
@@ -177,7 +177,7 @@ def build(
     on_device, why = drawn_on_device(communicator, device, attention, bool(parallel.deterministic))
     if device.type == "cuda":
         voice.say(f"drawn ids: {why}")
-    sampler = _sampler(share, Path(deployment.text_folder), keys.max_num_seqs, communicator, device, on_device)
+    sampler = _sampler(share, Path(deployment.text_folder), keys, communicator, device, on_device)
     if share.config.experts is not None and share.shard.samples:
         sampler.routed, sampler.per_node = model.routed, communicator.layout.per_node
     runner = _runner(share, keys, communicator, model, cache, attention, sampler, num_blocks)
@@ -286,13 +286,18 @@ def _cache(
 
 
 def _sampler(
-    share: Share, text: Path, slots: int, communicator: Communicator, device: torch.device, on_device: OnDevice | None
+    share: Share,
+    text: Path,
+    keys: EngineConfig,
+    communicator: Communicator,
+    device: torch.device,
+    on_device: OnDevice | None,
 ) -> Any:
     """Draws on the ranks that hold the head; a stand-in on those of earlier stages."""
     if not share.shard.samples:
         return NoDraws()
-    size, grammars = share.config.vocab_size, make_grammars(text, share.config)
-    return Sampler(size, share.shard.vocab, slots, communicator.gather, device, grammars, on_device)
+    size, grammars = share.config.vocab_size, make_grammars(text, share.config, keys.max_whitespace)
+    return Sampler(size, share.shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars, on_device)
 
 
 def _runner(

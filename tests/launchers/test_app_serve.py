@@ -14,17 +14,19 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from click.testing import CliRunner
 from daemon_tools import deployment, line, served
+from laddertron.engine.sampling import grammar
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.batch_client import ApiError, BatchClient
 from laddertron.launchers.cli.commands.batch import BatchPace
 from laddertron.models.cpu.ops import Kernels
 from openai import OpenAI
+from pydantic import BaseModel
 from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S, until
 
@@ -106,6 +108,11 @@ def demo(tmp_path: Path) -> Iterator[Process]:
         process.process.wait()
 
 
+class Verdict(BaseModel):
+    good: bool
+    grade: Literal["a", "b"]
+
+
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -147,6 +154,10 @@ def test_a_batch_outlives_a_rank_and_sigterm_drains(demo: Process, tmp_path: Pat
         model="demo", messages=[{"role": "user", "content": "def add("}], max_tokens=8, stream=True
     )
     assert [c.choices[0].finish_reason for c in stream if c.choices][-1] is not None
+    if grammar.available:
+        said = [{"role": "user", "content": "def add("}]
+        parsed = client.chat.completions.parse(model="demo", messages=said, response_format=Verdict, temperature=0)
+        assert parsed.choices[0].message.parsed is not None, parsed
     assert len([entry for entry in demo.events() if entry.get("event") == "ready"]) == 1
     last = demo.rank_pids()
     assert demo.stop() == 0

@@ -137,20 +137,55 @@ def test_any_json_object(folder: Path) -> None:
             assert tokenizer.decode([int(step.ids[row]) for step in results]).lstrip().startswith("{")
 
 
-def test_blanks_do_not_go_on_for_ever(folder: Path) -> None:
-    """Logits that want nothing but a blank: after 64 of them in a row the grammar forbids more."""
+SPACED: dict[str, tuple[str, str]] = {
+    "JSON": (spec(json=PERSON), "{"),
+    "JSON with a pattern of its own": (
+        spec(json={"type": "array", "items": {"type": "integer"}, "x-guidance": {"whitespace_pattern": "[ ]+"}}),
+        "[",
+    ),
+    "a regular expression": (spec(regex="a\\s*b"), "a"),
+    "white space that a grammar ignores": (spec(grammar='start: "a" "b"\n%ignore /[ ]+/'), "a"),
+}
+
+
+@pytest.mark.parametrize("name", SPACED)
+def test_blanks_do_not_go_on_for_ever(folder: Path, name: str) -> None:
+    """Logits that want nothing but a blank: after `max_whitespace` of them the grammar forbids more, on every shard, in
+    forks and after a preemption too."""
+    one, before = SPACED[name]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    blank = tokenizer.encode(" ").ids[0]
+    (blank,), known = tokenizer.encode(" ").ids, tokenizer.encode(before).ids
+    for most in (32, 5):
+        slots = grammar.GrammarSlots(folder, VOCAB, (EOS,), most)
+        slots.admit(0, one, known)
+        for _ in range(most):
+            assert slots.state(0).allowed(range(VOCAB))[blank]
+            slots.state(0).advance(blank)
+        slots.admit(1, one, [*known, *[blank] * most])
+        for state in (slots.state(0), slots.state(0).fork(), slots.state(1)):
+            whole = state.allowed(range(VOCAB))
+            assert (bool(whole[blank]), bool(whole.any())) == (False, True)
+            shards = [state.allowed(range(start, start + VOCAB // 4)) for start in range(0, VOCAB, VOCAB // 4)]
+            assert (np.concatenate(shards) == whole).all()
 
-    def task(rank: int, gather: Gather) -> list[int]:
-        sampler = make(VOCAB, 1, rank, gather, 1, grammar.GrammarSlots(folder, VOCAB, (EOS,)))
-        sampler.admit(sequence(0, params(spec(json=PERSON), temperature=0.0)))
-        logits = torch.zeros(1, VOCAB)
-        logits[0, blank] = 50.0
-        return [int(sampler.sample(logits, [0]).ids[0]) for _ in range(80)]
 
-    (ids,) = Ranks(1).run(task)
-    assert 60 <= max(map(len, re.findall(" +", tokenizer.decode(ids)))) <= 64
+@pytest.mark.parametrize(
+    ("one", "before"),
+    [
+        (spec(json={"type": "string"}), '"'),
+        (spec(regex="[a-z ]+"), "a"),
+        (spec(regex="a {60}b"), "a"),
+    ],
+)
+def test_blanks_of_a_text_are_not_bounded(folder: Path, one: str, before: str) -> None:
+    """In a string, and where nothing else may come."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    (blank,) = tokenizer.encode(" ").ids
+    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    slots.admit(0, one, tokenizer.encode(before).ids)
+    for _ in range(60):
+        assert slots.state(0).allowed(range(VOCAB))[blank]
+        slots.state(0).advance(blank)
 
 
 def test_after_the_end_only_eos_may_come(folder: Path) -> None:
