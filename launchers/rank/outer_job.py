@@ -201,7 +201,7 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
         meeting = bootstrap.all_gather(meeting.encode())[0].decode()
     replica, place = divmod(identity.rank, deployment.parallel.ranks)
     if place != 0:
-        run_rank(deployment, identity, None, status, bootstrap=bootstrap)
+        run_rank(deployment, identity, None, status, bootstrap=bootstrap, reports_for_all=True)
         return 0
     try:
         _lead(deployment, identity, status, bootstrap, replica, meeting)
@@ -225,7 +225,7 @@ def _lead(
     try:
         if client.config != deploy.digest(deployment):
             raise ValueError(f"the deployment on {identity.node} is another than rank 0's: use the same file and --set")
-        run_rank(deployment, identity, client, status, bootstrap=bootstrap)
+        run_rank(deployment, identity, client, status, bootstrap=bootstrap, reports_for_all=True)
     except BaseException as error:
         client.fail(f"rank {identity.rank} on {identity.node}: {type(error).__name__}: {error}")
         raise

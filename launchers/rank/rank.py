@@ -233,9 +233,10 @@ def run_rank(
     secret: bytes = b"",
     bootstrap: Bootstrap | None = None,
     standby: bool = False,
+    reports_for_all: bool = False,
 ) -> None:
     """Until Shutdown (rank 0 of the group) or the end of plans (the others). `standby`: waits for Load (or Shutdown)
-    before it reads weights, on a channel. Raises whatever stops it."""
+    before it reads weights, on a channel. `reports_for_all`: only rank 0 has a channel. Raises whatever stops it."""
     say: Callable[[messages.StateMessage], None]
     say = channel.send_state if channel is not None else lambda message: None
     if standby:
@@ -248,7 +249,8 @@ def run_rank(
     from ...engine.step.share import has_room
 
     device = choose_device(deployment, identity)
-    status.computes_with = device.type, current_tier(), str(torch.get_num_threads())
+    mine = device.type, current_tier(), str(torch.get_num_threads())
+    status.computes_with = (mine,)
     if deployment.metrics.enabled:
         look = make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device))
         status.health = HealthWatch(look)
@@ -276,6 +278,10 @@ def run_rank(
         built = build(
             deployment, communicator, device, loaded, lambda doing: say(messages.Loading(1.0, doing)), weights_file
         )
+        if reports_for_all:
+            status.computes_with = tuple(
+                tuple(row.decode().split()) for row in communicator.collect(" ".join(mine).encode())
+            )
         ready = messages.Ready(built.limits, built.weights_file)
         leads = communicator.leads
         for warning in built.warnings:

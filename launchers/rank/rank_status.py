@@ -66,8 +66,8 @@ class Status:
     """Drafts that were right, by position."""
     latencies: Latencies = field(default_factory=Latencies)
     health: HealthWatch | None = None
-    computes_with: tuple[str, ...] = ()
-    """Device, CPU tier and threads, once known."""
+    computes_with: tuple[tuple[str, ...], ...] = ()
+    """Device, CPU tier and threads, once known: this rank's, or those of every rank that it reports for."""
 
     def beat(self) -> Beat:
         p, communicator = self.progress, self.communicator
@@ -75,8 +75,7 @@ class Status:
         if since is None:
             since, tokens = p.turn_since, 0
         rows = [MetricRow("last_step_timestamp_seconds", (), p.finished_at)] if p.step else []
-        if self.computes_with:
-            rows.append(MetricRow("rank_info", self.computes_with, 1.0))
+        rows += (MetricRow("rank_info", labels, 1.0) for labels in self.computes_with)
         collectives, waiting = 0, ""
         if communicator is not None:
             collectives, waiting = communicator.ledger.place()

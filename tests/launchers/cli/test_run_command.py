@@ -301,7 +301,7 @@ def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path
 
 def test_four_ranks_that_mpirun_maps_as_it_likes(tmp_path: Path) -> None:
     """Open MPI 5 maps four ranks by core and numbers them so on their node, rank 1 as local rank 2: all lines are
-    answered as by one rank."""
+    answered as by one rank. The summary counts the ranks, though rank 0 alone reports."""
     answers = []
     for count in (4, 1):
         (folder := tmp_path / str(count)).mkdir()
@@ -311,6 +311,7 @@ def test_four_ranks_that_mpirun_maps_as_it_likes(tmp_path: Path) -> None:
         process = start([*outer, sys.executable, "-m", "laddertron.launchers.cli", *asked.words, *size])
         said = process.communicate(timeout=2 * HANG_S)[1]
         assert process.returncode == 0, said
+        assert sum(map(int, re.findall(r"(\d+) x cpu", said))) == count, said
         bodies = [json.loads(line) for line in asked.output.read_bytes().splitlines()]
         answers.append({line["custom_id"]: line["response"]["body"]["choices"] for line in bodies})
     assert answers[0] == answers[1]
