@@ -112,6 +112,10 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 quality: env ## What the wirings are worth from scratch, three seeds (resumable; hours of one core)
 	@$(PY) tools/benchmarks/quality.py --minutes 480
 
+.PHONY: judges
+judges: env ## openai, litellm, guidellm, aiperf, vllm bench, LoadGen and lm-eval against the demo (JUDGES=names; 10 GB in build/judges)
+	@$(PY) tools/benchmarks/judges.py $(JUDGES)
+
 .PHONY: gpu-dry
 gpu-dry: ## The GPU path without a GPU, its figures as in docs/performance.md (WRITE=yes renews them; 7 GB in build/gpu-dry)
 	@[ -x build/gpu-dry/bin/python ] || [ $$(df --output=avail -k . | tail -n 1) -gt 12000000 ] || { echo "gpu-dry: its environment needs 12 GB of disk while it is made"; exit 1; }

