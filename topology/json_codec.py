@@ -1,4 +1,6 @@
-"""JSON text <-> frozen dataclasses by pydantic, strictly: one error names everything that is wrong, with its places."""
+"""Reads JSON strictly: one UTF-8 value, no duplicate keys, NaN or infinities, bounded depth and size (`parse`); and as
+frozen dataclasses by pydantic, one error naming everything that is wrong (`build`, `load`). Every error is a ReadError.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,15 @@ import dataclasses
 import difflib
 import errno
 import json
+import math
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_type_hints
-
-from . import strict_json
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -23,12 +25,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_ERRORS = 20
-MAX_FILE_BYTES = 64 << 20
-MAX_CONTAINERS = 1 << 22
+MAX_FILE_BYTES, FILE_CONTAINERS = 64 << 20, 1 << 22
+MAX_DEPTH = 64
+MAX_CONTAINERS = 1 << 16
+MAX_ITEMS = 1 << 20
+"""Commas outside strings: members and items of all objects and arrays together. What has more is not even parsed."""
+
+_BOM = b"\xef\xbb\xbf"
+# a string (or what is left of an unfinished one), or a bracket; possessive, so that no input makes it go back
+_MARKS = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[{\]}]', re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ReadError(ValueError):
-    """`path: what is wrong, what is expected`."""
+    """Not what was expected; the message gives the place, what is wrong and the rule."""
 
 
 def write_file(path: Path, text: str) -> None:
@@ -58,11 +69,80 @@ def _replace(path: Path, text: str) -> None:
             raise
 
 
-def parse(data: bytes) -> Any:
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ReadError(f"duplicate key {key[:64]!r} in one object")
+            seen.add(key)
+    return found
+
+
+def _constant(word: str) -> float:
+    raise ReadError(f"{word} is not JSON: numbers must be finite")
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ReadError(f"the number {text[:32]} is too large for a double")
+    return value
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_number)
+
+
+def parse(data: bytes, max_containers: int = MAX_CONTAINERS, max_items: int = MAX_ITEMS) -> Any:
+    """The one value that `data` (UTF-8) holds; at most `max_containers` arrays and objects where brackets could nest
+    too deeply. Raises ReadError."""
+    if data.startswith(_BOM):
+        raise ReadError("it begins with a byte order mark: save it as UTF-8 without BOM")
     try:
-        return strict_json.parse(data, MAX_CONTAINERS)
-    except strict_json.JsonError as error:
-        raise ReadError(str(error)) from None
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ReadError(f"byte {error.start} (0x{data[error.start]:02x}) is not UTF-8: {error.reason}") from None
+    opened = text.count("[") + text.count("{")
+    if opened > MAX_DEPTH:
+        _check_nesting(text, max_containers)
+    if text.count(",") > max_items and _STRING.sub("", text).count(",") > max_items:
+        raise ReadError(f"more than {max_items} items and members")
+    try:
+        value = _decoder.decode(text)
+    except json.JSONDecodeError as error:
+        where = f"character {error.pos + 1}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        raise ReadError(f"not JSON: {error.msg} at {where}") from None
+    except ReadError:
+        raise
+    except ValueError:  # an integer of thousands of digits
+        raise ReadError("an integer has too many digits") from None
+    if _SURROGATE.search(text):
+        _check_surrogates(value)
+    return value
+
+
+def _check_nesting(text: str, max_containers: int) -> None:
+    depth = containers = 0
+    for mark in _MARKS.finditer(text):
+        first = text[mark.start()]
+        if first in "[{":
+            depth, containers = depth + 1, containers + 1
+            if depth > MAX_DEPTH:
+                raise ReadError(f"nested deeper than {MAX_DEPTH} levels at character {mark.start() + 1}")
+            if containers > max_containers:
+                raise ReadError(f"more than {max_containers} arrays and objects")
+        elif first in "]}":
+            depth -= 1
+
+
+def _check_surrogates(value: Any) -> None:
+    """Half a surrogate pair, escaped, is a str that cannot be encoded as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise ReadError(f"a string holds \\u{half:04x}, half of a surrogate pair") from None
 
 
 def header(data: Any, kind: str, version: int) -> dict[str, Any]:
@@ -73,7 +153,7 @@ def header(data: Any, kind: str, version: int) -> dict[str, Any]:
         raise ReadError(f"kind: expected {kind!r}, got {data.get('kind')!r}")
     if data.get("version") != version or isinstance(data["version"], bool):
         raise ReadError(
-            f"version: this laddertron reads {version}, the file says {data.get('version')!r}: write it anew"
+            f"version: this laddertron reads {version}, the file says {data.get('version')!r}: write it again"
         )
     return {key: value for key, value in data.items() if key not in ("kind", "version")}
 
@@ -85,7 +165,7 @@ def load(cls: type[T], path: Path, kind: str, version: int) -> T:
     try:
         if len(data) > MAX_FILE_BYTES:
             raise ReadError(f"larger than {MAX_FILE_BYTES >> 20} MiB: not a file that laddertron wrote")
-        return build(cls, header(parse(data), kind, version))
+        return build(cls, header(parse(data, FILE_CONTAINERS), kind, version))
     except ReadError as error:
         raise ReadError(f"{path}: {error}") from None
 
@@ -97,7 +177,7 @@ def build(cls: type[T], data: Any) -> T:
 
 
 def from_json(cls: type[T], payload: bytes) -> T:
-    """The same from JSON text that a process of ours wrote: faster, and of a key that stands twice the last counts."""
+    """The same from JSON text that another laddertron process wrote: faster; of duplicate keys the last counts."""
     from pydantic import ValidationError  # 0.1 s that most commands can do without
 
     try:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from .emulation import emulated_link
-from .schema import PLACEMENT, Deployment
+from ...topology.cost.prices import emulation_of
+from ...topology.link_cost import Emulation
+from .schema import PLACEMENT, Deployment, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,3 +293,18 @@ RULES: tuple[Rule, ...] = (
         "{metrics.port} is the daemon's: leave it out to share its listener",
     ),
 )
+
+
+def emulated_link(keys: ParallelConfig) -> Emulation | None:
+    """None unless `collective: emulated`. Raises ValueError for a fabric that is unknown or too small."""
+    if keys.collective != "emulated":
+        return None
+    if keys.emulated_fabric is not None:
+        return emulation_of(keys.emulated_fabric, keys.tensor_parallel_size, keys.emulated_multiprocessors)
+    return Emulation(
+        f"link {keys.emulated_delay * 1e3:g} ms",
+        keys.emulated_delay,
+        float(keys.emulated_bandwidth or "inf"),
+        ranks=keys.tensor_parallel_size,
+        multiprocessors=keys.emulated_multiprocessors,
+    )

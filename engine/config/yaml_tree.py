@@ -103,7 +103,7 @@ class _Builder:
             key = key_node.value
             child = f"{path}.{key}" if path else key
             if key in entries:
-                self.faults.append(f"{where}: {child}: stands twice, first at {entries[key][0]}: keep one")
+                self.faults.append(f"{where}: {child}: duplicate key, first at {entries[key][0]}: keep one")
                 continue
             entries[key] = (where, self.tree(value_node, child, depth + 1))
         return Table(self.where(node), entries)

@@ -14,8 +14,7 @@ from typing import Any
 
 from ..config.schema import LimitsConfig
 from ..metrics.observer import AnswerTimes
-from ..openai.batch_input import BatchLine, LineRules, off_loop, read_lines, same_lines
-from ..openai.batch_lines import error_line
+from ..openai.batch_input import BatchLine, LineRules, error_line, off_loop, read_lines, same_lines
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
 from ..openai.prefetch import Ready, answer_id, prepared

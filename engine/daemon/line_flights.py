@@ -7,8 +7,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ..openai.batch_input import BatchLine
-from ..openai.batch_lines import answer_line, error_line
+from ..openai.batch_input import BatchLine, answer_line, error_line
 from ..openai.choice import Delta
 from ..openai.errors import ApiError, unmade
 from ..openai.prefetch import Prompts, answer_id

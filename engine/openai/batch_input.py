@@ -5,6 +5,7 @@ error.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ...topology.strict_json import JsonError, parse
+from ...topology.json_codec import ReadError, parse
 from ..text.pool import LARGE_BYTES
 from .body import Body, check_body
 from .errors import ApiError
@@ -147,7 +148,7 @@ def check_line(
     try:
         try:
             value = parse(raw)
-        except JsonError as error:
+        except ReadError as error:
             raise ApiError(str(error), code="invalid_json_line") from None
         if type(value) is not dict:
             raise ApiError("a line must be a JSON object", code="invalid_json_line")
@@ -250,3 +251,22 @@ async def check_file(
     if not check.lines:
         check.errors.append((0, ApiError("the file has no lines", "empty_file")))
     return check
+
+
+def answer_line(custom_id: str, answer_id: str, body: dict[str, Any]) -> bytes:
+    return _line(custom_id, answer_id, 200, body)
+
+
+def error_line(custom_id: str | None, answer_id: str, error: ApiError, number: int | None = None) -> bytes:
+    """A line of the error file. `number`: of the input's line, for a request that was not taken."""
+    if error.status is None:
+        return _line(custom_id, answer_id, None, {"code": error.code, "message": error.message})
+    return _line(custom_id, answer_id, error.status, error.to_json(number))
+
+
+def _line(custom_id: str | None, answer_id: str, status: int | None, body: dict[str, Any]) -> bytes:
+    """As it stands in a file, line break included; `status=None`: the body is the line's `error`."""
+    response = {"status_code": status, "request_id": f"req_{answer_id}", "body": body}
+    ends = {"response": None, "error": body} if status is None else {"response": response, "error": None}
+    line = {"id": f"batch_req_{answer_id}", "custom_id": custom_id, **ends}
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"

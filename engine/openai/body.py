@@ -83,7 +83,7 @@ def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
 
 
 def check_body(value: Any, endpoint: Endpoint) -> Body:
-    """A body already parsed (by strict_json). Raises ApiError naming the field."""
+    """A body already parsed (by json_codec). Raises ApiError naming the field."""
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
     found = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, TypeAdapter
 
-from ...topology.strict_json import JsonError, parse
+from ...topology.json_codec import ReadError, parse
 from .errors import ApiError
 from .validators import Refused, StrictModel, array, ignored, invalid, kind_of, show, text
 
@@ -57,7 +57,7 @@ def _arguments(value: Any) -> dict[str, Any]:
         raise invalid(f" is {kind_of(value)}; a string is expected", "invalid_type")
     try:
         found = parse(value.encode())
-    except JsonError as error:
+    except ReadError as error:
         raise invalid(f" is unusable: {error}") from None
     if type(found) is not dict:
         raise invalid(f" holds {kind_of(found)}; an object is expected")

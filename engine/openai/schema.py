@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, WrapValidator, create_model
 
-from ...topology.strict_json import MAX_ITEMS
+from ...topology.json_codec import MAX_ITEMS
 from ..request import MAX_ID, MAX_LOGPROBS, MAX_ORDER, MAX_TOKENS, PARAMS, Param
 from .chat_messages import MAX_MESSAGES, Message
 from .structured_output import GrammarFields

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ...topology.strict_json import JsonError, parse
+from ...topology.json_codec import ReadError, parse
 from .errors import ApiError
 from .validators import Refused, StrictModel, array, ignored, invalid, show, text
 
@@ -25,7 +25,7 @@ def _parsed(value: Any) -> Any:
         raise invalid(f" has {len(value)} characters: 1 to {MAX_GRAMMAR_CHARS} are allowed")
     try:
         return parse(value.encode())
-    except JsonError as error:
+    except ReadError as error:
         raise invalid(f" is unusable: {error}") from None
 
 

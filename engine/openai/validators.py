@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJson
 from pydantic import ValidationError as PydanticError
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from ...topology.strict_json import JsonError, parse
+from ...topology.json_codec import ReadError, parse
 from .errors import ApiError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -88,7 +88,7 @@ def parsed(data: bytes) -> Any:
     """The JSON of an HTTP request's body. Raises ApiError."""
     try:
         return parse(data)
-    except JsonError as error:
+    except ReadError as error:
         raise ApiError(f"the body is unusable: {error}", "invalid_json") from None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ...topology.strict_json import JsonError, parse
+from ...topology.json_codec import ReadError, parse
 from ..openai.batch_input import key_of, line_digests
 
 _LASTING = {"numerical_error", "constraint_error", "quarantined"}  # a second run would only repeat them
@@ -91,7 +91,7 @@ def _keys(file: BinaryIO, max_line_bytes: int, wanted: set[bytes]) -> set[bytes]
     file.seek(0)
     found = set()
     for _, _, raw in line_digests(file, max_line_bytes):
-        with contextlib.suppress(JsonError):
+        with contextlib.suppress(ReadError):
             value = parse(raw)
             if isinstance(value, dict) and isinstance(name := value.get("custom_id"), str):
                 found |= wanted & {key_of(name)}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
 
 from ...engine.config.load import ConfigError, Deployment
 from ...topology.cost.cost import Backend, Shape
@@ -80,3 +86,32 @@ def backend_of(deployment: Deployment, shape: Shape) -> Backend:
     if said != "auto":
         return said
     return "nccl" if shape.intra in ("nvlink", "pcie") and deployment.engine.device != "cpu" else "native"
+
+
+Result = TypeVar("Result")
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./+@%-]+")
+
+
+def with_fabric(overrides: tuple[str, ...], file: str | None) -> tuple[str, ...]:
+    """`overrides` and, after them, so that it wins, launch.fabric=`file`, absolute, as ranks may start elsewhere."""
+    if file is None:
+        return overrides
+    path = os.path.abspath(file)
+    # an override's value is YAML: a path that could be read as anything but text is quoted
+    return (*overrides, f"launch.fabric={path if _PLAIN.fullmatch(path) else json.dumps(path)}")
+
+
+def fabric_option(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Gives a command `--fabric`; its function finds it in `overrides`, which it must have (`--set`)."""
+
+    @click.option(
+        "--fabric",
+        metavar="FILE",
+        help="A fabric of `topo --save` in place of the live machines: --set launch.fabric=FILE.",
+    )
+    @functools.wraps(function)
+    def wrapped(*args: Any, fabric: str | None, overrides: tuple[str, ...], **options: Any) -> Result:
+        return function(*args, overrides=with_fabric(overrides, fabric), **options)
+
+    return wrapped

@@ -95,7 +95,7 @@ def parse_hostfile(text: str, default_slots: int, where: str) -> tuple[Host, ...
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or (count and not count.isdecimal()) or count == "0":
             raise LaunchError(f"{where}:{number}: {line.strip()!r}: a line is `node1 slots=8` or `node1:8`")
         if any(host.name == name for host in found):
-            raise LaunchError(f"{where}:{number}: {name} stands twice: name each host once")
+            raise LaunchError(f"{where}:{number}: duplicate host {name}: name each host once")
         found.append(Host(name, int(count or default_slots)))
     if not found:
         raise LaunchError(f"{where}: no hosts in it; a line is `node1 slots=8`")

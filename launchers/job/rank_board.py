@@ -14,9 +14,8 @@ from ... import __version__
 from ...engine.request import ModelLimits
 from ..control.control import SILENCE_S
 from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
-from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
+from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled, unreachable
 from .options import JobTimeouts
-from .unreachable import unreachable
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's words on the rank whose end made it end the others."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...engine.config import load as deploy
-from ...engine.config.emulation import emulated_link
+from ...engine.config.rules import emulated_link
 from ...engine.config.schema import PLACEMENT, Deployment
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, follow
@@ -30,8 +30,7 @@ from ...topology.placement.mapping import MappingError
 from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, bind, cores_here, interface_here, verify_seats
 from ..control import messages
 from .load_tuning import backend_here, tuned_choice
-from .rank_health import HealthWatch, make_look
-from .rank_status import Status, loading_words
+from .rank_status import HealthWatch, Status, loading_words, make_look
 from .standing_by import Channel, require_memory, stand_by
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...topology import strict_json
+from ...topology.json_codec import ReadError, parse
 
 MAX_JSON_BYTES = 16 * 2**20
 
@@ -105,8 +105,8 @@ def read_json(path: Path) -> ConfigFields:
     if size > MAX_JSON_BYTES:
         raise ValueError(f"{path}: {size} bytes is more than the {MAX_JSON_BYTES} that a configuration may have")
     try:
-        data = strict_json.parse(path.read_bytes().removeprefix(codecs.BOM_UTF8))
-    except strict_json.JsonError as error:
+        data = parse(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    except ReadError as error:
         raise ValueError(f"{path}: not usable JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: must hold one JSON object, not {type(data).__name__}")

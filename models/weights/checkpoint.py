@@ -12,8 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...topology import strict_json
-from ...topology.json_codec import MAX_CONTAINERS
+from ...topology.json_codec import FILE_CONTAINERS, parse
 from ..config.json_fields import Refusal
 
 ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
@@ -74,7 +73,7 @@ def read_annotated(file: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
             raise CheckpointError(f"{file}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
         text = stream.read(length)
     try:
-        header = strict_json.parse(text, MAX_CONTAINERS)
+        header = parse(text, FILE_CONTAINERS)
         if not isinstance(header, dict):
             raise ValueError("it is not an object")
         metadata = header.pop("__metadata__", None)
@@ -130,7 +129,7 @@ def _index_files(folder: Path, index: Path) -> dict[str, str]:
     if text.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{index}: this is a Git LFS pointer, not an index: fetch it with `git lfs pull`")
     try:
-        weight_map = strict_json.parse(text, MAX_CONTAINERS)["weight_map"]
+        weight_map = parse(text, FILE_CONTAINERS)["weight_map"]
         if not isinstance(weight_map, dict):
             raise ValueError("weight_map is not an object")
     except (ValueError, TypeError, KeyError, RecursionError) as fault:

@@ -4,10 +4,13 @@ verifies an equal share of all bytes while weights are read.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import json
 import os
 import threading
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...topology.json_codec import write_file
+from ...topology.transport import native
 from .checkpoint import CheckpointError, StoredTensor, inside, read_folder, read_header, shown
-from .checksum import crc32
 
 NAME = "laddertron.manifest.json"
 BLOCK = 8 << 20
@@ -225,3 +228,26 @@ class Verifier:
             f"{self._folder / name}: bytes {begin} to {end} are not those of {NAME} (tensor {where}{more}): damaged; "
             f"fetch the file again, or run `laddertron manifest {self._folder}` if the change was meant"
         )
+
+
+Crc32 = Callable[[bytearray, int, int], int]
+"""(buffer, how many of its bytes, the CRC-32 of what came before) -> CRC-32."""
+
+
+@functools.cache
+def crc32() -> Crc32:
+    library = native.load("laddertron.models.cpu._kernels")
+    if library is None or not library.kernels_has_crc32():
+        return _plain
+    call = native.bind(library.kernels_crc32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
+
+    def folded(buffer: bytearray, count: int, before: int) -> int:
+        held = (ctypes.c_char * len(buffer)).from_buffer(buffer)
+        result: int = call(before, ctypes.addressof(held), count)
+        return result
+
+    return folded
+
+
+def _plain(buffer: bytearray, count: int, before: int) -> int:
+    return zlib.crc32(memoryview(buffer)[:count], before)

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from ...engine.config.emulation import emulated_link
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read
+from ...engine.config.rules import emulated_link
 from ...engine.config.schema import CPU_KV_CACHE_MEMORY
 from ...engine.schedule.speculation import MOST
 from ...engine.step.memory import MemoryKeys, StoredTypes, memory

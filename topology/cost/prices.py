@@ -7,8 +7,10 @@ NCCL's come from published end-to-end speeds on H100 (a flat all-reduce of 32 to
 from __future__ import annotations
 
 from ..hardware.fabric import LinkClass
-from ..link_cost import LinkCost
-from .cost import Backend, Costs, Regime, Shape
+from ..hardware.presets import preset
+from ..link_cost import Emulation, LinkCost
+from ..placement.placement import place
+from .cost import Backend, Costs, Regime, Shape, price, shape_of, terms, untuned
 
 _US = 1e-6
 
@@ -65,3 +67,25 @@ def _bulk(shape: Shape, ports: int) -> Regime:
 def _rate(shape: Shape, inside: bool) -> float:
     known = shape.intra_bytes_per_s if inside else shape.inter_bytes_per_s
     return known or _NOMINAL[shape.intra if inside else shape.inter]
+
+
+_SLOPE_BYTES = 1 << 20
+
+
+def emulation_of(spec: str, ranks: int, multiprocessors: int = 0) -> Emulation:
+    """All-reduces of a group of `ranks` on the fabric that `spec` names, at untuned prices: NCCL's between GPUs, the
+    native transport's between CPUs. Raises ValueError for an unknown fabric, PlacementError for a group that cannot be
+    laid over it."""
+    fabric = preset(spec)
+    shape = shape_of(fabric, place(fabric, ranks))
+    backend: Backend = "nccl" if any(node.devices for node in fabric.nodes) else "native"
+    costs = reference(backend, shape)
+    lines = []
+    for strategy in untuned(backend, shape):
+        for regime in costs.of(strategy):
+            # Prices are linear in the size: two of them are all.
+            first, last = (price(regime, terms(backend, shape, strategy, size)) for size in (0, _SLOPE_BYTES))
+            if first is not None and last is not None:
+                lines.append(LinkCost(first, _SLOPE_BYTES / (last - first) if last > first else float("inf")))
+    best, *others = lines
+    return Emulation(f"{spec}, {ranks} ranks", best.latency_s, best.bytes_per_s, tuple(others), ranks, multiprocessors)

@@ -154,7 +154,7 @@ class Node:
         ):
             twice = [name for name, count in Counter(names).items() if count > 1]
             if twice:
-                raise ValueError(f"host {self.hostname}: {what} {twice[0]} stands twice")
+                raise ValueError(f"host {self.hostname}: duplicate {what} {twice[0]}")
         if not self.hostname or not any(n.cores for n in self.numa):
             raise ValueError(f"host {self.hostname!r}: a host has a name and at least one core")
         for key, numa in [(d.key, d.numa) for d in self.devices] + [(h.key, h.numa) for h in self.hcas]:

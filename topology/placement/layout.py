@@ -18,7 +18,7 @@ class GroupLayout:
         if len(sizes) != 1 or 0 in sizes:
             raise ValueError(f"a group's nodes must hold equally many ranks, got {[len(n) for n in self.nodes]}")
         if len(set(ranks)) != len(ranks):
-            raise ValueError(f"a rank stands twice in the group {self.nodes}")
+            raise ValueError(f"duplicate rank in the group {self.nodes}")
 
     @property
     def ranks(self) -> tuple[int, ...]:

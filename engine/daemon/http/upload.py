@@ -76,7 +76,7 @@ class FormParser:
         self._take(self._buffer[:at])
         if self._state == "body" and self._part != "file":
             if self._part in self.fields:
-                raise FormError(f"the field {self._part[:64]!r} stands twice")
+                raise FormError(f"duplicate field {self._part[:64]!r}")
             self.fields[self._part] = self._value.decode("utf-8", "replace")
         self._buffer, self._state = self._buffer[at + len(self._mark) :], "after"
         return True

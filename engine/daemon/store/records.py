@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...metrics.observer import BatchView
-from ...openai.batch_lines import error_line
+from ...openai.batch_input import error_line
 from ...openai.errors import ApiError
 from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens, new_id
 from .schema import Rows

@@ -22,7 +22,7 @@ from ...compose.host_allocation import divide
 from ...compose.hosts import read_hosts
 from ...job.fleet import is_here
 from ..errors import show_warning
-from ..fabric_option import fabric_option
+from ..fabric_source import fabric_option
 
 FILES = (
     "model.tokenizer",

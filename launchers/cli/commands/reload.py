@@ -15,7 +15,7 @@ from ....engine.config.load import read
 from ....engine.daemon.store.disk import holder_pid
 from ...job.reload import OUTCOME, different_keys, serving_in
 from ..errors import FAILED, OK, UsageError, show_error
-from ..fabric_option import fabric_option
+from ..fabric_source import fabric_option
 from .run import read_text
 
 _SHOWN_KEYS = 5

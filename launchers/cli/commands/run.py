@@ -31,7 +31,7 @@ from ....topology.placement.identity import Identity, IdentityError, identify, r
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
-from ..fabric_option import fabric_option
+from ..fabric_source import fabric_option
 from ..run_view import ConsoleLog, RunView, say, say_error, summary_table
 from .check import dummy_faults, memory_faults, missing_files, model_faults
 

@@ -10,7 +10,7 @@ from ....engine.config.load import LoadedDeployment, read
 from ....topology.placement.identity import IdentityError, identify
 from ...job.reload import Serving
 from ..errors import UsageError, ended_by, show_warning
-from ..fabric_option import fabric_option
+from ..fabric_source import fabric_option
 from .check import unmeasured_weights
 from .run import read_text
 

@@ -20,10 +20,10 @@ from laddertron.engine.daemon.store.schema import migrate
 from laddertron.engine.job import JobPhase, JobState, MetricRow, RankHeartbeat
 from laddertron.engine.metrics.catalogue import CATALOGUE, FAILURE_KINDS, LABELS, REPORTED
 from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
-from laddertron.engine.metrics.markdown import markdown
 from laddertron.engine.metrics.observer import MAX_KEYS, MAX_ROUTES, AnswerTimes, BatchView, Observer, overdue_s
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.launchers.cli.__main__ import group
+from laddertron.launchers.cli.commands.metrics import markdown
 from laddertron.launchers.job.detect import FailureKind
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families

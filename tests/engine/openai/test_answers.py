@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from door import LIMITS, ORIGIN, chat, completion
-from laddertron.engine.openai.batch_lines import answer_line, error_line
+from laddertron.engine.openai.batch_input import answer_line, error_line
 from laddertron.engine.openai.body import Body
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.responses import Answer

@@ -19,15 +19,22 @@ import pytest
 from door import LIMITS, ORIGIN, USER, chat, completion
 from fake_job import FakeJob
 from laddertron.engine.job import EngineJob
-from laddertron.engine.openai.batch_input import BatchLine, FileCheck, LineRules, check_file, check_line, read_lines
-from laddertron.engine.openai.batch_lines import error_line
+from laddertron.engine.openai.batch_input import (
+    BatchLine,
+    FileCheck,
+    LineRules,
+    check_file,
+    check_line,
+    error_line,
+    read_lines,
+)
 from laddertron.engine.openai.body import Body, parse_body
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import CHAT, COMPLETIONS, MODELS, json_schema
 from laddertron.engine.openai.to_engine import check_model, default_seed, to_requests
 from laddertron.engine.request import ModelLimits, Request, SamplingParams
 from laddertron.engine.text.tokenizer import TextModel
-from laddertron.topology.strict_json import JsonError, parse
+from laddertron.topology.json_codec import ReadError, parse
 from tiny_text import write_folder
 from waiting import cheapest
 
@@ -51,7 +58,7 @@ def refusal(**fields: Any) -> ApiError:
         (b'{"a": -Infinity}', "-Infinity is not JSON"),
         (b'{"a": 1e999}', "1e999 is too large"),
         (b'{"a": -1e999}', "too large"),
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "duplicate key 'c'"),
         (b'{"a": "\\ud800"}', "\\ud800, half of a surrogate pair"),
         (b'{"\\udc00": 1}', "half of a surrogate pair"),
         (b"[" * 100_000, "nested deeper than 64"),
@@ -66,7 +73,7 @@ def refusal(**fields: Any) -> ApiError:
     ],
 )
 def test_strict_json_refuses(data: bytes, said: str) -> None:
-    with pytest.raises(JsonError) as caught:
+    with pytest.raises(ReadError) as caught:
         parse(data)
     assert said in str(caught.value)
 
@@ -89,7 +96,7 @@ def test_no_input_takes_long() -> None:
     ):
 
         def faulty(data: bytes = data) -> None:
-            with pytest.raises(JsonError):
+            with pytest.raises(ReadError):
                 parse(data)
 
         assert cheapest(faulty, 2) < 2

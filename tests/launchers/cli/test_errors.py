@@ -45,6 +45,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "topo": ((MISSING,), USAGE),
     "verify": ((MISSING,), USAGE),
     "trial": ((MISSING, "--against", "http://127.0.0.1:9"), USAGE),
+    "acceptance": ((MISSING,), USAGE),
     "preflight": ((MISSING,), USAGE),
     "simulate step": ((MISSING,), USAGE),
     "simulate scale": (("--model", "no-such"), USAGE),

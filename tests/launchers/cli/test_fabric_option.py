@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from laddertron.engine.config.load import load
 from laddertron.launchers.cli.__main__ import main
-from laddertron.launchers.cli.fabric_option import with_fabric
+from laddertron.launchers.cli.fabric_source import with_fabric
 from laddertron.topology.hardware.presets import preset
 
 LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "RANK", "SLURM_STEP_ID", "SLURM_JOB_NODELIST")

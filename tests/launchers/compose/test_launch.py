@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 from laddertron.engine.config.load import Deployment, load
-from laddertron.launchers.cli.commands.launch import before_its_fabric, printed
-from laddertron.launchers.cli.render import render
+from laddertron.launchers.cli.commands.launch import before_its_fabric, printed, render
 from laddertron.launchers.compose.detect_launcher import launcher_of, survey
 from laddertron.launchers.compose.host_allocation import Share, divide, together
 from laddertron.launchers.compose.hosts import Host, HostAllocation, LaunchError

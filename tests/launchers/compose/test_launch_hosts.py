@@ -62,7 +62,7 @@ def test_hostfiles() -> None:
     for bad, says in (
         ("node1 slots=x", "hosts:1"),
         ("a\nnode1 cores=3", "hosts:2: 'cores=3'"),
-        ("a\na", "hosts:2: a stands twice"),
+        ("a\na", "hosts:2: duplicate host a"),
         ("a slots=0", "hosts:1"),
         ("-oProxyCommand=x", "hosts:1"),
         ("# nobody", "no hosts in it"),

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from laddertron.launchers.job.detect import Evidence
+from laddertron.launchers.job.detect import Evidence, unreachable
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
-from laddertron.launchers.job.unreachable import unreachable
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 ADVICE = (

@@ -19,10 +19,10 @@ import pytest
 import torch
 from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSection, ParallelConfig
 from laddertron.launchers.cli.commands import preflight as door
+from laddertron.launchers.cli.commands.preflight import show
 from laddertron.launchers.measure import preflight, preflight_links
 from laddertron.launchers.measure.preflight_job import MEET_S, START_S, Watch
 from laddertron.launchers.measure.preflight_plan import NodeTransport, RankReport
-from laddertron.launchers.measure.preflight_view import show
 from laddertron.topology.comm.bootstrap import StarBootstrap
 from laddertron.topology.comm.nccl import nccl_log, nccl_log_path
 from laddertron.topology.cost.cost import Shape

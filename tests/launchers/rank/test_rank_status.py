@@ -21,8 +21,7 @@ from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.step.engine import Ahead, Engine, StepProgress, drain, follow
 from laddertron.launchers.control.messages import Cancel, Command, Shutdown, from_wire, to_wire
 from laddertron.launchers.rank.rank import lead
-from laddertron.launchers.rank.rank_health import HealthWatch, make_look, run_delay_s
-from laddertron.launchers.rank.rank_status import Status, collective_rows
+from laddertron.launchers.rank.rank_status import HealthWatch, Status, collective_rows, make_look, run_delay_s
 from laddertron.topology.comm.ledger import Entry, Ledger
 from laddertron.topology.hardware.health import PORT_ERRORS, Figures, gpu_figures, port_counters
 from laddertron.topology.hardware.sysfs import Sysfs

@@ -342,7 +342,7 @@ def test_refusals_name_file_key_and_rule(
         (b'{"model_type": "llama"', "not usable JSON"),
         (b"[1]", "must hold one JSON object, not list"),
         (b'{"hidden_size": NaN}', "NaN is not JSON"),
-        (b'{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' stands twice"),
+        (b'{"hidden_size": 1, "hidden_size": 2}', "duplicate key 'hidden_size'"),
         (b'{"a": "\xff"}', "not usable JSON"),
         (b"[" * 100_000, "nested deeper than 64 levels"),
         (b'{"rms_norm_eps": 1e999, "model_type": "llama", "vocab_size": 3}', "1e999 is too large"),

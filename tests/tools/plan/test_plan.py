@@ -27,7 +27,7 @@ from laddertron.tools.plan.plan_source import Asked, from_deployment, from_names
 from laddertron.tools.plan.roofline import ATTENTION_CALLS, Load, SimulatedGroup, gpu_rates, links
 from laddertron.tools.plan.tables import as_json, markdown, sheets
 from laddertron.topology.cost.cost import Shape
-from laddertron.topology.cost.emulated_fabric import emulation_of
+from laddertron.topology.cost.prices import emulation_of
 from laddertron.topology.hardware.presets import preset
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,8 +14,7 @@ from laddertron.topology.comm.emulated import Emulated, emulate
 from laddertron.topology.comm.emulated_gpu import HoldKernelLaunch, launch_of
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.cost.cost import choose, shape_of, untuned
-from laddertron.topology.cost.emulated_fabric import emulation_of
-from laddertron.topology.cost.prices import reference
+from laddertron.topology.cost.prices import emulation_of, reference
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.link_cost import Emulation, LinkCost
 from laddertron.topology.placement.placement import PlacementError, place

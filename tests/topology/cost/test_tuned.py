@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConfig, ModelSection, ParallelConfig
+from laddertron.launchers.cli.commands.preflight import show, size_name
 from laddertron.launchers.measure.preflight import PreflightOutcome, message_bytes
 from laddertron.launchers.measure.preflight_links import transport_in
 from laddertron.launchers.measure.preflight_plan import Finding, LinkTime, NodeTransport, Pair, RankReport
-from laddertron.launchers.measure.preflight_view import show, size_name
 from laddertron.launchers.rank import load_tuning as tuned
 from laddertron.topology.cost.cost import Shape
 from laddertron.topology.cost.fit import Fit, Point, fit

@@ -88,7 +88,7 @@ def _set(*path: str | int, value: Any) -> Fault:
             r"hcas\[2\].link_layer: expected 'InfiniBand' or",
         ),
         (_set("nodes", 0, "devices", 3, "index", value=3.0), r"devices\[3\].index: expected a whole number"),
-        (_set("nodes", 0, "devices", 3, "index", value=2), "device GPU2 stands twice"),
+        (_set("nodes", 0, "devices", 3, "index", value=2), "duplicate device GPU2"),
         (
             _set("nodes", 0, "devices", 3, "memory", value=1),
             r"devices\[3\].memory: unknown key: did you mean 'memory_b",
@@ -97,10 +97,10 @@ def _set(*path: str | int, value: Any) -> Fault:
         (_set("nodes", 0, "links", 0, "path", value="NVX"), r"nodes\[0\].links\[0\]: path 'NVX'"),
         (_set("nodes", 0, "links", 0, "b", value="GPU9"), "link GPU0-GPU9 joins no two"),
         (_set("nodes", 0, "links", 0, "a", value="GPU1"), "link GPU1-GPU1 joins no two"),
-        (_set("nodes", 0, "links", 1, "b", value="GPU1"), "link GPU0-GPU1 stands twice"),
+        (_set("nodes", 0, "links", 1, "b", value="GPU1"), "duplicate link GPU0-GPU1"),
         (_set("nodes", 0, "numa", 0, "cores", value="0-x"), r"nodes\[0\].numa\[0\]: cores '0-x'"),
         (_set("nodes", 0, "numa", 0, "cores", value="0-99999999"), "numbers below 65536"),
-        (_set("nodes", 0, "numa", 1, "cores", value="55-60"), "core 55 stands twice"),
+        (_set("nodes", 0, "numa", 1, "cores", value="55-60"), "duplicate core 55"),
         (_set("nodes", 0, "hostname", value="dgx-02"), "every host once, got dgx-02"),
         (_set("nodes", 0, "hostname", value=None), r"nodes\[0\].hostname: expected a string, got null"),
         (lambda d: d["nodes"][0].pop("numa"), r"nodes\[0\].numa: missing"),
@@ -122,7 +122,7 @@ def test_faults_are_named_by_their_path(fault: Fault, message: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b'{"a": 1, "a": 2}', "'a' stands twice"),
+        (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'{"a": ', "not JSON"),
         (b'"\xff"', "not UTF-8"),

@@ -25,8 +25,7 @@ from ....engine.config.load import Deployment
 from ....launchers.cli.batch_client import ApiError, BatchClient
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import FAILED, OK, UsageError, show_error, show_warning
-from ....launchers.cli.fabric_option import fabric_option
-from ....launchers.cli.fabric_source import faults_of
+from ....launchers.cli.fabric_source import fabric_option, faults_of
 from ....launchers.control.processes import descendants, ended_by_term, kill, words_of
 from ....launchers.job import supervised_process as kept
 from ....topology.json_codec import build, write_file

@@ -21,7 +21,7 @@ from rich.console import Console
 from ....engine.config.load import Deployment
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import ended_by
-from ....launchers.cli.fabric_option import fabric_option
+from ....launchers.cli.fabric_source import fabric_option
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchJob
 from ....models.config.wiring import WIRINGS

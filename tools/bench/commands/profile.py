@@ -10,7 +10,7 @@ import click
 
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import ended_by
-from ....launchers.cli.fabric_option import fabric_option
+from ....launchers.cli.fabric_source import fabric_option
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchError, BenchJob
 

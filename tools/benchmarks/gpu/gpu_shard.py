@@ -38,7 +38,7 @@ from laddertron.models.stages import RankShard
 from laddertron.topology.comm.collectives import Alone, Collective, Pending
 from laddertron.topology.comm.emulated import emulate
 from laddertron.topology.comm.ledger import Ledger
-from laddertron.topology.cost.emulated_fabric import emulation_of
+from laddertron.topology.cost.prices import emulation_of
 from torch import Tensor
 
 WARM_UP = 3

@@ -15,7 +15,7 @@ from laddertron.engine.openai.batch_input import BatchLine
 from laddertron.engine.openai.body_worker import answer, prepare_line
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.text.pool import LARGE_BYTES, PromptError
-from laddertron.topology.strict_json import parse
+from laddertron.topology.json_codec import parse
 from tiny_text import write_folder
 from waiting import until
 
