@@ -6,8 +6,6 @@ LINES: batch lines of completions. It shows that LoadGen's rules are kept; a sub
 ten minutes. The last line is LoadGen's verdict; exit status 0 if it is VALID.
 """
 
-from __future__ import annotations
-
 import argparse
 import array
 import json
