@@ -13,6 +13,7 @@
 #define FLOATS 4
 #include "plain_loops.h"
 #include "experts_sum.h"
+#include "latent_loops.h"
 #include "lane_loops.h"
 #include "products_plain.h"
 
@@ -29,6 +30,7 @@ static const struct loops generic = {
     .sum_lanes = sum_lanes,
     .attention = attention,
     .add_slots = add_slots,
+    .latents = latent_chunk,
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &plain_bf16_loops, [FP16] = &plain_fp16_loops},
 };
 

@@ -169,6 +169,20 @@ struct slots {
     int64_t width, rows, slots, columns; /* columns: of the block, 32 at most */
 };
 
+/* A strip's part in one chunk of a context, see latent.c. */
+struct latent_chunk {
+    const void *const *q;           /* [rows]: [rank + rotary], not yet rotated */
+    const float *const *cos, *const *sin; /* [rows]: [rotary / 2] */
+    const void *const *at;          /* [count + 1]: the positions' [rank + rotary]; the last once more */
+    const int32_t *seen;            /* [rows, to a whole cache line]: how many of the positions; 0 behind the last row */
+    int64_t rows, count, rank, rotary;
+    float scale;
+    float *sum, *best, *total; /* [rows][rank], not yet divided; [rows], to a whole cache line */
+    float *space;              /* [rows, to a whole cache line][rank + rotary + 2 * count] and [12][rank + rotary] */
+};
+enum { LATENT_WIDEST = 2048 }; /* rank + rotary */
+#define LATENT_NONE (-1e30f)   /* the best score where nothing is seen; finite: less itself it is no NaN */
+
 /* What runs in a tier. */
 struct loops {
     int floats; /* fp32 values of a vector: half the rows of a panel of packed weights */
@@ -179,6 +193,7 @@ struct loops {
     void (*sum_lanes)(int type, void *out, const void *x, int64_t lanes, int64_t n);
     void (*attention)(const struct attention *a, int64_t row, int64_t rows, int64_t kv, float *space);
     void (*add_slots)(int type, const struct slots *s);
+    void (*latents)(int type, const struct latent_chunk *c);
     const struct product_loops *products[4]; /* by type of weights; NULL: none */
 };
 
@@ -197,5 +212,8 @@ int kernels_use_tiles(struct loops *loops);
 
 /* bf16 alone: the jobs [from, to) of a (job = row * kv_heads + head) by attend.c; 0 if it does not serve them. */
 int kernels_wide_attention(const struct attention *a, int64_t from, int64_t to);
+
+/* bf16 alone: a chunk by latent_dot.c; 0 if it does not serve it. */
+int kernels_wide_latents(const struct latent_chunk *c);
 
 #endif

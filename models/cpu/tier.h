@@ -6,6 +6,7 @@
 
 #include "plain_loops.h"
 #include "experts_sum.h"
+#include "latent_loops.h"
 #include "lane_loops.h"
 #include "products_vectors.h"
 #include "products_plain.h"
@@ -20,6 +21,7 @@ const struct loops NAME = {
     .sum_lanes = sum_lanes,
     .attention = attention,
     .add_slots = add_slots,
+    .latents = latent_chunk,
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &bf16_loops, [FP16] = &fp16_loops, [INT8] = &int8_loops},
 };
 #endif
