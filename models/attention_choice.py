@@ -16,6 +16,7 @@ from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kerne
 from .cpu.ops import Kernels
 from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, unfit
 from .cuda.workspace import kernels_missing
+from .latent import LatentAttention, LatentCache
 from .stages import RankShard
 
 
@@ -30,6 +31,8 @@ def make_attention(
     a token's result must not depend on the step's other tokens. Raises AttentionError where flashinfer or
     deterministic is wanted and cannot be had."""
     config, device = shard.config, cache.keys[0].device
+    if isinstance(cache, LatentCache):
+        return _make_latent(wanted, cache, _scale(config), deterministic)
     windows, scale = _windows(config), _scale(config)
     if deterministic and device.type == "cpu":
         kernels = Kernels.find(deterministic)
@@ -65,6 +68,19 @@ def make_attention(
     store = _store(cache)
     backend = FlashInferAttention(cache, windows, scale, shard.num_heads, dtype, library, store or store_by_torch)
     return backend, f"flashinfer {library.__version__}, rotation and writes by {'triton' if store else 'torch'}"
+
+
+def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """What the model's attention caches."""
+    kind = KVCache if shard.config.latent is None else LatentCache
+    return kind(shard, num_blocks, block_size, dtype, device)
+
+
+def _make_latent(wanted: str, cache: LatentCache, scale: float, deterministic: bool) -> tuple[AttentionBackend, str]:
+    if wanted == "flashinfer" or deterministic:
+        key = "parallel.deterministic" if deterministic else "engine.attention=flashinfer"
+        raise AttentionError(f"{key} with latent attention is not computed here: use false and auto")
+    return LatentAttention(cache, scale), "torch, on latents"
 
 
 def flashinfer_serves(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

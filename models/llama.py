@@ -19,6 +19,7 @@ from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
 from .config.shapes import LEAVES, WHOLE, Sharing
 from .cuda.fp8 import Fp8
+from .latent_layer import LatentProducts, LatentWeights
 from .layers import Cut, Layers, Linear, Scale, VocabEmbedding, make_layers, prepare
 from .mixture import Mixture, MixtureWeights
 from .ops import LaneStream, Norm, Product, RunningSum, TorchOps, Tree
@@ -39,10 +40,13 @@ class LayerWeights(nn.Module):
         c, dim = shard.config, shard.config.head_dim
         outputs = c.num_heads * dim + 2 * shard.kv_heads_in_all * dim
         self.attention_norm = Scale(c.hidden_size, dtype=dtype)
-        self.qkv = layers.column(c.hidden_size, outputs, c.qkv_bias)
+        if c.latent is not None:
+            self.latent = LatentWeights(shard, dtype)
+        else:
+            self.qkv = layers.column(c.hidden_size, outputs, c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Scale(dim, dtype=dtype), Scale(dim, dtype=dtype)
-        self.o = layers.row(c.num_heads * dim, c.hidden_size, c.o_bias)
+        self.o = layers.row(c.num_heads * (dim if c.latent is None else c.latent.value), c.hidden_size, c.o_bias)
         if c.wiring.kinds[layer] != "parallel":
             self.mlp_norm = Scale(c.hidden_size, dtype=dtype)
         if c.has_experts(layer):
@@ -54,8 +58,8 @@ class LayerWeights(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LayerProducts:
-    """A layer as the forward pass uses it. gate_up and qkv stand behind their norm, gate_up is gated. Where both sums
-    of the parallel wiring are one tree, o is that product."""
+    """A layer as the forward pass uses it. gate_up and qkv stand behind their norm, gate_up is gated; qkv is the first
+    product of latent attention. Where both sums of the parallel wiring are one tree, o is that product."""
 
     q_norm: Norm | None
     k_norm: Norm | None
@@ -64,6 +68,7 @@ class LayerProducts:
     gate_up: Product | None = None
     down: Product | None = None
     mixture: Mixture | None = None
+    latent: LatentProducts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,10 +217,16 @@ class LlamaModel(nn.Module):
         shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer
         q_norm = self._norm(layer.q_norm) if self.config.qk_norm else None
         k_norm = self._norm(layer.k_norm) if self.config.qk_norm else None
-        qkv = prepare(layer.qkv, self.ops, self._norm(layer.attention_norm), stored=self.stored)
+        attention_norm = self._norm(layer.attention_norm)
+        latent: LatentProducts | None = None
+        if self.config.latent is not None:
+            qkv, latent = layer.latent.prepare(self.ops, attention_norm)
+        else:
+            qkv = prepare(layer.qkv, self.ops, attention_norm, stored=self.stored)
         if hasattr(layer, "experts"):
             out = prepare(layer.o, self.ops, stored=self.stored)
-            return LayerProducts(q_norm, k_norm, qkv, out, mixture=layer.experts.prepare(self.ops, self._norm(shared)))
+            mixture = layer.experts.prepare(self.ops, self._norm(shared))
+            return LayerProducts(q_norm, k_norm, qkv, out, mixture=mixture, latent=latent)
         o: nn.Module = layer.o
         down: nn.Module | None = layer.down
         if self.tree is not None and shared is layer.attention_norm:
@@ -234,6 +245,7 @@ class LlamaModel(nn.Module):
                 hands_on=self.stored is not None and down_name in self.stored.products,
             ),
             down=None if down is None else prepare(down, self.ops, stored=self.stored, tree=self.tree),
+            latent=latent,
         )
 
     def _joint(self, *layers: Any) -> Linear:
@@ -397,7 +409,10 @@ class LlamaModel(nn.Module):
     def _heads(self, layer: int, part: LayerProducts, residual: Tensor) -> Tensor:
         if self._attention is None:
             raise RuntimeError("attention outside of forward")
-        return self._attention.attend(layer, part.qkv(residual), part.q_norm, part.k_norm)
+        x = part.qkv(residual)
+        if part.latent is not None:
+            return part.latent(self._attention, layer, x)
+        return self._attention.attend(layer, x, part.q_norm, part.k_norm)
 
     def _scaled(self, partial: Tensor) -> Tensor:
         """A tree scales its leaves."""

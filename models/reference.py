@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .config.latent import Latent
 from .config.model_config import Experts, ModelConfig, Wiring, from_folder
 
 Turn = tuple[Tensor, Tensor]
@@ -116,6 +117,48 @@ class Attention(nn.Module):
         return F.linear(out.transpose(1, 2).reshape(b, t, -1), self.o_proj.weight[:, q_rows], bias)
 
 
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are made of one latent a token, expanded here for every head."""
+
+    def __init__(self, config: ModelConfig, latent: Latent) -> None:
+        super().__init__()
+        self.config, self.latent = config, latent
+        d, c, bias = config.hidden_size, latent, config.qkv_bias
+        queries, expanded = config.num_heads * (c.plain + c.rotated), config.num_heads * (c.plain + c.value)
+        if c.query_rank:
+            self.q_a_proj = nn.Linear(d, c.query_rank, bias=bias)
+            self.q_a_layernorm = ReferenceNorm(c.query_rank, c.norm_eps)
+            self.q_b_proj = nn.Linear(c.query_rank, queries, bias=False)
+        else:
+            self.q_proj = nn.Linear(d, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(d, c.width, bias=bias)
+        self.kv_a_layernorm = ReferenceNorm(c.rank, c.norm_eps)
+        self.kv_b_proj = nn.Linear(c.rank, expanded, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * c.value, d, bias=config.o_bias)
+
+    def _rotated(self, x_BHTr: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
+        if self.latent.interleaved:
+            x_BHTr = torch.cat((x_BHTr[..., ::2], x_BHTr[..., 1::2]), -1)
+        return rotate(x_BHTr, cos_Td, sin_Td)
+
+    def forward(self, x_BTD: Tensor, cos_Td: Tensor, sin_Td: Tensor, rank: int, tp: int) -> Tensor:
+        """Rank `rank`'s partial sum among tp: its heads."""
+        c, (b, t, _), heads = self.latent, x_BTD.shape, self.config.num_heads // tp
+        made = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD))) if c.query_rank else self.q_proj(x_BTD)
+        latent, key = self.kv_a_proj_with_mqa(x_BTD).split((c.rank, c.rotated), -1)
+        expanded = self.kv_b_proj(self.kv_a_layernorm(latent) * c.scale)
+        mine = slice(rank * heads, (rank + 1) * heads)
+        q, kv = (y.view(b, t, self.config.num_heads, -1)[:, :, mine].transpose(1, 2) for y in (made, expanded))
+        k, v = kv.split((c.plain, c.value), -1)
+        key = self._rotated(key.unsqueeze(1), cos_Td, sin_Td).expand(-1, heads, -1, -1)
+        q = torch.cat((q[..., : c.plain], self._rotated(q[..., c.plain :], cos_Td, sin_Td)), -1)
+        k = torch.cat((k, key), -1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.config.attention_scale)
+        columns = slice(rank * heads * c.value, (rank + 1) * heads * c.value)
+        bias = self.o_proj.bias if rank == 0 else None
+        return F.linear(out.transpose(1, 2).reshape(b, t, -1), self.o_proj.weight[:, columns], bias)
+
+
 class Mlp(nn.Module):
     def __init__(self, config: ModelConfig, size: int | None = None) -> None:
         """size: of the inner dimension, of an expert."""
@@ -205,7 +248,9 @@ class Layer(nn.Module):
         self.lags, self.lags_before = _lags(config.wiring, index), _lags(before or config.wiring, index)
         self.scale, self.recomputes = config.residual_multiplier, False
         self.input_layernorm = ReferenceNorm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, config.sliding_window[index] if config.sliding_window else None)
+        window = config.sliding_window[index] if config.sliding_window else None
+        latent = config.latent
+        self.self_attn = Attention(config, window) if latent is None else LatentAttention(config, latent)
         if config.wiring.kinds[index] != "parallel":
             self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.norm_eps)
         mixed = config.experts is not None and config.experts.layers[index]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ...models.attention import AttentionBackend, Capturable, KVCache, block_bytes
-from ...models.attention_choice import make_attention
+from ...models.attention_choice import make_attention, make_cache
 from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import replicates_embedding
 from ...models.lanes import model_class
@@ -116,7 +116,7 @@ def split_rule(
         return None
     if keys.split_steps == "auto" and near:
         return None
-    products = config.hidden_size * (config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads))
+    products = config.attention_parameters
     mlp = 3 * config.hidden_size * config.ffn_size_used
     return SplitRule(
         keys.split_steps == "always",
@@ -212,6 +212,8 @@ def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voic
         voice.warn(
             "norms, gates and rotations: several kernels each by torch, as Triton is missing: make env ACCEL=cuda"
         )
+    if skipped := [name for name in share.source.tensors if name.startswith(share.config.ignored)]:
+        voice.say(f"weights: {len(skipped)} tensors that predict more than one token are not used ({skipped[0]}, …)")
     warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
         warnings.append(
@@ -282,7 +284,7 @@ def _cache(
     if communicator.pipeline is not None:
         num_blocks = communicator.pipeline.least(num_blocks)
     voice.say(describe_budget(budget, num_blocks, keys.block_size))
-    return KVCache(share.shard, num_blocks + spare, keys.block_size, share.kv_dtype, device), num_blocks
+    return make_cache(share.shard, num_blocks + spare, keys.block_size, share.kv_dtype, device), num_blocks
 
 
 def _sampler(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ... import __version__
 from ...models.attention import KVCache, StepLayout, block_bytes
-from ...models.attention_choice import make_attention
+from ...models.attention_choice import make_attention, make_cache
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.shapes import check_draft
 from ...models.cpu.ops import Kernels
@@ -82,7 +82,7 @@ class DraftWeights:
             self.config, group, alone, ops, dtype=self.dtype, device=device, positions=positions
         )
         model.load(self._source)
-        cache = KVCache(self._shard, num_blocks, block_size, self.dtype, device)
+        cache = make_cache(self._shard, num_blocks, block_size, self.dtype, device)
         attention, _ = make_attention("auto", self._shard, cache, self.dtype, deterministic)
         draws = DraftDraws(self.config.vocab_size, max_slots, device, grammars)
 

@@ -35,6 +35,8 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
         raise DialectError(f"format {dialect!r} must be one of {', '.join(DIALECTS)}")
     if config.lanes is not None:
         raise DialectError("a model of lanes has no words in any other format: keep the folder")
+    if config.latent is not None:
+        raise DialectError("latent attention has no words in any other format: keep the folder")
     family = "llama" if config.family in ("llamaLadder", "ladder_residual") else config.family
     if dialect == "ladder-residual":
         return _ladder_residual(config, family, data)

@@ -5,7 +5,7 @@ router chooses among them. One row of data a family. Data only, no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .json_fields import ConfigFields
@@ -103,18 +103,16 @@ FAMILIES = {
         "n_shared_experts",
     ),
 }
+FAMILIES["deepseek_v3"] = replace(FAMILIES["glm4_moe"], architecture="DeepseekV3ForCausalLM")
 MISSING = {
-    "deepseek_v2": "latent attention",
-    "deepseek_v3": "latent attention",
+    "deepseek_v2": "its router",
     "deepseek_v32": "latent and sparse attention",
     "deepseek_v4": "sparse attention",
     "ernie4_5_moe": "its router and shared experts",
-    "glm4_moe_lite": "latent attention",
+    "glm4_moe_lite": "its names of latent attention",
     "glm_moe_dsa": "latent and sparse attention",
     "gpt_oss": "attention sinks and MXFP4 experts",
     "granitemoe": "its multipliers and fused experts",
-    "kimi_k2": "latent attention",
-    "kimi_k25": "latent attention",
     "kimi_linear": "linear attention",
     "llama4": "its router and chunked attention",
     "longcat_flash": "latent attention and shortcut-connected experts",

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from . import experts as moe
+from . import latent as mla
 from .experts import Experts
 from .json_fields import ConfigFields, read_json
 from .lanes import Lanes, is_laneformer, read_lanes
+from .latent import Latent
 from .parts import Rope, Wiring, WiringKind, declared_wiring, ladder_last, make_wiring, read_rope
 from .quantisation import quantisation_in
 
 __all__ = ["Dtype", "Experts", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
-Layout = Literal["huggingface", "mixtral", "dolomite", "laneformer"]
+Layout = Literal["huggingface", "mixtral", "dolomite", "laneformer", "latent"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 STOCK_FAMILIES = {
@@ -66,6 +68,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     experts: Experts | None = None
+    latent: Latent | None = None  # then head_dim is the width of its cache, as of a query in absorbed form, and K is 1
     ignored_layers: int = 0  # stored behind the others, for prediction of several tokens
 
     def has_experts(self, layer: int) -> bool:
@@ -84,11 +87,23 @@ class ModelConfig:
         return self.wiring.lanes
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """How names of tensors begin that are for prediction of several tokens."""
+        return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.ignored_layers))
+
+    @property
+    def attention_parameters(self) -> int:
+        """Elements of a layer's attention."""
+        d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if self.latent is not None:
+            return self.latent.parameters(d, self.num_heads) + d * self.o_bias + self.latent.shared * self.qkv_bias
+        bias = (q + 2 * kv) * self.qkv_bias + d * self.o_bias
+        return d * (q + 2 * kv) + q * d + bias + 2 * self.head_dim * self.qk_norm
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all weights; a tied head is counted once."""
-        d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = d * (q + 2 * kv) + q * d
-        attention += (q + 2 * kv) * self.qkv_bias + d * self.o_bias + 2 * self.head_dim * self.qk_norm
+        d, attention = self.hidden_size, self.attention_parameters
         dense = 3 * d * self.ffn_size + (2 * self.ffn_size + d) * self.mlp_bias
         mlps = self.num_layers * dense
         if (e := self.experts) is not None:
@@ -108,17 +123,30 @@ def from_folder(path: str | Path) -> ModelConfig:
     FileNotFoundError, or ValueError naming file, key, value and what is allowed."""
     folder = Path(path)
     fields = read_json(folder / "config.json")
+    if fields.string("model_type") in mla.WRAPPED:
+        fields = fields.object("text_config")
     quantisation_in(fields)  # refuses what is not read
     family = fields.string("model_type")
     if is_laneformer(fields):
         config = _laneformer(fields, family, _stop_ids(folder, fields))
+    elif family in mla.FAMILIES:
+        config = _latent(fields, mla.FAMILIES[family], _stop_ids(folder, fields))
     elif family == "ladder_residual":
         config = _dolomite(fields, _stop_ids(folder, fields))
     elif family in (*STOCK_FAMILIES, "llamaLadder", "laddertron"):
         config = _huggingface(fields, family, _stop_ids(folder, fields))
     else:
         names = sorted(
-            (*STOCK_FAMILIES, "llamaLadder", "ladder_residual", "laddertron", "laneformer_tp"), key=str.lower
+            {
+                *STOCK_FAMILIES,
+                *mla.FAMILIES,
+                *mla.WRAPPED,
+                "llamaLadder",
+                "ladder_residual",
+                "laddertron",
+                "laneformer_tp",
+            },
+            key=str.lower,
         )
         missing = f" (missing: {moe.MISSING[family]})" if family in moe.MISSING else ""
         raise fields.fail(
@@ -195,8 +223,9 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
 
 
 def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
-    if family == "laddertron" and (family := fields.string("laddertron_family", "llama")) not in STOCK_FAMILIES:
-        raise fields.fail(f"laddertron_family {family!r} must be one of {', '.join(STOCK_FAMILIES)}")
+    families = [each for each in STOCK_FAMILIES if each not in mla.FAMILIES]
+    if family == "laddertron" and (family := fields.string("laddertron_family", "llama")) not in families:
+        raise fields.fail(f"laddertron_family {family!r} must be one of {', '.join(families)}")
     if (activation := fields.string("hidden_act", "silu")) not in ("silu", "swish"):
         raise fields.fail(f"hidden_act {activation!r} is not computed here; silu is")
     layers, hidden = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
@@ -250,6 +279,13 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         experts=moe.read_experts(fields, family, layers),
         ignored_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
     )
+
+
+def _latent(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
+    words, latent, scale = mla.read_latent(fields, family)
+    config = _huggingface(words, family, eos)
+    rope = replace(config.rope, rotated=latent.rotated)
+    return replace(config, num_kv_heads=1, rope=rope, attention_scale=scale, latent=latent, layout="latent")
 
 
 def _laneformer(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:

@@ -67,7 +67,8 @@ def _block(words: ConfigFields, key: str) -> tuple[int, int] | None:
 
 def _compressed_tensors(words: ConfigFields) -> Quantisation:
     if (layout := words.string("format", "float-quantized")) not in ("float-quantized", "naive-quantized"):
-        raise words.fail(f"format {layout!r} is not read; float-quantized is")
+        named = " (INT4, as Kimi-K2 Thinking is published)" if layout == "pack-quantized" else ""
+        raise words.fail(f"format {layout!r}{named} is not read; float-quantized is")
     for key in ("sparsity_config", "transform_config"):
         if key in words and words.object(key).data.get("format", key) != "dense" and words.object(key).data:
             raise words.fail(f"{key} is not computed here; dense weights are")

@@ -133,9 +133,8 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
         if len(shape) > 2:  # of lanes: rows are counted over all of them
             tensors[name] = replace(stored, shape=(prod(shape[:-1]), shape[-1]))
     known = scales | ({head_of(config)} if config.tied_embeddings else set())
-    behind = tuple(f"model.layers.{config.num_layers + i}." for i in range(config.ignored_layers))
     for name, stored in tensors.items():
-        if name in expected or name in known or HARMLESS.fullmatch(name) or name.startswith(behind):
+        if name in expected or name in known or HARMLESS.fullmatch(name) or name.startswith(config.ignored):
             continue
         if quantisation is None or not CALIBRATION.fullmatch(name):
             raise CheckpointError(

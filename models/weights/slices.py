@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..config.lanes import Lanes
+from ..config.latent import Latent
 from ..config.model_config import Layout, ModelConfig
 from ..stages import RankShard
 
@@ -37,7 +38,7 @@ class Row:
     when: whether `layer` has it. bias: the field of ModelConfig that says whether a vector ".bias" belongs to it. at:
     where a row of the axis is stored, in whole heads for axes of heads: for tensors that hold several parts. fused: a
     tensor of all experts that may stand for those of each, which may hold the parts of several rows, one after the
-    other.
+    other. rotated: whether a latent model's checkpoint may rotate neighbouring rows.
     """
 
     parameter: str
@@ -49,6 +50,7 @@ class Row:
     at: Callable[[ModelConfig, int], int] | None = None
     suffix: str = ".weight"
     fused: str | None = None
+    rotated: bool = False
 
     @property
     def per_expert(self) -> bool:
@@ -64,8 +66,29 @@ _AXES: dict[str, Callable[[RankShard], range]] = {
     "experts": lambda s: range(0 if s.config.experts is None else s.config.experts.count),
     "expert_ffn": lambda s: s.expert_ffn,
     "shared_ffn": lambda s: s.shared_ffn,
+    "query_rank": lambda s: range(_latent(s.config).query_rank),
+    "rank": lambda s: range(_latent(s.config).rank),
+    "rotated": lambda s: range(_latent(s.config).rotated),
+    "plain_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).plain),
+    "rotated_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).rotated),
+    "value_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).value),
 }
 """The rows or columns of an axis on a rank, as a stored tensor of its own numbers them."""
+
+
+_UNITS: dict[str, Callable[[ModelConfig], int]] = {
+    "heads": lambda c: c.head_dim,
+    "kv_heads": lambda c: c.head_dim,
+    "plain_heads": lambda c: _latent(c).plain,
+    "rotated_heads": lambda c: _latent(c).rotated,
+    "value_heads": lambda c: _latent(c).value,
+}
+"""A head's rows."""
+
+
+def _latent(config: ModelConfig) -> Latent:
+    assert config.latent is not None
+    return config.latent
 
 
 def _span(first: int, count: int, unit: int) -> range:
@@ -90,6 +113,25 @@ def _has_bias(config: ModelConfig, layer: int) -> bool:
 
 def _has_shared(config: ModelConfig, layer: int) -> bool:
     return config.experts is not None and config.experts.layers[layer] and config.experts.shared_ffn_size > 0
+
+
+def _has_query_latent(config: ModelConfig, layer: int) -> bool:
+    return _latent(config).query_rank > 0
+
+
+def _has_no_query_latent(config: ModelConfig, layer: int) -> bool:
+    return _latent(config).query_rank == 0
+
+
+def _in_head(part: str, other: str, first: bool) -> Callable[[ModelConfig, int], int]:
+    """Where a tensor whose heads have two parts, fields of Latent, holds a row of one of them: the first, or not."""
+
+    def at(config: ModelConfig, row: int) -> int:
+        own, beside = (int(getattr(_latent(config), each)) for each in (part, other))
+        head, inside = divmod(row, own)
+        return head * (own + beside) + (0 if first else beside) + inside
+
+    return at
 
 
 def _in_group(place: int | None) -> Callable[[ModelConfig, int], int]:
@@ -124,25 +166,52 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
     )
 
 
-_ATTENTION = (
+_NORMS = (
     Row("attention_norm", f"{_LAYER}input_layernorm", "hidden"),
+    Row("mlp_norm", f"{_LAYER}post_attention_layernorm", "hidden", when=_has_mlp_norm),
+)
+_ATTENTION = (
     Row("qkv", f"{_LAYER}self_attn.q_proj", "heads", "hidden", bias="qkv_bias"),
     Row("qkv", f"{_LAYER}self_attn.k_proj", "kv_heads", "hidden", bias="qkv_bias"),
     Row("qkv", f"{_LAYER}self_attn.v_proj", "kv_heads", "hidden", bias="qkv_bias"),
     Row("q_norm", f"{_LAYER}self_attn.q_norm", "head", when=_has_qk_norm),
     Row("k_norm", f"{_LAYER}self_attn.k_norm", "head", when=_has_qk_norm),
     Row("o", f"{_LAYER}self_attn.o_proj", "hidden", "heads", bias="o_bias"),
-    Row("mlp_norm", f"{_LAYER}post_attention_layernorm", "hidden", when=_has_mlp_norm),
 )
+_PLAIN, _TURNED = _in_head("plain", "rotated", True), _in_head("rotated", "plain", False)
+
+
+def _latent_attention(block: str) -> tuple[Row, ...]:
+    """A layer's latent attention. Of each product all heads' first parts come before their second parts."""
+    with_queries, without, bias = _has_query_latent, _has_no_query_latent, "qkv_bias"
+    direct, made = f"{block}q_proj", f"{block}q_b_proj"
+    both, pair = f"{block}kv_a_proj_with_mqa", f"{block}kv_b_proj"
+    return (
+        Row("latent.down", f"{block}q_a_proj", "query_rank", "hidden", when=with_queries, bias=bias),
+        Row("latent.down", direct, "plain_heads", "hidden", when=without, at=_PLAIN),
+        Row("latent.down", direct, "rotated_heads", "hidden", when=without, at=_TURNED, rotated=True),
+        Row("latent.down", both, "rank", "hidden", bias=bias),
+        Row("latent.down", both, "rotated", "hidden", bias=bias, at=lambda c, row: _latent(c).rank + row, rotated=True),
+        Row("latent.q_norm", f"{block}q_a_layernorm", "query_rank", when=with_queries),
+        Row("latent.q", made, "plain_heads", "query_rank", when=with_queries, at=_PLAIN),
+        Row("latent.q", made, "rotated_heads", "query_rank", when=with_queries, at=_TURNED, rotated=True),
+        Row("latent.norm", f"{block}kv_a_layernorm", "rank"),
+        Row("latent.keys", pair, "plain_heads", "rank", at=_in_head("plain", "value", True)),
+        Row("latent.values", pair, "value_heads", "rank", at=_in_head("value", "plain", False)),
+        Row("o", f"{block}o_proj", "hidden", "value_heads", bias="o_bias"),
+    )
+
+
+_MLP = (
+    Row("gate_up", f"{_LAYER}mlp.gate_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
+    Row("gate_up", f"{_LAYER}mlp.up_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
+    Row("down", f"{_LAYER}mlp.down_proj", "hidden", "ffn", when=_is_dense, bias="mlp_bias"),
+)
+_MOE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _ROWS: dict[Layout, tuple[Row, ...]] = {
-    "huggingface": (
-        *_ATTENTION,
-        Row("gate_up", f"{_LAYER}mlp.gate_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
-        Row("gate_up", f"{_LAYER}mlp.up_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
-        Row("down", f"{_LAYER}mlp.down_proj", "hidden", "ffn", when=_is_dense, bias="mlp_bias"),
-        *_experts("mlp", "gate_proj", "up_proj", "down_proj"),
-    ),
-    "mixtral": (*_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "huggingface": (*_NORMS, *_ATTENTION, *_MLP, *_MOE),
+    "latent": (*_NORMS, *_latent_attention(f"{_LAYER}self_attn."), *_MLP, *_MOE),
+    "mixtral": (*_NORMS, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     "laneformer": (),  # see _lane_fills
     "dolomite": (
         Row("attention_norm", f"{_FUSED}ln_1", "hidden"),
@@ -159,6 +228,7 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
 }
 _ENDS: dict[Layout, tuple[str, str, str]] = {
     "huggingface": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+    "latent": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
     "mixtral": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
     "dolomite": ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"),
 }
@@ -198,10 +268,11 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
         if suffix == "bias" and part and shard.dense_rank:
             continue  # the all-reduce would add it once a rank
         parameter, rows = f"layers.{layer}.{row.parameter}.{suffix}", _AXES[row.rows](shard)
-        step = config.head_dim if row.at is not None and "heads" in row.rows else len(rows)
+        step = _UNITS[row.rows](config) if row.at and row.rows in _UNITS else len(rows)
+        pairs = _latent(config).rotated if row.rotated and _latent(config).interleaved else 0
         for first in rows[::step]:
             at, to = first if row.at is None else row.at(config, first), filled.get(parameter, 0)
-            fill = Fill(parameter, to, step, name.format(stored), at)
+            fill = Fill(parameter, to, step, name.format(stored), at, pairs=pairs)
             if columns is not None and part and suffix == "weight":
                 fill = replace(fill, source_col=columns.start, columns=len(columns))
             yield fill

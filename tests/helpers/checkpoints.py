@@ -44,6 +44,22 @@ MOE = {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}
 GLM = {"moe_intermediate_size": 40, "n_routed_experts": 8, "routed_scaling_factor": 2.5, "num_mtp_layers": 0}
 
 
+MLA = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": HEADS,
+    "rms_norm_eps": 1e-3,
+    **{key: value for key, value in (MOE | GLM).items() if key != "head_dim"},
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+"""eps is that of the other norms, not of the latents'."""
+
+
 def _rope(kind: str, **factors: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **factors}}
 
@@ -84,6 +100,16 @@ STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         MOE | GLM | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
     ),
     "glm4_moe_plain": (transformers.Glm4MoeConfig, MOE | GLM | {"first_k_dense_replace": 0, "n_shared_experts": 2}),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        MLA
+        | _rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
+        | {"attention_bias": True},
+    ),
+    "deepseek_v3_plain": (
+        transformers.DeepseekV3Config,
+        MLA | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    ),
 }
 """What transformers computes, too."""
 

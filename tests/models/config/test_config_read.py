@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from laddertron.models.config.experts import MISSING, Experts, Router
 from laddertron.models.config.json_fields import MAX_JSON_BYTES, read_json
+from laddertron.models.config.latent import Latent
 from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
 
 LLAMA: dict[str, Any] = {
@@ -45,6 +47,21 @@ GLM: dict[str, Any] = LLAMA | {
     "routed_scaling_factor": 2.5,
     "attention_bias": True,
 }
+DEEPSEEK: dict[str, Any] = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5, "original_max_position_embeddings": 32}
 MIXER = {"sequence_mixer_type": "softmax_attention", "num_attention_heads": 8, "num_key_value_heads": 2}
 MLP = {"mlp_type": "MLP", "intermediate_size": 96, "activation_function": "swiglu"}
 DOLOMITE: dict[str, Any] = {
@@ -227,6 +244,47 @@ def test_a_glm_is_read_with_its_quirks(tmp_path: Path) -> None:
     assert read(tmp_path, GLM, partial_rotary_factor=1.0).rope.rotated == 0
 
 
+def test_a_deepseek_is_read_with_its_quirks(tmp_path: Path) -> None:
+    """One key head of latent and rotated key for all; the scale is that of a head that is not absorbed, times the
+    square of mscale; cosine and sine are multiplied by the ratio of the two."""
+    c = read(tmp_path, DEEPSEEK, rope_scaling=YARN, num_nextn_predict_layers=1)
+    assert c.latent == Latent(rank=32, rotated=8, plain=12, value=10, query_rank=24, interleaved=True)
+    assert (c.num_kv_heads, c.head_dim, c.rope.rotated, c.layout) == (1, 40, 8, "latent")
+    grown = [0.1 * m * math.log(40) + 1 for m in (1.0, 0.5)]
+    assert c.attention_scale == pytest.approx(20**-0.5 * grown[1] ** 2)
+    assert c.rope.attention_factor == pytest.approx(grown[0] / grown[1])
+    router = Router("sigmoid", True, biased=True, groups=4, chosen_groups=2, epsilon=1e-20, scale=2.5)
+    assert c.experts == Experts(8, 2, 40, (False, True, True, True), router, 40)
+    assert c.ignored == ("model.layers.4.",)
+    for without in ({}, {"rope_scaling": YARN | {"mscale_all_dim": 0}}):
+        assert read(tmp_path, DEEPSEEK, **without).attention_scale == pytest.approx(20**-0.5)
+    plain = read(tmp_path, DEEPSEEK, rope_interleave=False).latent
+    assert plain is not None
+    assert not plain.interleaved
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK | {"q_lora_rank": None}))
+    direct = from_folder(tmp_path).latent
+    assert direct is not None
+    assert direct.query_rank == 0
+    missing = read(tmp_path, DEEPSEEK, q_lora_rank=None, n_group=None, topk_group=None, n_routed_experts=16)
+    assert missing.latent is not None
+    assert (missing.latent.query_rank, missing.head_dim) == (1536, 40)
+
+
+def test_a_kimi_is_a_deepseek(tmp_path: Path) -> None:
+    """Kimi-K2's words, also where a model that sees has them as its text; its INT4 form is refused by name."""
+    deepseek = read(tmp_path, DEEPSEEK)
+    words = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
+    assert read(tmp_path, DEEPSEEK | words, model_type="kimi_k2") == deepseek
+    text = DEEPSEEK | words | {"model_type": "kimi_k2"}
+    assert read(tmp_path, {"model_type": "kimi_k25", "text_config": text, "vision_config": {}}) == deepseek
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": weights}}
+    for folder in (text | {"quantization_config": packed}, {"model_type": "kimi_k25"}):
+        folder = folder if "vocab_size" in folder else folder | {"text_config": text | {"quantization_config": packed}}
+        with pytest.raises(ValueError, match=r"format 'pack-quantized' \(INT4, as Kimi-K2 Thinking is published\)"):
+            read(tmp_path, folder)
+
+
 def test_parameters_of_experts_are_counted(tmp_path: Path) -> None:
     """8 experts of 3 x 64 x 40 and a router of 8 x 64 in place of an MLP of 3 x 64 x 96."""
     more = read(tmp_path, MOE).num_parameters - read(tmp_path, MOE, mlp_only_layers=[2]).num_parameters
@@ -234,12 +292,12 @@ def test_parameters_of_experts_are_counted(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    (LLAMA, {"model_type": "jetmoe"}, "model_type 'jetmoe' is not computed here; glm4_moe, "),
+    (LLAMA, {"model_type": "jetmoe"}, "model_type 'jetmoe' is not computed here; deepseek_v3, "),
     *[
         (
             LLAMA,
             {"model_type": family},
-            rf"model_type '{family}' is not computed here \(missing: {missing}\); glm4_moe, ",
+            rf"model_type '{family}' is not computed here \(missing: {missing}\); deepseek_v3, ",
         )
         for family, missing in MISSING.items()
     ],
@@ -252,6 +310,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLM, {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok=3: topk_group=1 groups have 2 experts"),
     (GLM, {"partial_rotary_factor": 0.1}, "0 of 8 dimensions must be an even number"),
     (GLM, {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "'linear' with a partial rotation is not computed"),
+    (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func 'softmax' is not computed here; sigmoid is"),
+    (DEEPSEEK, {"topk_method": "greedy"}, "topk_method 'greedy' is not computed here; noaux_tc is"),
+    (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not computed here; 1 is"),
+    (DEEPSEEK, {"num_key_value_heads": 4}, "num_key_value_heads=4 must be num_attention_heads=8"),
+    (DEEPSEEK, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),
+    (
+        DEEPSEEK,
+        {"model_type": "laddertron", "laddertron_family": "deepseek_v3"},
+        "laddertron_family 'deepseek_v3' must",
+    ),
     (MOE, {"mlp_only_layers": [9]}, "mlp_only_layers="),
     (LLAMA, {"model_type": None}, "model_type is missing"),
     (LLAMA, {"model_type": 3}, "model_type=3 must be a string"),

@@ -1,0 +1,107 @@
+"""Latent attention as config.json describes it: DeepSeek-V3's words, which Kimi-K2 uses too. Data only, no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .json_fields import ConfigFields
+
+FAMILIES = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}
+"""Values of model_type, and the family that each is computed as."""
+WRAPPED = ("kimi_k25",)
+"""Those whose `text_config` is the language model."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "n_group": 8,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+        "v_head_dim": 128,
+    },
+}
+"""transformers', where a key is missing; null is a value."""
+_COMPUTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """A token's keys and values are one latent of `rank` elements, normed, and one rotated key of `rotated`. A query
+    head has `plain` elements that are not rotated and `rotated` that are, and yields `value`. Queries are made of a
+    latent of `query_rank`, normed too; 0: of the residual. interleaved: the checkpoint rotates neighbouring pairs;
+    scale: of the normed latent."""
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int
+    interleaved: bool
+    scale: float = 1.0
+    norm_eps: float = 1e-6
+
+    @property
+    def width(self) -> int:
+        """Elements that the cache holds of a token in a layer."""
+        return self.rank + self.rotated
+
+    @property
+    def shared(self) -> int:
+        """Rows of the first product that all heads share."""
+        return self.query_rank + self.width
+
+    def parameters(self, hidden: int, heads: int) -> int:
+        """Elements of a layer's matrices and norms."""
+        queries = heads * (self.plain + self.rotated) * (self.query_rank or hidden)
+        expanded = heads * (self.plain + self.value) * self.rank
+        norms = self.query_rank + self.rank
+        return hidden * (self.shared + heads * self.value) + queries + expanded + norms
+
+
+def read_latent(fields: ConfigFields, family: str) -> tuple[ConfigFields, Latent, float]:
+    """The words that describe the rest of the model, with attention in absorbed form: heads of one width over one key
+    head; its latents; and the scale of its scores. Raises ValueError."""
+    words = ConfigFields(fields.where, _DEFAULTS[family] | dict(fields.data))
+    for key, value in _COMPUTED.items():
+        if (found := words.string(key, value)) != value:
+            raise words.fail(f"{key} {found!r} is not computed here; {value} is")
+    if (every := words.integer("moe_layer_freq", 1)) != 1:
+        raise words.fail(f"moe_layer_freq={every} is not computed here; 1 is")
+    heads = words.integer("num_attention_heads")
+    if (kv_heads := words.integer("num_key_value_heads", heads)) != heads:
+        raise words.fail(f"num_key_value_heads={kv_heads} must be num_attention_heads={heads}: all share one latent")
+    latent = Latent(
+        rank=words.integer("kv_lora_rank"),
+        rotated=words.integer("qk_rope_head_dim"),
+        plain=words.integer("qk_nope_head_dim"),
+        value=words.integer("v_head_dim"),
+        query_rank=words.integer("q_lora_rank") if "q_lora_rank" in words else 0,
+        interleaved=words.boolean("rope_interleave", True),
+    )
+    for key, size in (("kv_lora_rank", latent.rank), ("qk_rope_head_dim", latent.rotated)):
+        if size % 2:
+            raise words.fail(f"{key}={size} must be even")
+    if words.boolean("attention_bias", False) and not latent.query_rank:
+        raise words.fail("attention_bias with q_lora_rank null is not computed here; false is")
+    absorbed = {"head_dim": latent.width, "num_key_value_heads": heads}
+    return ConfigFields(words.where, {**words.data, **absorbed}), latent, _scale(words, latent)
+
+
+def _scale(words: ConfigFields, latent: Latent) -> float:
+    """Of a query head's own width, also where it is absorbed; a stretched rotation has its mscale squared on it."""
+    scale = float((latent.plain + latent.rotated) ** -0.5)
+    named = next((key for key in ("rope_scaling", "rope_parameters") if key in words), None)
+    if named is None:
+        return scale
+    rope = words.object(named)
+    kind = rope.string("rope_type", rope.string("type", "default"))
+    if kind == "default" or not rope.data.get("mscale_all_dim"):
+        return scale
+    factor = rope.number("factor")
+    stretched = 1.0 if factor <= 1.0 else 0.1 * rope.number("mscale_all_dim") * math.log(factor) + 1.0
+    return scale * stretched**2

@@ -1,0 +1,91 @@
+"""A layer's latent attention: the parameters of this rank, and what the forward pass calls. Keys and values are never
+expanded: their projections are multiplied into queries and outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .attention import AttentionBackend
+from .config.latent import Latent
+from .cpu.ops import CpuOps
+from .layers import Linear, Scale, prepare
+from .ops import Norm, Product, TorchOps
+from .stages import RankShard
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProducts:
+    """A layer's attention between its first product, of queries, or what they are made of, then latent and key, and
+    its last. queries: of what they are made of; keys, values: [H, T, in] -> [H, T, out], a matrix each head."""
+
+    sizes: Latent
+    heads: int
+    queries: Product | None
+    keys: Product
+    values: Product
+    norm: Norm
+
+    def __call__(self, attention: AttentionBackend, layer: int, x: Tensor) -> Tensor:
+        """The first product's output -> [T, H * value]."""
+        sizes, heads = self.sizes, self.heads
+        tokens, plain = len(x), heads * sizes.plain
+        q, own = x[:, : -sizes.width], x[:, -sizes.width :]
+        q = q if self.queries is None else self.queries(q)
+        rows = x.new_empty((tokens, heads + 1, sizes.width))
+        absorbed = self.keys(q[:, :plain].view(tokens, heads, -1).transpose(0, 1))
+        rows[:, :heads, : sizes.rank] = absorbed.transpose(0, 1)
+        rows[:, :heads, sizes.rank :] = q[:, plain:].view(tokens, heads, -1)
+        rows[:, heads] = own
+        seen = attention.attend(layer, rows.flatten(1), None, self.norm)
+        return self.values(seen.view(tokens, heads, -1).transpose(0, 1)).transpose(0, 1).flatten(1)
+
+
+class LatentWeights(nn.Module):
+    """The parameters that LatentProducts has on this rank: its own heads', and whole what all heads share."""
+
+    def __init__(self, shard: RankShard, dtype: torch.dtype) -> None:
+        super().__init__()
+        config, heads = shard.config, shard.num_heads
+        assert config.latent is not None
+        self._sizes, self._heads = (sizes := config.latent), heads
+        made = heads * (sizes.plain + sizes.rotated)
+
+        def matrix(rows: int, columns: int, bias: bool = False) -> Linear:
+            weight = torch.empty((rows, columns), dtype=dtype)
+            return Linear(weight, weight.new_empty(rows) if bias else None)
+
+        self.down = matrix((sizes.query_rank or made) + sizes.width, config.hidden_size, config.qkv_bias)
+        self.q: Linear | None = None
+        if sizes.query_rank:
+            self.q_norm, self.q = Scale(sizes.query_rank, dtype=dtype), matrix(made, sizes.query_rank)
+        self.norm = Scale(sizes.rank, dtype=dtype)
+        self.keys, self.values = matrix(heads * sizes.plain, sizes.rank), matrix(heads * sizes.value, sizes.rank)
+
+    def prepare(self, ops: TorchOps, norm: Norm) -> tuple[Product, LatentProducts]:
+        """The first product and the rest. Weights are given up where the operators hold a repacked copy."""
+        sizes, heads, queries = self._sizes, self._heads, None
+        down = prepare(self.down, ops, norm)
+        if self.q is not None:
+            queries = prepare(self.q, ops, Norm(self.q_norm.weight.detach(), sizes.norm_eps))
+        keys, values = (part.weight.detach().view(heads, -1, sizes.rank) for part in (self.keys, self.values))
+        scale = self.norm.weight.detach()
+        scale = scale if sizes.scale == 1.0 else (scale.float() * sizes.scale).to(scale.dtype)
+        products = LatentProducts(
+            sizes, heads, queries, _by_head(ops, keys.transpose(1, 2)), _by_head(ops, values),
+            Norm(scale, sizes.norm_eps),
+        )  # fmt: skip
+        if ops.repacks:
+            for part in (self.keys, self.values):
+                part.weight.data = part.weight.new_empty(0)
+        return down, products
+
+
+def _by_head(ops: TorchOps, weights: Tensor) -> Product:
+    """x [H, T, in] -> [H, T, out] by weights [H, out, in]."""
+    if isinstance(ops, CpuOps):
+        return ops.lane_products(list(weights), [None] * len(weights), False)
+    return lambda x: torch.bmm(x, weights.transpose(1, 2))
