@@ -63,7 +63,10 @@ def serve(
         except TlsFault as fault:
             raise ConfigError([loaded.fault(f"daemon.{fault.key}", str(fault))]) from None
     try:
-        data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ServeError(f"daemon.data_dir: {data_dir} cannot be made: {error.strerror}") from error
         set_up(sys.stderr, daemon.log_format, daemon.log_level, data_dir / "audit.jsonl")
         keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
         watcher = observer or _observer(deployment)

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import os
 import shlex
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +130,9 @@ def open_run(
         raise RunFileError("--resume and --overwrite exclude each other")
     if not source.is_file():
         raise RunFileError(f"{source} is {'not a file' if source.exists() else 'missing'}: name a JSONL file")
+    for path in (answers, errors):
+        if path.exists() and not path.is_file():
+            raise RunFileError(f"{path} is not a regular file: answers are appended to one, name it")
     if not (resume or overwrite):
         for path in (answers, errors):
             if path.exists() and path.stat().st_size > 0:
@@ -166,19 +169,24 @@ def _input(source: Path) -> BinaryIO:
         file = source.open("rb")
     except OSError as error:
         raise RunFileError(f"{source} cannot be read: {error.strerror}") from error
-    start = file.read(4)[:2]
+    if wrong := input_fault(source, file):
+        file.close()
+        raise RunFileError(wrong)
+    return file
+
+
+def input_fault(source: Path, file: BinaryIO) -> str:
+    """Why no line of the file can be read, "" if some can; rewinds."""
+    start = file.read(4)
     wrong = ""
-    if packed := _COMPRESSED.get(start):
+    if packed := _COMPRESSED.get(start[:2]):
         wrong = f"is compressed ({packed}): lines are read as they stand; unpack it first"
-    elif start in (BOM_UTF16_LE, BOM_UTF16_BE):
+    elif start[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) or b"\0" in start:
         wrong = f"is UTF-16: convert it, iconv -f UTF-16 -t UTF-8 {shlex.quote(str(source))} > utf8.jsonl"
     elif not _count_lines(file):
         wrong = "has no lines: each is one request"
-    if wrong:
-        file.close()
-        raise RunFileError(f"{source} {wrong}")
     file.seek(0)
-    return file
+    return wrong and f"{source} {wrong}"
 
 
 def _open_locked(path: Path) -> int:
@@ -224,7 +232,7 @@ def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str
 
 def _count_lines(file: BinaryIO) -> int:
     """Lines of a file that are not blank, the last one with or without its line break; rewinds."""
-    file.seek(0)
+    file.seek(len(BOM_UTF8) if file.seek(0) == 0 and file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
     count, filled = 0, False
     while piece := file.readline(1 << 20):
         filled |= not piece.isspace()

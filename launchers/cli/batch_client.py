@@ -106,8 +106,9 @@ class BatchClient:
             after = f"&after={page['data'][-1]['id']}"
         return found
 
-    def download(self, file_id: str, path: Path) -> int:
-        """Its bytes; the file is whole or not there."""
+    def download(self, file_id: str, path: Path, replace: bool = True) -> int:
+        """Its bytes; the file is whole or not there. Raises FileExistsError where it is there and is not to be
+        replaced."""
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         size = 0
         try:
@@ -116,6 +117,8 @@ class BatchClient:
                 while chunk := response.read(_CHUNK):
                     file.write(chunk)
                     size += len(chunk)
+            if not replace and path.exists():
+                raise FileExistsError(f"{path} has been written meanwhile")
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)

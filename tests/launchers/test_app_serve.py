@@ -181,25 +181,40 @@ def test_the_clients_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         listed = run_cli(*url, "list")[1]
         assert batch_id in listed
         assert max(map(len, listed.splitlines())) <= 80
-        before = out.read_bytes()
+        before, create = out.read_bytes(), BatchClient.create
         for words in (("submit", str(lines), "--wait"), ("wait", batch_id)):
             code, said = run_cli(*url, *words, "-o", str(out))
             assert (code, f"{out} exists: " in said, out.read_bytes() == before) == (2, True, True)
             code, said = run_cli(*url, *words, "-o", str(tmp_path / "nowhere" / "out.jsonl"))
             assert (code, "cannot be written" in said) == (2, True)
-        empty, wide = tmp_path / "empty.jsonl", tmp_path / "wide.jsonl"
-        empty.write_bytes(b"\n \n")
-        wide.write_bytes(lines.read_bytes().decode().encode("utf-16"))
-        for file, why in ((empty, "has no lines"), (wide, "is UTF-16")):
-            code, said = run_cli(*url, "submit", str(file), "--endpoint", "/v1/completions")
-            assert (code, why in said) == (2, True)
-        assert len([each for each in run_cli(*url, "list")[1].splitlines() if "batch_" in each]) == 1
+        refused = tmp_path / "refused.jsonl"
+        for data, why in (
+            (b"\n \n", "has no lines"),
+            (b"\xef\xbb\xbf\r\n", "has no lines"),
+            (lines.read_bytes().decode().encode("utf-16"), "is UTF-16"),
+            (lines.read_bytes().decode().encode("utf-16-le"), "is UTF-16"),
+            (line("a") + b"\n{bad\n", "refused.jsonl:3: not JSON"),
+            (line("a") + b"[]\n", "refused.jsonl:2: a line must be a JSON object"),
+            (line("a", model="x") + line("b", model="y"), "every line is for x, y, which is not served there: tiny is"),
+        ):
+            refused.write_bytes(data)
+            for more in ((), ("--endpoint", "/v1/completions")):
+                code, said = run_cli(*url, "submit", str(refused), *more)
+                assert (code, why in said) == (2, True), said
+        assert len([each for each in run_cli(*url, "list")[1].splitlines() if "batch_" in each]) == 1, (
+            "nothing was submitted"
+        )
         gone = tmp_path / "gone"
         gone.mkdir()
         with monkeypatch.context() as during:
             during.setattr(BatchClient, "download", lambda *_: os.listdir(tmp_path / "removed"))
             code, said = run_cli(*url, "wait", batch_id, "-o", str(gone / "a.jsonl"))
         assert (code, f"fetch {batch_id} -o {gone / 'a.jsonl'}" in said, "Traceback" in said) == (1, True, False)
+        late = tmp_path / "late.jsonl"
+        with monkeypatch.context() as during:
+            during.setattr(BatchClient, "create", lambda *words: late.write_text("precious") and create(*words))
+            code, said = run_cli(*url, "submit", str(lines), "--wait", "-o", str(late))
+        assert (code, f"-o {late.with_name(said.split()[0])}.jsonl" in said, late.read_text()) == (1, True, "precious")
         marked = tmp_path / "marked.jsonl"
         marked.write_bytes(b"\xef\xbb\xbf" + (line("a") + line("b")).replace(b"\n", b"\r\n"))
         assert run_cli(*url, "submit", str(marked), "--wait")[0] == 0

@@ -7,7 +7,7 @@ import os
 import secrets
 import shlex
 import time
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..errors import FAILED, OK, UsageError, ended_by
 from ..run_view import clock, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
-_LIST_WIDTH, _WHY = 1000, 100
+_LIST_WIDTH, _WHY, _SHOWN_MODELS = 1000, 100, 5
 API_FAILS = ended_by(ApiError, end=click.ClickException)
 url_option = click.option("--url", help=f"The API.  [default: OPENAI_BASE_URL, else {_URL}]")
 limit_option = click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
@@ -97,9 +97,11 @@ def submit(
     if output is not None and not wait:
         raise UsageError("-o needs --wait (or fetch later)")
     pairs = dict(_pair(word) for word in metadata)
-    first = _first_line(file)
-    chosen = endpoint or _url_of(file, first)
     _check_output(output)
+    chosen = _look_at(client, file)
+    chosen = endpoint or chosen
+    if chosen is None:
+        raise UsageError(f"{file}: its lines say no url: name --endpoint")
     console = Console(stderr=True)
     with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
         task = bar.add_task("upload", total=file.stat().st_size)
@@ -151,7 +153,7 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
     batch = client.batch(batch_id)
     if batch["status"] not in ENDED:
         raise click.ClickException(f"{batch_id} is {batch['status']}: wait for it")
-    return _finish(client, batch, output, Console(stderr=True))
+    return _finish(client, batch, output, Console(stderr=True), replace=True)
 
 
 @command.command()
@@ -187,23 +189,33 @@ def _pair(word: str) -> tuple[str, str]:
     return key, value
 
 
-def _first_line(file: Path) -> bytes:
-    """The first that is not blank. Refuses before the upload what the server could not read either."""
+def _look_at(client: BatchClient, file: Path) -> str | None:
+    """The first line's url, if it has one. Refuses before the upload what the server would refuse afterwards."""
+    from ....engine.run.files import input_fault  # pydantic, which the other commands need not wait for
+
     with file.open("rb") as lines:
-        if lines.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE):
-            raise UsageError(f"{file} is UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)")
-        lines.seek(0)
-        found = next((raw for raw in lines if raw.removeprefix(BOM_UTF8).strip()), None)
-    if found is None:
-        raise UsageError(f"{file} has no lines: each is one request")
-    return found
-
-
-def _url_of(file: Path, line: bytes) -> str:
-    try:
-        return str(json.loads(line)["url"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{file}: its first line says no url: name --endpoint") from error
+        if fault := input_fault(file, lines):
+            raise UsageError(fault)
+        if lines.read(len(BOM_UTF8)) != BOM_UTF8:
+            lines.seek(0)
+        models, url = set[object](), None
+        for number, raw in enumerate(lines, 1):
+            if not raw.strip():
+                continue
+            try:
+                line = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{file}:{number}: not JSON: {error}") from error
+            if not isinstance(line, dict):
+                raise UsageError(f"{file}:{number}: a line must be a JSON object")
+            url = url or line.get("url")
+            body = line.get("body")
+            models.add(str(body["model"]) if isinstance(body, dict) and "model" in body else None)
+    served = client.models()
+    if None not in models and models.isdisjoint(served):
+        asked = ", ".join(sorted(map(str, models))[:_SHOWN_MODELS])
+        raise UsageError(f"{file}: every line is for {asked}, which is not served there: {', '.join(served)} is")
+    return url if isinstance(url, str) else None
 
 
 def _errors_beside(output: Path) -> Path:
@@ -244,7 +256,7 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
                 bar.update(task, description="no answer", text=f"asking again: {error}")
 
             return client.wait(batch_id, shown, away)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ApiError):
         again = _command_line("wait", batch_id, *(() if output is None else ("-o", str(output))))
         say(console, f"the batch goes on; come back with\n  {again}")
         raise
@@ -278,7 +290,9 @@ def _command_line(*words: str) -> str:
     return shlex.join(["laddertron", "batch", *(() if url is None else ("--url", url)), *words])
 
 
-def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, console: Console) -> int:
+def _finish(
+    client: BatchClient, batch: dict[str, Any], output: Path | None, console: Console, replace: bool = False
+) -> int:
     for error in ((batch.get("errors") or {}).get("data") or [])[:20]:
         say_error(console, f"{error.get('code')}: {error.get('message')}")
     if output is not None:
@@ -288,10 +302,11 @@ def _finish(client: BatchClient, batch: dict[str, Any], output: Path | None, con
         ):
             if file_id:
                 try:
-                    size = client.download(file_id, path)
+                    size = client.download(file_id, path, replace)
                 except (ApiError, OSError) as error:
+                    again = output.with_name(f"{batch['id']}.jsonl") if isinstance(error, FileExistsError) else output
                     say_error(console, f"{path} could not be fetched: {error}: fetch it again with")
-                    say(console, f"  {_command_line('fetch', batch['id'], '-o', str(output))}")
+                    say(console, f"  {_command_line('fetch', batch['id'], '-o', str(again))}")
                     return FAILED
                 say(console, f"{path}: {size} bytes")
     counts = batch.get("request_counts") or {}

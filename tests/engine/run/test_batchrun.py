@@ -290,8 +290,11 @@ def test_byte_order_marks_carriage_returns_and_files_that_hold_no_request(bench:
     before, asked = bench.output.read_bytes(), json.dumps(completion("a"))
     for data, text in (
         (asked.encode("utf-16"), "is UTF-16: .*iconv"),
+        (asked.encode("utf-16-le"), "is UTF-16: .*iconv"),
+        (asked.encode("utf-16-be"), "is UTF-16: .*iconv"),
         (b"", "has no lines"),
         (b"\n  \r\n", "has no lines"),
+        (b"\xef\xbb\xbf\r\n \n", "has no lines"),
     ):
         bench.input.write_bytes(data)
         with pytest.raises(RunFileError, match=text):
