@@ -28,9 +28,7 @@ _LARGEST = torch.finfo(FP8).max
 
 def block_bytes(shard: RankShard, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block on one rank: block_size positions, all layers, keys and values, or latents."""
-    copies = 2 if shard.config.latent is None else 1
-    per_position = copies * shard.config.num_layers * shard.num_kv_heads * shard.config.head_dim
-    return block_size * per_position * dtype.itemsize
+    return block_size * shard.config.num_layers * shard.kv_elements * dtype.itemsize
 
 
 class KVCache:

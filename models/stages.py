@@ -190,6 +190,33 @@ class RankShard:
         return self.num_kv_heads * self.dense_size
 
     @property
+    def attention_elements(self) -> dict[str, int]:
+        """Elements of a layer's attention on this rank, by product. "kv_b": what latent attention multiplies into
+        queries and outputs, which is kept in the type that is computed with; its first product is whole on each."""
+        c, heads = self.config, self.num_heads
+        d = c.hidden_size
+        if (latent := c.latent) is None:
+            return {"qkv": d * (heads + 2 * self.num_kv_heads) * c.head_dim, "o": heads * c.head_dim * d}
+        queries = heads * (latent.plain + latent.rotated) * (latent.query_rank or d)
+        expanded = heads * (latent.plain + latent.value) * latent.rank
+        return {"qkv": d * latent.shared + queries, "o": heads * latent.value * d, "kv_b": expanded}
+
+    @property
+    def attention_outputs(self) -> int:
+        """Elements of a token between attention's first product and its last."""
+        c, heads = self.config, self.num_heads
+        if (latent := c.latent) is None:
+            return (heads + 2 * self.num_kv_heads) * c.head_dim
+        made = heads * (latent.plain + latent.rotated)
+        return latent.shared + made + (heads + 1) * latent.width + heads * latent.rank
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements that a layer's cache holds of one position."""
+        latent = self.config.latent
+        return 2 * self.num_kv_heads * self.config.head_dim if latent is None else latent.width
+
+    @property
     def num_lanes(self) -> int:
         """Copies of the residual that this rank has."""
         return 1 if self.config.lanes is None else self.config.lanes.count // self.size

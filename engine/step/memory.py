@@ -128,7 +128,7 @@ def working_memory(
     computed with."""
     shard, d = RankShard(config, size, 0, None, *sharing), config.hidden_size
     rows = shard.padded_vocab // size
-    outputs = (shard.num_heads + 2 * shard.num_kv_heads) * config.head_dim
+    outputs = shard.attention_outputs
     widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
     # On a GPU an output is kept until the norm after it has added it up.
     lag = config.wiring.delay or int("ladder" in config.wiring.kinds)
@@ -181,13 +181,9 @@ def memory(
     layers = -(-c.num_layers // stages)
     linear, other, kv = BYTES[stored.weights], BYTES[stored.values], BYTES[stored.kv]
     d, dim = c.hidden_size, c.head_dim
-    outputs = (shard.num_heads + 2 * shard.num_kv_heads) * dim
-    elements = {
-        "qkv": d * outputs,
-        "o": shard.num_heads * dim * d,
-        "gate_up": 2 * d * shard.ffn_size,
-        "down": d * shard.ffn_size,
-    }
+    outputs = shard.attention_outputs
+    elements = {**shard.attention_elements, "gate_up": 2 * d * shard.ffn_size, "down": d * shard.ffn_size}
+    expanded = elements.pop("kv_b", 0)
     wide = _fullest_part([sum(elements[p] for p in layer) for layer in stored.kept()], stored.kept(), layers)
     wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
     mixed = 0 if c.experts is None else min(layers, sum(c.experts.layers))
@@ -195,6 +191,7 @@ def memory(
     held = {p: n * (of[p] * linear + min(of[p], wide_layers[p]) * (other - linear)) for p, n in elements.items()}
     experts, router, expert_scales = _expert_elements(shard)
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
+    biases += c.latent.rank + c.latent.query_rank if c.latent is not None else 0
     scales = shard.num_lanes if c.lanes is not None and c.lanes.norm_each else 1
     norms = (sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d) * scales
     rows = shard.padded_vocab // size
@@ -211,7 +208,7 @@ def memory(
     rotary = (keys.max_model_len + 1) * dim * 4 * 2
     parts = {
         "weights: embedding": int(embedding * d * other),
-        "weights: attention": int(held["qkv"] + held["o"]),
+        "weights: attention": int(held["qkv"] + held["o"] + layers * expanded * other),
         "weights: MLP": int(held["gate_up"] + held["down"]),
         "weights: experts": int(mixed * experts * linear),
         "weights: router": int(mixed * router * other),
@@ -219,11 +216,11 @@ def memory(
         "weights: head": int(head * d * other),
         **working | {"activations": working["activations"] + rotary},
     }
-    per_token = int(2 * layers * shard.num_kv_heads * dim * kv)
+    per_token = int(layers * shard.kv_elements * kv)
     if keys.draft_model is not None:
         draft = keys.draft_model
         parts["weights: draft model"] = int(draft.num_parameters * other)
-        per_token += int(2 * draft.num_layers * draft.num_kv_heads * draft.head_dim * other)
+        per_token += int(draft.num_layers * RankShard(draft, 1, 0).kv_elements * other)
     reserve = 0
     if keys.gpu:
         parts["CUDA context"] = GPU_CONTEXT

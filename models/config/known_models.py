@@ -11,6 +11,7 @@ from typing import Literal
 
 from .experts import Experts, Router
 from .lanes import Lanes
+from .latent import Latent
 from .model_config import Dtype, ModelConfig, make_wiring
 from .parts import Rope, Wiring
 
@@ -48,18 +49,33 @@ def architecture(
 def _mixture(
     family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, positions: int,
     rope: Rope, experts: int, chosen: int, expert_ffn: int, *, dense: int = 0, shared: int = 0,
+    scale: float = 2.5,
 ) -> ModelConfig:  # fmt: skip
-    """A mixture of experts by its sizes; dense: the first layers without experts."""
+    """A mixture of experts by its sizes; dense: the first layers without experts; scale: of a sigmoid's weights."""
     router = Router("softmax", rounds=family == "qwen3_moe")
-    if family == "glm4_moe":
-        router = Router("sigmoid", wide=True, biased=True, epsilon=1e-20, scale=2.5)
+    if family in ("glm4_moe", "deepseek_v3"):
+        router = Router("sigmoid", wide=True, biased=True, epsilon=1e-20, scale=scale)
     has = tuple(i >= dense for i in range(layers))
     return replace(
         architecture(family, layers, hidden, heads, kv_heads, ffn, vocabulary, positions, rope, head_dim=128),
         experts=Experts(experts, chosen, expert_ffn, has, router, shared),
         qkv_bias=family == "glm4_moe",
-        qk_norm=family != "mixtral",
+        qk_norm=family in ("glm4_moe", "qwen3_moe"),
     )
+
+
+def _latent(
+    layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, positions: int, factor: float, experts: int, *,
+    dense: int, scale: float,
+) -> ModelConfig:  # fmt: skip
+    """DeepSeek-V3's form."""
+    rope = Rope(kind="yarn", factor=factor, original_max_position_embeddings=4096, rotated=64)
+    stock = _mixture(
+        "deepseek_v3", layers, hidden, heads, 1, ffn, vocabulary, positions, rope, experts, 8, 2048, dense=dense,
+        shared=2048, scale=scale,
+    )  # fmt: skip
+    latent = Latent(rank=512, rotated=64, plain=128, value=128, query_rank=1536, interleaved=True)
+    return replace(stock, latent=latent, head_dim=latent.width, layout="latent")
 
 
 def _table() -> dict[str, ModelConfig]:
@@ -89,6 +105,8 @@ def _table() -> dict[str, ModelConfig]:
         "glm-4.6": _mixture(
             "glm4_moe", 92, 5120, 96, 8, 12288, 151552, 202752, Rope(1e6), 160, 8, 1536, dense=3, shared=1536
         ),
+        "deepseek-v3": _latent(61, 7168, 128, 18432, 129280, 163840, 40.0, 256, dense=3, scale=2.5),
+        "kimi-k2": _latent(61, 7168, 64, 18432, 163840, 131072, 32.0, 384, dense=1, scale=2.827),
         "laneformer-2b": replace(
             architecture("laneformer_tp", 15, 3072, 32, 16, 12288, 32000, 4096),
             wiring=Wiring(("lanes",) * 15, lanes=Lanes(count=8, delay=2, layers=15)),
@@ -135,24 +153,27 @@ class Guess:
     how: Literal["stock", "ladder", "hybrid"]
 
 
+_FP8 = ("deepseek-v3", "kimi-k2")
+"""Published in fp8."""
 _SEPARATORS = re.compile(r"[^a-z0-9.]+")
 
 
 def by_folder(folder: str) -> Guess | None:
-    """The longest known name that the folder's name begins with or holds as whole words; its words `fp8`, `hybrid` and
-    `ladder` count as well (hybrid: the second half of the layers is ladder). None if nothing fits."""
+    """The longest known name that the folder's name begins with or holds as whole words; its words `fp8`, `bf16` (of a
+    model published in fp8), `hybrid` and `ladder` count as well (hybrid: the second half of the layers is ladder). None
+    if nothing fits."""
     words = "-" + _SEPARATORS.sub("-", folder.lower()).replace("meta-llama", "llama") + "-"
     table = _table()
     name = max((n for n in table if f"-{n}-" in words), key=len, default=None)
     if name is None:
         return None
-    config = table[name]
+    config, fp8 = table[name], "-fp8-" in words or (name in _FP8 and "-bf16-" not in words)
     if "-hybrid-" in words:
-        return Guess(name, replace(config, wiring=half_ladder(config)), "-fp8-" in words, "hybrid")
+        return Guess(name, replace(config, wiring=half_ladder(config)), fp8, "hybrid")
     if "-ladder-" in words:
         wiring = make_wiring("ladder", config.num_layers)
-        return Guess(name, replace(config, wiring=wiring, declares_wiring=True), "-fp8-" in words, "ladder")
-    return Guess(name, config, "-fp8-" in words, "stock")
+        return Guess(name, replace(config, wiring=wiring, declares_wiring=True), fp8, "ladder")
+    return Guess(name, config, fp8, "stock")
 
 
 def half_ladder(config: ModelConfig) -> Wiring:

@@ -42,7 +42,7 @@ class _Bench:
         """What a step must read, on all ranks together, and what the parent says about the job."""
         model, cache, config = self.built.runner.model, self.built.runner.cache, self.built.config
         shard, item = model.shard, cache.keys[0].element_size()
-        per_token = 2 * config.num_layers * shard.num_kv_heads * config.head_dim * item * shard.size
+        per_token = config.num_layers * shard.kv_elements * item * shard.size
         return {
             "ready": True,
             "weights": self._weights,

@@ -276,8 +276,7 @@ class SimulatedGroup:
     def _products(self, rows: int, wide: tuple[str, ...]) -> tuple[float, float]:
         """Seconds of a layer's attention projections and of its MLP, with these products wide."""
         c, shard = self.config, self.shard
-        each = c.hidden_size * c.head_dim
-        attention = {"qkv": each * (shard.num_heads + 2 * shard.num_kv_heads), "o": each * shard.num_heads}
+        attention, wide = shard.attention_elements, (*wide, "kv_b")
         mlp = {"gate_up": 2 * c.hidden_size * shard.ffn_size, "down": c.hidden_size * shard.ffn_size}
 
         def seconds(weights: dict[str, int]) -> float:
@@ -311,9 +310,10 @@ class SimulatedGroup:
         c, shard = self.config, self.shard
         seen = min(load.context, window) if window else load.context
         prompt_seen = min(load.prompt_context, window) if window else load.prompt_context
-        per_position = 2 * shard.num_kv_heads * c.head_dim * self.kv_bytes * self.kv_reads
+        per_position = shard.kv_elements * self.kv_bytes * self.kv_reads
         read = load.decodes * seen * per_position / self.rates.kv_bytes_per_s
-        flops = 4.0 * shard.num_heads * c.head_dim
+        scores = 2 * c.head_dim if c.latent is None else c.latent.width + c.latent.rank
+        flops = 2.0 * shard.num_heads * scores
         decode = max(read, load.decodes * seen * flops / self._value_flops)
         return decode + load.prompt * prompt_seen * flops / self._value_flops
 

@@ -44,6 +44,8 @@ def by_name(name: str, fabric: str) -> dict[str, MixtureLayout]:
         ("qwen3-coder-480b", 480.15, 35.5),
         ("mixtral-8x22b", 140.63, 39.16),
         ("glm-4.6", 352.8, 33.3),  # published: 357 with the layer for multi-token prediction, about 32 active
+        ("deepseek-v3", 671.03, 37.55),
+        ("kimi-k2", 1026.41, 32.86),
     ],
 )
 def test_published_sizes(name: str, billions: float, active: float) -> None:
@@ -69,6 +71,31 @@ def test_memory_of_a_rank_by_hand() -> None:
         assert parts["weights: embedding"] == 2 * d * vocabulary // cut
         assert parts["weights: head"] == 2 * d * vocabulary // 16
         assert parts["weights: MLP"] == 0
+
+
+def test_latent_attention_by_hand() -> None:
+    """DeepSeek-V3 in fp8: every rank has the products that heads share whole, its heads' share of the others, and the
+    keys' and values' in bf16; a position's cache is 576 values a layer, however many ranks there are."""
+    d, layers, heads = 7168, 61, 8
+    stored = StoredTypes("fp8")
+    parts = memory(known("deepseek-v3"), 16, stored, MemoryKeys(), 85 << 30).parts
+    shared, queries, out = d * (1536 + 576), heads * 192 * 1536, heads * 128 * d
+    assert parts["weights: attention"] == layers * (shared + queries + out + 2 * heads * 256 * 512)
+    for ranks in (1, 16):
+        assert memory(known("deepseek-v3"), ranks, stored, MemoryKeys(), 85 << 30).kv_bytes_per_token == 70_272
+
+
+def test_deepseek_v3_needs_two_nodes_and_fp8() -> None:
+    """On 2 x 8 H100 bf16 is refused with the arithmetic and fp8 fits; H200s have room for both."""
+    verdicts = {
+        (gpu, fp8): make_plan(from_names("deepseek-v3", Asked(preset(f"2x8x{gpu}"), Work(), fp8), size=16, replicas=1))
+        for gpu in ("H100", "H200")
+        for fp8 in (False, True)
+    }
+    assert [room.memory.fits for room in verdicts.values()] == [False, True, True, True]
+    assert "a rank needs" in verdicts["H100", False].memory.verdict
+    messages = {x.name: x.messages for x in verdicts["H100", True].mixtures}
+    assert (messages["flat"], messages["spread"]) == (122, 58)
 
 
 def test_experts_read_are_those_of_all_choices_enumerated() -> None:

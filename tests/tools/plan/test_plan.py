@@ -117,13 +117,14 @@ def test_parts_and_kv_fill_the_device() -> None:
     assert room.sequences(4096) == room.kv_tokens // 4097
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-405b", "deepseek-v3"])
 @pytest.mark.parametrize("size", [1, 2, 8, 16])
-def test_a_kv_position_is_as_large_as_the_cache_makes_it(size: int) -> None:
-    """The plan's bytes a position are models/kv_cache.py's, KV heads that are held twice counted twice."""
+def test_a_kv_position_is_as_large_as_the_cache_makes_it(size: int, name: str) -> None:
+    """The plan's bytes a position are the cache's, KV heads that are held twice counted twice."""
     import torch
     from laddertron.models.attention import block_bytes
 
-    config = known("llama-3.1-405b")
+    config = known(name)
     room = memory(config, size, StoredTypes(), GPU, 10**13)
     assert room.kv_bytes_per_token * 16 == block_bytes(RankShard(config, size, 0), 16, torch.bfloat16)
 
