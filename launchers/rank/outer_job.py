@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from ... import __version__
 from ...engine.config import load as deploy
@@ -31,6 +31,7 @@ from .rank_status import Status
 
 LEAVING_S = 10.0
 LOOPBACK = "127.0.0.1"
+T = TypeVar("T")
 Drive = Callable[[Sequence[EngineJob]], Awaitable[int]]
 
 
@@ -176,9 +177,14 @@ class _Driver:
 
 def run_inside(deployment: Deployment, identity: Identity, drive: Drive) -> int:
     """This rank's part of an outer mpirun. On rank 0 `drive` returns the exit status; the other ranks follow and return
-    0. An error on any rank ends the process at once with status 1, and with it the mpirun."""
+    0."""
+    return among_ranks(identity, lambda: _run_rank(deployment, identity, drive))
+
+
+def among_ranks(identity: Identity, work: Callable[[], T]) -> T:
+    """What `work` returns. Its error ends this process at once with status 1, and with it the outer mpirun."""
     try:
-        return _run_rank(deployment, identity, drive)
+        return work()
     except Refusal as refusal:
         sys.stderr.write(f"laddertron: rank {identity.rank} on {identity.node}: {refusal}\n")
     except BaseException:

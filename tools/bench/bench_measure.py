@@ -9,13 +9,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...engine.config.schema import Deployment
 from ...engine.openai.batch_input import read_lines
 from ...engine.openai.body import Body
 from ...engine.text.tokenizer import TextModel
-from ...launchers.measure.rank_job import BenchJob
 from ...topology.comm.ledger import overlap_ratio
 from ..slo import percentile
 from .bench import Case, interleaved, spread, step_bytes
@@ -56,13 +55,19 @@ def roomy(deployment: Deployment, cases: Sequence[Case], drafts: bool = False) -
     return replace(deployment, engine=engine)
 
 
+class Job(Protocol):
+    """Loaded ranks: `about` them, and what they answer to an order."""
+
+    about: dict[str, Any]
+
+    def ask(self, kind: str, **order: Any) -> Row: ...
+
+
 Say = Callable[[str], None]
 """Told what runs now, before it does."""
 
 
-def measure(
-    jobs: Sequence[tuple[str, BenchJob]], cases: Sequence[Case], repeats: int, warm_ups: int, say: Say
-) -> list[Row]:
+def measure(jobs: Sequence[tuple[str, Job]], cases: Sequence[Case], repeats: int, warm_ups: int, say: Say) -> list[Row]:
     """One row for each variant and case. Raises BenchError."""
     pairs = [(name, job, case) for case in cases for name, job in jobs]
     for name, job, case in pairs:
@@ -86,7 +91,7 @@ def _about(name: str, case: Case) -> str:
     return f"{name}, batch {case.batch}, {case.prompt} + {case.generate} tokens"
 
 
-def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float | None) -> Row:
+def _row(name: str, job: Job, case: Case, runs: Sequence[Row], floor: float | None) -> Row:
     decode = spread([r["decode_tokens"] / r["decode_s"] if r["decode_s"] else 0.0 for r in runs])
     limit = None
     if floor is not None:
@@ -115,7 +120,7 @@ def _row(name: str, job: BenchJob, case: Case, runs: Sequence[Row], floor: float
     }
 
 
-def measure_mix(name: str, job: BenchJob, mix: dict[str, Any], repeats: int, say: Say) -> Row:
+def measure_mix(name: str, job: Job, mix: dict[str, Any], repeats: int, say: Say) -> Row:
     runs, pure = [], []
     for repeat in range(repeats + 1):
         say(f"run {repeat} of {repeats} of the mix" if repeat else "warming up")

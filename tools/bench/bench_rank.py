@@ -11,7 +11,8 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from ...engine.schedule.scheduler import Scheduler
@@ -29,7 +30,7 @@ LEAST_READ, MOST_READ = 256 << 20, 1 << 30
 _DRAFTS = {"drafted": "draft", "accepted": "accepted"}
 
 
-class _Bench:
+class Bench:
     """Rank 0's answers to orders."""
 
     def __init__(self, built: Any, communicator: Communicator, held: list[int]) -> None:
@@ -124,15 +125,12 @@ def read_floor(size: int) -> float | None:
         torch.set_num_threads(threads)
 
 
-def _lead(bench: _Bench) -> None:
+def _lead(bench: Bench) -> None:
     say(bench.describe())
-    try:
-        for order in map(json.loads, sys.stdin):
-            if order["kind"] == "end":
-                break
-            say(bench.obey(order))
-    finally:
-        bench.engine.close()
+    for order in map(json.loads, sys.stdin):
+        if order["kind"] == "end":
+            break
+        say(bench.obey(order))
 
 
 def held_bytes(device: Any) -> int:
@@ -145,13 +143,18 @@ def held_bytes(device: Any) -> int:
     return resident_bytes(Sysfs())
 
 
-def _bench(built: Any, communicator: Communicator) -> None:
+def bench(built: Any, communicator: Communicator, lead: Callable[[Bench], None]) -> None:
+    """Every rank of a loaded group calls it: rank 0 leads, the others follow until it returns."""
     held = communicator.collect(str(held_bytes(built.runner.cache.keys[0].device)).encode())
-    if communicator.leads:
-        _lead(_Bench(built, communicator, [int(size) for size in held]))
-    else:
+    if not communicator.leads:
         follow(built.runner, communicator.plans, StepProgress())
+        return
+    leader = Bench(built, communicator, [int(size) for size in held])
+    try:
+        lead(leader)
+    finally:
+        leader.engine.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main(_bench))
+    sys.exit(main(partial(bench, lead=_lead)))

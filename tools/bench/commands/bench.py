@@ -8,9 +8,11 @@ every case is warmed up, repeated and reported as a median with its spread.
 from __future__ import annotations
 
 import json
+import operator
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,18 @@ from rich.console import Console
 
 from ....engine.config.load import Deployment
 from ....launchers.cli.commands.check import read_model
-from ....launchers.cli.errors import ended_by
+from ....launchers.cli.errors import USAGE, UsageError, ended_by
 from ....launchers.cli.fabric_source import fabric_option
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchJob
 from ....models.config.wiring import WIRINGS
+from ....topology.json_codec import write_file
+from ....topology.placement.identity import IdentityError, identify
 from ...slo import Slo, slo_option
 from ..bench import Case
 from ..bench_measure import Row, Say, Variant, measure, measure_mix, read_items, roomy
 from ..bench_view import case_table, mix_table, plot
+from ..paper import SWEEPS, Asked, compared, paper_plot, paper_table, run
 
 LINE_S = 5.0
 _FAILS = ended_by(RuntimeError, ValueError, end=click.ClickException)
@@ -42,6 +47,10 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     if min(numbers) < 1:
         raise click.BadParameter(f"{value!r}: at least 1 each")
     return numbers
+
+
+def _some_numbers(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    return None if value is None else _numbers(ctx, parameter, value)
 
 
 def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
@@ -177,7 +186,7 @@ def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], ge
 @_common
 @_case_options
 @click.option("--batch", default="1,8", show_default=True, callback=_numbers, help="Sequences at once.")
-@click.option("--tp", callback=lambda c, p, v: v and _numbers(c, p, v), help="Tensor-parallel sizes, such as 1,2.")
+@click.option("--tp", callback=_some_numbers, help="Tensor-parallel sizes, such as 1,2.")
 @click.option("--wiring", default="auto", show_default=True, help=f"Of {', '.join(WIRINGS)}; commas between them.")
 @click.option("--overlap", type=click.Choice(["on", "off", "both"]), default="on", show_default=True)
 def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
@@ -195,6 +204,62 @@ def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], gene
     overlaps = {"on": (True,), "off": (False,), "both": (True, False)}[overlap]
     variants = [Variant(*v) for v in product(sizes, wirings, overlaps)]
     _run(config, overrides, variants, [Case(*c) for c in product(batch, prompt, generate)], **options)
+
+
+@command.command()
+@click.option("--model", type=click.Choice(sorted(SWEEPS)), required=True)
+@click.option("--tp", callback=_some_numbers, help="Group sizes.  [default: powers of two that fit]")
+@click.option("--batch", callback=_some_numbers, help="Sequences at once.  [default: the paper's]")
+@click.option("--p2p", type=click.Choice(["on", "off"]), default="on", help="Off: NCCL_P2P_DISABLE=1.")
+@click.option("--scale", type=click.IntRange(1, 64), default=1, help="Divide layers, widths and lengths: for CPUs.")
+@click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, help="Runs of each case.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of the deployment.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Rows as JSON; those there stay.")
+@click.option("--plot", "picture", metavar="FILE", help="Draw the speed-ups against the law (.png, .svg).")
+def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None, p2p: str, scale: int, repeats: int,
+          overrides: tuple[str, ...], output: Path, picture: str | None) -> int:  # fmt: skip
+    """Measure the sweep of Ladder Residual's authors, on the ranks of your mpirun, with dummy weights.
+
+    \b
+      mpirun -np 8 laddertron bench paper --model 70b -o 70b.json
+      mpirun -np 8 laddertron bench paper --model 70b -o 70b.json --p2p off --plot 70b.svg
+      mpirun -np 2 laddertron bench paper --model 8b -o 8b.json --scale 16      # two CPU cores, minutes
+
+    Rows are measured beside published and simulated ones (H100), and the speed-up beside the law."""
+    from ....launchers.rank.outer_job import among_ranks
+
+    with ended_by(IdentityError):
+        identity = identify()
+    if identity is None:
+        raise UsageError(f"start it on every rank: mpirun -np 8 laddertron bench paper --model {model} -o {output}")
+    sweep, world = SWEEPS[model], identity.world_size
+    sizes = tp or tuple(n for n in (2, 4, 8, 16) if world % n == 0 and (scale > 1 or n >= sweep.least))
+    if not sizes or any(world % n for n in sizes):
+        if identity.rank:
+            return USAGE
+        raise UsageError(f"{world} ranks: --tp must divide them, and {model} needs {sweep.least} ranks or --scale")
+    if p2p == "off":
+        os.environ["NCCL_P2P_DISABLE"] = "1"  # read once, at NCCL's first communicator
+    rows: list[Row] = []
+    with ended_by(ValueError, OSError):
+        if identity.rank == 0 and output.exists():
+            rows += json.loads(output.read_text())
+    asked = Asked(sweep, sizes, batch or sweep.batches, p2p == "on", scale, repeats, overrides)
+    place = operator.itemgetter("model", "scale", "tp", "peer", "wiring", "batch")
+
+    def keep(new: list[Row]) -> None:
+        again = {place(row) for row in new}
+        rows[:] = [*(row for row in rows if place(row) not in again), *new]
+        write_file(output, json.dumps(rows, indent=1) + "\n")
+
+    with _telling() if identity.rank == 0 else nullcontext(lambda text: None) as say:
+        among_ranks(identity, lambda: run(asked, identity, say, keep))
+    if identity.rank == 0:
+        found = list(compared([r for r in rows if (r["model"], r["scale"]) == (sweep.name, scale)], sweep))
+        Console(highlight=False).print(paper_table(found))
+        if picture is not None:
+            paper_plot(found, Path(picture))
+    return 0
 
 
 @command.command()

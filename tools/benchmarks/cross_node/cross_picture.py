@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
+from laddertron.tools.plan.published import TOKENS
 from laddertron.tools.plan.step_simulator import law
 from matplotlib.figure import Figure
-from simulate_published import TOKENS
 
 X_END = 3.0
 PUBLISHED = {

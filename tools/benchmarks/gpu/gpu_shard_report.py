@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from common import table
+from laddertron.tools.plan.published import TOKENS
 from laddertron.tools.plan.step_simulator import law
-from simulate_published import TOKENS
 
 Line = dict[str, Any]
 HEAD = (
