@@ -91,7 +91,7 @@ def once(line: BatchLine, seen: set[bytes]) -> BatchLine:
     if line.custom_id is not None:
         key = key_of(line.custom_id)
         if key in seen:
-            message = f"line {line.number}: custom_id {show(line.custom_id)} stands on an earlier line too"
+            message = f"line {line.number}: custom_id {show(line.custom_id)} is a duplicate of an earlier line's"
             error = ApiError(message, "duplicate_custom_id", "custom_id")
             return BatchLine(line.number, line.length, line.custom_id, line.url, error=error)
         seen.add(key)

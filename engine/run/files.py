@@ -180,7 +180,7 @@ def input_fault(source: Path, file: BinaryIO) -> str:
     start = file.read(4)
     wrong = ""
     if packed := _COMPRESSED.get(start[:2]):
-        wrong = f"is compressed ({packed}): lines are read as they stand; unpack it first"
+        wrong = f"is compressed ({packed}): compressed input is not read; unpack it first"
     elif start[:2] in (BOM_UTF16_LE, BOM_UTF16_BE) or b"\0" in start:
         wrong = f"is UTF-16: convert it, iconv -f UTF-16 -t UTF-8 {shlex.quote(str(source))} > utf8.jsonl"
     elif not _count_lines(file):

@@ -106,7 +106,7 @@ def whole_lines(path: Path, descriptor: int) -> Iterator[tuple[dict[str, Any], b
             line = _read_line(raw)
             if line is None:
                 if not _torn(raw):
-                    fix = "remove it, or start anew with --overwrite"
+                    fix = "remove it, or start over with --overwrite"
                     raise RunFileError(f"{path}:{number}: not a line of a batch's output: {fix}")
                 os.ftruncate(descriptor, good)
                 return

@@ -93,7 +93,7 @@ def drawn_on_device(
     if deterministic:
         return None, "through the host: there the masses of top_p and log-probabilities have one order of summation"
     if not isinstance(attention, Capturable):
-        return None, f"through the host: attention {attention.name} may read what lies behind a sequence's end"
+        return None, f"through the host: attention {attention.name} may read behind a sequence's end"
     if gather is None:
         return None, f"through the host: gathers of backend {communicator.backend} do, it needs nccl"
 

@@ -105,7 +105,7 @@ def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[s
     left = max(0, free - kept - sum(working.values()))
     parts = [f"{kept / GIB:.2f} unused by engine.gpu_memory_utilization={keys.gpu_memory_utilization:g}"]
     parts += [f"{held / GIB:.2f} for {name}" for name, held in working.items() if held]
-    words = f"{free / GIB:.2f} GiB free beside the weights, less {', '.join(parts)}"
+    words = f"{free / GIB:.2f} GiB free after the weights, less {', '.join(parts)}"
     return Budget(left, words, "raise engine.gpu_memory_utilization, lower engine.max_num_seqs, use more ranks")
 
 

@@ -48,7 +48,7 @@ def held_weights(
     try:
         fresh = HeldPages()
     except OSError as error:  # a container that forbids the call
-        log.warning("a launch that stands by will have to load: weights cannot lie in a file of memory: %s", error)
+        log.warning("memfd unavailable, a hot standby has to load the weights: %s", error)
         return None
     fresh.label = label
     return fresh

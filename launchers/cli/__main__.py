@@ -45,7 +45,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         "launch": "Print, emit or run the launcher's command line.",
         "topo": "Show nodes, devices, links and where ranks go.",
         "verify": "Prove that answers do not depend on the rest of the batch.",
-        "acceptance": "Measure new machines on one page, predicted beside measured.",
+        "acceptance": "Measure new machines: one page with predictions and measurements.",
         "trial": "A/B benchmark of this daemon and another server.",
         "preflight": "Measure the fabric; fail if a link is broken or slow.",
         "simulate": "Simulate step times of hypothetical hardware.",

@@ -55,7 +55,7 @@ def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
     for key in _PATHS:
         path = attrgetter(key)(deployment)
         if path is not None and not any(PurePosixPath(path).is_relative_to(place) for place in mounted):
-            found.append(f"{key}={path} lies in no volume of the pods: the image itself must hold it")
+            found.append(f"{key}={path} is in no volume of the pods: the image must contain it")
     return found
 
 

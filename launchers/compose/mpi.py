@@ -121,9 +121,9 @@ def _listening(deployment: Deployment, site: Site, share: Share, network: Networ
         return {}
     if "LD_PRELOAD" in site.shell or "LD_PRELOAD" in deployment.launch.env:
         return {}
-    where, why = ",".join(network.interfaces), f"{network.interface_reason}: nobody else may connect"
+    where, why = ",".join(network.interfaces), f"{network.interface_reason}: restricts the listening address"
     if [host.name for host in share.hosts] in (["localhost"], [site.host]):
-        where, why = "lo", "all ranks are on this host: nobody else may connect"
+        where, why = "lo", "all ranks are on this host: restricts the listening address"
     elif site.kind == "torchrun":
         return {}
     return {ENV_LISTEN: Variable(where, why), "LD_PRELOAD": Variable(site.listen, why)} if where else {}
@@ -133,7 +133,7 @@ def _binding(deployment: Deployment) -> tuple[str, str]:
     """The word for the launcher's own binding, and why."""
     if deployment.launch.bind_to == PLACEMENT:
         return "none", "launch.bind_to: placement: each rank binds itself"
-    return deployment.launch.bind_to, "launch.bind_to: unless told, threads run on any core"
+    return deployment.launch.bind_to, "launch.bind_to: by default threads run on any core"
 
 
 def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
@@ -247,7 +247,7 @@ def _slurm(
     parts.append(Part(("--cpu-bind=none",), why))
     parts.append(Part(("--kill-on-bad-exit=1",), "a group that lost a rank cannot go on"))
     parts.append(Part(("--overlap",), "replicas share an allocation, and a relaunch does not wait for what is dying"))
-    parts.append(Part(("--export=ALL",), "the environment as it is: no value stands on the command line"))
+    parts.append(Part(("--export=ALL",), "the inherited environment: no value is on the command line"))
     if slurm.container_image is not None:
         parts.append(Part((f"--container-image={slurm.container_image}",), "launch.slurm.container_image (Pyxis)"))
         if slurm.container_mounts:

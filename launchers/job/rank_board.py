@@ -139,7 +139,7 @@ class RankBoard:
         if state.ended:
             return []
         state.ended = True
-        text = "its process ended without a word" + (f" ({reason})" if reason else "")
+        text = "its process exited without reporting an error" + (f" ({reason})" if reason else "")
         return [self.sign(Evidence("rank_lost", rank, text))]
 
     def sign(self, evidence: Evidence) -> Evidence:
@@ -232,9 +232,7 @@ class RankBoard:
         if sign.kind == "rank_lost" and NODE_LOST in words:
             sign = Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")
         elif sign.kind == "rank_lost" and stood_still >= SILENCE_S:
-            text = (
-                f"this process stood still for {stood_still:.0f} s: ranks that hear nothing for so long end themselves"
-            )
+            text = f"this process was suspended for {stood_still:.0f} s: without it ranks end themselves"
             sign = Evidence("consequence", None, text)
         elif sign.kind == "rank_lost":
             # an end is read after what was said before it, so the first that was read need not have come first

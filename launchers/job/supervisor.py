@@ -96,7 +96,7 @@ class MpiJob:
     def load(self) -> None:
         """Has a held job go on from `standby`. Raises RuntimeError in another phase."""
         if self.state.phase != "standby" or self._launch is None:
-            raise RuntimeError(f"the job is {self.state.phase}, it loads when its ranks stand by")
+            raise RuntimeError(f"the job is {self.state.phase}, it loads when its ranks are on standby")
         self._held, self.before = False, None
         self._set_state("loading")
         self._launch.load()

@@ -320,7 +320,7 @@ def _poor_links(
     found = []
     if slow:
         known = f"a port has {port_bytes_per_s / 1e9:.3g} GB/s" if port_bytes_per_s else "even 1 Gb/s are 0.125 GB/s"
-        fix = "does the traffic take this port (launch.interface), and is nobody else on it?"
+        fix = "does the traffic take this port (launch.interface), and is it otherwise idle?"
         found.append((slow, f"{slow[0].bytes_per_s / 1e9:.3g} GB/s, {known}: {fix}"))
     if far:
         found.append((far, f"latency {far[0].latency_s * 1e6:.1f} us: are these nodes of one site?"))

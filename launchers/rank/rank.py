@@ -59,7 +59,7 @@ def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
             return address_of(placed)
         except ValueError as error:
             raise ValueError(
-                f"{hostname}: {error}: the fabric file has it otherwise: save it anew (`laddertron launch CONFIG topo "
+                f"{hostname}: {error}: the fabric file differs: save it again (`laddertron launch CONFIG topo "
                 "--save FILE`) or set launch.interface"
             ) from None
     address = socket.gethostbyname(hostname)
@@ -132,7 +132,7 @@ def seat_cores(identity: Identity) -> tuple[int, ...]:
     cores = cores_here(os.environ.get(ENV_CORES), identity.node, identity.local_rank)
     if cores is None:
         raise MappingError(
-            f"launch.bind_to is placement, and nobody told rank {identity.rank} on {identity.node} its cores "
+            f"launch.bind_to is placement, and no cores were given to rank {identity.rank} on {identity.node} "
             f"({ENV_CORES}): start it with `laddertron launch`, `run` or `serve`, or set launch.bind_to: none"
         )
     return cores

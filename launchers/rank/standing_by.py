@@ -39,7 +39,7 @@ def require_memory(available: int, ranks: int) -> None:
     Raises StandbyRefused."""
     if 0 < available < ranks * STANDBY_RANK:
         raise StandbyRefused(
-            f"no memory to stand by: {ranks} ranks here hold some {STANDBY_RANK >> 20} MiB each, {available >> 20} MiB "
+            f"no memory for a standby: {ranks} ranks here need {STANDBY_RANK >> 20} MiB each, {available >> 20} MiB "
             "are free: free some, or set daemon.standby: 0"
         )
 

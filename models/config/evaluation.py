@@ -17,10 +17,10 @@ def record(found: Mapping[str, Any], original: str | None, text_sha256: str) -> 
 
 
 def missing_record(folder: Path, config: ModelConfig) -> str | None:
-    """What to warn of: weights under another wiring than the stock one that nobody has measured."""
+    """What to warn of: weights under another wiring than the stock one that were not evaluated."""
     if config.wiring.name == "standard" or (folder / RECORD).is_file():
         return None
     return (
-        f"{folder}: {config.wiring.name} wiring and no {RECORD}: nobody has said what these weights are worth: "
+        f"{folder}: {config.wiring.name} wiring and no {RECORD}: the weights were not evaluated: "
         f"`laddertron evaluate {folder} --text FILE --record`"
     )

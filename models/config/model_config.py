@@ -154,8 +154,8 @@ def from_folder(path: str | Path) -> ModelConfig:
         )
     if "laddertron_model" in fields and description(config) != fields.data["laddertron_model"]:
         raise fields.fail(
-            "laddertron_model, by which the modeling file computes, says another model than the keys beside it: write "
-            "the folder anew with `laddertron convert`"
+            "laddertron_model, by which the modeling file computes, describes another model than the other keys: write "
+            "the folder again with `laddertron convert`"
         )
     if config.wiring.desync_every and (config.o_bias or config.mlp_bias):
         raise fields.fail("desync with an output bias is not defined (whose rank's residual would it join?)")
@@ -243,7 +243,7 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
     declared = "laddertron_wiring" in fields
     if family == "llamaLadder":
         if declared:
-            raise fields.fail("llamaLadder says its wiring in ladder_layers; laddertron_wiring beside it is ambiguous")
+            raise fields.fail("llamaLadder declares its wiring in ladder_layers; laddertron_wiring conflicts with it")
         wiring = ladder_last(fields, layers)
     elif "ladder_layers" in fields:
         raise fields.fail(f"ladder_layers belongs to model_type llamaLadder, not {family}; or use laddertron_wiring")

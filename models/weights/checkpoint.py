@@ -194,7 +194,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
         for tensor in read_header(inside(folder, name)):
             if tensor.name in tensors:
                 raise CheckpointError(
-                    f"{folder / name}: tensor {shown(tensor.name)} also stands in {tensors[tensor.name].file.name}"
+                    f"{folder / name}: tensor {shown(tensor.name)} is also in {tensors[tensor.name].file.name}"
                 )
             if weight_map is not None and tensor.name not in weight_map and not HARMLESS.fullmatch(tensor.name):
                 raise CheckpointError(

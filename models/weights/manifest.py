@@ -108,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         block = _natural(data["block"], 4096)
         files = {name: _file_sums(entry, block) for name, entry in data["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
-        raise CheckpointError(f"{path}: bad manifest: {fault}: make it anew with `laddertron manifest`") from fault
+        raise CheckpointError(f"{path}: bad manifest: {fault}: make it again with `laddertron manifest`") from fault
     return Manifest(block, files)
 
 

@@ -85,7 +85,7 @@ def _exposure(plan: CapacityEstimate) -> Sheet:
                  ms(t.waited_s), ms(t.slowed_s), f"{t.exposed_s / t.total_s:.0%}")
             )  # fmt: skip
     columns = ("wiring", "batch", "step ms", "compute", "in flight", "hidden", "waited", "slowed", "exposed of step")
-    note = "Exposed = waited for, and computing slowed by the collective beside it."
+    note = "Exposed = waits, and computation slowed by a concurrent collective."
     return Sheet("What is hidden", columns, tuple(rows), 1, note)
 
 
@@ -111,7 +111,7 @@ def _arithmetic(plan: CapacityEstimate) -> str:
     return (
         f"Split: two streams of rows, one computing while the other's all-reduce travels: max(2 c_half, c_half + "
         f"L_half) in place of c + L. Of {law.tokens:,} tokens {us}: {split * 1e6:,.0f} in place of {whole * 1e6:,.0f}, "
-        f"{whole / split:.2f}x at most, less by what an all-reduce slows computing beside it."
+        f"{whole / split:.2f}x at most, less the slowdown by a concurrent all-reduce."
     )
 
 

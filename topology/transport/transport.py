@@ -71,7 +71,7 @@ def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
     library = kind(str(path))
     if not hasattr(library, "lt_abi") or library.lt_abi() != _ABI:
         raise RuntimeError(
-            f"{path} was built from another version of its source: build anew (make env, or pip install -e .)"
+            f"{path} was built from another version of its source: build it again (make env, or pip install -e .)"
         )
     return library
 
@@ -277,7 +277,7 @@ class NativeCollective:
         strategy = self._strategy.get(x.nbytes)
         if strategy is None:
             if x.device.type != "cpu":
-                raise ValueError(f"the native transport reads host memory, x lies on {x.device}: use backend: nccl")
+                raise ValueError(f"the native transport reads host memory, x is on {x.device}: use backend: nccl")
             strategy = self._strategy[x.nbytes] = STRATEGIES[self._choose(x.nbytes)]
         if not x.is_contiguous() or x.dtype not in DTYPES or not x.numel():
             raise ValueError(

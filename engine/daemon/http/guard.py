@@ -97,10 +97,10 @@ class Guard:
         if self._keys is not None:
             self._identify(self._keys, path, headers, state)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise ApiError("send the body as it is: no content-encoding is read", None, status=415, close=True)
+            raise ApiError("send the body uncompressed: no content-encoding is accepted", None, status=415, close=True)
         length = headers.get("content-length", "").strip()
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
-            raise ApiError("content-length beside transfer-encoding: send one", "invalid_http", close=True)
+            raise ApiError("content-length and transfer-encoding conflict: send one", "invalid_http", close=True)
         most = SMALL_BYTES
         if path == _FILES:
             most = self._limits.max_body_bytes + _MULTIPART

@@ -38,7 +38,7 @@ def check_pair(cert: str, key: str) -> None:
     try:
         context.load_cert_chain(cert, key, no_passphrase)
     except _Encrypted:
-        message = f"{key}: it is encrypted, and nobody is there to type: give one without a passphrase (mode 0600)"
+        message = f"{key}: passphrases are not supported: give a key without one (mode 0600)"
         raise TlsFault("tls_key", message) from None
     except ssl.SSLError as error:
         if error.reason in ("EE_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):  # what this machine's OpenSSL asks of certificates

@@ -93,10 +93,10 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: laddertron-bundle-TIME.tar.gz]")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> None:
-    """Write one archive of what CONFIG's ranks, daemon and host know: last collectives, stacks, counters, logs.
+    """Write one archive of diagnostics: last collectives, stacks, counters and logs of CONFIG's ranks, daemon and host.
 
-    A running daemon on this host asks its ranks; without one (or if it hangs) the kernel's view of the rank processes,
-    the logs and the newest bundle that was written by itself are taken. Secrets are taken out of the configuration.
+    A running daemon on this host asks its ranks. Without one (or if it hangs) the archive has the kernel's view of the
+    rank processes, the logs and the newest automatic bundle. It contains no secrets of the configuration.
     """
     deployment = load(config, overrides)
     path = output or Path(time.strftime("laddertron-bundle-%Y%m%dT%H%M%S.tar.gz"))

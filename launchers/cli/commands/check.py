@@ -40,7 +40,7 @@ def missing_files(loaded: LoadedDeployment, keys: Sequence[str] = FILES) -> Iter
     for key in keys:
         path = attrgetter(key)(loaded.deployment)
         if path is not None and not Path(path).exists():
-            yield loaded.fault(key, f"{path}: no such file; relative paths stand against the config's folder")
+            yield loaded.fault(key, f"{path}: no such file; relative paths start at the config's folder")
 
 
 def refused(loaded: LoadedDeployment, key: str, ask: Callable[[], object], taken: str = "") -> Iterator[str]:

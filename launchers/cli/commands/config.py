@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[3] / "configs"
 
 @click.command()
 @click.argument("name", default="reference")
-@click.option("--list", "as_list", is_flag=True, help="Names of what there is.")
+@click.option("--list", "as_list", is_flag=True, help="List the shipped deployments.")
 def command(name: str, as_list: bool) -> None:
     """Print the deployment file NAME: the reference, every key with its default and a comment, or a shipped one.
 

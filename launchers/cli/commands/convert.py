@@ -14,7 +14,7 @@ from ..errors import ended_by
 @click.command()
 @click.argument("source", metavar="FROM", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--format", "dialect", type=click.Choice(DIALECTS), required=True, help="What TO is to be written as.")
+@click.option("--format", "dialect", type=click.Choice(DIALECTS), required=True, help="Format of TO.")
 @ended_by(CheckpointError, ValueError)
 @ended_by(OSError, end=click.ClickException)
 def command(source: Path, target: Path, dialect: str) -> None:

@@ -43,7 +43,7 @@ def command() -> None:
 @click.option("--kind", type=click.Choice(["client", "metrics"]), default="client", show_default=True)
 @ended_by(KeyFileError, OSError)
 def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
-    """Make a key for NAME and print it: it is shown this once. A client's opens the API, one of the kind metrics opens
+    """Make a key for NAME and print it: it is shown only once. A client's opens the API, one of the kind metrics opens
     /metrics and nothing else."""
     if not 1 <= len(name) <= 128 or not name.isprintable():
         raise UsageError(f"NAME={name!r}: 1 to 128 printable characters")
@@ -59,11 +59,11 @@ def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
 @_FILE
 @click.argument("which", metavar="ID|NAME")
 @click.option(
-    "--old-for", default="24h", show_default=True, metavar="TIME", help="How long the old secret still works."
+    "--old-for", default="24h", show_default=True, metavar="TIME", help="How long the old secret remains valid."
 )
 @ended_by(KeyFileError, OSError)
 def rotate(file: Path, which: str, old_for: str) -> None:
-    """Give a key a new secret and print it: it is shown this once. The id stays, and with it files, batches, limits and
+    """Give a key a new secret and print it: it is shown only once. The id stays, and with it files, batches, limits and
     usage. The secret before works for a while more; --old-for 0 ends it now."""
     try:
         seconds = TypeAdapter(_OldFor).validate_python(old_for)
@@ -80,7 +80,7 @@ def rotate(file: Path, which: str, old_for: str) -> None:
 @click.argument("which", metavar="ID|NAME")
 @ended_by(KeyFileError, OSError)
 def revoke(file: Path, which: str) -> None:
-    """Revoke a key. What its holder made stays theirs alone."""
+    """Revoke a key. Its files and batches are kept, and no other key can read them."""
     key = revoke_key(file, which)
     click.echo(f"{key.id} of {key.name} is revoked", err=True)
 

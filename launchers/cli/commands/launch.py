@@ -158,7 +158,7 @@ def render(command: LaunchCommand, title: str) -> str:
     lines += [f"#   {words:<{width}}  {reason}" for words, reason in shown]
     for name, variable in command.variables.items():
         lines.append(f"export {name}={shlex.quote(variable.value)}  # {variable.reason}")
-    lines += [f"# {name} as it is in this shell" for name in command.inherited]
+    lines += [f"# {name} is inherited from this shell" for name in command.inherited]
     lines += [f"# {name} is set by laddertron when it starts this" for name in command.forward]
     lines.append(" \\\n  ".join(shlex.join(part.words) for part in command.parts))
     return "\n".join(lines)

@@ -14,7 +14,7 @@ _RUNBOOK = "docs/runbook.md"
 
 @click.group()
 def command() -> None:
-    """Alert rules, Grafana dashboards and a Prometheus configuration, as they come with this version."""
+    """Export this version's alert rules, Grafana dashboards and Prometheus configuration."""
 
 
 @command.command()
@@ -22,7 +22,7 @@ def command() -> None:
 @click.option("--runbook", metavar="URL", help="Where runbook.md will be read.  [default: the file in FOLDER]")
 @click.option("--overwrite", is_flag=True, help="Replace files that exist.")
 def export(folder: Path, runbook: str | None, overwrite: bool) -> None:
-    """Write them into FOLDER, with the runbook that the alerts' runbook_url points into.
+    """Write rules, dashboards, configuration and the runbook of the alerts into FOLDER.
 
     \b
       laddertron monitoring export monitoring --runbook https://wiki.example/laddertron/runbook

@@ -94,16 +94,16 @@ def end(identity: Identity, text: str, code: int) -> NoReturn:
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
 def command(config: str, save: Path | None, as_json: bool, overrides: tuple[str, ...]) -> int:
-    """Measure what CONFIG's ranks have between them: every link, every all-reduce over the model's message sizes and
-    32 KiB to 8 MiB, every rank's clock, libraries, transport and speed.
+    """Measure CONFIG's fabric: every link, every all-reduce over the model's message sizes and 32 KiB to 8 MiB, every
+    rank's clock, libraries, transport and speed.
 
     \b
       laddertron preflight deploy.yaml --save fabric-tuning.json
       mpirun -np 16 --hostfile hosts laddertron preflight deploy.yaml
 
-    The tuning file tells `collective: auto` which all-reduce to use for which size: name it as parallel.tuning_file.
+    `collective: auto` chooses the all-reduce of each size by the tuning file that parallel.tuning_file names.
 
-    Exit codes: 0 all is well; 1 something is broken, and the culprit is named; 2 the command line or CONFIG is wrong.
+    Exit codes: 0 no fault; 1 a fault, reported with its culprit; 2 the command line or CONFIG is wrong.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     with ended_by(IdentityError):

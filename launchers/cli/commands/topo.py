@@ -90,7 +90,7 @@ def command(
     config: str | None, plan: str | None, fabric_file: str | None, save: str | None, overrides: tuple[str, ...],
     json_out: bool,
 ) -> None:  # fmt: skip
-    """Show what there is: hosts, GPUs, HCAs, NUMA nodes and the paths between them; with a CONFIG, where its ranks go.
+    """Show hosts, GPUs, HCAs, NUMA nodes and the paths between them; with a CONFIG, where its ranks go.
 
     \b
       laddertron topo

@@ -42,13 +42,13 @@ def compare(one: Digests, other: Digests) -> str:
 @click.argument("config")
 def command(config: str, against: str | None, overrides: tuple[str, ...], requests: int, longest: int, cases: int,
             seed: int | None) -> int:  # fmt: skip
-    """Prove that what a request yields depends on nothing else.
+    """Prove that a request's result does not depend on other requests.
 
     Starts the ranks of CONFIG, computes random prompts alone and then in random mixes: of 1 to 300 tokens a step, in
-    chunks, preempted, going on from cached blocks. What every sub-block and the head yield must have the same bits.
-    With --against, the prompts computed alone must have those of OTHER's ranks, too.
+    chunks, preempted, resumed from cached blocks. The results of every sub-block and of the head must have the same
+    bits; with --against, the prompts computed alone also those of OTHER's ranks.
 
-    Exit code 0: all bits are equal; 1: some differ, and where first is said; 2: it could not be checked."""
+    Exit code 0: all bits are equal; 1: some differ, with the first place; 2: it could not be checked."""
     deployments = [(config, read_model(config, overrides)), *([(against, read_model(against))] if against else [])]
     seed = secrets.randbits(32) if seed is None else seed
     order = {"requests": requests, "longest": longest, "cases": cases, "seed": seed, "digests": bool(against)}

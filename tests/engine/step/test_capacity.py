@@ -59,7 +59,7 @@ def test_the_arithmetic_of_a_gpu() -> None:
     assert budget.kv == pytest.approx(60 * GIB - 8 * GIB - sum(WORKING.values()), abs=2)
     line = describe_budget(budget, 1234, 16)
     assert line == (
-        "KV cache: 50.25 GiB (60.00 GiB free beside the weights, less 8.00 unused by engine.gpu_memory_utilization=0.9,"
+        "KV cache: 50.25 GiB (60.00 GiB free after the weights, less 8.00 unused by engine.gpu_memory_utilization=0.9,"
         " 0.25 for activations, 0.50 for attention workspace, 1.00 for CUDA graphs); 1234 blocks of 16 positions"
     )
     assert kv_budget(EngineConfig(), 80 * GIB, 9 * GIB, WORKING).kv == 0

@@ -243,7 +243,7 @@ def test_what_the_manifests_leave_out_is_named() -> None:
     text = "\n".join(gaps(shipped, ("serve",)))
     for words in ("model_claim is null", "data_claim is null", "rdma_resource is null", "api_key_file is null"):
         assert words in text
-    assert "daemon.export_dir=/shared/laddertron/export lies in no volume" in text
+    assert "daemon.export_dir=/shared/laddertron/export is in no volume" in text
     assert [gap.split()[0] for gap in gaps(kubernetes_config(), ("serve",))] == [
         "daemon.export_dir=/shared/laddertron/export"
     ]

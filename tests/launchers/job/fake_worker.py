@@ -200,7 +200,7 @@ def stand_by(client: ControlClient, config: dict[str, Any], rank: int) -> bool:
     if config.get("raise_standing") == rank:
         raise AskedToRaise("asked to raise while it comes up")
     if config.get("no_room_to_stand") == rank:
-        client.fail("no memory to stand by: 2 ranks here", refused=True)
+        client.fail("no memory for a standby: 2 ranks here", refused=True)
         os._exit(1)
     while config.get("stand_until") and not os.path.exists(config["stand_until"]):
         time.sleep(0.01)

@@ -252,7 +252,7 @@ def test_a_rank_that_ended_because_of_something_else_is_not_blamed() -> None:
     assert "lost a node" in failure.reason
     failure = board.judge(1, (), {}, stood_still=12.0)
     assert (failure.kind, failure.rank) == ("consequence", None)
-    assert "stood still for 12 s" in failure.reason
+    assert "was suspended for 12 s" in failure.reason
     assert board.judge(1, (), {}, stood_still=5.0).rank == 0
 
 

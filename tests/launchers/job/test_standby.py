@@ -221,7 +221,7 @@ def test_without_memory_for_one_a_failure_costs_a_cold_start(caplog: pytest.LogC
 
     async def run() -> None:
         async with story(Launches(), {"no_room_to_stand": 1}, standby=True) as s:
-            await s.listener.until(lambda: "no memory to stand by" in said(caplog))
+            await s.listener.until(lambda: "no memory for a standby" in said(caplog))
             assert (s.job.state.phase, s.job.state.restarts) == ("ready", 0)
             os.kill(await s.pid(0), signal.SIGKILL)
             await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
@@ -253,7 +253,7 @@ def test_a_held_job_loads_when_it_is_told() -> None:
 
     async def run() -> None:
         async with story(Launches(), {"room": False}, hold=True) as s:
-            with pytest.raises(RuntimeError, match="it loads when its ranks stand by"):
+            with pytest.raises(RuntimeError, match="it loads when its ranks are on standby"):
                 s.job.load()
             await s.phase("standby")
             assert not s.job.room
@@ -299,5 +299,5 @@ def test_the_board_waits_for_ranks_that_stand_by_as_long_as_it_takes() -> None:
 def test_a_host_without_memory_refuses_to_stand_by() -> None:
     require_memory(0, 8)  # the kernel does not say
     require_memory(8 << 30, 8)
-    with pytest.raises(StandbyRefused, match=r"8 ranks here hold some 300 MiB each, 2000 MiB are free"):
+    with pytest.raises(StandbyRefused, match=r"8 ranks here need 300 MiB each, 2000 MiB are free"):
         require_memory(2000 << 20, 8)

@@ -125,7 +125,7 @@ def test_a_rank_without_memory_does_not_stand_by(monkeypatch: pytest.MonkeyPatch
     """Refused before it takes any: torch is not asked for threads, no group is joined."""
     monkeypatch.setattr(rank, "available_bytes", lambda sysfs: 500 << 20)
     monkeypatch.setattr(rank, "set_threads", lambda deployment, identity: pytest.fail("it went on"))
-    with pytest.raises(StandbyRefused, match="2 ranks here hold some 300 MiB each, 500 MiB are free"):
+    with pytest.raises(StandbyRefused, match="2 ranks here need 300 MiB each, 500 MiB are free"):
         run_rank(deployment("any"), replace(ME, local_size=2), None, Status(), standby=True)
 
 
@@ -234,7 +234,7 @@ def test_a_rank_that_was_told_no_cores_says_so(monkeypatch: pytest.MonkeyPatch) 
     """An mpirun of one's own knows nothing of seats; running anywhere while the table names cores would be a lie."""
     monkeypatch.delenv(ENV_CORES, raising=False)
     bound = replace(deployment("any"), launch=LaunchConfig(bind_to="placement", fabric="f.json"))
-    with pytest.raises(MappingError, match="nobody told rank 0 on here its cores"):
+    with pytest.raises(MappingError, match="no cores were given to rank 0 on here"):
         set_threads(bound, ME)
 
 

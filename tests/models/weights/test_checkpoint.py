@@ -184,7 +184,7 @@ def test_an_index_and_its_files_agree_or_are_refused(tmp_path: Path) -> None:
     write(tmp_path / one, good())
     refused(lambda: read_folder(tmp_path), "tensor b.weight is not in", one)
     index(tmp_path, {"a.weight": one, "b.weight": two})
-    refused(lambda: read_folder(tmp_path), "tensor b.weight also stands in", one)
+    refused(lambda: read_folder(tmp_path), "tensor b.weight is also in", one)
     for text, words in (
         ('{"weight_map": {"a": "m.safetensors", "a": "m.safetensors"}}', "duplicate key"),
         ('{"weight_map": []}', "not an object"),

@@ -114,7 +114,7 @@ def test_bad_manifests_are_refused_with_the_mend(tmp_path: Path, text: str, word
 
 
 def test_the_manifest_command_writes_checks_and_finds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["manifest", str(folder), "--check"]) == 1
+    assert main(["manifest", str(folder), "--check"]) == 2
     assert "no manifest" in capsys.readouterr().err
     assert main(["manifest", str(folder)]) == 0
     assert "GB/s" in capsys.readouterr().out
@@ -143,9 +143,9 @@ def test_per_rank_files_hold_what_the_checkpoint_gives(
     with pytest.raises(CheckpointError, match=r"not written with parallel\.embedding"):
         load_all(folder, not replicate)
     assert open_source(folder, RankShard(c, 4, 0)).sharded_over == 0, "other sizes still read the checkpoint"
-    assert main(["shard", str(folder), "--tp", str(SIZE)]) == 1
+    assert main(["shard", str(folder), "--tp", str(SIZE)]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert main(["shard", str(folder), "--tp", "3"]) == 1
+    assert main(["shard", str(folder), "--tp", "3"]) == 2
     assert "8 heads % 3" in capsys.readouterr().err
 
 

@@ -281,7 +281,7 @@ def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None,
 @_FAILS
 def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, file: str | None,
                slo: Slo | None, **mix: Any) -> None:  # fmt: skip
-    """A mix of requests, beside what pure prefill and pure decode of full batches would take for the same tokens.
+    """Measure a mix of requests, and compare it with pure prefill and decode of full batches.
 
     With --input and engine.speculation, drafts are verified and the share that was right is shown; random prompts are
     always run without."""

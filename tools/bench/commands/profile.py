@@ -21,7 +21,9 @@ from ....launchers.measure.rank_job import BenchError, BenchJob
 @click.option("--batch", type=click.IntRange(1), help="Sequences.  [default: engine.max_num_seqs]")
 @click.option("--prompt", default=32, show_default=True, type=click.IntRange(1), help="Prompt tokens of each.")
 @click.option("--rank", "ranks", multiple=True, type=int, help="Record this rank; repeatable.  [default: all]")
-@click.option("--ops", is_flag=True, help="Each rank's operators and kernels too (torch.profiler), in files beside.")
+@click.option(
+    "--ops", is_flag=True, help="Also each rank's operators and kernels (torch.profiler), in files next to the trace."
+)
 @click.option("-o", "--output", default="trace.json", show_default=True, type=click.Path(path_type=Path))
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")

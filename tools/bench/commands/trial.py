@@ -95,7 +95,9 @@ class Server:
 @click.option("--requests", default=16, show_default=True, type=_COUNT, help="The mix: requests a round.")
 @click.option("--at-once", default=8, show_default=True, type=click.IntRange(1, 512), help="Requests under way.")
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(FEWEST, 100), help="Turns of each server.")
-@click.option("--price", nargs=2, type=_PRICE, metavar="OURS THEIRS", help="Of an hour of each, in any currency.")
+@click.option(
+    "--price", nargs=2, type=_PRICE, metavar="OURS THEIRS", help="Price of an hour of each server, in any currency."
+)
 @click.option("--seed", type=click.IntRange(0, 2**32), help="Of the mix; default: a new one, printed.")
 @slo_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
@@ -113,7 +115,7 @@ def command(
       laddertron trial deploy.yaml --against http://vllm:8000/v1 --price 98.4 49.2
       laddertron trial deploy.yaml --against http://vllm:8000/v1 -i prompts.jsonl --at-once 32
 
-    Exit code 0: measured, whatever came of it; 1: it could not be; 2: the command line or CONFIG is wrong."""
+    Exit code 0: measured; 1: it could not be measured; 2: the command line or CONFIG is wrong."""
     deployment = read(config, overrides).deployment
     seed = secrets.randbits(32) if seed is None else seed
     try:

@@ -36,7 +36,7 @@ from ..tables import as_json, markdown, sheet_lines
     help="With --model; hybrid ladders the last half of the layers.",
 )
 @click.option("--max-model-len", type=click.IntRange(1), help="With --model: positions a sequence may have.")
-@click.option("--fp8", is_flag=True, help="Weights in fp8, whatever the folder says.")
+@click.option("--fp8", is_flag=True, help="Plan with fp8 weights.")
 @click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a request's prompt.")
 @click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Tokens of an answer.")
 @click.option(

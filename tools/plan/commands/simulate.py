@@ -42,7 +42,7 @@ def step_command(
     config: str | None, model: str | None, fabric: str | None, tp: int | None, batch: int, context: int, prompt: int,
     delay: float | None, json_out: bool,
 ) -> None:  # fmt: skip
-    """One step by every wiring: computing, in flight, hidden, exposed."""
+    """Simulate one step of every wiring: computing, in flight, hidden, exposed."""
     if config is not None and tp is not None:
         raise click.UsageError("--tp goes with --model; a CONFIG says it itself")
     load = Load(decodes=batch, context=context, prompt=prompt, prompt_context=prompt / 2)
@@ -69,7 +69,7 @@ def step_command(
 @click.option("--fp8", is_flag=True, help="Weights in fp8.")
 @click.option("--json", "json_out", is_flag=True, help="Every number, in seconds.")
 def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, json_out: bool) -> None:
-    """One replica over more and more nodes: is it still faster, and what do the wirings make of it?"""
+    """Simulate one replica over more and more nodes, for every wiring."""
     with faults_of("simulate"):
         spans = scaling(model, nodes, batch, context, fp8)
     if json_out:
@@ -98,7 +98,7 @@ def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, j
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_out", is_flag=True, help="Every number, in seconds and tokens.")
 def fleet_command(json_out: bool, **asked: Any) -> None:
-    """Replicas behind one queue: how long a batch takes, how long requests wait, what broken nodes cost."""
+    """Simulate replicas behind one queue: batch time, waiting time, the cost of failed nodes."""
     with faults_of("simulate"):
         outcome, sheet = fleet(FleetAsked(**asked))
     if json_out:

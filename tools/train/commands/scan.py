@@ -28,10 +28,10 @@ from ..training import MODEL, TEXT, token_file, training_ranks
 @ended_by(ValueError)
 @ended_by(OSError, RuntimeError, end=click.ClickException)
 def command(source: Path, **o: Any) -> None:
-    """How the loss on the text moves when each layer of FROM alone is laddered, and each suffix of layers, untrained;
-    beside the speed-up that `plan` predicts for the suffix: quality against speed.
+    """Measure the loss on the text with each layer of FROM laddered alone, and with each suffix of layers, untrained,
+    and the speed-up that `plan` predicts for the suffix.
 
-    It does not include recovery by training: the loss ranks the layers, it does not predict quality.
+    The loss does not include recovery by training: it ranks the layers, it does not predict quality.
 
     \b
       laddertron scan models/llama-3.1-8b --text notes/ --nodes 2x8xH100
