@@ -82,7 +82,7 @@ def test_a_rank_binds_to_the_placements_interface(monkeypatch: pytest.MonkeyPatc
     )
     assert local_address(plain, [here, here]) == "127.0.0.1"
     monkeypatch.setenv(ENV_INTERFACES, f"{here}=ib9")
-    with pytest.raises(ValueError, match=r"ib9 has no address.*save it anew.*or set launch.interface"):
+    with pytest.raises(ValueError, match=r"ib9 has no address.*save it again.*or set launch.interface"):
         local_address(plain, nodes)
 
 

@@ -354,7 +354,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"model_type": "llamaLadder", "ladder_layers": 5}, "ladder_layers=5 must be"),
     (LLAMA, {"model_type": "llamaLadder", "ladder_layers": [0, 4]}, "must be different layers of 0 to 3"),
     (LLAMA, {"model_type": "llamaLadder", "ladder_layers": [1, 1]}, "must be different layers of 0 to 3"),
-    (LLAMA, {"model_type": "llamaLadder", "ladder_layers": 1, "laddertron_wiring": {"kind": "ladder"}}, "ambiguous"),
+    (LLAMA, {"model_type": "llamaLadder", "ladder_layers": 1, "laddertron_wiring": {"kind": "ladder"}}, "conflicts"),
     (LLAMA, {"laddertron_wiring": "ladder"}, "laddertron_wiring='ladder' must be an object"),
     (LLAMA, {"laddertron_wiring": {}}, "laddertron_wiring: kind is missing"),
     (LLAMA, {"laddertron_wiring": {"kind": "rope"}}, "wiring 'rope' must be standard, parallel, ladder, hybrid"),

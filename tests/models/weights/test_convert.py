@@ -154,6 +154,6 @@ def test_the_command_says_what_it_wrote_and_overwrites_nothing(tmp_path: Path) -
     assert result.exit_code == 0, result.output
     assert "laddertron, ladder wiring" in result.stdout
     result = CliRunner().invoke(group, ["convert", *words])
-    assert (result.exit_code, "is there already" in result.stderr) == (1, True)
+    assert (result.exit_code, "is there already" in result.stderr) == (2, True)
     with pytest.raises(CheckpointError, match="is there already"):
         convert(start, tmp_path / "m", "hf")

@@ -59,7 +59,7 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     one, two = (checkpoints.save(tmp_path / name, name) for name in ("llama", "ladder"))
     checkpoints.save_tokenizer(two, vocab=290)
     result = CliRunner().invoke(evaluate, [str(one), str(two), "--text", str(tmp_path / "text.txt")])
-    assert (result.exit_code, "has another tokenizer than" in result.stderr) == (1, True)
+    assert (result.exit_code, "has another tokenizer than" in result.stderr) == (2, True)
 
 
 def test_a_scan_ladders_each_layer_and_each_suffix(tmp_path: Path) -> None:
