@@ -15,8 +15,8 @@ import click
 
 from ....engine.config.load import Deployment, read
 from ...compose.detect_launcher import assume, fabric_of, survey
-from ...compose.host_allocation import together
-from ...compose.hosts import LaunchError, read_hosts
+from ...compose.host_allocation import Share, together
+from ...compose.hosts import Host, LaunchError, read_hosts
 from ...compose.kubernetes import gaps, leader_worker_set, mpijob
 from ...compose.mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
 from ...compose.slurm import sbatch
@@ -55,26 +55,35 @@ def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -
         return assume(deployment, environ)
 
 
+def whole_of(fleet: Fleet, arguments: Sequence[str]) -> Share:
+    """The hosts of all replicas in one job; of `topo`, which records the fabric, with the spare ones."""
+    whole = together(fleet.shares)
+    if arguments[0] != "topo":
+        return whole
+    spares = (Host(name.partition(":")[0], whole.hosts[0].slots) for name in fleet.deployment.launch.spare_hosts)
+    return replace(whole, hosts=(*whole.hosts, *spares))
+
+
 def printed(
     deployment: Deployment,
     site: Site,
     program: Sequence[str],
     alone: bool,
     environ: Mapping[str, str],
-    again: bool = False,
+    arguments: Sequence[str],
 ) -> str:
     """The dry run: every command that would be started, with its reasons. `alone`: the program starts its ranks itself,
-    a job for each replica, or, `again`, one in which each rank is the same program."""
-    fleet = Fleet(deployment, environ, site=site)
+    a job for each replica, or, for preflight, one in which each rank is the same program."""
+    fleet, again = Fleet(deployment, environ, site=site), arguments[0] == "preflight"
     title, below = f"hosts: {fleet.available.source}", "(started by the command above)"
     if alone and not again:
         jobs = [compose(deployment, site, share, worker_program(site), CONTROL) for share in fleet.shares]
         texts = [render(job, f"replica {n} of {len(jobs)} {below}") for n, job in enumerate(jobs)]
-    elif site.kind == "torchrun" and len((whole := together(fleet.shares)).hosts) > 1:
+    elif site.kind == "torchrun" and len((whole := whole_of(fleet, arguments)).hosts) > 1:
         commands = torchrun_hosts(deployment, site, whole, program)
         return "\n\n".join(render(c, f"start this on {h.name}") for c, h in zip(commands, whole.hosts, strict=True))
     else:
-        job = compose(deployment, site, together(fleet.shares), program)
+        job = compose(deployment, site, whole_of(fleet, arguments), program)
         texts = [render(job, f"the ranks {below}" if again else title)]
     if alone:
         starts = "its ranks and holds them" if again else "a job for each replica"
@@ -133,12 +142,12 @@ def command(
         program = _laddertron(site.python, arguments, os.path.abspath(config), tail)
         alone = starts_its_own(arguments, deployment)
         if dry_run:
-            click.echo(printed(deployment, site, program, alone, environ, arguments[0] == "preflight"))
+            click.echo(printed(deployment, site, program, alone, environ, arguments))
             return
         fleet = Fleet(deployment, environ, site=site)
         argv, extra = program, {}
         if not alone:
-            job = compose(deployment, site, together(fleet.shares), program)
+            job = compose(deployment, site, whole_of(fleet, arguments), program)
             argv, extra = job.argv, job.env
     click.echo(f"+ {shlex.join(argv)}", err=True)
     sys.stdout.flush()

@@ -133,11 +133,13 @@ def command(
 
     if forced is not None:
         notes = (*notes, f"{VARIABLE}: ranks play the CPU tier {forced}")
-    console = Console(highlight=False)
+    # Open MPI gives ranks a terminal of its own: its colours are not the user's
+    terminal = None if me is None else False
+    console = Console(highlight=False, force_terminal=terminal)
     if deployment is None or placed is None:
         console.print(fabric_view(fabric, console.width))
     else:  # a row that is cut cannot be read: rather let a very narrow terminal break lines
-        console = Console(highlight=False, width=max(console.width, 100))
+        console = Console(highlight=False, force_terminal=terminal, width=max(console.width, 100))
         console.print(placement_view(placed, shapes, lines, deployment.launch.bind_to == PLACEMENT))
     for note in notes:
         console.print(f"note: {note}", style="yellow")

@@ -186,7 +186,8 @@ def test_dry_run_of_two_replicas() -> None:
     d = deployment("llama-3.1-405b-tp16-x2.yaml", "launch.hosts=[n1, n2, n3, n4]", "launch.interface=ib0")
     here = site("openmpi")
     golden(
-        "x2-serve.txt", printed(d, here, (here.python, "-m", "laddertron.launchers.cli", "serve", "d.yaml"), True, {})
+        "x2-serve.txt",
+        printed(d, here, (here.python, "-m", "laddertron.launchers.cli", "serve", "d.yaml"), True, {}, ("serve",)),
     )
 
 
@@ -195,7 +196,7 @@ def test_dry_run_of_preflight() -> None:
     d = deployment("llama-3.1-405b-tp16-x2.yaml", "launch.hosts=[n1, n2, n3, n4]", "launch.interface=ib0")
     here = site("openmpi")
     program = (here.python, "-m", "laddertron.launchers.cli", "preflight", "d.yaml")
-    own, ranks = printed(d, here, program, True, {}, True).split("\n\n")
+    own, ranks = printed(d, here, program, True, {}, ("preflight",)).split("\n\n")
     assert "starts its ranks and holds them" in own
     assert "mpirun" not in own
     assert "-np 32" in ranks
@@ -319,6 +320,15 @@ def test_run_over_replicas_starts_its_own_jobs() -> None:
     assert [starts_its_own([name], d) for name in ("serve", "run", "preflight") for d in (one, two)] == [
         True, True, False, True, True, True,
     ]  # fmt: skip
+
+
+def test_topo_looks_at_spare_hosts_too() -> None:
+    """A rank on a spare host asks the fabric for its place. No other command starts ranks there."""
+    d = deployment("llama-3.1-405b-tp16.yaml", "launch.hosts=[a:8, b:8]", "launch.spare_hosts=[c]")
+    for name, count, named in (("topo", 24, "a:8,b:8,c:8"), ("run", 16, "a:8,b:8")):
+        shown = printed(d, site("openmpi"), ("program",), False, {}, (name,))
+        assert f"-np {count} " in shown
+        assert f"--host {named} " in shown
 
 
 def test_topo_needs_no_fabric_to_save_one(tmp_path: Path) -> None:

@@ -219,12 +219,20 @@ def test_saving_looks_anew(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a saved fabric, nothing is gathered and rank 1 of 2 has nothing to say."""
+    """With a saved fabric, nothing is gathered, and rank 1 of 2 prints nothing; rank 0 prints no colours, although
+    Open MPI gives it a terminal, for which FORCE_COLOR stands here."""
     names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    for name, value in zip(names, "2112", strict=True):
-        monkeypatch.setenv(name, value)
-    assert main(["topo", "--fabric", "2x8xH100"]) == 0
-    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for ids, colours in (("2112", None), ("2002", False), (None, True)):
+        for name, value in zip(names, ids or "", strict=ids is not None):
+            monkeypatch.setenv(name, value)
+        if ids is None:
+            for name in names:
+                monkeypatch.delenv(name)
+        assert main(["topo", "--fabric", "2x8xH100"]) == 0
+        out = capsys.readouterr().out
+        assert (out == "") == (colours is None)
+        assert ("\x1b[" in out) == bool(colours)
 
 
 def test_torch_stays_out() -> None:
