@@ -136,6 +136,10 @@ fault-test: env ## Faults row by row, 440 seeded kill points (FAULT_SEED, FAULT_
 soak: env ## Half an hour of everything at once: clients of every kind, kills, a full disk, clock steps (SOAK_SECONDS, SOAK_SEED)
 	@$(VENV)/bin/pytest tests/faults/test_soak.py -s
 
+.PHONY: rehearse
+rehearse: env ## 405B's deployment on two emulated nodes of eight ranks, from check to acceptance, with faults; renews docs/operating.md (root; Debian's prometheus; a quarter of an hour, quiet machine)
+	@$(PY) tools/benchmarks/rehearsal.py --write
+
 chaos-demo: env ## Ranks, keepers, mpirun and the daemon are killed while batches run: every line has one answer (FAULT_REAL kills)
 	@FAULT_REAL=$${FAULT_REAL:-12} $(VENV)/bin/pytest tests/faults/test_kill_points.py -k mpirun -s
 
