@@ -57,8 +57,8 @@ unit:
 	@$(VENV)/bin/pytest tests -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test-busy test-seeds slow-test
-# Each loop ends with the shell that started it, whatever ended that, SIGKILL too.
-test-busy: env ## The tests with four busy loops beside them: no outcome may depend on how fast the machine is (half an hour)
+# Each loop ends with the shell that started it, even after SIGKILL.
+test-busy: env ## The tests with four concurrent busy loops: no outcome may depend on how fast the machine is (half an hour)
 	@for loop in 1 2 3 4; do while kill -0 $$$$; do for ((i = 0; i < 20000; i++)); do :; done; done 2>/dev/null & done; $(MAKE) unit
 
 test-seeds: env ## Every test that draws, with seeds 1 to 40 and hypothesis at random, before a release (SEEDS=1-40; hours)
