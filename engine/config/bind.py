@@ -40,8 +40,8 @@ def located(where: str, path: str, text: str) -> str:
 
 
 def bind(tree: Table, base: Path, cwd: Path) -> tuple[Deployment, dict[str, str], list[str], frozenset[str]]:
-    """The deployment in the tree as far as it could be read, the place of each key, the errors, and the keys that hold
-    defaults in place of what the file says. Relative paths stand against `base`, those of `--set` against `cwd`."""
+    """The deployment as far as readable, the place of each key, the errors, and the keys that hold defaults instead.
+    Paths start at `base`, of `--set` at `cwd`."""
     nothing = (tree.where, Table(tree.where, {}))
     tree = Table(tree.where, {"model": nothing} | tree.entries)
     places: dict[str, str] = {}

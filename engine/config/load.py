@@ -40,8 +40,8 @@ class LoadedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A deployment as far as it could be read: `faults` may be none; keys in `bad` hold defaults in place of what the
-    file says."""
+    """A deployment as far as readable, its `faults`, and in `bad` the keys that hold defaults instead of the file's
+    values."""
 
     loaded: LoadedDeployment
     faults: tuple[str, ...]
@@ -49,9 +49,8 @@ class Draft:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment that the file and the overrides (`engine.max_num_seqs=8`) describe, defaults filled in. Relative
-    paths stand against the file's folder, those in overrides against the working directory. A model's folder in place
-    of a file is a deployment of that model with every other key at its default, and its data in the working directory.
+    """The deployment of the file and the overrides (`engine.max_num_seqs=8`). Relative paths start at the file's
+    folder, those in overrides at the working directory; so does the data of a model folder given in place of a file.
     Raises ConfigError."""
     return read(path, overrides).deployment
 
@@ -65,8 +64,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), working: Path | None =
 
 
 def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> Draft:
-    """As `read`, but what is wrong is listed, so that whoever looks further can report all errors at once. Raises
-    ConfigError only where nothing can be read."""
+    """As `read`, but lists the errors for further checks. Raises ConfigError only where nothing can be read."""
     working = working or Path.cwd()
     file = working / path
     folder = Path(os.path.abspath(file)).parent

@@ -37,8 +37,7 @@ _UNITS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """How a number may be written: "bytes" takes 512MiB and 200MB, "seconds" takes 1ms, 30s and 24h, all take 1e-3,
-    which is text to YAML."""
+    """How a number may be written: "bytes" takes 512MiB and 200MB, "seconds" takes 1ms and 30s, all take 1e-3."""
 
     kind: Literal["bytes", "seconds", "none"]
 

@@ -53,8 +53,7 @@ Tree: TypeAlias = Scalar | Items | Table
 
 
 class ConfigError(Exception):
-    """A deployment that cannot be: `faults`, one line each, `file:line: key: what is wrong, what is allowed`.
-    Doors print them and exit with 2."""
+    """An invalid deployment: `faults`, one line each, `file:line: key: what is wrong, what is allowed`. Exit code 2."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("\n".join(faults))
@@ -126,8 +125,8 @@ def _compose(text: str, name: str) -> Node | None:
 
 
 def read_text(text: str, name: str, fixed: str | None = None) -> tuple[Table, list[str]]:
-    """The file's table and the errors found on the way (duplicates, tags). Raises ConfigError where there is no table
-    to go on with: not YAML, too big, too deep, not a table. `fixed` replaces `file:line` where there is no file."""
+    """The file's table, and duplicate keys and tags as errors. Raises ConfigError for other input. `fixed` replaces
+    `file:line`."""
     node = _compose(text, name)
     if node is None:
         return Table(f"{name}:1", {}), []

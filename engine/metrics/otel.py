@@ -33,8 +33,7 @@ class TelemetryError(RuntimeError):
 
 
 class RequestSpans:
-    """Turns answered bodies into a span with the children `queue`, `prefill` and `decode` (as far as their times are
-    known), and passes them to `provider`."""
+    """Passes answered bodies to `provider` as a span with the children `queue`, `prefill` and `decode`."""
 
     def __init__(self, provider: Any, model: str = "") -> None:
         """provider: an opentelemetry TracerProvider. Raises TelemetryError without OpenTelemetry."""

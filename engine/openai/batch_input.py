@@ -47,8 +47,7 @@ class BatchLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
-    """What a file's lines must keep to. `endpoint` set: every line's url must be it (a batch); `stream` is always
-    refused. `max_lines=None`: any number. `digests`: lines carry their digest."""
+    """`endpoint`: the only url allowed (a batch). `max_lines=None`: any number. `digests`: lines carry their digest."""
 
     endpoint: Endpoint | None = None
     max_line_bytes: int = MAX_LINE_BYTES
@@ -142,8 +141,7 @@ def check_line(
     rules: LineRules = LineRules(),
     bound: Callable[[Any], None] = lambda body: None,
 ) -> BatchLine:
-    """One line by itself; its error's message begins with its number. `bound` may refuse a body before it is checked
-    (ApiError), or cut it."""
+    """One line; its error begins with its number. `bound` may refuse (ApiError) or cut a body before it is checked."""
     custom_id = url = None
     try:
         try:

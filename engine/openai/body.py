@@ -68,8 +68,8 @@ def parse_body(data: bytes, endpoint: Endpoint) -> Body:
 
 
 def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
-    """A body of /tokenize, which is a chat's or a completion's of one prompt, and whether tokens are wanted by name.
-    Raises ApiError."""
+    """A body of /tokenize: a chat's or a completion's of one prompt; and whether token strings are wanted. Raises
+    ApiError."""
     if type(value) is not dict:
         raise ApiError("the body must be a JSON object", code="invalid_type")
     named = value.get("return_token_strs")

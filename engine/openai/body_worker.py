@@ -47,8 +47,7 @@ async def _asked(raw: Blob, payload: dict[str, Any], encoder: OwnedPool) -> dict
 
 
 async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: OwnedPool) -> bytes:
-    """The answer to a body of /tokenize, as JSON: of a million ids that takes a second, so a worker makes it. The text
-    may be too long for the model. Raises ApiError."""
+    """The answer to /tokenize as JSON, made by a worker. The text may exceed the model's length. Raises ApiError."""
     most = max(max_model_len or 1 << 20, LARGE_BYTES)
     payload = {"endpoint": TOKENIZE, "served": served, "max_ids": most, "max_model_len": max_model_len}
     answer: bytes = (await _asked(raw, payload, encoder))["answer"]

@@ -91,8 +91,7 @@ class Message(StrictModel):
 
 
 def as_template_takes_it(message: Message) -> dict[str, Any]:
-    """Role, content (one string), and what else is there. `developer` is `system` in another word. Raises ApiError
-    for a message that says nothing."""
+    """Role, content (one string) and the rest; `developer` becomes `system`. Raises ApiError for an empty message."""
     found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (given := getattr(message, name)) is not None:

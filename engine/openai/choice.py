@@ -58,8 +58,7 @@ class Choice:
     chat: ChatParts | None = None  # streaming: what it has said, taken apart
 
     def take(self, event: TokensEvent, index: int) -> ApiError | Delta:
-        """One event of a choice that has not ended, the answer's `index`-th: what it adds. Tokens reported before count
-        for nothing."""
+        """What one event (the answer's `index`-th) adds to an open choice. Tokens reported before are ignored."""
         if event.start > self.seen:
             return ApiError(f"tokens {self.seen} to {event.start} were never reported", "engine_error", status=500)
         new = event.tokens[self.seen - event.start :]

@@ -90,8 +90,7 @@ class Answer:
         return sum(len(request.prompt) for request in self.requests)
 
     def take(self, event: TokensEvent) -> Delta | None:
-        """One event of one of this answer's requests: what it adds to a choice. Events of choices that have ended, and
-        tokens reported before, count for nothing."""
+        """What one event adds to a choice. Events of ended choices and tokens reported before are ignored."""
         prompt = self._prompt_of[event.request_id]
         index = prompt * self.body.params.n + event.choice
         choice = self._choices[index]
@@ -132,8 +131,7 @@ class Answer:
         return self._choices[choice].begun
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks to stream for a delta: none while text is held back, the role or the echo before a choice's
-        first text."""
+        """The chunks of a delta: none while text is held back; role or echo before a choice's first text."""
         choice, chat = self._choices[delta.choice], self.body.endpoint == CHAT
         out = []
         if not choice.begun:

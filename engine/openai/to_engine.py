@@ -38,8 +38,7 @@ def check_model(body: Body, served: str) -> None:
 
 
 async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tuple[int, ...]]:
-    """The ids of each of the body's prompts, in order, `longer` times the tokens otherwise taken at most; its grammar
-    is checked as well. Raises ApiError."""
+    """The ids of each prompt, at most `longer` times the usual length; checks the grammar too. Raises ApiError."""
     out: list[tuple[int, ...]] = []
     param = "messages" if body.endpoint == CHAT else "prompt"
     longer = longer if body.truncate_prompt_tokens is None else TRUNCATED

@@ -60,8 +60,7 @@ Chosen = Annotated[
 
 
 def tools_of(found: dict[str, Any]) -> dict[str, Any]:
-    """The Body's fields of what a body says about tools: the tools (as templates take them) where they may be called,
-    the choice, and its grammar. Raises ApiError."""
+    """The Body's fields about tools: callable tools for the template, the choice, its grammar. Raises ApiError."""
     tools: tuple[Tool, ...] = found.get("tools", ())
     choice, name = found.get("tool_choice", ("auto" if tools else "none", ""))
     if choice != "none" and not tools:

@@ -12,8 +12,8 @@ from .split import SplitRule
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Tokens, sequences and blocks of one replica. `ageing_s` seconds of waiting outweigh one priority;
-    `watermark` is the share of the blocks that admission leaves free for those who run already."""
+    """One replica's limits. `ageing_s` seconds of waiting equal one priority; admission keeps the share `watermark` of
+    blocks free."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

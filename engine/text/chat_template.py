@@ -67,8 +67,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. `continue_final_message` leaves the last message open, for the model to go on with.
-        Raises TemplateError with the template's own message."""
+        """The prompt's text; `continue_final_message` leaves the last message open. Raises TemplateError with the
+        template's message."""
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
         names = {"tools": None, "documents": None, **self._special, **(variables or {})}

@@ -68,8 +68,7 @@ class Pieces:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def stream(self, skip_special: bool = True, continues: bool = False) -> Detokeniser:
-        """A fresh detokeniser. `continues`: the ids follow a prompt, so a leading space is text, not a mark of the
-        beginning (SentencePiece)."""
+        """A fresh detokeniser. `continues`: the ids follow a prompt, so a leading space is text (SentencePiece)."""
         skip = self.special if skip_special else frozenset[int]()
         if self.kind == "bytes":
             return _Bytes(self, skip)

@@ -57,8 +57,7 @@ def ids_of(reply: dict[str, Any]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What one item may cost: `cpu_seconds` of processor time (and four times that on the clock), `memory_bytes` of
-    address space a worker, `max_ids` tokens."""
+    """An item's `cpu_seconds` (four times that in wall-clock time), a worker's `memory_bytes`, and `max_ids`."""
 
     workers: int = 2
     cpu_seconds: float = 10.0
@@ -112,8 +111,8 @@ class _Queues:
 
 
 class TextPool:
-    """Workers over one checkpoint folder. `async with TextPool(folder) as pool:`. `module`: the worker, for those that
-    answer more than this package's (`ask`). `of` gives an owner's Encoder."""
+    """Workers over one checkpoint folder, an async context. `module`: another worker program (`ask`). `of`: an owner's
+    Encoder."""
 
     def __init__(self, folder: Path, limits: PoolLimits = PoolLimits(), module: str = f"{__package__}.worker") -> None:
         self._folder, self._limits, self._module = folder, limits, module

@@ -81,8 +81,7 @@ class TextModel:
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextModel:
-        """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, generation_config.json and the chat
-        template. Raises TextError naming the file that is missing or unreadable."""
+        """Reads the tokenizer's JSON files and chat template. Raises TextError naming a missing or unreadable file."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             also = " (tokenizer.model alone is not read)" if (folder / "tokenizer.model").is_file() else ""
@@ -124,8 +123,8 @@ class TextModel:
         return ids
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The ids that spell each word: as a text begins with it, and behind a space where that is as many other ids.
-        vLLM's rule for `bad_words`."""
+        """The ids of each word at a text's start, and after a space where equally many other ids spell it (vLLM's
+        rule)."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             plain, spaced = (

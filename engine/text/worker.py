@@ -90,8 +90,8 @@ _USUAL_CHARS = 4  # a token
 
 
 def _least_ids(model: TextModel, text: str, max_ids: int) -> int:
-    """A number of ids that `text` has at least; 0 where that is not asked, since it is short enough. Pieces are
-    tokenised until they are too many: a text of megabytes costs what the longest one allowed costs."""
+    """A lower bound on the ids of `text`, 0 for a short one. Tokenises pieces until there are too many, so that a text
+    of megabytes costs what the longest allowed one costs."""
     count = 0
     if len(text) > _USUAL_CHARS * max_ids:
         for start in range(0, len(text), _PIECE_CHARS):

@@ -122,8 +122,7 @@ def group() -> None:
 
 
 def give_home(environ: MutableMapping[str, str]) -> None:
-    """A bare service unit has no HOME, and Open MPI's mpirun does not start without one: the user's own, else where
-    temporary files go (a user without an entry, as in containers)."""
+    """Sets HOME where it is missing (systemd units, containers): Open MPI's mpirun needs it."""
     if not environ.get("HOME"):
         try:
             environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir

@@ -29,8 +29,8 @@ class ApiError(RuntimeError):
 
 
 class BatchClient:
-    """Every method raises ApiError. Reads are tried again while the server is away or busy. `url` ends in /v1, or
-    wherever the API begins; `timeout` in seconds."""
+    """Methods raise ApiError; reads are retried while the server is away or busy. `url` ends in /v1; `timeout` in
+    seconds."""
 
     def __init__(self, url: str, key: str | None = None, timeout: float = 60.0) -> None:
         parts = urlsplit(url.rstrip("/"))
@@ -73,8 +73,8 @@ class BatchClient:
         repeat_key: str,
         reuse: str | None = None,
     ) -> dict[str, Any]:
-        """The batch; the same one again for the same `repeat_key`. `reuse`: an earlier batch whose answers to the same
-        lines it takes over, on a laddertron daemon."""
+        """Creates a batch, once per `repeat_key`. `reuse`: a batch whose answers to the same lines it takes (laddertron
+        only)."""
         wanted: dict[str, Any] = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         if metadata:
             wanted["metadata"] = metadata
@@ -148,8 +148,8 @@ class BatchClient:
         pause: Callable[[float], None] = time.sleep,
         away_s: float = 600.0,
     ) -> dict[str, Any]:
-        """The batch once it has ended, asking at growing intervals of at most 5 s. `away` is called while the server
-        does not answer; ApiError after `away_s` seconds of that."""
+        """Polls until the batch has ended, every 5 s at most. Calls `away` while the server is down, ApiError after
+        `away_s`."""
         seconds = 0.2
         silent = 0.0
         while True:

@@ -80,8 +80,7 @@ def _key_of(error: click.UsageError) -> str:
 
 @contextmanager
 def ended_by(*kinds: type[Exception], end: type[click.ClickException] = UsageError) -> Iterator[None]:
-    """Around work, or over a command: these faults end the command with their own message, as `end` does; missing input
-    is always a wrong command line."""
+    """A context or decorator: these errors end the command as `end` does; missing input always as a UsageError."""
     try:
         yield
     except BrokenPipeError:  # whoever read the output has gone, which click knows

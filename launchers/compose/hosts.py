@@ -33,8 +33,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class HostAllocation:
-    """The hosts that a deployment may use. `source` says where they were named; of an `allocation` every node is paid
-    for, so every node must be used."""
+    """The available hosts and their `source`. Every node of an `allocation` must be used."""
 
     hosts: tuple[Host, ...]
     source: str

@@ -137,8 +137,7 @@ def _binding(deployment: Deployment) -> tuple[str, str]:
 
 
 def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
-    """Whether ranks must share cores: said by the config, or more ranks than cores on some host without devices. Of
-    another host only the fabric knows the cores."""
+    """Whether ranks share cores: configured, or more ranks than known cores on a host without devices."""
     if deployment.launch.oversubscribe is not None:
         return deployment.launch.oversubscribe
     nodes = {n.hostname: n for n in site.fabric.nodes} if site.fabric is not None else {}

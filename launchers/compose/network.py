@@ -41,8 +41,8 @@ def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
 
 
 def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> dict[str, Variable]:
-    """The ranks' environment by name: derived, and over it what `launch.env` says. Raises LaunchError where ranks of
-    one job would need different values."""
+    """The ranks' environment: derived, then `launch.env`. Raises LaunchError if ranks of a job need different
+    values."""
     found: dict[str, Variable] = {}
     if network.interfaces:
         # `=`: exactly this name; without it NCCL takes every interface that begins so

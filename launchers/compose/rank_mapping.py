@@ -48,8 +48,7 @@ def expected(text: str) -> Placement:
 
 
 def verify_seats(text: str | None, observed: Sequence[Observed], launcher: Launcher) -> None:
-    """Raises MappingError, with the launcher's option that fixes it, unless every rank runs where `text` has it; None:
-    nobody has said where."""
+    """Raises MappingError, with the option that fixes it, unless every rank runs where `text` says; None: anywhere."""
     if text is not None:
         verify(expected(text), observed, launcher)
 
@@ -62,8 +61,7 @@ def interfaces_text(hosts: Sequence[Host]) -> str:
 
 
 def interface_here(text: str | None, hostname: str) -> str | None:
-    """What ENV_INTERFACES says of this host; None: nobody has said. Raises MappingError on a value that is none of
-    ours."""
+    """This host's entry in ENV_INTERFACES; None if unset. Raises MappingError on an invalid value."""
     return _of_host(ENV_INTERFACES, text, hostname)
 
 
@@ -112,8 +110,7 @@ TASKS = "/proc/self/task"
 
 
 def bind(cores: Iterable[int]) -> None:
-    """This process's threads, and so those that they will start, on `cores` alone. Raises MappingError where the
-    machine does not give all of them."""
+    """Binds this process's present and future threads to `cores`. Raises MappingError if the machine lacks one."""
     wanted = set(cores)
     for thread in map(int, os.listdir(TASKS)):
         try:

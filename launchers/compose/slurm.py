@@ -17,8 +17,7 @@ DRAIN_NOTICE_S = 300
 
 
 def node_shape(deployment: Deployment, fabric: Fabric | None) -> tuple[int, int]:
-    """(nodes, ranks a node) that the deployment asks a batch system for, before any host is known. Raises LaunchError
-    where nothing says how many ranks a node takes."""
+    """(nodes, ranks per node) to request. Raises LaunchError where the ranks per node are unknown."""
     d, launch = deployment.parallel, deployment.launch
     devices = {len(n.devices) for n in fabric.nodes} - {0} if fabric is not None else set()
     per_node = launch.ranks_per_node or (devices.pop() if len(devices) == 1 else None)
@@ -48,8 +47,7 @@ def wall_time(seconds: float) -> str:
 
 
 def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str], service: bool) -> str:
-    """The script; `program` is the laddertron command that it runs, `service` whether that is to go on for ever.
-    Raises LaunchError."""
+    """The script that runs the laddertron command `program`; `service`: without end. Raises LaunchError."""
     nodes, per_node = node_shape(deployment, fabric)
     slurm = deployment.launch.slurm
     head = [

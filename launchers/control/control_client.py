@@ -36,8 +36,7 @@ EXIT_CHANNEL_LOST = 75
 
 
 def address_and_secret(environ: MutableMapping[str, str]) -> tuple[str, bytes]:
-    """What the launch handed over in the environment; the secret is taken out, so that children do not inherit it.
-    Raises ValueError if this process was not started by a daemon or `run`."""
+    """The launch's variables; removes the secret from the environment. Raises ValueError if they are missing."""
     address, secret = environ.get(ENV_ADDRESS, ""), environ.pop(ENV_SECRET, "")
     if not address or len(secret) != 2 * frames.SECRET_BYTES:
         raise ValueError(
@@ -102,8 +101,7 @@ class ControlClient:
             thread.start()
 
     def poll(self, timeout: float | None = 0.0) -> list[messages.Command]:
-        """What the daemon asked since the last call, in order. Waits up to `timeout` seconds (None: for ever) for the
-        first, sleeping; [] after that, or once the channel is over."""
+        """Messages since the last call, in order; sleeps up to `timeout` seconds (None: no limit) for the first."""
         if not self._commands and (timeout is None or timeout > 0):
             with self._lock:
                 self._lock.wait_for(lambda: self._commands or self._over, timeout)
@@ -118,8 +116,8 @@ class ControlClient:
         self._put(message)
 
     def send_tokens(self, events: Sequence[TokensEvent]) -> None:
-        """Queues released tokens; waits only while 64 MiB are queued already. An event that no message can hold ends
-        its request with an error."""
+        """Queues tokens; blocks while 64 MiB are queued. An event too large for a message ends its request with an
+        error."""
         if len(events) > messages.MAX_EVENTS:
             for at in range(0, len(events), messages.MAX_EVENTS):
                 self.send_tokens(events[at : at + messages.MAX_EVENTS])
@@ -141,8 +139,7 @@ class ControlClient:
             )
 
     def fail(self, text: str, *, consequence: bool = False, refused: bool = False) -> None:
-        """Reports this rank's end, and waits up to 2 s until that is sent. `consequence`: a collective failed because
-        another rank is gone; then that one is blamed. `refused`: see Failure."""
+        """Reports the failure, waiting up to 2 s. `consequence`: another rank failed first. `refused`: see Failure."""
         self._put(messages.Failure(text[-messages.MAX_TEXT :], consequence, refused))
         self.flush(2.0)
 
@@ -152,8 +149,7 @@ class ControlClient:
             return self._lock.wait_for(lambda: not self._outgoing_bytes or self._over, timeout_s)
 
     def close(self) -> None:
-        """Sends what is queued (up to 5 s) and ends the channel in order. For the end of a process that was told to
-        shut down."""
+        """Sends what is queued (up to 5 s) and closes the channel in order, after Shutdown."""
         self.flush(5.0)
         with self._lock:
             self._closing = True

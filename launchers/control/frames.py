@@ -72,8 +72,7 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Bytes as they come to payloads, sealed from when there is a `key`. Holds at most one message and what one read
-    brought behind it."""
+    """Bytes to payloads, sealed once `key` is set. Buffers one message and the rest of one read."""
 
     def __init__(self) -> None:
         self.key: bytes | None = None

@@ -240,8 +240,8 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Rank -> server, its last word. `consequence`: it only suffers from another rank's end (a collective failed).
-    `refused`: the model or the configuration cannot be run, now or later."""
+    """Rank -> server, last. `consequence`: of another rank's failure. `refused`: the model or configuration cannot
+    run."""
 
     type: Literal["failure"] = field(default="failure", kw_only=True)
     text: Annotated[str, MaxLen(MAX_TEXT)]

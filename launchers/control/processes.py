@@ -122,8 +122,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
-    """The kernel signals this process when its parent (mpirun, or its daemon on this node) ends, even if stopped by
-    SIGSTOP. A rank calls this first thing."""
+    """Has the kernel kill this process when its parent (mpirun or its daemon) exits. A rank calls it first."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 

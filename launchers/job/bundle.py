@@ -49,8 +49,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) -> str:
-    """The archive's first line: who is to blame as far as the supervisor or the ranks' own places tell. `dumps`: what
-    each rank answered, by its number."""
+    """The archive's first line: the culprit by the supervisor, else by `dumps`, the ranks' answers by number."""
     if failure is not None:
         where = f" (in {failure.collective})" if failure.collective and failure.collective not in failure.reason else ""
         return f"{failure.kind}: {failure.reason}{where}"
@@ -78,8 +77,8 @@ def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) 
 def parts_of(
     deployment: Deployment, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0, said: str = ""
 ) -> dict[str, bytes]:
-    """The archive's files. `job`: what EngineJob.bundle gave, or {}. `said`: the first line, where there was no job to
-    ask. A part that cannot be had says why instead."""
+    """The archive's files. `job`: EngineJob.bundle's data or {}; `said`: the first line without a job. A failed part
+    contains its error."""
     dumps: dict[str, Mapping[str, Any]] = {str(rank): dump for rank, dump in (job.get("dumps") or {}).items()}
     if failure is not None:
         dumps = {str(rank): dump for rank, dump in failure.dumps.items()} | dumps

@@ -52,8 +52,7 @@ class DeviceMemory:
 
 
 def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
-    """Of these GPUs of this host, by the driver. `nvml`: the pynvml module. A device that does not answer is left out:
-    the launch will find out."""
+    """A Look at these GPUs of this host by `nvml` (pynvml). Leaves out a device that does not answer."""
 
     def look() -> dict[str, int]:
         found = {}

@@ -34,8 +34,7 @@ def substitute(share: Share, places: Mapping[str, str]) -> Share:
 def spare_places(
     hosts: Sequence[Host], excluded: Sequence[str], spares: Sequence[str], taken: Mapping[str, str], hostname: str
 ) -> dict[str, str]:
-    """Who takes the place of each excluded host: `taken` goes on, further spares in order. Raises LaunchError where
-    they do not suffice."""
+    """The spare for each excluded host: those `taken`, then further ones. Raises LaunchError if there are too few."""
     places = dict(taken)
 
     def out(name: str) -> bool:
@@ -55,8 +54,7 @@ def spare_places(
 
 
 class Fleet:
-    """Made once for a deployment. `site`: this machine, where it was looked at. Raises LaunchError, PlacementError or
-    OSError where it cannot be launched here."""
+    """`site`: this machine, if known already. Raises LaunchError, PlacementError or OSError."""
 
     def __init__(
         self, deployment: Deployment, environ: Mapping[str, str], hostname: str | None = None, site: Site | None = None
@@ -91,8 +89,8 @@ class Fleet:
         return all(is_here(name, self._hostname) for name in (*names, *self._spares))
 
     def command(self, replica: int, excluded: frozenset[str] = frozenset()) -> LaunchCommand:
-        """One replica's launch without the excluded hosts: `lambda excluded: fleet.command(0, excluded)` is what
-        MpiJob wants. Raises LaunchError if too few hosts are left."""
+        """One replica's launch without the excluded hosts, as MpiJob calls it. Raises LaunchError if too few are
+        left."""
         share = self.shares[replica]
         self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self._hostname)
         return compose(self.deployment, self.site, substitute(share, self._places), worker_program(self.site), CONTROL)
@@ -148,8 +146,8 @@ def replicas_of(
     hold: bool = False,
     in_use: dict[str, int] | None = None,
 ) -> list[MpiJob]:
-    """One job a replica, not started. `restart`, `hold`: see JobOptions; in_use: DeviceMemory's `before`. Raises
-    ValueError or OSError where they cannot be launched here."""
+    """One job per replica, not started. `restart`, `hold`: see JobOptions; in_use: DeviceMemory's. Raises ValueError,
+    OSError."""
     fleet = Fleet(deployment, os.environ)
     config = json.dumps(to_json(fleet.deployment))
 

@@ -154,8 +154,7 @@ class Launch:
 
     @property
     def explained(self) -> bool:
-        """Whether it is known by now that no rank went first: mpirun or its keeper was killed, or mpirun lost a
-        node."""
+        """Whether the launch failed by itself: mpirun or its keeper was killed, or mpirun lost a node."""
         killed = any(sign.kind == "launcher_killed" for sign in self._board.evidence)
         return killed or any(NODE_LOST in line for _, line in self._output)
 
@@ -213,8 +212,8 @@ class Launch:
         return self._exited.is_set()
 
     async def _kill_known(self) -> list[str]:
-        """Ranks on this host that the keeper has lost hold of, or never had (children of this node's Slurm daemon).
-        Returns the names of those that are still there a little later."""
+        """Kills ranks on this host that the keeper does not control (Slurm's); returns the names of those that
+        survive."""
         here = (socket.gethostname(), processes.boot_id())
         known: dict[int, processes.ProcessId] = {}
         for rank, state in self._board.ranks.items():

@@ -169,8 +169,7 @@ class RankBoard:
         return [Ready(limits)]
 
     def held_up(self, seconds: float) -> None:
-        """This process was stopped, or its loop busy, so long: what the ranks sent has not been read yet, so they are
-        given that time."""
+        """This process was suspended for so long: ranks get that time in addition."""
         self._began, self._moved = self._began + seconds, self._moved + seconds
         for state in self.ranks.values():
             state.heard += seconds
@@ -226,8 +225,7 @@ class RankBoard:
     def judge(
         self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]], stood_still: float = 0.0
     ) -> JobFailure:
-        """Names what is to blame, from all signs so far (at least one). stood_still: seconds that this process did
-        just before the first of them."""
+        """Names the culprit from all signs (at least one). stood_still: seconds of suspension before the first."""
         sign, words = blame(self.evidence), " ".join(output)
         if sign.kind == "rank_lost" and NODE_LOST in words:
             sign = Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")

@@ -46,8 +46,7 @@ class RankLine:
 
 
 def read_line(line: str) -> RankLine | None:
-    """None: not a rank's log, but the launcher's words or something printed. A launcher's tag before it is passed over.
-    Pure."""
+    """A rank's log line; None for other output. Skips a launcher's tag."""
     found = _LINE.search(line)
     if found is None:
         return None

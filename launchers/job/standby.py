@@ -42,8 +42,7 @@ class Standby:
         self._task = asyncio.create_task(self._keep(self._over, self._task))
 
     def take(self, owner: LaunchOwner, excluded: frozenset[str]) -> Launch | None:
-        """The launch that stands by or comes up, sent `Load`: from now on it is `owner`'s. None where there is none to
-        rely on; the log says why."""
+        """The standby, sent `Load` and now `owner`'s; None, with a log line, if there is no usable one."""
         launch, phase = self._launch, self.phase
         self._over.set()
         if launch is None:

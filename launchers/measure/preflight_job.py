@@ -121,8 +121,7 @@ def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:
 
 
 class Watch:
-    """Ends a rank that waits too long, by `end`, called in a thread of its own: MPI's and NCCL's calls cannot be given
-    up."""
+    """Calls `end` from its own thread when a rank waits too long: MPI and NCCL calls cannot be cancelled."""
 
     def __init__(self, limit_s: float, end: Callable[[str], object]) -> None:
         self.limit_s = limit_s
@@ -131,8 +130,7 @@ class Watch:
 
     @contextmanager
     def over(self, words: Callable[[], str], limit_s: float | None = None) -> Iterator[None]:
-        """What may last limit_s; `words` say, then, what is waited for. The one around it has its whole time again
-        after it."""
+        """Limits a block to limit_s; `words` say what is waited for. The outer limit restarts after it."""
         around, limit = self._timer, self.limit_s if limit_s is None else limit_s
         if around is not None:
             around.cancel()

@@ -158,8 +158,7 @@ class Finding:
 
 
 def slowest(sweeps: Sequence[Sequence[Point]]) -> int:
-    """The group whose all-reduces take longest, over what all groups measured; the first of those alike. A tuning file
-    serves every group, so it is made of what the slowest has. Raises ValueError without a group."""
+    """The group with the slowest all-reduces, for which the tuning file is made. Raises ValueError without a group."""
     times = [{(p.strategy, p.nbytes): p.seconds for p in points} for points in sweeps]
     common = set.intersection(*map(set, times)) if times else set()
     return max(range(len(times)), key=lambda group: sum(log(times[group][key]) for key in common))
@@ -172,8 +171,7 @@ def judge(
     require_transport: str = "any",
     port_bytes_per_s: float | None = None,
 ) -> tuple[Finding, ...]:
-    """Everything that is wrong with what was measured, errors first. Preflight's exit code is non-zero if any finding
-    is an error. `port_bytes_per_s`: the nominal rate of a port between nodes (None: not known)."""
+    """All findings, errors first. `port_bytes_per_s`: the nominal rate of a port (None: unknown)."""
     found = [
         *_transports(reports, require_transport),
         *_clocks(reports),
@@ -187,8 +185,7 @@ def judge(
 
 
 def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
-    """Ranks with another configuration or library than most: judged before anything is measured, as such ranks cannot
-    be made to do the same."""
+    """Ranks whose configuration or libraries differ from most, found before anything is measured."""
     names = sorted({name for s in setups for name in s.versions})
     facts = {"config": [s.config for s in setups]}
     facts |= {name: [s.versions.get(name, "none") for s in setups] for name in names}

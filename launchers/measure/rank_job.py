@@ -31,8 +31,7 @@ class BenchError(RuntimeError):
 
 
 class BenchJob:
-    """One replica. A context: entering starts the ranks and waits until they have loaded; leaving ends them. Raises
-    LaunchError, PlacementError or BenchError."""
+    """A context of one replica's loaded ranks. Raises LaunchError, PlacementError or BenchError."""
 
     def __init__(self, deployment: Deployment, name: str, module: str = BENCH_RANK, words: Sequence[str] = ()) -> None:
         """module: what runs on the ranks, and its further arguments."""

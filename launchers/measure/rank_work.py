@@ -37,8 +37,7 @@ def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator],
 
 
 def main(work: Callable[[Any, Communicator], None]) -> int:
-    """Loads this rank's share of the deployment that the first argument names, and does `work` with it. Any exception
-    ends the process at once, since the other ranks wait for this one: the launcher then ends the job."""
+    """Loads this rank's share of the deployment in argv[1] and calls `work`. Any exception ends the process at once."""
     die_with_parent()
     try:
         identity = identify()

@@ -75,8 +75,7 @@ def group_shape(fabric: Fabric, deployment: Deployment, nodes: Sequence[str], la
 
 
 def group_hosts(fabric: Fabric, nodes: Sequence[str], layout: GroupLayout) -> Fabric:
-    """This group's hosts alone: what a tuning file is made for and compared with, as a replica that is a job of its own
-    sees no others."""
+    """This group's hosts: the fabric that a tuning file is made for and compared with."""
     return fabric.only(dict.fromkeys(nodes[rank] for rank in layout.ranks))
 
 

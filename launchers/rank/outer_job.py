@@ -176,8 +176,8 @@ class _Driver:
 
 
 def run_inside(deployment: Deployment, identity: Identity, drive: Drive) -> int:
-    """This rank's part of an outer mpirun. On rank 0 `drive` returns the exit status; the other ranks follow and return
-    0."""
+    """This rank's part of an outer mpirun; rank 0 runs `drive`. Returns the exit status; an error exits at once with
+    1."""
     return among_ranks(identity, lambda: _run_rank(deployment, identity, drive))
 
 

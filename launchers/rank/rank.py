@@ -109,8 +109,7 @@ def insist_on_transport(deployment: Deployment, backend: str, spans: bool) -> No
 def join_group(
     deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
 ) -> Communicator:
-    """This rank's group, connected; `bootstrap` where the ranks have met already. Raises ValueError, MeshError or
-    RuntimeError naming what does not fit."""
+    """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
     bootstrap = bootstrap or bootstrap_of(identity, os.environ)
     said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
     places = [place.decode().partition(" ") for place in said]

@@ -132,8 +132,7 @@ PERIOD_S = 5.0
 
 
 def run_delay_s(fs: Sysfs) -> float | None:
-    """Seconds in which this process's main thread, the one that steps, could have run and had no processor; None where
-    the kernel keeps no such account."""
+    """Seconds that this process's main thread waited for a CPU; None without such an account."""
     words = fs.text("proc/self/schedstat").split()
     return int(words[1]) * 1e-9 if len(words) == 3 and words[1].isdecimal() else None
 

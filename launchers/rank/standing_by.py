@@ -35,8 +35,7 @@ class Channel(Protocol):
 
 
 def require_memory(available: int, ranks: int) -> None:
-    """Before anything is imported. available: bytes free on this host (0: not known), where `ranks` of the launch are.
-    Raises StandbyRefused."""
+    """available: free bytes of this host (0: unknown) for `ranks` of the launch. Raises StandbyRefused."""
     if 0 < available < ranks * STANDBY_RANK:
         raise StandbyRefused(
             f"no memory for a standby: {ranks} ranks here need {STANDBY_RANK >> 20} MiB each, {available >> 20} MiB "
@@ -61,8 +60,7 @@ def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[i
 
 
 def open_held(held: HeldWeights) -> int:
-    """The file, open here: from now on it outlives that process. -1 where it cannot be had, with a line that says
-    why."""
+    """Opens the retained weights' file, which then outlives its process; -1, with a log line, if it cannot."""
     try:
         file = os.open(f"/proc/{held.pid}/fd/{held.file}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

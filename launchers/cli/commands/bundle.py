@@ -33,8 +33,7 @@ def ask_daemon(pid: int, folder: Path, timeout_s: float = ANSWER_S) -> Path | No
 
 
 def started_with(config: Path, process: Path) -> bool:
-    """Whether the process, a folder of /proc, or one above it is a laddertron with this deployment file. Raises
-    OSError."""
+    """Whether a process (a folder of /proc) or an ancestor is a laddertron of this deployment file. Raises OSError."""
     while process.name not in ("0", "1"):
         words = [os.fsdecode(word) for word in (process / "cmdline").read_bytes().split(b"\0") if word]
         if any("laddertron" in word for word in words[:4]):
@@ -48,8 +47,7 @@ def started_with(config: Path, process: Path) -> bool:
 
 
 def local_ranks(config: Path) -> dict[str, bytes]:
-    """The deployment's rank processes of this user on this host as the kernel sees them, with py-spy's stacks where it
-    is installed."""
+    """This user's rank processes of the deployment on this host, with py-spy's stacks where it is installed."""
     out = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():

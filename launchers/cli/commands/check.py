@@ -65,8 +65,7 @@ def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 
 def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
-    """What a rank would refuse of the weights: every header is read and held to config.json. For a model and shapes
-    that model_faults has accepted."""
+    """What ranks would refuse of the weights' headers, for a model that passed model_faults."""
     from ....models.config.model_config import from_folder
     from ....models.stages import RankShard, choose_layers, make_stages
     from ....models.weights.mapping import open_source
@@ -129,8 +128,7 @@ def tls_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 
 def host_tiers(deployment: Deployment) -> dict[Tier, str]:
-    """The CPU tiers of the deployment's hosts, as far as they are known from here, each with one host that has it: of
-    the fabric's, or of this one where no others are named."""
+    """The CPU tiers of the fabric's hosts, else of this host, each with one host that has it."""
     launch = deployment.launch
     if launch.fabric is not None:
         nodes = fabrics.load(Path(launch.fabric)).nodes if Path(launch.fabric).exists() else ()
@@ -159,8 +157,7 @@ def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 
 def nodes_of_group(deployment: Deployment) -> int:
-    """The nodes that each tensor-parallel group spans, by the hosts of the deployment or, where those do not fit, by
-    launch.ranks_per_node."""
+    """The nodes that each tensor-parallel group spans, by the hosts or launch.ranks_per_node."""
     path, p = deployment.launch.fabric, deployment.parallel
     with suppress(OSError, ValueError):
         fabric = None if path is None else fabrics.load(Path(path))
@@ -185,8 +182,8 @@ def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 
 def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = frozenset()) -> Iterator[str]:
-    """What the model and the deployment ask of each other: readable, splits over the ranks, long enough. Unless `look`,
-    the model is taken by its folder's name, if that is known. Keys in `bad` are not judged."""
+    """Conflicts of model and deployment. Unless `look`, the model is known by its folder's name. Keys in `bad` are
+    skipped."""
     from ....models.config.known_models import by_folder
     from ....models.config.model_config import from_folder
     from ....models.config.shapes import check_draft, check_everywhere, check_shapes, share
@@ -252,8 +249,7 @@ def _no_folder(path: Path) -> str:
 
 
 def read_model(config: str, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment; its model, the files that say where its ranks start, and its hosts' memory having been looked at.
-    Raises ConfigError."""
+    """The deployment, after checks of its model, launch files and hosts' memory. Raises ConfigError."""
     loaded = read(config, overrides)
     absent = missing_files(loaded, ("launch.hostfile", "launch.fabric"))
     if faults := [*model_faults(loaded), *absent, *memory_faults(loaded)]:

@@ -28,15 +28,14 @@ SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
 
 
 def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
-    """Whether the command launches its ranks itself: so that a lost replica does not end the others, and `preflight`,
-    which ends them where hosts fall silent, as no launcher does."""
+    """Whether the command launches its ranks itself, so that a lost replica or host does not end the others."""
     several = arguments[0] == "run" and deployment.parallel.replicas > 1
     return arguments[0] in (*SERVICES, "preflight") or several
 
 
 def before_its_fabric(deployment: Deployment, arguments: Sequence[str], environ: Mapping[str, str]) -> Deployment:
-    """For `topo --save`, which writes launch.fabric's file: the deployment without it, unless hosts stand there alone.
-    The file may be missing still, or older than the hosts."""
+    """For `topo --save`: the deployment without launch.fabric, which may be missing or stale, unless it alone has the
+    hosts."""
     launch = deployment.launch
     if launch.fabric is None or arguments[0] != "topo" or not any(w.partition("=")[0] == "--save" for w in arguments):
         return deployment
@@ -72,8 +71,8 @@ def printed(
     environ: Mapping[str, str],
     arguments: Sequence[str],
 ) -> str:
-    """The dry run: every command that would be started, with its reasons. `alone`: the program starts its ranks itself,
-    a job for each replica, or, for preflight, one in which each rank is the same program."""
+    """The dry run: every command with its reasons. `alone`: the program launches a job per replica, or with `again` one
+    job of itself."""
     fleet, again = Fleet(deployment, environ, site=site), arguments[0] == "preflight"
     title, below = f"hosts: {fleet.available.source}", "(started by the command above)"
     if alone and not again:
@@ -159,8 +158,7 @@ def _laddertron(python: str, arguments: Sequence[str], config: str, tail: Sequen
 
 
 def render(command: LaunchCommand, title: str) -> str:
-    """A comment for each choice, an `export` for each variable, then the command, one choice a line. What
-    laddertron adds at start is named, not shown."""
+    """A comment for each choice, an `export` for each variable, then the command, one choice per line."""
     shown = [(_words(part.words), part.reason) for part in command.parts]
     width = min(48, max((len(words) for words, _ in shown), default=0))
     lines = [f"# {title}"]

@@ -74,8 +74,7 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None, as_js
 
 
 def end(identity: Identity, text: str, code: int) -> NoReturn:
-    """Ends this process at once: MPI's own end waits for the other ranks. Every line says whose it is, as others' words
-    come between them."""
+    """Exits at once, since MPI_Finalize waits for all ranks. Each line begins with the rank."""
     head = f"error: rank {identity.rank} on {identity.node}: "
     click.echo("\n".join(head + line for line in text.splitlines()), err=True)
     sys.stderr.flush()

@@ -53,8 +53,7 @@ def predicted(backend: Backend, shape: Shape) -> str:
 
 
 def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], forced: str | None) -> dict[str, Any]:
-    """Everything that the tables show, and the whole fabric. `forced`: the CPU tier that ranks play in place of their
-    hosts' own."""
+    """The tables and the whole fabric. `forced`: the CPU tier that ranks use instead of their hosts'."""
     found: dict[str, Any] = {"fabric": json.loads(fabric.to_json()), "digest": fabric.digest, "forced_cpu_tier": forced}
     if placement is not None:
         found["placement"] = {
