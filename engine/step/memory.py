@@ -140,8 +140,8 @@ def working_memory(
     each = max(2 * copies * d + widest, 3 * copies * d if keys.gpu else 0) * value_bytes
     tokens, logits = keys.max_num_batched_tokens, 4 * rows
     drawn = max(keys.max_num_seqs, min(tokens, keys.max_num_seqs * (1 + keys.drafts)))
-    # Filters take whole rows: gathered, in one piece, and which ids are kept; the layers' activations are free by then.
-    filters = keys.max_num_seqs * (9 * shard.padded_vocab + 2 * logits) if keys.gpu else 0
+    # Filters take whole rows: gathered, and in one piece; the layers' activations are free by then.
+    filters = keys.max_num_seqs * (8 * shard.padded_vocab + 2 * logits) if keys.gpu else 0
     parts = {
         "activations": max(int(tokens * each + 2 * drawn * logits), filters),
         "all-reduces in flight": int(in_flight * tokens * d * value_bytes) if size > 1 or copies > 1 else 0,
@@ -156,7 +156,8 @@ def working_memory(
     sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()
     windows = len(set(config.sliding_window or (None,)))
     most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
-    parts["attention workspace"] = workspace_bytes(windows, sizes, most_blocks) if keys.flashinfer else 0
+    shape = shard.num_heads, shard.num_kv_heads, config.head_dim
+    parts["attention workspace"] = workspace_bytes(shape, windows, sizes, most_blocks) if keys.flashinfer else 0
     # One product's weight is wide at a time: the largest's, queries, keys and values or gate and up.
     widened = int(d * max(outputs, 2 * shard.ffn_size) * value_bytes) if keys.widens_fp8 else 0
     if widened:

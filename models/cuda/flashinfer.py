@@ -19,10 +19,8 @@ from torch import Tensor
 from ..attention import AttentionBackend, KVCache, StepLayout, TorchAttention, rotate_and_store
 from ..ops import Norm
 from ..transfer import carry, pinned, upload
-from .workspace import HEAD_DIMS, WORKSPACE_BYTES
+from .workspace import HEAD_DIMS, TENSOR_CORES_FROM, partial_bytes
 
-TENSOR_CORES_FROM = 4
-"""Query heads a KV head from which a decode is worth FlashInfer's tensor-core kernel."""
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
 Pages = tuple[Tensor, Tensor, Tensor]
@@ -100,11 +98,14 @@ class FlashInferAttention(TorchAttention):
         self._shape = heads, kv_heads, dim, cache.block_size
         self._dtypes = {"q_data_type": dtype, "kv_data_type": cache.keys[0].dtype}
         self._tensor_cores = self.by_row or heads // kv_heads >= TENSOR_CORES_FROM
-        device = cache.keys[0].device
-        self._workspace = torch.zeros(
-            WORKSPACE_BYTES if device.type == "cuda" else 1024, dtype=torch.uint8, device=device
-        )
+        self._workspace = self._room(0)
         self._make_wrappers()
+
+    def _room(self, sequences: int) -> Tensor:
+        """For partial results, as partial_bytes counts them."""
+        device = self.cache.keys[0].device
+        size = partial_bytes(*self._shape[:3], sequences) if device.type == "cuda" else 1024
+        return torch.zeros(size, dtype=torch.uint8, device=device)
 
     def _make_wrappers(self) -> None:
         event: Any = torch.cuda.Event
@@ -141,8 +142,10 @@ class FlashInferAttention(TorchAttention):
             after = rows[decode:], lengths[decode:]
             table = pages(layout.block_table, after, self.cache.block_size, device)
             starts = np.asarray(layout.query_start[decode:], np.int32) - layout.query_start[decode]
+            given = pinned(starts, device), *table, *self._shape
+            known = pinned(lengths[decode:].astype(np.int32), device)  # what it counts itself it copies from elsewhere
             for window, wrapper in self._prefillers.items():
-                wrapper.plan(pinned(starts, device), *table, *self._shape, causal=True, **self._options(window))
+                wrapper.plan(*given, causal=True, seq_lens=known, **self._options(window))
         self._note_plan()
 
     def _wait_for_last_plan(self) -> None:
@@ -183,9 +186,12 @@ class FlashInferAttention(TorchAttention):
         indptr = torch.zeros(most + 1, dtype=torch.int32, device=device)
         indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
         last_page = torch.ones(most, dtype=torch.int32, device=device)
+        recording = copy.copy(self)
+        if device.type == "cuda" and partial_bytes(*self._shape[:3], most) > len(self._workspace):
+            recording._workspace = self._room(most)
 
         def decoder(size: int) -> Any:
-            return self._decoder(
+            return recording._decoder(
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=indptr[: size + 1],
                 paged_kv_indices_buffer=indices,
@@ -193,7 +199,7 @@ class FlashInferAttention(TorchAttention):
             )
 
         def of(size: int) -> FlashInferAttention:
-            recorded = copy.copy(self)
+            recorded = copy.copy(recording)
             recorded._decoders = {window: decoder(size) for window in self._decoders}
             return recorded
 

@@ -12,12 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-WORKSPACE_BYTES = 384 << 20
-"""Partial results of sequences that are split among multiprocessors, one buffer for all wrappers: enough for 64 heads
-of 128 on an H100's 132."""
+MULTIPROCESSORS = 192
+"""No GPU has more."""
+TENSOR_CORES_FROM = 4
+"""Query heads a KV head from which a decode is worth FlashInfer's tensor-core kernel."""
 HEAD_DIMS = (64, 128, 256)
 """Head dimensions that it has kernels for."""
-WRAPPER_BYTES = 8 << 20
+_MIB = 1 << 20
+WRAPPER_BYTES = 8 * _MIB
 """What each wrapper allocates for its plan; that is fixed in the library."""
 
 
@@ -48,10 +50,23 @@ def kernels_missing(
     )
 
 
-def workspace_bytes(windows: int, sizes: Sequence[int], most_blocks: int) -> int:
-    """Of a rank whose layers have so many different windows: a wrapper for prompts and one for decodes each, twice for
-    steps in two streams, and one for each size of recorded steps; with these, the page tables of sequences of at most
-    so many blocks, once in the buffers that stay and once on the way there."""
+def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) -> int:
+    """Of the partial results of contexts that FlashInfer splits among multiprocessors, one buffer for all wrappers.
+    Two programs a multiprocessor have at most 128 rows each, a row being a query head of a token. sequences: of the
+    largest recorded step, whose programs for tensor cores are as many as its tiles of rows where these are more."""
+    group = heads // kv_heads
+    tile = 16 if group <= 16 else 64 if group <= 64 else 128
+    tiles = -(-sequences * group // tile) + sequences if group >= TENSOR_CORES_FROM else 0
+    rows = max(2 * MULTIPROCESSORS * 128, tiles * tile * kv_heads)
+    return -(-rows * (head_dim + 1) * 4 // _MIB) * _MIB  # a row has its sum of weights too
+
+
+def workspace_bytes(shape: tuple[int, int, int], windows: int, sizes: Sequence[int], most_blocks: int) -> int:
+    """Of a rank with so many query heads, KV heads and dimensions, whose layers have so many different windows: a
+    wrapper for prompts and one for decodes each, twice for steps in two streams, and one for each size of recorded
+    steps; with these, the page tables of sequences of at most so many blocks, once in the buffers that stay and once on
+    the way there."""
     wrappers = windows * (4 + len(sizes))
     tables = 2 * 4 * max(sizes) * (most_blocks + 2) if sizes else 0
-    return WORKSPACE_BYTES + wrappers * WRAPPER_BYTES + tables
+    plain, recorded = partial_bytes(*shape), partial_bytes(*shape, max(sizes, default=0))
+    return plain + (recorded if recorded > plain else 0) + wrappers * WRAPPER_BYTES + tables

@@ -168,8 +168,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         window_left: int = -1,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
+        seq_lens: Tensor | None = None,
     ) -> None:
         self._causal = causal
+        pages = paged_kv_indptr.diff()
+        assert seq_lens is not None
+        assert seq_lens.dtype == torch.int32  # else the library converts it, into pageable memory
+        assert seq_lens.tolist() == ((pages - 1) * page_size + paged_kv_last_page_len).tolist()
         types = q_data_type, kv_data_type or q_data_type, window_left, sm_scale or head_dim_qk**-0.5
         table = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         self._plan(qo_indptr, table, num_qo_heads, num_kv_heads, head_dim_qk, page_size, types)

@@ -36,7 +36,7 @@ from laddertron.models.attention import KVCache
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import make_wiring
 from laddertron.models.cuda.flashinfer import FlashInferAttention
-from laddertron.models.cuda.workspace import WORKSPACE_BYTES, WRAPPER_BYTES, workspace_bytes
+from laddertron.models.cuda.workspace import WRAPPER_BYTES, partial_bytes, workspace_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB, MIB = 1 << 30, 1 << 20
@@ -234,8 +234,25 @@ def test_the_workspace_is_that_of_the_wrappers_made(windows: tuple[int | None, .
     assert len(library.workspaces) == 1
     tables = 2 * 4 * (64 * 100 + 2 * 64)
     kinds = len(set(windows))
-    assert workspace_bytes(kinds, sizes, 100) == WORKSPACE_BYTES + library.made * WRAPPER_BYTES + tables
-    assert workspace_bytes(kinds, (), 100) == WORKSPACE_BYTES + 4 * kinds * WRAPPER_BYTES
+    shape = 1, 1, 8
+    room = partial_bytes(*shape)
+    assert workspace_bytes(shape, kinds, sizes, 100) == room + library.made * WRAPPER_BYTES + tables
+    assert workspace_bytes(shape, kinds, (), 100) == room + 4 * kinds * WRAPPER_BYTES
+
+
+def test_partial_results_have_the_room_that_the_library_takes() -> None:
+    """What its plan asks for, at most: 128 rows for each of two programs a multiprocessor, or all tiles of a recorded
+    step; 512 sequences under 128 heads are the largest."""
+    h100 = 2 * 132 * 128 * 129 * 4
+    for heads, kv_heads in ((32, 8), (8, 1), (128, 8), (32, 32)):
+        assert h100 < partial_bytes(heads, kv_heads, 128) == partial_bytes(heads, kv_heads, 128, 16) < 1.6 * h100
+    assert partial_bytes(32, 32, 128, 512) == partial_bytes(32, 32, 128)  # no tensor cores: it splits contexts alone
+    largest = (512 + 512 - 1) * 16 * 8 * 129 * 4
+    assert largest <= partial_bytes(128, 8, 128, 512) < largest + (2 << 20)
+    shape = 128, 8, 128
+    both = partial_bytes(*shape) + partial_bytes(*shape, 512)
+    tables = workspace_bytes(shape, 1, (512,), 100) - both - 5 * WRAPPER_BYTES
+    assert tables == 2 * 4 * 512 * 102
 
 
 def test_what_graphs_hold_is_told_beside_what_was_kept() -> None:
