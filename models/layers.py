@@ -138,10 +138,6 @@ def prepare(
         and (quantised := stored.product_of(layer, bias, norm, gated=gated, hands_on=hands_on)) is not None
     ):
         return quantised
-    if not isinstance(layer, Linear) and bias is None and tree is None:
-        # Megatron-core's own forward, of (output, bias). It adds a bias by a kernel of its own, after rounding: such a
-        # product is the operators', which add it before.
-        return ops.around(lambda x: layer(x)[0], norm, gated=gated)
     if gated and norm is not None:
         product = ops.gated_product(weight, bias, norm)
     else:

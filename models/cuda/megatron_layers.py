@@ -1,4 +1,5 @@
-"""Megatron-core's parallel layers, for GPUs: they hold a rank's weights, and their own forward multiplies.
+"""Megatron-core's parallel layers, for GPUs: they hold a rank's weights. models/layers.py multiplies by torch's linear,
+which has the bits of their forward and a quarter of its Python.
 
 Un-reduced: the all-reduce is the wiring's. Groups are arguments, parallel_state stays uninitialised. Importing this
 imports the whole of Megatron-core: models/layers.py does so where the device is a GPU.

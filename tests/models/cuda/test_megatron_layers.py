@@ -1,4 +1,4 @@
-"""Megatron-core's layers as GPUs use them, on a CPU: their own forward, un-reduced, behind our norms and gates."""
+"""Megatron-core's layers as GPUs use them, on a CPU: parameters alone, un-reduced, behind our norms and gates."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ def group(request: pytest.FixtureRequest) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+class Counted(TorchOps):
+    """Multiplies with a product of its own, as deterministic operators do."""
+
+    def __init__(self) -> None:
+        self.rows = list[int]()
+
+    def _matmul(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            self.rows.append(len(x))
+            return functional.linear(x, weight, bias)
+
+        return product
+
+
 def _filled(layer: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
@@ -48,9 +62,9 @@ def _filled(layer: Any) -> Any:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_they_hold_the_same_and_multiply_the_same(group: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Column, row and gated products of every rank: the bits of torch's own product, each by Megatron-core's forward
-    where there is no bias, and nothing is reduced. A row's bias stands on rank 0 alone. parallel_state stays as it
-    was, uninitialised."""
+    """Column, row and gated products of every rank: the bits of torch's own product, which multiplies in place of
+    Megatron-core's forward, and nothing is reduced. A row's bias is rank 0's alone. parallel_state stays as it was,
+    uninitialised."""
     from megatron.core import parallel_state
 
     def reduce(*_: Any, **__: Any) -> None:
@@ -68,14 +82,18 @@ def test_they_hold_the_same_and_multiply_the_same(group: Any, bias: bool, monkey
         calls = list[int]()
         layer.register_forward_hook(lambda module, args, out, calls=calls: calls.append(len(args[0])))
         behind = norm if kind == "column" else None
-        product = prepare(layer, TorchOps(), behind, gated=gated)
+        ops = Counted()
+        product = prepare(layer, ops, behind, gated=gated)
         x = torch.randn(5, layer.weight.shape[1], generator=torch.Generator().manual_seed(2)).to(BF16)
         with torch.inference_mode():
             y = functional.linear(x if behind is None else rms_norm(x, norm), layer.weight, layer.bias)
             want = silu_and_mul(y) if gated else y
             assert torch.equal(product(x), want)
             assert torch.equal(prepare(plain, TorchOps(), behind, gated=gated)(x), want)
-        assert calls == ([] if layer.bias is not None else [5])
+        assert (calls, ops.rows) == ([], [5])
+        if layer.bias is None:
+            with torch.inference_mode():
+                assert torch.equal(layer(x if behind is None else rms_norm(x, norm))[0], y)  # its arithmetic
     assert not parallel_state.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
 
