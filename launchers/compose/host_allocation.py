@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ...topology.hardware.fabric import Fabric
+from ...topology.hardware.fabric import Fabric, counted
 from ...topology.placement.placement import Placement, place
-from .hosts import Host, HostAllocation, LaunchError, counted
+from .hosts import Host, HostAllocation, LaunchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,11 @@ def _in_order(available: HostAllocation, tp: int, replicas: int, stages: int) ->
         chosen = _next(hosts, used, at, tp)
         if chosen is None:
             have = " + ".join(str(h.slots) for h in hosts[:12]) + (" + …" if len(hosts) > 12 else "")
+            slots = "1 slot" if have == "1" else f"{have} slots"
             which = f"stage {stage} of replica {replica}" if stages > 1 else f"replica {replica}"
             raise LaunchError(
-                f"{which} of {replicas} does not fit: {tp} ranks, inside a host or in equal shares of whole hosts, but "
-                f"there are {have} slots on {counted(len(hosts), 'host')} (hosts: {available.source}) and "
+                f"{which} of {replicas} does not fit: {counted(tp, 'rank')}, inside a host or in equal shares of whole "
+                f"hosts, of {slots} on {counted(len(hosts), 'host')} (hosts: {available.source}) with "
                 f"{counted(replica, 'replica')} on them: add hosts or slots, or lower parallel.tensor_parallel_size or "
                 "parallel.replicas"
             )

@@ -43,11 +43,6 @@ class HostAllocation:
 _GROUP = re.compile(r"([^\[\],]*)\[([^\[\]]*)\]")
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def expand_nodelist(text: str) -> tuple[str, ...]:
     """Slurm's `gpu[01-03,7],login` -> gpu01, gpu02, gpu03, gpu7, login. Raises LaunchError."""
     names: list[str] = []

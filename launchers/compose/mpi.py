@@ -11,9 +11,9 @@ from typing import Literal
 from ...engine.config.load import Deployment
 from ...engine.config.schema import PLACEMENT
 from ...topology.hardware import cpu_tier
-from ...topology.hardware.fabric import Fabric
+from ...topology.hardware.fabric import Fabric, counted
 from .host_allocation import Share
-from .hosts import LaunchError, counted
+from .hosts import LaunchError
 from .network import NetworkChoice, Variable, choose_network, variables
 from .rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_text, interfaces_text, seats_text
 

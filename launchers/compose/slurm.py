@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...engine.config.load import Deployment
-from ...topology.hardware.fabric import Fabric
+from ...topology.hardware.fabric import Fabric, counted
 from .host_allocation import divide
 from .hosts import Host, HostAllocation, LaunchError
 
@@ -72,7 +72,8 @@ def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str]
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in head),
             "",
-            f"# {nodes} nodes x {per_node} ranks; laddertron starts them with srun from the first node.",
+            f"# {counted(nodes, 'node')} x {counted(per_node, 'rank')}; laddertron starts them with srun from the "
+            "first node.",
             "# USR1 arrives before the time is up: admission stops, what runs ends, results are committed, and the job",
             "# is requeued; it goes on where it stopped. Keep daemon.export_dir and output files on a shared disk.",
             "set -u",

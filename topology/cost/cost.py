@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Literal
 
-from ..hardware.fabric import Fabric, LinkClass
+from ..hardware.fabric import Fabric, LinkClass, counted
 from ..link_cost import WHOLE_BYTES, LinkCost
 from ..placement.placement import Placement
 
@@ -43,6 +43,9 @@ class Shape:
     @property
     def size(self) -> int:
         return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{counted(self.nodes, 'node')} x {counted(self.per_node, 'rank')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,7 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
     """How many calls, hops and bytes an all-reduce of `nbytes` takes. Raises ValueError if `strategy` is not possible
     on this layout."""
     if not possible(strategy, shape):
-        raise ValueError(f"{strategy} is not possible on {shape.nodes} nodes x {shape.per_node} ranks")
+        raise ValueError(f"{strategy} is not possible on {shape}")
     nodes, inside, size, whole = shape.nodes, shape.per_node, shape.size, float(nbytes)
     if size == 1:
         return Terms(0, 0, 0, 0, 0)
@@ -212,7 +215,7 @@ def predict(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> floa
     """Seconds of one all-reduce. Raises ValueError if the strategy is not possible or its links have no price."""
     seconds = _cheapest(costs, shape, strategy, nbytes)
     if seconds is None:
-        raise ValueError(f"no price of {strategy} on {shape.nodes} nodes x {shape.per_node}: measure it first")
+        raise ValueError(f"no price of {strategy} on {shape}: measure it first")
     return seconds
 
 
@@ -222,9 +225,7 @@ def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy])
     priced = [(s, _cheapest(costs, shape, s, nbytes)) for s in allowed if possible(s, shape)]
     known = [(s, seconds) for s, seconds in priced if seconds is not None]
     if not known:
-        raise ValueError(
-            f"none of {', '.join(allowed)} is possible and priced on {shape.nodes} nodes x {shape.per_node} ranks"
-        )
+        raise ValueError(f"none of {', '.join(allowed)} is possible and priced on {shape}")
     return min(known, key=lambda pair: pair[1])
 
 

@@ -78,7 +78,7 @@ def make(fabric: Fabric, shape: Shape, fitted: Fit, versions: Mapping[str, str])
     Raises ValueError if no point is an all-reduce on this shape."""
     points = [r.point for r in fitted.residuals if r.point.shape == shape and r.point.strategy != "p2p"]
     if not points:
-        raise ValueError(f"none of {len(fitted.residuals)} points is an all-reduce over {_words(shape)}")
+        raise ValueError(f"none of {len(fitted.residuals)} points is an all-reduce over {shape}")
     return Tuning(
         backend=fitted.costs.backend,
         fabric=fabric.digest,
@@ -177,13 +177,9 @@ def chooser(
     try:
         choose(tuning.costs, shape, 1 << 15, candidates(backend, shape, 1 << 15))
     except ValueError:
-        why = f"tuning file {path} not used: it has no prices for {_words(shape)}: run `laddertron preflight` here"
+        why = f"tuning file {path} not used: it has no prices for {shape}: run `laddertron preflight` here"
         return fallback, (why,)
-    why = f"tuning file {path}: measured on {_words(tuning.shape)}, prices carried over to {_words(shape)}"
+    why = f"tuning file {path}: measured on {tuning.shape}, prices carried over to {shape}"
     # A library's own, where nothing beside it was measured, is replaced by nothing.
     kept = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
     return Chooser(shape, tuning.costs, kept, "fitted"), (*warnings, why)
-
-
-def _words(shape: Shape) -> str:
-    return f"{shape.nodes} node{'s' if shape.nodes > 1 else ''} x {shape.per_node} ranks"

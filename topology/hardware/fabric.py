@@ -261,6 +261,11 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def format_cpus(cpus: Iterable[int]) -> str:
     """The inverse of `parse_cpus`: sorted, runs as ranges."""
     runs: list[list[int]] = []

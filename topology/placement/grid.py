@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 
-from ..hardware.fabric import Fabric, Node
+from ..hardware.fabric import Fabric, Node, counted
 
 Suits = Callable[[int], str | None]
 """Why a tensor_parallel_size does not suit the model, or None if it does."""
@@ -117,13 +117,13 @@ class Problem:
     def refusal(self, size: int) -> str:
         what = f"tensor_parallel_size={size}"
         reason = self.suits(size) if self.suits is not None else None
-        have = f"{self.total} ranks ({self._arithmetic()})"
+        have = f"{counted(self.total, 'rank')} ({self._arithmetic()})"
         if reason is not None:
             text = f"{what}: {reason}"
         elif size * self.replicas > self.total:
             product = f" x pipeline_parallel_size={self.stages}" if self.stages > 1 else ""
             product += f" x replicas={self.replicas // self.stages}" if self.replicas > self.stages else ""
-            text = f"{what}{product} needs {size * self.replicas} ranks, the fabric has {have}"
+            text = f"{what}{product} needs {counted(size * self.replicas, 'rank')}, the fabric has {have}"
         elif self.total % size and not self.elastic:
             text = f"{what} does not divide {have}"
         else:
@@ -161,7 +161,7 @@ class Problem:
         counts = sorted(Counter(c for c in self.capacity if c).items(), reverse=True)
         if not counts:
             return "no host has room"
-        return " + ".join(f"{count} node{'s' if count > 1 else ''} x {room}" for room, count in counts)
+        return " + ".join(f"{counted(count, 'node')} x {room}" for room, count in counts)
 
 
 def _either(numbers: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..hardware.fabric import Fabric, format_cpus
+from ..hardware.fabric import Fabric, counted, format_cpus
 from .identity import Launcher
 from .placement import Placement
 
@@ -24,7 +24,7 @@ def verify(placement: Placement, observed: Sequence[Observed], launcher: Launche
     seen = {rank: (host, local) for rank, host, local in observed}
     if sorted(seen) != list(range(placement.world_size)) or len(seen) != len(observed):
         raise MappingError(
-            f"{len(observed)} ranks answered for a placement of {placement.world_size}: "
+            f"{counted(len(observed), 'rank')} answered for a placement of {placement.world_size}: "
             f"{mapping_option(placement, launcher)}"
         )
     wrong = [
@@ -39,8 +39,9 @@ def verify(placement: Placement, observed: Sequence[Observed], launcher: Launche
         for seat, host, local in wrong[:MAX_NAMED]
     ]
     more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+    be = "is" if len(wrong) == 1 else "are"
     raise MappingError(
-        f"{len(wrong)} of {placement.world_size} ranks are misplaced{_diagnosis(placement, seen)}: "
+        f"{len(wrong)} of {placement.world_size} ranks {be} misplaced{_diagnosis(placement, seen)}: "
         f"{'; '.join(lines)}{more}. {mapping_option(placement, launcher)}"
     )
 
@@ -64,7 +65,7 @@ def mapping_option(placement: Placement, launcher: Launcher) -> str:
         if each and [h for h, _ in placement.hosts] == sorted(h for h, _ in placement.hosts):
             return f"Use srun --ntasks-per-node={each} --distribution=block -w {names}"
         return "Use srun --distribution=arbitrary with SLURM_HOSTFILE naming, a line a rank: " + ", ".join(
-            f"{host} ({count} times)" for host, count in placement.hosts
+            f"{host} ({counted(count, 'time')})" for host, count in placement.hosts
         )
     per = f"--nproc-per-node={each}" if each else "--nproc-per-node as many as listed here"
     return f"Use torchrun --nnodes={len(counts)} {per} with --node-rank in this order: {listed}"

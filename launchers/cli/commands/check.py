@@ -114,7 +114,12 @@ def kernels_warning(deployment: Deployment) -> str | None:
 
 def stack_warnings(deployment: Deployment) -> tuple[str, ...]:
     """What this host's GPUs lack to be used, unless the deployment computes on CPUs."""
-    return () if deployment.engine.device == "cpu" else stack_faults(look())
+    if deployment.engine.device == "cpu":
+        return ()
+    found, launch = look(), deployment.launch
+    if deployment.engine.device == "cuda" and not (found.gpus or launch.hosts or launch.hostfile or launch.fabric):
+        return ("engine.device: cuda, and this host shows no NVIDIA GPU: ranks cannot start here",)
+    return stack_faults(found)
 
 
 def tls_faults(loaded: LoadedDeployment) -> Iterator[str]:

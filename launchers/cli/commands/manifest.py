@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from ....models.weights.checkpoint import CheckpointError
+from ....topology.hardware.fabric import counted
 from ..errors import ended_by
 
 
@@ -44,4 +45,5 @@ def command(model: Path, check: bool) -> None:
             manifest = make_manifest(model, progress)
         done = f"listed in {write_manifest(model, manifest).name}"
     seconds, size = time.monotonic() - start, manifest.total_bytes
-    click.echo(f"{model}: {len(manifest.files)} files, {size / 1e9:.2f} GB, {done} ({size / 1e9 / seconds:.2f} GB/s)")
+    files = counted(len(manifest.files), "file")
+    click.echo(f"{model}: {files}, {size / 1e9:.2f} GB, {done} ({size / 1e9 / seconds:.2f} GB/s)")

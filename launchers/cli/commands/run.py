@@ -27,6 +27,7 @@ from ....engine.run.progress import Summary
 from ....engine.run.run import RunOptions, run_batch
 from ....engine.text.pool import PoolLimits, TextPool
 from ....engine.text.tokenizer import TextError, TextModel
+from ....topology.hardware.fabric import counted
 from ....topology.placement.identity import Identity, IdentityError, identify, require_world
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
@@ -196,7 +197,8 @@ def report(summary: Summary, arguments: Arguments, console: Console) -> int:
         return FAILED if summary.failed and arguments.strict else OK
     say_error(console, summary.reason)
     if began:
-        lost = f"{summary.lost} requests under way were lost, what was answered is kept; resume with"
+        were = "was" if summary.lost == 1 else "were"
+        lost = f"{counted(summary.lost, 'request')} under way {were} lost, what was answered is kept; resume with"
         say(console, f"{lost}\n  {arguments.resume_line()}")
     return FAILED
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from ....models.config.json_fields import Refusal
+from ....topology.hardware.fabric import counted
 from ..errors import ended_by
 
 
@@ -55,7 +56,7 @@ def command(
     source = open_checkpoint(model, config)
     if overwrite:
         shutil.rmtree(shards_folder(home, size, stages), ignore_errors=True)
-    with byte_bar(Console(stderr=True), f"{size * stages} ranks") as progress:
+    with byte_bar(Console(stderr=True), counted(size * stages, "rank")) as progress:
         folder = write_shards(
             source,
             [RankShard.of(stage, size, rank) for stage in parts for rank in range(size)],
@@ -64,4 +65,6 @@ def command(
             progress=progress,
         )
     written, seconds = sum(file.stat().st_size for file in folder.iterdir()), time.monotonic() - start
-    click.echo(f"{folder}: {size * stages} files, {written / 1e9:.2f} GB ({written / 1e9 / seconds:.2f} GB/s)")
+    click.echo(
+        f"{folder}: {counted(size * stages, 'file')}, {written / 1e9:.2f} GB ({written / 1e9 / seconds:.2f} GB/s)"
+    )

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from click.testing import CliRunner, Result
 from laddertron import __version__
 from laddertron.engine.config.load import load, read
 from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli.commands import check
 from laddertron.launchers.cli.commands.check import summary
 from laddertron.launchers.cli.errors import ENGINE, UsageError, ended_by
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.slices import expected_shapes
+from laddertron.topology.hardware.cuda_stack import look
 from tiny_text import byte_level
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -120,6 +123,23 @@ def test_check_without_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
         assert "OK" in capsys.readouterr().out
     assert cli.main(["check", str(CONFIGS / "llama-3.1-8b.yaml")]) == 2
     assert ":3: model.path: /models/Llama-3.1-8B-Instruct: no such folder" in capsys.readouterr().err
+
+
+def test_check_warns_where_cuda_meets_a_host_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks on this host would not start; those on hosts that are named may."""
+    monkeypatch.setattr(check, "look", lambda: replace(look(), gpus=0))
+    words = ["check", str(CONFIGS / "demo.yaml"), "--set"]
+    for sets, warned in (
+        (["engine.device=cuda"], True),
+        (["engine.device=auto"], False),
+        (["engine.device=cpu"], False),
+    ):
+        assert cli.main([*words, *sets]) == 0
+        assert ("warning: engine.device: cuda, and this host shows no NVIDIA GPU" in capsys.readouterr().err) == warned
+    assert cli.main([*words, "engine.device=cuda", "--set", "launch.hosts=[gpu-a:2]"]) == 0
+    assert "NVIDIA" not in capsys.readouterr().err
 
 
 def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_replicas_get_slices() -> None:
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     """Values, rule, fix."""
     for slots, tp, replicas in (((8,), 16, 1), ((8, 8, 8), 16, 2), ((5, 5), 7, 1), ((1,), 2, 1)):
-        with pytest.raises(LaunchError, match=f"does not fit: {tp} ranks.*{' . '.join(map(str, slots))} slots"):
+        with pytest.raises(LaunchError, match=f"does not fit: {tp} ranks.*{' . '.join(map(str, slots))} slot"):
             divide(pool(*slots), tp, replicas, None)
 
 

@@ -241,6 +241,7 @@ def test_random_cpu_hosts(numa: list[int], hosts: int, size: int, replicas: int)
             "tensor_parallel_size=12 does not fit on 12 ranks (1 node x 8 + 1 node x 4) with equally many ranks on "
             "each node of a group: use 1, 2, 3, 4 or 6",
         ),
+        (lambda: place(preset("1x1xcpu"), 2), "needs 2 ranks, the fabric has 1 rank (1 node x 1): use 1"),
         (lambda: place(preset("2x2xcpu"), 8), "needs 8 ranks, the fabric has 4 ranks (2 nodes x 2): use 1, 2 or 4"),
         (lambda: place(preset("8xH100"), 0), "both must be 1 or more"),
         (lambda: place(preset("8xH100"), 2, slots={"elsewhere": 8}), "slots name the host 'elsewhere'"),
