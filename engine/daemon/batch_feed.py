@@ -18,6 +18,7 @@ from ..openai.batch_input import BatchLine, LineRules, error_line, off_loop, rea
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
 from ..openai.prefetch import Ready, answer_id, prepared
+from ..openai.responses import LARGE_VALUES
 from ..openai.schema import CHAT
 from .core import Core
 from .flight import Flight
@@ -30,8 +31,8 @@ from .usage import DAY, tokens_of
 
 log = logging.getLogger(__name__)
 
-_UNSTORED = 4096  # results that may wait for the disk before nothing more is submitted
-_REST, _BREATH = 512, 32
+_UNSTORED, _UNSTORED_BYTES = 4096, 64 << 20  # results that may wait for the disk before nothing more is submitted
+_REST, _BREATH, _MAKING = 512, 32, 4
 _QUOTA_SECONDS = 2.0
 _ANY = 1 << 30  # ids, where the model's limit is not asked or not known yet: the workers have a bound of their own
 
@@ -67,6 +68,8 @@ class BatchFeed(LineFlights):
         self._in_turn = partial(core.store.in_turn, batch.owner)
         self._rules = rules_of(batch, core.limits)
         self._results: list[Result] = []
+        self._unstored = 0
+        self._making: set[asyncio.Task[None]] = set()
         self._deaths: dict[int, int] = {}
         self._news = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
@@ -162,7 +165,7 @@ class BatchFeed(LineFlights):
     # lines into the dispatcher
 
     async def _pace(self) -> None:
-        while len(self._results) > _UNSTORED:
+        while len(self._results) > _UNSTORED or self._unstored > _UNSTORED_BYTES or len(self._making) > _MAKING:
             await self._move()
         await self._gate.event.wait()
         while wait := self._usage.exhausted(self.batch.owner):
@@ -171,7 +174,22 @@ class BatchFeed(LineFlights):
 
     # what comes of them
 
+    def landed(self, flight: Flight) -> None:
+        if flight.answer.error is not None or flight.answer.values <= LARGE_VALUES:
+            super().landed(flight)
+            return
+        making = asyncio.create_task(self._make(flight))
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+
+    async def _make(self, flight: Flight) -> None:
+        """A large line, off the loop."""
+        out = await self._in_turn(partial(self._line_of, flight))
+        if flight in self._flights:  # else the batch was stopped meanwhile
+            self._answer(flight, out)
+
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
+        self._unstored += len(out)
         tokens = NO_TOKENS if flight is None or error is not None else tokens_of(flight.answer)
         self._results.append(Result(line.custom_id or "", line.number, error is None, out.decode(), tokens))
         self._kick()
@@ -207,7 +225,7 @@ class BatchFeed(LineFlights):
         try:
             deaths: dict[int, int] = {}
             while self._results or deaths != self._deaths:
-                results, self._results = self._results, []
+                results, self._results, self._unstored = self._results, [], 0
                 deaths = dict(self._deaths)
                 await self._write(results, deaths)
                 self._news.set()

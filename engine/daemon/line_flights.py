@@ -7,11 +7,11 @@ from __future__ import annotations
 import logging
 import time
 
-from ..openai.batch_input import BatchLine, answer_line, error_line
+from ..openai.batch_input import BatchLine, answer_line, error_line, large_answer_line
 from ..openai.choice import Delta
 from ..openai.errors import ApiError, unmade
 from ..openai.prefetch import Prompts, answer_id
-from ..openai.responses import Answer
+from ..openai.responses import LARGE_VALUES, Answer
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher
@@ -74,15 +74,22 @@ class LineFlights:
         """It goes on by itself."""
 
     def landed(self, flight: Flight) -> None:
-        line, answer, out = self._flights.pop(flight), flight.answer, b""
+        self._answer(flight, self._line_of(flight))
+
+    def _line_of(self, flight: Flight) -> bytes:
+        """The line of what came of it; any thread."""
+        line, answer = self._flights[flight], flight.answer
         assert line.custom_id is not None
         name = self.name(line)
         if answer.error is None:
             try:
-                out = answer_line(line.custom_id, name, answer.response())
+                if answer.values > LARGE_VALUES:
+                    return large_answer_line(line.custom_id, name, answer.pieces())
+                return answer_line(line.custom_id, name, answer.response())
             except Exception as error:
                 log.exception("an answer could not be made")
                 answer.error = unmade(error)
-        if answer.error is not None:
-            out = error_line(line.custom_id, name, answer.error)
-        self.answered(line, out, flight, answer.error)
+        return error_line(line.custom_id, name, answer.error)
+
+    def _answer(self, flight: Flight, out: bytes) -> None:
+        self.answered(self._flights.pop(flight), out, flight, flight.answer.error)

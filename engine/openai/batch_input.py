@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -253,6 +253,12 @@ async def check_file(
 
 def answer_line(custom_id: str, answer_id: str, body: dict[str, Any]) -> bytes:
     return _line(custom_id, answer_id, 200, body)
+
+
+def large_answer_line(custom_id: str, answer_id: str, pieces: Iterable[bytes]) -> bytes:
+    """The same of a body's JSON in pieces."""
+    before, _, after = _line(custom_id, answer_id, 200, {}).rpartition(b"{}")
+    return b"".join((before, *pieces, after))
 
 
 def error_line(custom_id: str | None, answer_id: str, error: ApiError, number: int | None = None) -> bytes:

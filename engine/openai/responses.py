@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from .errors import ApiError
 from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
 from .schema import CHAT
 
+LARGE_VALUES = 4096  # above: made in a thread, in pieces
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _OPENING = 8  # ids at a prompt's end among which a template may have begun the reasoning
 
 
@@ -116,15 +119,41 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 
+    @property
+    def values(self) -> int:
+        """About how many values the body has: what it costs to make."""
+        params = self.body.params
+        top = 0 if params.logprobs is None else params.logprobs + 1
+        scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+        of_prompts = scored + top * self.body.echo + self.body.return_token_ids
+        return self.place * (1 + top) + self.prompt_tokens * params.n * of_prompts
+
     def response(self) -> dict[str, Any]:
         """The whole body, once `done` and without an error."""
-        chat = self.body.endpoint == CHAT
-        body = self._head("chat.completion" if chat else "text_completion")
-        body["choices"] = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
-        body["usage"] = self.usage()
-        if chat and self.body.params.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._scored(0)
-        return {**body, **self._prompt_ids(0)} if chat else body
+        choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
+        return {**self._start(), "choices": choices, **self._rest()}
+
+    def pieces(self) -> Iterator[bytes]:
+        """The whole body's JSON in pieces, for a large one: no single call works on all of it."""
+        yield _JSON.encode(self._start()).encode()[:-1] + b',"choices":['
+        for index, choice in enumerate(self._choices):
+            yield b"," if index else b""
+            if self.values > len(self._choices) * LARGE_VALUES:
+                yield from (part.encode() for part in _JSON.iterencode(self._whole(index, choice)))
+            else:
+                yield _JSON.encode(self._whole(index, choice)).encode()
+        yield b"]," + _JSON.encode(self._rest()).encode()[1:]
+
+    def _start(self) -> dict[str, Any]:
+        return self._head("chat.completion" if self.body.endpoint == CHAT else "text_completion")
+
+    def _rest(self) -> dict[str, Any]:
+        rest: dict[str, Any] = {"usage": self.usage()}
+        if self.body.endpoint != CHAT:
+            return rest
+        if self.body.params.prompt_logprobs is not None:
+            rest["prompt_logprobs"] = self._scored(0)
+        return {**rest, **self._prompt_ids(0)}
 
     def begun(self, choice: int) -> bool:
         """Whether `chunks` has given out what comes before a choice's first text."""

@@ -1,10 +1,12 @@
-"""Bodies while they are read and made into requests: how many bytes of them this process holds at once."""
+"""Bodies while they are read and made into requests, answers until they are read: how many bytes this process holds."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import AsyncIterator
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import Request
 
@@ -12,6 +14,8 @@ from ...openai.errors import ApiError
 
 SMALL_BYTES = 64 << 10
 """A body up to this size is always taken: the number of connections bounds how many there are."""
+GROWING = "events"  # what an engine adds to while its client does not read
+_UNREAD_SECONDS = 1.0  # without progress before an answer may be given up
 
 
 class HeldBodies:
@@ -46,3 +50,69 @@ class HeldBodies:
         finally:
             small, large = bytearray(), None  # a refusal holds this frame while its client sends on
             self.held -= counted
+
+
+class Unread:
+    """One request's bytes that its client has not read, by kind; see UnreadAnswers."""
+
+    def __init__(self, answers: UnreadAnswers, owner: str) -> None:
+        self._answers, self.owner = answers, owner
+        self.parts: Counter[str] = Counter()
+        self.moved = time.monotonic()
+        self.ended = False
+        self.end: Callable[[], object] = lambda: None
+
+    def hold(self, part: str, size: int) -> None:
+        """`size` bytes of this kind from now on. Raises ApiError where that is too much."""
+        size = size if size > SMALL_BYTES else 0
+        if self.parts[part] != size and not self.ended:
+            self._answers.change(self, part, size)
+
+
+class UnreadAnswers:
+    """`most` bytes of answers larger than SMALL_BYTES, half of it a key's. Where that is used up, the answer that
+    was read from longest ago is given up: the key's own, or of the key that holds most."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: defaultdict[str, dict[Unread, None]] = defaultdict(dict)  # the longest unread one first
+        self.held: Counter[str] = Counter()
+
+    def change(self, one: Unread, part: str, size: int) -> None:
+        had, more = one.parts.total(), size - one.parts[part]
+        if part == GROWING and size > self._most // 4:
+            raise _unread(size)
+        while more > 0 and had < self.held[one.owner] > self._most // 2 - more:  # one alone may be larger
+            self._give_up(one.owner, one)
+        while more > 0 and had < self.held.total() > self._most - more:
+            self._give_up(max(self.held, key=self.held.__getitem__), one)
+        one.parts[part] = size
+        self.held[one.owner] += more
+        of_key = self._open[one.owner]
+        if more <= 0:
+            one.moved = time.monotonic()
+            of_key.pop(one, None)
+        if one.parts.total():
+            of_key[one] = None
+        elif not of_key:
+            del self._open[one.owner], self.held[one.owner]
+
+    def close(self, one: Unread) -> None:
+        """Its request has ended."""
+        for part in list(one.parts):
+            one.hold(part, 0)
+        one.ended = True
+
+    def _give_up(self, owner: str, asking: Unread) -> None:
+        old = time.monotonic() - _UNREAD_SECONDS
+        others = [one for one in self._open[owner] if one is not asking]
+        found = next((one for one in others if one.moved < old or owner != asking.owner), None)
+        if found is None:
+            raise _unread(self.held[owner])
+        self.close(found)
+        found.end()
+
+
+def _unread(size: int) -> ApiError:
+    message = f"answers of {size} bytes are not read yet: read them, and ask again"
+    return ApiError(message, "too_many_bytes", status=429, retry_after=1)

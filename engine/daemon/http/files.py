@@ -24,7 +24,7 @@ from .errors import not_found, unstored
 from .state import Services, audit, owner_of
 from .upload import FormParser, boundary_of
 
-_CHUNK = 1 << 20
+_CHUNK, _READ = 1 << 20, 1 << 18
 T = TypeVar("T")
 
 
@@ -235,7 +235,7 @@ def _expiry(fields: dict[str, str], now: int) -> int | None:
 
 async def _read(services: Services, opened: BinaryIO) -> AsyncIterator[bytes]:
     with opened as file:
-        while chunk := await services.store.in_thread(lambda: file.read(_CHUNK)):
+        while chunk := await services.store.in_thread(lambda: file.read(_READ)):
             yield chunk
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +19,19 @@ from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
 from ...openai.errors import ApiError
-from ...openai.responses import Answer
+from ...openai.responses import LARGE_VALUES, Answer
 from ...openai.schema import CHAT, COMPLETIONS, Endpoint, json_schema
 from ...openai.sse import DONE, EventWriter, event
 from ...openai.to_engine import RequestOrigin, to_requests
 from ...openai.validators import takes
 from ..flight import Flight
 from ..usage import tokens_of
+from .bodies import GROWING, SMALL_BYTES, Unread
 from .errors import not_ready
 from .state import Services, owner_of
 
+_VALUE_BYTES = 100  # of a large answer: tokens and numbers as Python keeps them
+_PIECE_SECONDS = 0.05
 _SLACK_SECONDS = 5.0  # the engine ends a request whose time is over; this is for an engine that is away
 _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
 
@@ -36,14 +39,16 @@ _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/j
 class _Reply:
     """One interactive body under way (the dispatcher's FlightOwner), and whoever waits for it."""
 
-    def __init__(self, body: Body, services: Services, traceparent: str | None) -> None:
-        self.body, self._services, self._traceparent = body, services, traceparent
+    def __init__(self, body: Body, services: Services, unread: Unread, traceparent: str | None) -> None:
+        self.body, self._services, self._unread, self._traceparent = body, services, unread, traceparent
         self._offset = time.time() - time.monotonic()  # differences are durations, though the clock be set
         self.arrived, self.submitted = self.now(), 0.0
         self.first: float | None = None
         self.over = self.gone = self.late = self.sent = self._said_late = False
         self._writer = EventWriter()
         self._events: list[bytes] = []
+        self._backlog = 0
+        self._pieces: Iterator[bytes] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -57,6 +62,11 @@ class _Reply:
         if self.body.stream and (data := self._writer.of(flight.answer, delta)):
             self.sent = True
             self._events.append(data)
+            self._backlog += len(data)
+            try:
+                self._unread.hold(GROWING, self._backlog)
+            except ApiError as error:
+                flight.answer.error = error
             self._wake()
 
     def landed(self, flight: Flight) -> None:
@@ -102,13 +112,29 @@ class _Reply:
         await self.begun()
         if self.gone:
             raise ConnectionError("the client is gone")
+        if self._pieces is not None:
+            return await self._services.store.in_turn(self._unread.owner, self._piece)
         if self._said_late:
             return b""  # its end was sent, whatever the engine has made since
         if self.late and not self.over:
             self._said_late = True
             self._events += [event(_late().to_json()), DONE]
-        events, self._events = self._events, []
+        events, self._events, self._backlog = self._events, [], 0
+        self._unread.hold(GROWING, 0)
         return events[0] if len(events) == 1 else b"".join(events)
+
+    def send_in_pieces(self, answer: Answer) -> None:
+        """`next` gives a large answer from here on. Raises ApiError where too much is held."""
+        self._unread.hold("answer", answer.values * _VALUE_BYTES)
+        self._pieces = answer.pieces()
+
+    def _piece(self) -> bytes:
+        found, until = bytearray(), time.monotonic() + _PIECE_SECONDS
+        for part in self._pieces or ():
+            found += part
+            if len(found) >= SMALL_BYTES or (found and time.monotonic() > until):
+                break
+        return bytes(found)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -143,15 +169,19 @@ class Generator:
             begun = flight
             await self._begun(request, flight, reply)
             if flight.answer.error is not None and not reply.sent:
-                reply.close()
                 raise _shown(flight.answer.error)
+            kind = "text/event-stream"
             if not body.stream:
-                return JSONResponse(flight.answer.response())
+                if flight.answer.values <= LARGE_VALUES:
+                    return JSONResponse(flight.answer.response())
+                reply.send_in_pieces(flight.answer)
+                kind = "application/json"
             held = False
-            return _Events(reply, lambda: self._left(flight, reply))
+            return _Pieces(reply, kind, lambda: self._left(flight, reply))
         finally:
             self._count -= held
             if held and begun is not None:
+                reply.close()
                 self._used(begun)
 
     def _admit(self) -> None:
@@ -182,7 +212,7 @@ class Generator:
             deadline=now + limits.request_timeout,
         )
         requests = to_requests(body, prompts, dispatcher.limits, origin, self._services.text, limits.max_choices)
-        reply = _Reply(body, self._services, request.headers.get("traceparent"))
+        reply = _Reply(body, self._services, request.state.unread, request.headers.get("traceparent"))
         flight = Flight(tuple(requests), Answer(body, requests, self._services.text, name, int(now)), reply)
         reply.submitted = reply.now()
         dispatcher.submit(flight)
@@ -201,8 +231,6 @@ class Generator:
                 raise _late()
             done = True
         finally:
-            if not (done and reply.body.stream):
-                reply.close()
             if not done:
                 self._services.dispatcher.drop(flight)
 
@@ -218,12 +246,12 @@ class Generator:
             self._services.dispatcher.drop(flight)
 
 
-class _Events(Response):
-    """A reply's events, sent as they come without a task or a timeout of their own. `left` is called however it ends,
-    even where nothing was ever sent."""
+class _Pieces(Response):
+    """A reply's events or a large answer, sent as they come without a task or a timeout of their own. `left` is called
+    however it ends, even where nothing was ever sent."""
 
-    def __init__(self, reply: _Reply, left: Callable[[], None]) -> None:
-        super().__init__(None, media_type="text/event-stream", headers={"cache-control": "no-store"})
+    def __init__(self, reply: _Reply, kind: str, left: Callable[[], None]) -> None:
+        super().__init__(None, media_type=kind, headers={"cache-control": "no-store"})
         self._reply, self._ended = reply, left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

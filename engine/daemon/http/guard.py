@@ -20,7 +20,7 @@ from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
 from ...openai.schema import CHAT, COMPLETIONS
 from ..usage import Usage
-from .bodies import SMALL_BYTES
+from .bodies import SMALL_BYTES, Unread, UnreadAnswers
 from .errors import failed, response_of
 from .keys import Key, KeyRing
 
@@ -56,20 +56,21 @@ class Guard:
         self._usage = usage
         self._app, self._limits, self._keys = app, limits, keys
         self._observer = observer or Observer()
+        self._unread = UnreadAnswers(limits.max_held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send)
+        exchange = _Exchange(scope, receive, send, Unread(self._unread, ""))
         began = time.perf_counter()
         owner = None
         try:
             most = self._admit(scope)
+            key: Key | None = scope["state"]["key"]
+            exchange.unread.owner = asker = "" if key is None else key.id
             if self._usage is not None and scope["method"] == "POST":
-                key: Key | None = scope["state"]["key"]
-                asker = "" if key is None else key.id
                 self._usage.enter(asker, scope["path"] in (CHAT, COMPLETIONS))
                 owner = asker
             exchange.read(most, self._limits.body_timeout)
@@ -82,6 +83,7 @@ class Guard:
             log.exception("request failed", extra={"event": "error", "request": exchange.name})
             await exchange.refuse(failed())
         finally:
+            self._unread.close(exchange.unread)
             if owner is not None and self._usage is not None:
                 self._usage.leave(owner)
             self._tell(scope, exchange, time.perf_counter() - began)
@@ -160,10 +162,12 @@ def too_large(most: int) -> ApiError:
 class _Exchange:
     """One request and its response, watched."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._receive, self._send = scope, receive, send
+    def __init__(self, scope: Scope, receive: Receive, send: Send, unread: Unread) -> None:
+        self._scope, self._receive, self._send, self.unread = scope, receive, send, unread
         self.name = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_name"] = self.name
+        scope.setdefault("state", {}).update(request_name=self.name, unread=unread)
+        unread.end = scope.get("abort", unread.end)
+        self._start: Message | None = None  # sent with the first bytes: until then the answer may be refused
         self.status = 0
         self._most, self._seen, self._timeout = 0, 0, 10.0
         self._window, self._window_bytes = 0.0, 0
@@ -215,9 +219,32 @@ class _Exchange:
             if self.status >= 400 and not self._whole and not any(name == b"connection" for name, _ in headers):
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
-        elif not message.get("more_body", False):
-            self._ended = True
-        await self._send(message)
+            self._start = message
+            return
+        self._ended = not message.get("more_body", False)
+        await self._send_body(message)
+
+    async def _send_body(self, message: Message) -> None:
+        """In pieces, so that what the client has not read yet is known."""
+        body, at = message.get("body", b""), 0
+        try:
+            self.unread.hold("unsent", len(body))
+        except ApiError as error:
+            if self._start is not None:
+                self._start, self.status, self._ended = None, 0, False
+                await self.refuse(error)
+            raise ConnectionError(error.message) from error
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send(start)
+        while len(body) - at > SMALL_BYTES:
+            await self._send({"type": "http.response.body", "body": body[at : at + SMALL_BYTES], "more_body": True})
+            at += SMALL_BYTES
+            self.unread.hold("unsent", len(body) - at)
+            if self.unread.ended:
+                raise ConnectionError("the client does not read")
+        await self._send({**message, "body": body[at:]} if at else message)
+        self.unread.hold("unsent", 0)
 
     async def refuse(self, error: ApiError) -> None:
         """The error as the response, if none has begun."""

@@ -52,8 +52,7 @@ class _Bounded(H11Protocol):
             return
         self._came += len(data)
         super().data_received(data)
-        if self.cycle is not None:
-            self.cycle.transport = _Closer(self.transport, self._leave)  # type: ignore[assignment]
+        self._dress()
         if self.conn.their_state is h11.IDLE:
             self._arm()  # headers have begun, and are not whole
         else:
@@ -61,6 +60,12 @@ class _Bounded(H11Protocol):
         self.room.moved(self.slot, self.idle)
         if self._came > _FRAMING_BYTES + _FRAMING * self._body:
             self.transport.abort()
+
+    def _dress(self) -> None:
+        """What a request gets besides uvicorn's, before its task begins."""
+        if self.cycle is not None:
+            self.cycle.transport = _Closer(self.transport, self._leave)  # type: ignore[assignment]
+            self.cycle.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def _next_event(self) -> Any:
         """h11's next event; counts what of the bytes that came is body."""
@@ -81,6 +86,7 @@ class _Bounded(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._dress()  # the next one may have been sent already
         self.room.moved(self.slot, self.idle)
 
     def _leave(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from door import completion
 from laddertron.engine.config.schema import LimitsConfig
-from laddertron.engine.daemon.http.bodies import HeldBodies
-from laddertron.engine.daemon.http.generate import Generator, _Events, _Reply
+from laddertron.engine.daemon.http.bodies import HeldBodies, Unread, UnreadAnswers
+from laddertron.engine.daemon.http.generate import Generator, _Pieces, _Reply
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import COMPLETIONS
@@ -40,7 +40,7 @@ def test_nothing_follows_the_done_of_a_late_stream() -> None:
     """While a slow reader takes the last event, the engine goes on."""
 
     async def scene() -> list[bytes]:
-        reply, sent = _Reply(BODY, SERVICES, None), list[bytes]()
+        reply, sent = _Reply(BODY, SERVICES, Unread(UnreadAnswers(1 << 30), ""), None), list[bytes]()
         reply.watch(silence, asyncio.get_running_loop().time())
 
         async def send(message: Any) -> None:
@@ -52,7 +52,7 @@ def test_nothing_follows_the_done_of_a_late_stream() -> None:
                 delta: Any = SimpleNamespace(finish="length")
                 reply.progressed(flight, delta)
 
-        await _Events(reply, reply.close)({}, silence, send)
+        await _Pieces(reply, "text/event-stream", reply.close)({}, silence, send)
         return sent
 
     _, last, end = asyncio.run(scene())
@@ -73,7 +73,7 @@ def test_a_stream_that_failed_before_its_first_event_leaves_nothing_waiting(monk
             yield raw
 
         def flight_of(*_: object) -> tuple[Any, _Reply]:
-            reply = _Reply(BODY, SERVICES, None)
+            reply = _Reply(BODY, SERVICES, Unread(UnreadAnswers(1 << 30), ""), None)
             answer = SimpleNamespace(
                 error=ApiError("as the test says", "engine_error", status=500),
                 place=0,

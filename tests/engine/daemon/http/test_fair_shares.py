@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 import time
 import urllib.request
@@ -16,10 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from daemon_tools import NAME, Served, deployment, line, served, submit, wait_batch
+from daemon_tools import LIMITS, NAME, Served, deployment, line, lines_of, served, submit, wait_batch
+from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
+from laddertron.engine.daemon import batch_feed, line_flights, service
+from laddertron.engine.daemon.http import generate
+from laddertron.engine.daemon.http.app import make_app
+from laddertron.engine.daemon.http.bodies import Unread, UnreadAnswers
+from laddertron.engine.daemon.http.guard import Guard
 from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow
@@ -40,8 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def watched(daemon: Served) -> Iterator[None]:
-    """Asserts that the daemon's loop does no more than STALL_S of work in a turn, and that both ports answer."""
+def watched(daemon: Served, probe_s: float = PROBE_S, stall_s: float = STALL_S) -> Iterator[None]:
+    """Asserts that the daemon's loop does no more than `stall_s` of work in a turn, and that both ports answer, nine in
+    ten within `probe_s`."""
     turns, ended = [0.0], threading.Event()
     asked: dict[int, list[tuple[int, float]]] = {daemon.port: [], daemon.probe_port: []}
 
@@ -69,10 +78,10 @@ def watched(daemon: Served) -> Iterator[None]:
         probing.join()
         watching.result()
     print(f"longest turn {max(turns):.3f} s", *(f"nine in ten {ninetieth(found):.3f} s" for found in asked.values()))
-    assert max(turns) < STALL_S
+    assert max(turns) < stall_s
     for found in asked.values():
         assert {status for status, _ in found} == {200}
-        assert ninetieth(found) < PROBE_S
+        assert ninetieth(found) < probe_s
 
 
 def test_a_key_with_large_files_does_not_hold_up_anothers(folder: Path, tmp_path: Path) -> None:
@@ -161,3 +170,113 @@ def test_bad_words_are_spelt_in_a_text_worker(folder: Path, tmp_path: Path, monk
         data = line("a", bad_words=words) + line("b", **large)
         assert wait_batch(client, submit(client, data).id).request_counts.completed == 2
         assert [request.params.bad_word_ids for request in daemon.jobs[0].submitted] == [want] * 4
+
+
+MANY = replace(LIMITS, max_num_seqs=64, kv_tokens=1 << 20)
+HUGE: dict[str, Any] = {"prompt": ["x"] * 128, "n": 8, "logprobs": 20, "max_tokens": 16, "ignore_eos": True}
+
+
+def test_a_huge_answer_is_made_off_the_loop(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 choices with 20 log probabilities a token, asked for alone and as a batch's line; in pieces it has the
+    bytes that it has whole."""
+    limits = replace(LimitsConfig(), max_choices=1024)
+
+    def job() -> list[FakeJob]:
+        return [FakeJob(MANY)]
+
+    # the fake engine's steps are on the loop too
+    with served(deployment(tmp_path, limits), folder, job, probes=True) as daemon, watched(daemon, HANG_S, 2 * STALL_S):
+        client = daemon.client()
+        data = json.dumps({"model": NAME, "seed": 3, **HUGE}).encode()
+        large = json.loads(posted(daemon, data))["choices"]
+        batch = wait_batch(client, submit(client, line("a", seed=3, **HUGE)).id)
+        assert lines_of(client, batch.output_file_id)["a"]["response"]["body"]["choices"] == large
+        assert len(large) == 1024
+    for module in (generate, line_flights, batch_feed):
+        monkeypatch.setattr(module, "LARGE_VALUES", 1 << 60)
+    with served(deployment(tmp_path / "again", limits), folder, job) as daemon:
+        assert json.loads(posted(daemon, data))["choices"] == large
+
+
+def posted(daemon: Served, data: bytes, path: str = "/v1/completions") -> bytes:
+    request = urllib.request.Request(f"{daemon.url}{path}", data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+        found: bytes = answer.read()
+        return found
+
+
+def test_answers_that_nobody_reads_are_bounded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two keys' clients ask for long lists and read nothing: each key holds its share at most, both no more than all,
+    and the clients that read are answered all the while."""
+    keys = tmp_path / "keys.json"
+    alice, bob, carol = (add_key(keys, name) for name in ("alice", "bob", "carol"))
+    limits = replace(LimitsConfig(), max_held_bytes=16 << 20)
+    apps = list[Guard]()
+
+    def make(*arguments: Any) -> Guard:
+        apps.append(make_app(*arguments))
+        return apps[0]
+
+    gave_up, give_up = list[str](), UnreadAnswers._give_up
+
+    def count(self: UnreadAnswers, owner: str, asking: Unread) -> None:
+        gave_up.append(owner)
+        give_up(self, owner, asking)
+
+    monkeypatch.setattr(service, "make_app", make)
+    monkeypatch.setattr(UnreadAnswers, "_give_up", count)
+    with served(deployment(tmp_path, limits), folder, keys=keys, probes=True) as daemon:
+
+        def fill(rows: Rows) -> None:
+            for key, _ in (alice, bob, carol):
+                for number in range(10_000):
+                    row = FileRow(f"file-{key.id}-{number}", key.id, "batch", "x" * 200, 0, 0)
+                    records.add_file(rows, row)
+
+        daemon.on_loop(daemon.daemon.services.store.write(fill))
+        sizes, ended = list[tuple[int, int]](), threading.Event()
+        unread = apps[0]._unread.held
+
+        async def look() -> None:
+            while not ended.is_set():
+                sizes.append((max(unread.values(), default=0), unread.total()))
+                await asyncio.sleep(0.005)
+
+        looking = asyncio.run_coroutine_threadsafe(look(), daemon.loop)
+        request = "GET /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n\r\n"
+        with contextlib.ExitStack() as stack:
+            for _, secret in (alice, bob):
+                for _ in range(30):
+                    one = stack.enter_context(socket.socket())
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # what the system keeps is not held
+                    one.connect(("127.0.0.1", daemon.port))
+                    one.sendall(request.format(secret).encode())
+            reader = daemon.client(carol[1])
+            for key, _ in (alice, bob):
+                until(lambda key=key: gave_up.count(key.id) > 5)  # type: ignore[misc]
+            for _ in range(5):
+                assert len(reader.files.list().data) == 10_000
+        ended.set()
+        looking.result()
+        until(lambda: not unread)
+        print(f"held at most: {max(sizes)[0] >> 20} MiB a key, {max(total for _, total in sizes) >> 20} MiB in all")
+        assert max(sizes)[0] <= 8 << 20
+        assert max(total for _, total in sizes) <= 16 << 20
+
+
+def test_a_stream_that_nobody_reads_is_ended(folder: Path, tmp_path: Path) -> None:
+    """Its events are held like any answer's: the choices that go on do not fill the memory."""
+    limits = replace(LimitsConfig(), max_held_bytes=1 << 20)
+    model = replace(LIMITS, max_model_len=20_000)
+    with served(deployment(tmp_path, limits), folder, lambda: [FakeJob(model)], probes=True) as daemon:
+        body = {"model": NAME, "prompt": "x", "stream": True, "max_tokens": 10_000, "logprobs": 20, "ignore_eos": True}
+        data = json.dumps({**body, "n": 8}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                one = stack.enter_context(socket.socket())
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                one.connect(("127.0.0.1", daemon.port))
+                one.sendall(head + data)
+            until(lambda: len(daemon.jobs[0].cancels) == 2)
+        assert daemon.jobs[0].steps < 10_000
