@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,16 @@ if TYPE_CHECKING:
 
 NEAR = 0.05
 """Predictions that differ by less than this are the same to us."""
+STOCK = ("standard", "split", "pipeline")
+"""Layouts over two nodes that need no weights trained for them."""
+LADDER_UP_TO = ((8, 1.2), (math.inf, 0.25))
+"""For up to so many sequences, the L/c (what all-reduces add to a step without them) up to which ladder is the fastest
+layout of two nodes, and beyond which a pipeline of stock weights is: measured, docs/pictures/layouts.json."""
+
+
+def fastest(ratio: float, batch: int) -> str:
+    """Of ladder and the stock layouts over two nodes."""
+    return "ladder" if ratio <= next(up_to for most, up_to in LADDER_UP_TO if batch <= most) else "pipeline"
 
 
 def describe(layout: Layout) -> str:
@@ -137,4 +148,17 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
             if max(gain.speedup, most.speedup) > 1 + NEAR
             else ", not worth retraining for"
         )
-    return [f"{text}."]
+    times = {batch: by_key["standard", batch].time for batch in (low, high)}
+    ratios = {batch: time.exposed_s / time.compute_s for batch, time in times.items()}
+    said = [f"{text}."]
+    if plan.question.shape.nodes > 1:
+        best = (f"{fastest(ratio, batch)} at batch {batch} (L/c {ratio:.1f})" for batch, ratio in ratios.items())
+        said.append(f"Fastest between two nodes at such an L/c, as measured on emulated ones: {', '.join(best)}.")
+    if (lanes := plan.question.config.lanes) is not None:
+        own, hides = by_key["lanes", low], 2 * lanes.delay
+        said.append(
+            f"These weights are lanes, which read an output {hides} sub-blocks later: they hide all-reduces up to an "
+            f"L/c of {hides}; here it is {ratios[low]:.1f}, and they are {own.speedup:.2f}x as fast as standard at "
+            f"batch {low}."
+        )
+    return said

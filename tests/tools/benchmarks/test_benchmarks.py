@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,59 @@ def test_published_points_lie_below_the_law(report: Any, monkeypatch: pytest.Mon
     assert len(points) == 12
     assert all(speed < law(1.0, ratio) for ratio, speed in points)
     assert min(r for r, _ in cross_picture.paper_points()["405B, TP16 over 2 nodes"]) == pytest.approx(0.51, abs=0.01)
+
+
+def layout_rows(ladder: float, pipeline: float, aimed: float, batch: int = 1) -> list[dict[str, Any]]:
+    """Three runs of a point whose median is what is given; no communication takes 100 tokens/s."""
+    rates = {"standard": 100 / (1 + aimed), "split": 20.0, "pipeline": pipeline, "ladder": ladder, "delay-2": 90.0}
+    rates |= {"lanes": 95.0, "no-communication": 100.0}
+    runs = (0.5, 1.0, 1.2)
+    return [
+        {"run": run, "batch": batch, "aimed": aimed, "delay_s": 0.0, "rates": {k: v * by for k, v in rates.items()}}
+        for run, by in enumerate(runs)
+    ]
+
+
+def test_layouts_have_their_medians_crossing_and_figure(report: Any) -> None:
+    """`report` sets the path. Ladder leads at an L/c of 0.5 and 1 and trails at 2: the lines cross between."""
+    import cross_layouts
+    import cross_picture
+
+    rows = [
+        *(row for batch in (1, 8) for row in layout_rows(90, 60, 0.5, batch)),
+        *(row for batch in (1, 8) for row in layout_rows(75, 60, 1.0, batch)),
+        *(row for batch in (1, 8) for row in layout_rows(45, 60, 2.0, batch)),
+        *layout_rows(80, 90, 0.5, 32),
+    ]
+    found = cross_layouts.points(rows)
+    assert [(p["batch"], p["ratio"]) for p in found[:3]] == [(1, 0.5), (1, 1.0), (1, 2.0)]
+    assert found[1]["rates"]["ladder"] == 75
+    lines = cross_layouts.report(found)
+    assert "| 1, 2.00 | 33 | 20 | 60 | 45 | 90 | 95 | 100 | pipeline | 0.68 |" in lines
+    assert lines[-1].endswith("up to an L/c of: 1.5 (batch 1), 1.5 (batch 8), 0 (batch 32).")
+    drawn = ET.fromstring(cross_picture.layouts_picture(found))
+    assert drawn.tag.endswith("svg")
+    assert cross_picture.layouts_picture(found) == cross_picture.layouts_picture(found), "the same bytes each time"
+
+
+def test_each_layout_is_a_deployment_that_check_accepts(report: Any, tmp_path: Path) -> None:
+    """Stock ones of stock weights; all with dummy ones."""
+    import cross_layouts
+    from laddertron.engine.config.rules import broken_rules
+    from laddertron.engine.step.share import model_config
+    from laddertron.tools.plan.advice import STOCK
+
+    for name, fields in (("llama", cross_layouts.SHAPE), ("lanes", cross_layouts.LANES)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    named = {}
+    for kind in cross_layouts.KINDS:
+        d = cross_layouts.deployment(tmp_path, "agent", kind)
+        assert not list(broken_rules(d)), kind
+        config = model_config(d.model, d.parallel)[0]
+        assert (d.world_size, d.dummy_seed, config.num_layers) == (2, 0, 12)
+        named[kind] = config.wiring.name
+    assert named == {
+        **dict.fromkeys(STOCK, "standard"),
+        **{kind: kind for kind in ("ladder", "delay-2", "lanes", "no-communication")},
+    }

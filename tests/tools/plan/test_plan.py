@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -19,6 +21,7 @@ from laddertron.models.config.known_models import architecture, by_folder, known
 from laddertron.models.config.model_config import ModelConfig
 from laddertron.models.stages import RankShard
 from laddertron.models.weights.slices import expected_shapes
+from laddertron.tools.plan import advice
 from laddertron.tools.plan.advice import deployment_text, describe
 from laddertron.tools.plan.answer import basis, headline
 from laddertron.tools.plan.estimate import CapacityEstimate, Question, group_in, make_plan, memory_in
@@ -295,6 +298,39 @@ def test_the_layout_that_is_written_is_one_that_can_be_asked_about(tmp_path: Pat
 def test_advice_takes_what_was_asked_where_it_is_best() -> None:
     """fp8 on one node stays, unless its pipeline inside the node is cheaper still."""
     assert deployed_plan("llama-3.1-405b-fp8-tp8").recommendation[0].startswith("Take it")
+
+
+MEASURED = json.loads((Path(__file__).parents[3] / "docs" / "pictures" / "layouts.json").read_text())
+
+
+def _lost(point: dict[str, Any], named: str) -> float:
+    """The share of the best layout's tokens/s that the named one lacks."""
+    rates = {kind: rate for kind, rate in point["rates"].items() if kind in (*advice.STOCK, "ladder")}
+    return float(1 - rates[named] / max(rates.values()))
+
+
+def test_the_advised_layout_is_the_fastest_measured() -> None:
+    """At every point of the figure, or a tenth slower at most; with another threshold it is not."""
+    for point in MEASURED:
+        assert _lost(point, advice.fastest(point["ratio"], point["batch"])) <= 0.1, point
+    for up_to in (0.0, math.inf):
+        few = [p for p in MEASURED if p["batch"] <= 8]
+        assert max(_lost(p, "ladder" if p["ratio"] <= up_to else "pipeline") for p in few) > 0.1, up_to
+    assert max(_lost(p, "ladder") for p in MEASURED if p["batch"] > 8 and p["ratio"] <= 2) > 0.1
+    assert {p["batch"] for p in MEASURED} == {1, 8, 32}
+
+
+def test_the_plan_says_where_ladder_and_where_a_pipeline_is_fastest() -> None:
+    across, inside = (
+        planned(*asked).recommendation[-1] for asked in (("llama-3.1-405b", "2x8xH100"), ("llama-3.1-8b", "1x8xH100"))
+    )
+    assert re.search(r"ladder at batch 1 \(L/c 0\.\d\), pipeline at batch \d+ \(L/c \d\.\d\)", across)
+    assert "Fastest between two nodes" not in inside
+
+
+def test_the_plan_says_what_lanes_hide() -> None:
+    said = planned("laneformer-2b", "1x8xH100").recommendation[-1]
+    assert "lanes, which read an output 4 sub-blocks later: they hide all-reduces up to an L/c of 4" in said
 
 
 def test_one_rank_has_nothing_to_hide() -> None:
