@@ -55,8 +55,8 @@ def test_speculation_changes_no_answer(ranks: Ranks, size: int, dtype: str, tmp_
 
 
 def test_a_draft_model_survives_preemption(ranks: Ranks, tmp_path: Path, run_seed: int) -> None:
-    """Blocks for a third of the sequences: some are put back, and their slots and blocks become others'. What the draft
-    model knows goes with them: the same model drafts as well as ever."""
+    """Blocks for less than the first four sequences: some are put back, and their slots and blocks become others'. What
+    the draft model knows goes with them: the same model drafts as well as ever."""
     folder = checkpoints.save(tmp_path / "m", "llama")
     plain = answers(run_seed, ranks, 2, folder, blocks=70)
     drafted = answers(

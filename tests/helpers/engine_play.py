@@ -13,7 +13,7 @@ from laddertron.engine.step.engine import Engine, StepProgress, follow
 from overlapped import overlap, told
 from rank_pool import Rank
 
-VOCAB = 323
+VOCAB, CROWD = 323, 6
 
 
 def _request(
@@ -88,8 +88,9 @@ def play(
     rank: Rank, folder: str, seed: int, requests: int, engine: dict[str, Any], overlapped: bool = False
 ) -> list[dict[str, Any]] | None:
     """The same requests twice: all at once with cancels, stops and deadlines at random moments, in few KV blocks; then
-    each alone, with no cache. Rank 0 gives both reports and what was interrupted. overlapped: the steps of the first
-    time do, and most requests let them."""
+    each alone, with no cache. The first CROWD enter at once and grow to 38 tokens each, more than the cache holds: some
+    are preempted, before anything is cancelled. Rank 0 gives both reports and what was interrupted. overlapped: the
+    steps of the first time do, and most requests let them."""
     reports = []
     for calm in (False, True):
         keys = dict(engine)
@@ -106,13 +107,22 @@ def play(
         dice = random.Random(seed)
         prompts = [tuple(dice.randrange(VOCAB) for _ in range(24)) for _ in range(2)]
         waiting = [_request(n, dice, prompts, 40, overlapped) for n in range(requests)]
+        params = SamplingParams(max_tokens=32, seed=0, temperature=0.0)
+        waiting[:0] = [Request(f"crowd{n}", (*prompts[0][:5], n), params) for n in range(CROWD)]
         heard, scheduler = _Heard(), Scheduler(built.scheduler_limits)
         e = Engine(scheduler, built.runner, rank.communicator.plans, progress)
         upset = set()
+        for _ in range(0 if calm else CROWD):
+            e.add(waiting.pop(0))
         while waiting or e.has_work:
             if waiting and (not e.has_work if calm else dice.random() < 0.7):
                 e.add(waiting.pop(0))
-            if not calm and dice.random() < 0.12 and (open_ := list(scheduler._open.groups)):
+            if (
+                not calm
+                and scheduler.counters.preemptions
+                and dice.random() < 0.12
+                and (open_ := list(scheduler._open.groups))
+            ):
                 victim = dice.choice(open_)
                 upset.add(victim)
                 if dice.random() < 0.5:

@@ -27,14 +27,16 @@ def brute_force(known: list[int], most: int) -> list[int]:
 
 
 def test_drafts_are_what_followed_the_last_time(run_seed: int) -> None:
-    dice, hits = random.Random(run_seed), 0
-    for _ in range(3000):
-        known = [dice.randrange(dice.choice((2, 4, 9))) for _ in range(dice.randrange(1, 40))]
+    """Every third text ends as it begins, which is a match."""
+    dice = random.Random(run_seed)
+    for number in range(3000):
+        known = [dice.randrange(dice.choice((2, 4, 9))) for _ in range(dice.randrange(SHORTEST, 40))]
         most = dice.randrange(6)
+        if repeats := number % 3 == 0:
+            known, most = [*known, *known[:SHORTEST]], most + 1
         found = look_up(np.array(known, np.int32), most)
         assert found == (brute_force(known, most) if most else []), known
-        hits += bool(found)
-    assert hits > 300
+        assert found or not repeats
 
 
 def test_a_prompt_that_is_copied_is_drafted_on() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, line, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, example, given, seed, settings
 from hypothesis import strategies as st
 from openai import OpenAI
 from tiny_text import write_folder
@@ -116,6 +116,8 @@ def test_each_line_has_one_answer_or_one_error_with_its_number(daemon: Served, r
         database=None,
     )
     @given(raw=LINES)
+    @example(raw=[line("good")])
+    @example(raw=[line("good"), b"[]\n"])
     def run(raw: list[bytes]) -> None:
         there = {n for n, one in enumerate(raw, 1) if one.strip()}
         batch = wait_batch(client, submit(client, b"".join(raw)).id)

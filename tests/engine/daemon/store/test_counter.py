@@ -136,11 +136,9 @@ def test_the_log_stays_the_same_file_through_checkpoints_and_reopened_connection
     with_store(tmp_path / "data", work)
 
 
-def test_a_good_store_is_never_refused(tmp_path: Path) -> None:
+def test_a_good_store_is_never_refused(tmp_path: Path, run_seed: int) -> None:
     """Kills at random moments, clean stops, checkpoints and copies between them."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     data, printed = tmp_path / "data", set[int]()
     for turn in range(12):
         printed |= crash_after(data, rng.choice((1, 8, 60, 400)))

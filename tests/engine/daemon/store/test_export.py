@@ -74,11 +74,9 @@ def test_ten_rounds_of_two_nodes_with_old_data_folders_lose_nothing(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_ten_rounds_of_two_nodes_that_are_killed_lose_nothing(tmp_path: Path) -> None:
+def test_ten_rounds_of_two_nodes_that_are_killed_lose_nothing(tmp_path: Path, run_seed: int) -> None:
     """At random moments, at the start too."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(run_seed)
     export, acknowledged, refused = tmp_path / "export", set[int](), 0
     for turn in range(10):
         folder = tmp_path / "ab"[turn % 2]
@@ -398,14 +396,20 @@ STRIDES = [13, pytest.param(1, marks=pytest.mark.slow)]
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("stride", STRIDES)
 def test_a_start_that_ends_at_any_step_leaves_everything(
-    tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool, legacy: bool, stride: int
+    tmp_path: Path,
+    template: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh: bool,
+    legacy: bool,
+    stride: int,
+    run_seed: int,
 ) -> None:
     """Its next start has all results, and so has a node that rebuilds after the crash, or after that start."""
 
     def crash() -> None:
         raise Crash
 
-    first = random.randrange(stride)
+    first = random.Random(run_seed).randrange(stride)
     print(f"first step {first + 1}")
     at = first + 1 - stride
     while True:
@@ -433,11 +437,11 @@ def test_a_start_that_ends_at_any_step_leaves_everything(
 @pytest.mark.parametrize("second", ["copy", "other"])
 @pytest.mark.parametrize("stride", STRIDES)
 def test_two_daemons_that_begin_at_once_lose_nothing(
-    tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, stride: int
+    tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch, first: str, second: str, stride: int, run_seed: int
 ) -> None:
     """A second daemon begins, acknowledges a result and ends, before each step of the first one's start. `copy`: of the
     first one's data folder; `other`: with an empty one."""
-    ends, at = set[str](), random.randrange(stride) + 1 - stride
+    ends, at = set[str](), random.Random(run_seed).randrange(stride) + 1 - stride
     print(f"first step {at + stride}")
     while True:
         at += stride
@@ -547,10 +551,8 @@ def test_a_group_of_several_frames_is_whole_or_left_out(tmp_path: Path, monkeypa
     assert all(numbers in (set(), set(range(25)), {40}) for numbers in found)  # 25: a group whose fsync failed
 
 
-def test_a_flipped_byte_anywhere_stops_the_rebuild_and_is_named(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def test_a_flipped_byte_anywhere_stops_the_rebuild_and_is_named(tmp_path: Path, run_seed: int) -> None:
+    rng = random.Random(run_seed)
     with_store(tmp_path / "a", begin, StoreOptions(tmp_path / "export"))
     with_store(tmp_path / "a", adding(*range(4)), StoreOptions(tmp_path / "export"))
     for path in (tmp_path / "export").glob("seg-*"):
