@@ -170,8 +170,7 @@ class LaneReference(nn.Module):
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None) -> LaneReference:
-    """The model in a folder, in `dtype` (default: what config.json says). Raises RuntimeError on missing, extra or
-    misshapen tensors."""
+    """The model in a folder, in `dtype` (default: config.json's). Raises RuntimeError on wrong tensors."""
     config = from_folder(folder)
     model = LaneReference(config).to(dtype or getattr(torch, config.dtype))
     tensors: dict[str, Tensor] = {}

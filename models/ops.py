@@ -143,8 +143,7 @@ def tree_product(
 
 
 class TorchOps:
-    """Plain torch, on any device. Each maker takes weights that stay alive and unchanged, and returns the product to
-    call every step."""
+    """Plain torch, on any device. Makers take weights that stay unchanged and return the product of a step."""
 
     name = "torch"
     repacks = False

@@ -389,9 +389,8 @@ def _from_dolomite(config: ModelConfig, read: dict[str, Tensor]) -> dict[str, Te
 
 
 def load(folder: str | Path, dtype: torch.dtype | None = None, config: ModelConfig | None = None) -> Reference:
-    """The model in a folder of *.safetensors, either layout, in `dtype` (default: what config.json says). `config`
-    replaces the folder's, to run weights under a wiring that they do not declare. Raises RuntimeError on missing,
-    extra or misshapen tensors."""
+    """The model in a folder of either layout, in `dtype` (default: config.json's); `config` replaces the folder's, for
+    an undeclared wiring. Raises RuntimeError on missing, extra or misshapen tensors."""
     config = config or from_folder(folder)
     model = Reference(config).to(dtype or getattr(torch, config.dtype))
     tensors: dict[str, Tensor] = {}

@@ -42,8 +42,7 @@ def stage(target: Tensor, source: Tensor) -> None:
 
 
 def download(x: Tensor, wait: Callable[[Any], None] = lambda event: event.synchronize()) -> Arriving:
-    """Sets off the copy of x to the host; x may be overwritten by what the device does next. wait: how the host waits
-    for an event."""
+    """Starts the copy of x to the host; x may then be overwritten. wait: how the host waits for an event."""
     if not x.is_cuda:
         there: NDArray[Any] = np.array(x.numpy())
         return lambda: there

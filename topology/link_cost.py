@@ -58,6 +58,5 @@ class Emulation:
         return sum(self.parts(nbytes))
 
     def moved_bytes(self, nbytes: int) -> int:
-        """What a rank reads and what it writes for an all-reduce of nbytes: each part of the message goes to all other
-        ranks once on its way to the sum and once on its way back."""
+        """Bytes a rank reads, and writes, for an all-reduce: each part travels to its sum and back."""
         return round(2 * (self.ranks - 1) / self.ranks * nbytes)

@@ -52,8 +52,7 @@ def check_sums(
     device: torch.device,
     node: bool = False,
 ) -> None:
-    """Every rank calls it with the same arguments, before the first step; node: of the all-reduce inside each node.
-    Raises WrongSum, on all of them."""
+    """All ranks call it before the first step; node: the node's all-reduce. Raises WrongSum on all."""
     size, rank, reduce = communicator.size, communicator.rank, communicator.all_reduce
     if node and communicator.node_reduce is not None:
         size, reduce = communicator.layout.per_node, communicator.node_reduce

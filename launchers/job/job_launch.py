@@ -14,11 +14,11 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ... import __version__
 from ...engine.job import RankHeartbeat
+from ..compose.mpi import LaunchCommand
 from ..control import messages, processes
 from ..control.channel_thread import ControlThread
 from ..control.control import ENV_ADDRESS, ENV_SECRET, new_secret
@@ -32,16 +32,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 LAST_WORDS_S = 2.0
 _LINE_LIMIT = 8192
-
-
-class StartCommand(Protocol):
-    """What starts the ranks (`mpi.LaunchCommand` is one). `env` comes on top of this process's environment; the
-    command must carry ENV_ADDRESS and ENV_SECRET to the ranks by name (mpirun: -x NAME), never their values."""
-
-    @property
-    def argv(self) -> tuple[str, ...]: ...
-    @property
-    def env(self) -> Mapping[str, str]: ...
 
 
 Said = News | messages.Tokens | messages.Running | RankHeartbeat
@@ -61,7 +51,7 @@ class Launch:
     def __init__(
         self,
         owner: LaunchOwner,
-        command: StartCommand,
+        command: LaunchCommand,
         config_json: str,
         options: JobOptions,
         standby: bool = False,

@@ -18,19 +18,20 @@ from typing import Any
 
 from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
+from ..compose.mpi import LaunchCommand
 from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
 from .detect import Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
 from .in_flight import InFlight
-from .job_launch import Launch, LaunchOwner, Said, StartCommand
+from .job_launch import Launch, LaunchOwner, Said
 from .options import JobOptions, JobTimeouts
 from .rank_board import Recovered, Suspect
 from .standby import Standby
 
-__all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob", "StartCommand"]
+__all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob"]
 
 log = logging.getLogger(__name__)
 
-CommandFactory = Callable[[frozenset[str]], StartCommand]
+CommandFactory = Callable[[frozenset[str]], LaunchCommand]
 """Composes the launch without the given nodes (those out of use). Raises ValueError if too few are left."""
 
 

@@ -32,8 +32,7 @@ class CheckpointError(Refusal):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor in one file: bytes [begin, end) of the whole file. block: of scales, the rows and columns that share
-    one, where they are not of rows."""
+    """Bytes [begin, end) of a file. block: of scales, the rows and columns that share one, unless rows do."""
 
     name: str
     file: Path

@@ -135,8 +135,7 @@ def _own_fills(
 
 
 def _in_order(fills: list[Fill], tensors: Mapping[str, StoredTensor]) -> list[Fill]:
-    """Module by module in the order of the files, and in file order within each: long sequential reads, and one layer
-    at a time."""
+    """Module by module in the order of the files: long sequential reads, one layer at a time."""
 
     def place(fill: Fill) -> tuple[str, int]:
         return ("", 0) if fill.tensor is None else (tensors[fill.tensor].file.name, tensors[fill.tensor].begin)

@@ -166,8 +166,7 @@ def _block(file: int, buffer: bytearray, at: int, size: int) -> tuple[int, int]:
 
 
 class Verifier:
-    """One share of a folder's blocks against its manifest, if it has one, in a thread of its own beside the loading.
-    A context manager."""
+    """A context manager: a thread verifies one share of a folder's blocks against its manifest."""
 
     def __init__(self, folder: Path, tensors: Collection[StoredTensor], share: tuple[int, int]) -> None:
         """Of the files that the tensors lie in, and of what is read beside them, block i is verified where

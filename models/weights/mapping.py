@@ -56,8 +56,7 @@ class Source:
         return sources_of(config, first_layer + layer, product)
 
     def rank_bytes(self, shard: RankShard, itemsize: int, keeps: bool, products: int | None = None) -> int:
-        """About what a rank holds with `itemsize` bytes an element, `products` in the layers' matrices; keeps:
-        quantised tensors stay as they are stored."""
+        """A rank's approximate bytes, at `itemsize` per element; keeps: quantised tensors stay as stored."""
         fills = [Fill(name, 0, (stored.shape or (1,))[0], name) for name, stored in self.tensors.items()]
         total = 0
         for fill in fills if self.sharded_over else plan_fills(shard):
@@ -86,8 +85,7 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
 
 
 def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
-    """The checkpoint itself: all that the model needs is there in the right shape and nothing unknown is. Raises
-    CheckpointError naming file and tensor."""
+    """The checkpoint, complete and of the model's shapes. Raises CheckpointError naming file and tensor."""
     quantisation = _quantisation(folder)
     tensors = _check(folder, config, quantisation)
     return Source(folder, tensors, weights_digest(folder, tensors), quantisation)
@@ -154,8 +152,7 @@ def _name_scale(tensors: dict[str, StoredTensor], name: str, block: tuple[int, i
 
 
 def _divide_fused(tensors: dict[str, StoredTensor], config: ModelConfig) -> None:
-    """Replaces tensors of all experts of a layer, [E, rows, columns], by those of each expert. Raises
-    CheckpointError."""
+    """Replaces tensors [E, rows, columns] of all experts by each expert's. Raises CheckpointError."""
     for fused, names, shape in fused_experts(config):
         stored = tensors.pop(fused, None)
         if stored is None:

@@ -75,8 +75,7 @@ def stamps(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
-    """This rank's file, or None where none were written for so many ranks. Raises CheckpointError if they are stale,
-    incomplete or another model's."""
+    """This rank's file; None without per-rank files. Raises CheckpointError if they are stale or incomplete."""
     home = shards_folder(folder, shard.size, 1 if shard.stage is None else shard.stage.count)
     if not home.is_dir():
         return None

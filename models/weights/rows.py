@@ -22,8 +22,7 @@ class Rows:
 
 
 def sources(config: ModelConfig, layout: Layout) -> dict[str, tuple[Rows, ...]]:
-    """For every tensor of the model in `layout`, from its first row to its last: where the model as it is stored
-    (`config.layout`) has them. What is missing on either side raises KeyError."""
+    """Where the stored model (`config.layout`) has the rows of each tensor in `layout`. Raises KeyError."""
     wanted, stored = (_in_parameters(replace(config, layout=each)) for each in (layout, config.layout))
     where: dict[str, list[tuple[Rows, str, int]]] = {}
     for tensor, parts in stored.items():

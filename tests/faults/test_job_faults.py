@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from fake_worker import fake_tokens
-from job_tools import MPIRUN, Command, Listener, Story, fake_mpirun, gone, process_id, real_mpirun, request, story
+from job_tools import MPIRUN, Listener, Story, fake_mpirun, gone, process_id, real_mpirun, request, story
 from laddertron.engine.request import Request
+from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.supervisor import JobHooks, JobTimeouts
@@ -144,7 +145,7 @@ async def strike(s: Story, rng: random.Random) -> str:
         ),
     ],
 )
-def test_seeded_kills_lose_and_repeat_nothing(command: Command) -> None:
+def test_seeded_kills_lose_and_repeat_nothing(command: LaunchCommand) -> None:
     """Ranks, mpirun and keepers are killed at seeded points of a long batch, at any moment of a launch's life. Every
     request is answered once and rightly, and at the end no process is left."""
     print(f"FAULT_SEED={SEED} FAULT_POINTS={POINTS}")

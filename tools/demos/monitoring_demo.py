@@ -76,8 +76,7 @@ def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str
 
 
 class DemoClients:
-    """A few interactive clients that ask again and again until `close`; refusals are part of the show. `body`: of a
-    completion, over what they ask by themselves."""
+    """Interactive clients that repeat requests until `close`. `body` overrides fields of a completion."""
 
     def __init__(self, daemon: str, clients: int = 3, body: Mapping[str, Any] | None = None) -> None:
         self._daemon, self._body, self._end = daemon, body or {}, threading.Event()

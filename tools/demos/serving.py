@@ -99,8 +99,7 @@ def serve_command(config: Path, settings: Mapping[str, object]) -> list[str]:
 
 @contextlib.contextmanager
 def serving(config: Path, log: Path, settings: Mapping[str, object]) -> Iterator[ServedDaemon]:
-    """The daemon, once it is ready; `settings`: keys that override the file's. Raises RuntimeError with its last words
-    where it does not come up."""
+    """A ready daemon; `settings` override the file's keys. Raises RuntimeError with its last output."""
     port = free_port()
     with started(serve_command(config, {"daemon.port": port, **settings}), log) as process:
         daemon = ServedDaemon(port, process.pid)
@@ -127,8 +126,7 @@ def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
 
 
 def batch_seconds(daemon: ServedDaemon, lines: Path, count: int) -> float:
-    """Of a batch of completions, from its creation to its end. Raises RuntimeError unless all `count` lines of the file
-    were answered."""
+    """Seconds from a batch's creation to its end. Raises RuntimeError unless all `count` lines succeed."""
     client = BatchClient(f"{daemon.url}/v1")
     file = client.upload(lines)["id"]
     began = time.monotonic()

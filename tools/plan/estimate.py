@@ -138,8 +138,7 @@ class CapacityEstimate:
 
 
 def make_plan(question: Question) -> CapacityEstimate:
-    """Answers the question; nothing is looked at besides it. Raises ValueError where the fabric does not say what its
-    devices can do."""
+    """Answers the question. Raises ValueError where the fabric does not give its devices' rates."""
     q = question
     size = q.placement.tensor_parallel_size
     devices = devices_of(q)
@@ -229,8 +228,7 @@ def _prefill(q: Question, group: SimulatedGroup, tokens: int, wiring: Wiring) ->
 
 
 def wirings(config: ModelConfig) -> Mapping[str, Wiring]:
-    """Those to compare: standard, the retrofit of the last half, ladder, parallel, no communication, and the model's
-    own."""
+    """To compare: standard, the last half laddered, ladder, parallel, no communication, and the model's own."""
     layers = config.num_layers
     variants = {
         "standard": make_wiring("standard", layers),

@@ -46,8 +46,7 @@ def replica_of(group: SimulatedGroup, slots: int, prompt: int, context: float, c
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`requests` that come at `per_s` on average (None: all are there at the start); an answer has half to one and a
-    half of `output` tokens."""
+    """`requests` at `per_s` on average (None: all at the start), with 0.5 to 1.5 times `output` tokens."""
 
     requests: int
     output: int
@@ -57,8 +56,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """A replica is lost every `mtbf_s` on average (None: never) and back after `relaunch_s`; what it had running
-    begins again elsewhere, before everything that waits."""
+    """A replica fails every `mtbf_s` on average (None: never), returns after `relaunch_s`; its requests start over
+    first."""
 
     mtbf_s: float | None = None
     relaunch_s: float = 300.0
@@ -103,8 +102,7 @@ class _Request:
 
 
 class _Live:
-    """One replica under way: `counter` tokens every running sequence has got; `ends` holds (counter at its end,
-    number, request)."""
+    """A running replica: tokens per sequence so far (`counter`), `ends`: (counter at the end, number, request)."""
 
     __slots__ = ("busy_s", "counter", "down", "ends", "seen", "stalled", "version")
 

@@ -89,8 +89,7 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`replicas` groups of `tp` ranks in `stages`. `speeds` holds the batches that fit; a stage computes the work's
-    prompt in `prompt_s`, in `chunks`."""
+    """`replicas` groups of `tp` ranks in `stages`; `speeds` of the batches that fit; prompt time of a stage."""
 
     tp: int
     replicas: int

@@ -66,8 +66,7 @@ def question(
     overrides: Sequence[str] = (),
     **named: Any,
 ) -> Question:
-    """Of a deployment file, or of a model's folder or a known architecture, to which `named` applies. Raises
-    UsageError, and what these raise."""
+    """Of a deployment file, a model's folder or a known architecture (`named`). Raises UsageError and theirs."""
     if (config is None) == (model is None):
         raise click.UsageError("give a CONFIG or --model NAME|FOLDER, one of the two")
     if model is not None and (Path(model) / "config.json").is_file():
@@ -219,8 +218,7 @@ def _multiplies_fp8(fabric: Fabric) -> bool:
 def _model(
     loaded: LoadedDeployment,
 ) -> tuple[ModelConfig, Quantisation | None, tuple[tuple[str, ...], ...], list[str]]:
-    """The model that the file names, wired as it says; how its weights are quantised, and which products of each layer
-    are not; what had to be assumed."""
+    """The model as wired, its quantisation, the unquantised products of each layer, and the assumptions."""
     d = loaded.deployment
     folder, notes = Path(d.model.path), list[str]()
     if (folder / "config.json").is_file():

@@ -14,8 +14,7 @@ from .tables import sheets
 
 
 def plan_view(plan: CapacityEstimate, whole: bool) -> RenderableType:
-    """What was assumed, the verdict, the advice, and three tables that fit 80 columns; `whole`: all tables, and what
-    they rest on."""
+    """Assumptions, verdict, advice and three tables of 80 columns; `whole`: all tables."""
     style = "bold green" if plan.memory.fits else "bold red"
     parts: list[RenderableType] = [Text(basis(plan), style="dim"), Text(headline(plan), style=style), Text()]
     parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2)) for sentence in plan.recommendation]

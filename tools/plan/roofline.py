@@ -65,8 +65,7 @@ CPU_CALL_S = 100e-6
 
 @dataclass(frozen=True, slots=True)
 class ComputeRates:
-    """What one rank gets: FLOP/s of products and bytes/s of weights and of KV, as reached, and what a sub-block costs
-    beyond them with one row (`call_one_s`) and with more."""
+    """A rank's reached FLOP/s, bytes/s of weights and KV, and each sub-block's overhead for one row and more."""
 
     flops: float
     weight_bytes_per_s: float
@@ -128,8 +127,7 @@ class Load:
         return self.decodes + self.prompts
 
     def halves(self) -> tuple[Load, Load]:
-        """The loads of a step's two streams, of as many tokens each: decodes come first, and of prompts the earlier
-        piece attends to less. Of one token: itself, and nothing."""
+        """The loads of a step's two streams of equal tokens, decodes first; of one token itself and nothing."""
         first = self.tokens // 2
         decodes, prompt = min(first, self.decodes), max(0, first - self.decodes)
         later = self.prompt - prompt
@@ -155,8 +153,7 @@ def links(
     contention: Contention | None = None,
     source: str = "untuned prices",
 ) -> Links:
-    """Collectives of a group at `costs` (None: untuned prices), the cheapest strategy for each size; of a library its
-    own, whatever else a tuning file may put in its place."""
+    """Collectives at `costs` (None: untuned), the cheapest strategy per size; of a library only its own."""
     known = costs or reference(backend, shape)
     slowest = shape.intra if shape.nodes == 1 else shape.inter
     slows = contention or (NCCL_CONTENTION[slowest] if backend == "nccl" else CPU_CONTENTION)
@@ -190,8 +187,7 @@ def distinct_experts(count: int, chosen: int, rows: int) -> float:
 
 
 def most_on_a_rank(held: int, share: float, ranks: int) -> float:
-    """How many of its `held` experts the busiest of `ranks` reads, where each is chosen with probability `share`: the
-    expected maximum of as many binomial variables."""
+    """The experts read by the busiest of `ranks`: the expected maximum of binomials (`held`, `share`)."""
     below, expected = 0.0, 0.0
     for count in range(held):
         below += comb(held, count) * share**count * (1.0 - share) ** (held - count)

@@ -110,8 +110,7 @@ def scaling_sheet(model: str, batch: int, context: int, spans: tuple[ReplicaSpan
 
 @dataclass(frozen=True, slots=True)
 class FleetAsked:
-    """A fleet and what it is asked to do. `tp` None: as few nodes a replica as the model fits on; `mtbf_hours` of one
-    node, None: nothing breaks."""
+    """A fleet and its work. `tp` None: as few nodes as the model fits on; `mtbf_hours` None: no failures."""
 
     model: str
     spec: str

@@ -50,8 +50,8 @@ def adapt(
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
     on_model: Callable[[Reference], None] = lambda model: None,
 ) -> Adapted:
-    """Trains `source` under `wiring`; all ranks call it. `on_model` gets the trained model, rounded as it is saved.
-    Raises ValueError, CheckpointError, FloatingPointError."""
+    """Trains `source` under `wiring`, on all ranks. `on_model` gets the rounded model. Raises ValueError,
+    FloatingPointError."""
     stored_as = from_folder(source)
     config = adapted(stored_as, wiring)
     if settings.anneal and (wiring.desync_every or stored_as.wiring.desync_every):

@@ -31,8 +31,8 @@ def build(
     recomputes: bool = False,
     compiles: bool = False,
 ) -> Reference:
-    """fp32 parameters, not yet filled. `frozen`: layers whose weights stay (-1: embedding, final norm and head).
-    `compiles`: norms, attention and MLP go through torch.compile, each compiled once for all layers."""
+    """Unfilled fp32 parameters. `frozen`: layers (-1: embedding, norm, head). `compiles`: torch.compile of the
+    parts."""
     with torch.device("meta"):
         model = Reference(config, before=before)
     for layer in model.model.layers:

@@ -65,8 +65,7 @@ def held_out(
     ranks: DataParallel | None = None,
     original: nn.Module | None = None,
 ) -> HeldOut:
-    """Every token but the first, in pieces of `context` that do not overlap, spread over the ranks (all of which call
-    it). Tokens that are not taught are read and not counted."""
+    """The loss of every taught token after the first, in separate pieces of `context`; all ranks call it."""
     ranks = ranks or DataParallel()
     starts = list(range(0, len(ids_N) - 1, context))
     sums = torch.zeros(4, dtype=torch.float64)  # tokens, loss, divergence, agreements

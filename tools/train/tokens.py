@@ -18,8 +18,7 @@ Piece = tuple[list[int], list[bool] | None]
 
 
 def write_tokens(path: Path, pieces: Iterable[Piece], limit: int | None = None) -> int:
-    """Documents one behind the other, as many as there are or until `limit` ids; returns how many ids. Holds one
-    document at a time."""
+    """Writes documents until `limit` ids, one in memory at a time; returns the number of ids."""
     count = 0
     with path.with_suffix(".part").open("wb") as stream:
         for ids, taught in pieces:

@@ -102,8 +102,7 @@ def token_files(
     held_out_tokens: int,
     ranks: DataParallel,
 ) -> tuple[Any, Any, str]:
-    """Tokens to train on, held-out ones, and the digest of their files. Rank 0 writes them under `folder`, once.
-    `apart`: held-out files; none: one text in twenty of `files`."""
+    """Ids to train on, held-out ids (`apart`, else one text in twenty), and their digest. Rank 0 writes them once."""
     from .tokens import read_tokens, write_tokens
     from .training_text import digest, pieces
 

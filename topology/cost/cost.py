@@ -100,8 +100,7 @@ class Costs:
 
 
 def possible(strategy: Strategy, shape: Shape) -> bool:
-    """Whether the strategy exists on this layout: doubling needs one rank on each of 2, 4, 8, … nodes, two levels
-    two."""
+    """Whether the strategy exists on this layout: doubling needs 2, 4, 8, … nodes of one rank, two levels two."""
     if strategy == "doubling":
         return shape.nodes.bit_count() == 1 and shape.per_node == 1
     if strategy == "two_level":
@@ -128,8 +127,7 @@ def untuned(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[
 
 
 def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Terms:
-    """How many calls, hops and bytes an all-reduce of `nbytes` takes. Raises ValueError if `strategy` is not possible
-    on this layout."""
+    """Calls, hops and bytes of an all-reduce of `nbytes`. Raises ValueError for an impossible strategy."""
     if not possible(strategy, shape):
         raise ValueError(f"{strategy} is not possible on {shape}")
     nodes, inside, size, whole = shape.nodes, shape.per_node, shape.size, float(nbytes)
@@ -220,8 +218,7 @@ def predict(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> floa
 
 
 def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy]) -> tuple[Strategy, float]:
-    """The cheapest of the allowed strategies and its seconds; of equals the first. Raises ValueError if none of them
-    is possible on this layout, or has a price."""
+    """The cheapest allowed strategy (the first of equals) and its seconds. Raises ValueError if there is none."""
     priced = [(s, _cheapest(costs, shape, s, nbytes)) for s in allowed if possible(s, shape)]
     known = [(s, seconds) for s, seconds in priced if seconds is not None]
     if not known:

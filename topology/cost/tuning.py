@@ -46,8 +46,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`fabric` is Fabric.digest and `traits` its nodes' traits, `versions` of the libraries that were measured,
-    `points` what was measured on `shape`."""
+    """Measured `points` on `shape`, for the fabric's digest and node traits, with library `versions`."""
 
     backend: Backend
     fabric: str
@@ -74,8 +73,7 @@ def load(path: Path) -> Tuning:
 
 
 def make(fabric: Fabric, shape: Shape, fitted: Fit, versions: Mapping[str, str]) -> Tuning:
-    """What is kept of a sweep over `shape`: choices from the measured points themselves, prices for what lies beyond.
-    Raises ValueError if no point is an all-reduce on this shape."""
+    """A sweep over `shape` as a Tuning: measured choices, prices beyond. Raises ValueError without a point."""
     points = [r.point for r in fitted.residuals if r.point.shape == shape and r.point.strategy != "p2p"]
     if not points:
         raise ValueError(f"none of {len(fitted.residuals)} points is an all-reduce over {shape}")
@@ -128,8 +126,7 @@ def refuse_other_fabric(tuning: Tuning, fabric: Fabric, shape: Shape, backend: B
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """The strategy for any size. `source`: measured choices on this very layout, prices
-    fitted on this fabric, or untuned prices."""
+    """The strategy for any size. `source`: measured on this layout, fitted on this fabric, or untuned."""
 
     shape: Shape
     costs: Costs
@@ -137,8 +134,7 @@ class Chooser:
     source: Literal["measured", "fitted", "untuned"]
 
     def strategy(self, nbytes: int) -> Strategy:
-        """For messages of `nbytes`, of cost.candidates, or of cost.untuned by untuned prices. A measured choice that is
-        none of these gives way to the prices."""
+        """For messages of `nbytes`. A measured choice that the layout lacks is replaced by prices."""
         usual = untuned if self.source == "untuned" else candidates
         allowed = usual(self.costs.backend, self.shape, nbytes)
         for choice in self.choices:

@@ -53,8 +53,7 @@ def own() -> Tier:
 
 
 def current(environ: Mapping[str, str] | None = None) -> Tier:
-    """The tier that this process plays: this machine's, or the lesser one that `environ` (default: this process's)
-    forces. Raises TierError."""
+    """This process's tier: the machine's, or the lower one that `environ` forces. Raises TierError."""
     forced = (os.environ if environ is None else environ).get(VARIABLE)
     return own() if not forced else lowered(forced, own())
 

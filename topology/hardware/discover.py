@@ -78,8 +78,7 @@ def _known(numa: int | None, known: set[int]) -> int | None:
 
 
 def select(found: Gpus, visible_devices: str | None) -> Gpus:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, numbered as CUDA numbers them. Raises DiscoveryError for an entry
-    that is no index or UUID of this host."""
+    """The GPUs of CUDA_VISIBLE_DEVICES in CUDA's order. Raises DiscoveryError for an unknown entry."""
     if visible_devices is None:
         return found
     kept: list[int] = []
@@ -114,8 +113,7 @@ def _links(fs: Sysfs, found: Gpus, devices: Sequence[Device], ports: Sequence[Hc
 
 
 def gather(node: Node, all_gather: AllGather) -> Fabric:
-    """All ranks' hosts, each once, in the order of their first ranks. The same on every rank. Raises DiscoveryError
-    where ranks of one host see different GPUs, or one sent what no Node can be."""
+    """All ranks' hosts in the order of their first ranks. Raises DiscoveryError if ranks of a host differ."""
     mine = layered(unbuild(node)).encode()
     if len(mine) > MAX_NODE_BYTES:
         all_gather(b"")  # for which the others wait

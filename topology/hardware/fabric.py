@@ -32,8 +32,7 @@ _PATH = re.compile(r"NV[1-9][0-9]?|" + "|".join(PATHS))
 
 @dataclass(frozen=True, slots=True)
 class NumaNode:
-    """`cores` is one logical CPU a physical core, `siblings` the cores' other hardware threads; both in the kernel's
-    list form, `0-55,112`."""
+    """`cores` has one logical CPU per physical core, `siblings` the other threads; both as `0-55,112`."""
 
     index: int
     cores: str

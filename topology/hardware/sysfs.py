@@ -43,8 +43,7 @@ class Sysfs:
 
 
 def numa_nodes(fs: Sysfs, allowed: Iterable[int] | None = None) -> tuple[NumaNode, ...]:
-    """NUMA nodes with the cores that this process may use (`allowed`; None: all that are online). A kernel without
-    NUMA has one, of everything."""
+    """NUMA nodes with the `allowed` cores (None: all online). A kernel without NUMA has one node."""
     base = "sys/devices/system"
     online = set(_cpus(fs.text(f"{base}/cpu/online")))
     usable = online if allowed is None else online & set(allowed)

@@ -22,8 +22,7 @@ class IdentityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One rank as its launcher made it. `local_rank` numbers the ranks of this job on this `node` (a hostname), each
-    once, in whatever order: rank 1 may be local rank 2."""
+    """A rank as launched. `local_rank` numbers the job's ranks on this `node`, in any order."""
 
     world_size: int
     rank: int
@@ -58,8 +57,7 @@ def identify(environ: Mapping[str, str] | None = None, hostname: str | None = No
 
 
 def require_world(identity: Identity, tensor_parallel_size: int, replicas: int = 1, stages: int = 1) -> None:
-    """Raises IdentityError unless the job has exactly tensor_parallel_size x stages x replicas ranks. Rank 0 prints
-    it."""
+    """Raises IdentityError unless the job has tensor_parallel_size x stages x replicas ranks."""
     need = tensor_parallel_size * stages * replicas
     if identity.world_size != need:
         product = f"tensor_parallel_size={tensor_parallel_size}"

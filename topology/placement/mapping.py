@@ -89,8 +89,7 @@ def _diagnosis(placement: Placement, seen: dict[int, tuple[str, int]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One rank in the explain table. `group` counts replicas, `stage` the pipeline's stages in one. `device` is `GPU3`,
-    or `cores` on a host without GPUs."""
+    """A rank in the explain table: replica, stage, and `device` (`GPU3`, or `cores`)."""
 
     group: int
     stage: int

@@ -57,8 +57,7 @@ class Placement:
         return tuple(Counter(seat.hostname for seat in self.seats).items())
 
     def replica(self, index: int) -> Placement:
-        """Replica `index` as a job of its own: ranks and local ranks counted from 0, seats else as they were; the notes
-        belong to the whole."""
+        """Replica `index` as its own job: ranks and local ranks from 0, without the notes."""
         groups = self.groups[index * self.stages : (index + 1) * self.stages]
         number = {rank: new for new, rank in enumerate(rank for group in groups for rank in group.ranks)}
         local: Counter[str] = Counter()

@@ -96,8 +96,7 @@ def connect_lines(
     secret: bytes = b"",
     timeout_s: float = 60.0,
 ) -> dict[Line, socket.socket]:
-    """Connects this rank, one of `ranks`, with those that `wanted` names by their place among them; each names the
-    other. As `connect_mesh` in all else."""
+    """Connects this rank of `ranks` with the `wanted` ones, mutually; else as `connect_mesh`."""
     lines = _meet(bootstrap, (ranks,), None, wanted, address, secret, time.monotonic() + timeout_s)
     for (_, channel), s in lines.items():
         (_patient if channel == PLAN else _quick)(s)
@@ -164,8 +163,7 @@ def _meet(
 
 
 def host_token() -> str:
-    """The same for two processes exactly if they can share memory through a unix socket: one kernel, one network
-    namespace."""
+    """Equal for two processes that can share a unix socket: one kernel, one network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
@@ -205,8 +203,7 @@ def _connect_all(
     key: bytes,
     deadline: float,
 ) -> dict[Line, socket.socket]:
-    """Connects to every lower rank, then takes the connections of the higher ones: rank 0 only takes, so the order
-    cannot deadlock."""
+    """Connects to lower ranks, then accepts higher ones; rank 0 only accepts, so this cannot deadlock."""
     done: dict[Line, socket.socket] = {}
     wanted = {line for line in lines if line[0] > me}
     try:
@@ -296,8 +293,7 @@ def _take(s: socket.socket, count: int) -> bytes:
 def _share_segment(
     layout: GroupLayout, me: int, lines: tuple[socket.socket | None, ...], size: int, deadline: float
 ) -> int:
-    """The node's first rank makes anonymous shared memory and passes it on: no name that could be left behind, and no
-    /dev/shm that could be too small."""
+    """The node's first rank creates and passes anonymous shared memory: no name remains, no /dev/shm limit."""
     per_node = layout.per_node
     first = me // per_node * per_node
     if me == first:

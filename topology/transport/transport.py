@@ -168,8 +168,7 @@ class Transport:
         return seq
 
     def start_gather(self, payload: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
-        """Sets off the gathering of payload [n] (at most `small` bytes) into out [size, n]; both stay with the caller
-        until `wait`."""
+        """Starts gathering payload [n] (<= `small` bytes) into out [size, n]; both are used until `wait`."""
         seq: int = self._gather(self._handle, payload.ctypes.data, out.ctypes.data, payload.nbytes)
         if seq == -_BUSY:
             self.wait(self._last + 1 - _DEPTH)
@@ -181,8 +180,7 @@ class Transport:
         return seq
 
     def wait(self, seq: int) -> None:
-        """Returns when collective `seq` has been taken. Raises CollectiveTimeout, PeerLost or RanksDisagree, after
-        which the group is of no more use."""
+        """Waits for collective `seq`. Raises CollectiveTimeout, PeerLost, RanksDisagree; the group is then unusable."""
         code = self._try(self._handle, seq)
         if code == 0:
             self.waiting_for = seq

@@ -8,13 +8,14 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fake_worker import fake_tokens
 from laddertron.engine.job import JobState, RankHeartbeat
 from laddertron.engine.request import Request, SamplingParams, TokensEvent
+from laddertron.launchers.compose.mpi import LaunchCommand, Part
+from laddertron.launchers.compose.network import Variable
 from laddertron.launchers.control.processes import ProcessId, start_time
 from laddertron.launchers.job.supervisor import JobHooks, JobOptions, JobTimeouts, MpiJob
 from waiting import FOR_EVER_S, HANG_S
@@ -26,22 +27,18 @@ PATIENT = JobTimeouts(suspect_s=FOR_EVER_S, dead_s=FOR_EVER_S, first_step_s=FOR_
 """What a job has unless its test says otherwise: only ends that are seen count, a slow machine is no silent rank."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A launch command as plain data."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
+def command(argv: tuple[str, ...], env: Mapping[str, str] | None = None) -> LaunchCommand:
+    return LaunchCommand((Part(argv, ""),), {name: Variable(value, "") for name, value in (env or {}).items()})
 
 
-def fake_mpirun(world_size: int = 2, **env: str) -> Command:
-    return Command((sys.executable, str(HERE / "fake_mpirun.py"), str(world_size), "--", *WORKER), env)
+def fake_mpirun(world_size: int = 2, **env: str) -> LaunchCommand:
+    return command((sys.executable, str(HERE / "fake_mpirun.py"), str(world_size), "--", *WORKER), env)
 
 
-def real_mpirun(world_size: int = 2) -> Command:
+def real_mpirun(world_size: int = 2) -> LaunchCommand:
     options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
     forward = ("-x", "LADDERTRON_SECRET", "-x", "LADDERTRON_CONTROL")
-    return Command((str(MPIRUN), *options, *forward, "-np", str(world_size), *WORKER))
+    return command((str(MPIRUN), *options, *forward, "-np", str(world_size), *WORKER))
 
 
 def request(name: str, tokens: int = 20, **params: Any) -> Request:
@@ -151,7 +148,7 @@ class Story:
 
 @contextlib.asynccontextmanager
 async def story(
-    command: Command | Callable[[frozenset[str]], Command] | None = None,
+    command: LaunchCommand | Callable[[frozenset[str]], LaunchCommand] | None = None,
     config: dict[str, Any] | None = None,
     world_size: int = 2,
     hooks: JobHooks | None = None,

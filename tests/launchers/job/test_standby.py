@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job_tools import Command, Story, bounded, fake_mpirun, left, request, story
+from job_tools import Story, bounded, fake_mpirun, left, request, story
 from laddertron import __version__
+from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.messages import Hello, Loading, Standing
 from laddertron.launchers.job import standby
@@ -28,7 +29,7 @@ class Launches:
     def __init__(self, **env: dict[int, str]) -> None:
         self.count, self._env = 0, env
 
-    def __call__(self, excluded: frozenset[str]) -> Command:
+    def __call__(self, excluded: frozenset[str]) -> LaunchCommand:
         self.count += 1
         return fake_mpirun(2, **{name: of[self.count] for name, of in self._env.items() if self.count in of})
 

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 from fake_worker import fake_tokens
 from folders import FOLDERS
-from job_tools import MPIRUN, Command, Story, bounded, fake_mpirun, gone, left, process_id, real_mpirun, request, story
+from job_tools import MPIRUN, Story, bounded, command, fake_mpirun, gone, left, process_id, real_mpirun, request, story
+from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.supervisor import JobHooks, JobTimeouts
@@ -450,7 +451,7 @@ def test_a_rank_that_cannot_be_killed_quarantines_its_node(monkeypatch: pytest.M
     """A process in the kernel's hands for good: the next launch is composed without its node; here none is left."""
     asked: list[frozenset[str]] = []
 
-    def compose(excluded: frozenset[str]) -> Command:
+    def compose(excluded: frozenset[str]) -> LaunchCommand:
         asked.append(excluded)
         if excluded:
             raise ValueError("2 ranks need 1 node, 0 are left: add a spare to launch.hosts")
@@ -480,7 +481,7 @@ def test_a_node_that_three_failures_name_makes_room_for_a_spare(spare: bool) -> 
     """Without one it stays: a launch on it may succeed, none on no node can."""
     asked: list[frozenset[str]] = []
 
-    def compose(excluded: frozenset[str]) -> Command:
+    def compose(excluded: frozenset[str]) -> LaunchCommand:
         asked.append(excluded)
         if excluded and not spare:
             raise ValueError("no spare is left of launch.spare_hosts=[]")
@@ -568,7 +569,7 @@ def test_a_rank_of_another_version_is_refused() -> None:
 )
 def test_a_launcher_that_cannot_start_says_why(argv: tuple[str, ...], words: str) -> None:
     async def run() -> None:
-        async with story(Command(argv), restart=False) as s:
+        async with story(command(argv), restart=False) as s:
             await s.phase("failed")
             assert words in s.job.state.reason
             assert s.job.state.exit_code not in (0, None)
@@ -577,7 +578,7 @@ def test_a_launcher_that_cannot_start_says_why(argv: tuple[str, ...], words: str
 
 
 def test_ranks_that_do_not_come_up_are_numbered() -> None:
-    sleeper = Command((sys.executable, "-c", "import signal; signal.pause()"))
+    sleeper = command((sys.executable, "-c", "import signal; signal.pause()"))
 
     async def run() -> None:
         async with story(sleeper, restart=False, timeouts=JobTimeouts(launch_s=0.3)) as s:

@@ -136,8 +136,8 @@ def command(
     trial = Trial(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), price)
     click.echo("\n".join(report(trial, theirs.name)))
     if slo is not None:
-        for name, rounds in (("this deployment", trial.ours), (theirs.name, trial.theirs)):
-            click.echo(f"{name}: {slo.verdict(*percentiles(rounds))}")
+        for name, played in (("this deployment", trial.ours), (theirs.name, trial.theirs)):
+            click.echo(f"{name}: {slo.verdict(*percentiles(played))}")
 
 
 def _servers(deployment: Deployment, against: str, model: str | None, first: Request) -> tuple[Server, Server]:
