@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
     slot: int
     start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     samples: bool
     prompt_logprobs: bool = False
     drafts: int = 0

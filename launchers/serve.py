@@ -52,7 +52,7 @@ def serve(
     skip_damaged: bool = False,
 ) -> int:
     """Runs the daemon to its end; the exit code. `adopt`, `skip_damaged`: StoreOptions. `read_again`: reads and
-    checks the deployment anew, for a reload; `serving`: what `laddertron reload` compares with. Raises ServeError, or
+    checks the deployment again, for a reload; `serving`: what `laddertron reload` compares with. Raises ServeError, or
     ConfigError for the files it names."""
     deployment = loaded.deployment
     daemon = deployment.daemon

@@ -62,7 +62,7 @@ def rotate(x_BHTd: Tensor, cos_Td: Tensor, sin_Td: Tensor) -> Tensor:
 
 
 class ReferenceNorm(nn.Module):
-    """Root-mean-square norm; the mean is taken in fp32 whatever the dtype."""
+    """Root-mean-square norm; the mean is taken in fp32 for every dtype."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -423,7 +423,7 @@ def generate(
 ) -> list[list[int]]:
     """Greedy continuations, up to max_tokens ids each, ending with (and including) an id of `stop`.
 
-    Everything is computed anew at each step: no cache can be wrong. Prompts of different lengths share a batch padded
+    Everything is computed again at each step: no cache can be wrong. Prompts of different lengths share a batch padded
     on the right, where causality hides the padding.
     """
     if not all(prompts):

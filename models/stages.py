@@ -162,7 +162,7 @@ class RankShard:
         return self.stage is None or self.stage.last
 
     def has_head(self, replicate_embedding: bool) -> bool:
-        """Whether the head is a parameter of its own here: a tied one is the embedding, where that lies beside it."""
+        """Whether the head is a parameter of its own here: a tied one is the embedding, if on this rank."""
         apart = replicate_embedding or not self.embeds or self.dense_size != self.size
         return self.samples and (not self.config.tied_embeddings or apart)
 

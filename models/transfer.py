@@ -19,7 +19,7 @@ Arriving = Callable[[], NDArray[Any]]
 
 
 def carry(x: Tensor, device: torch.device) -> Tensor:
-    """x on `device`; itself where it lies there. torch keeps the pinned memory until the copy has left it."""
+    """x on `device`; itself where it is there already. torch keeps the pinned memory until the copy has left it."""
     if x.device == device:
         return x
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)

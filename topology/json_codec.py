@@ -49,7 +49,7 @@ def write_file(path: Path, text: str) -> None:
     try:
         _replace(path, text)
     except OSError as error:
-        # the temporary file's name means nothing to whoever named this one
+        # the caller does not know the temporary file's name
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 

@@ -114,7 +114,7 @@ class BatchFeed(LineFlights):
 
     async def reuse(self, batch_id: str) -> None:
         """Takes over an earlier batch's answers of the same model to lines that stand in both files, byte for byte.
-        Nobody pays for them again. Raises StoreUnavailable or OSError."""
+        They are not charged again. Raises StoreUnavailable or OSError."""
         earlier = await self._store.read(lambda db: records.get_batch(db, batch_id, self.batch.owner))
         if earlier is None:
             return

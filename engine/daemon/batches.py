@@ -280,7 +280,7 @@ class Batches:
                 await feed.stop()
 
     async def _expire(self, batch: BatchRow) -> None:
-        """Stops the batch when its window is over; looked at anew each minute, since the clock may be set."""
+        """Stops the batch when its window is over; looked at again each minute, since the clock may be set."""
         while (left := batch.expires_at - self._clock.now()) > 0 or self._clock.paused:
             await asyncio.sleep(min(left, _EXPIRY_SECONDS) if left > 0 else _EXPIRY_SECONDS)
         self._stop(batch.id, "expired")

@@ -41,7 +41,7 @@ class _Replica:
             try:
                 if (delta := flight.answer.take(event)) is not None:
                     flight.owner.progressed(flight, delta)
-            except Exception as error:  # whoever calls us goes on regardless: the request would wait for ever
+            except Exception as error:  # the caller continues regardless: the request would wait for ever
                 log.exception("an answer could not be made")
                 flight.answer.error = unmade(error)
             counted += flight.answer.completion_tokens - before
@@ -140,7 +140,7 @@ class Dispatcher:
         """Why nothing will run any more, once every replica has failed."""
         self.on_over: Callable[[str], None] = lambda reason: None
         self.changed = asyncio.Event()
-        """Set whenever a replica's state has changed; whoever waits on it clears it."""
+        """Set whenever a replica's state has changed; the waiter clears it."""
         self.complete = asyncio.Event()
         """Set once every replica has been ready at the same time."""
 
@@ -223,7 +223,7 @@ class Dispatcher:
             del self._rooms[owner]
 
     def drop(self, flight: Flight) -> None:
-        """Nobody wants it any more: its owner hears nothing of it again."""
+        """Discards it: its owner gets no more events."""
         for waiting in self._waiting:
             if flight in waiting:
                 waiting.remove(flight)
@@ -297,7 +297,7 @@ class Dispatcher:
             return
         # by id and epoch: what was cancelled and goes on in a newer launch is aboard too
         known = {(name, flight.epoch): flight for name, flight in replica.flights.items()}
-        flights = [known.get(one) for one in lost.items()]  # None: what nobody wants here any more
+        flights = [known.get(one) for one in lost.items()]  # None: discarded meanwhile
         aboard, there = dict.fromkeys(filter(None, flights)), set(flights[:suspects])
         in_step = [flight for flight in aboard if flight in there]
         log.warning(

@@ -16,7 +16,7 @@ from .suspects import NEAR, Suspicion
 
 
 class FlightOwner(Protocol):
-    """Whoever wants the answer."""
+    """Receives the answer."""
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
         """A piece of a choice. After a relaunch an answer goes on where it stood."""
@@ -29,7 +29,7 @@ class FlightOwner(Protocol):
 
 
 class DispatchObserver(Protocol):
-    """Whoever watches what replicas do; every call returns at once."""
+    """Observes the replicas; every call returns at once."""
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
         """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""

@@ -109,7 +109,7 @@ class Usage:
                 records.add_usage(rows, owner, day, requests, tokens)
 
         try:
-            await asyncio.shield(self._store.write(work))  # once queued it is written, whoever stops waiting for it
+            await asyncio.shield(self._store.write(work))  # once queued it is written, even if the caller is cancelled
         except Exception:
             for (owner, day), (requests, tokens) in found.items():
                 had, before = self._unwritten.get((owner, day), (0, Tokens()))

@@ -33,7 +33,7 @@ class Windows:
         self._marks: defaultdict[tuple[int, int], deque[_Mark]] = defaultdict(deque)
 
     def add(self, replica: int, report: RankHeartbeat) -> None:
-        """A rank that was started anew begins anew."""
+        """A rank that was started again begins again."""
         marks = self._marks[replica, report.rank]
         figures = {row.series: row for row in report.rows if not row.labels}
         durations = figures.get("step_duration_seconds", MetricRow(""))

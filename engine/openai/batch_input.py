@@ -32,7 +32,7 @@ _PART_SECONDS, _PART_LINES, _PART_BYTES = 0.05, 256, 1 << 20
 
 class BatchLine(NamedTuple):
     """One line of a batch file. `number` counts from 1, `length` (with its line break) is bytes. Exactly one of `body`,
-    `error` and `raw` is set; `raw`: a large line that nobody has looked at yet. `custom_id` and `url` are there if they
+    `error` and `raw` is set; `raw`: a large line, not checked yet. `custom_id` and `url` are there if they
     could be read, `digest` where LineRules asks for it (not on a line whose custom_id is a duplicate)."""
 
     number: int

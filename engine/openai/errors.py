@@ -38,5 +38,5 @@ class ApiError(ValueError):
 
 
 def unmade(error: Exception) -> ApiError:
-    """For an answer whose making failed: whoever asked must not wait for ever."""
+    """For an answer that failed internally: the client must not wait for ever."""
     return ApiError(f"the answer could not be made: {error!r}"[:500], "engine_error", status=500)

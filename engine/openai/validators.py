@@ -43,7 +43,7 @@ class Refused:
 
 
 def ignored(why: str) -> Any:
-    """For Annotated[Any, …]: a field that is taken, whatever it holds, and has no effect."""
+    """For Annotated[Any, …]: a field that is accepted with any value and has no effect."""
     return Field(description=f"Ignored: {why}.")
 
 
@@ -63,7 +63,7 @@ def invalid(rule: str, code: str = "invalid_value") -> PydanticCustomError:
 
 
 def show(value: Any) -> str:
-    """A value as error messages repeat it: short, whatever was sent."""
+    """A value, shortened for error messages."""
     if isinstance(value, str):
         return repr(value if len(value) <= 48 else value[:45] + "…")
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:

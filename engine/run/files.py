@@ -72,7 +72,7 @@ class LineFile:
 @dataclass(slots=True)
 class RunFiles:
     """Input opened for reading, both outputs for appending, and the digests of finished lines. `model`: digest of what
-    answers (model_digest.py). `changed`: lines that changed since they were answered; `outdated`: where
+    answers (`model_digest`). `changed`: lines that changed since they were answered; `outdated`: where
     those answers went."""
 
     input: BinaryIO

@@ -5,6 +5,7 @@ changed since. All must be of one model.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -12,13 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from ...models.weights.manifest import sampled_digest
 from ...topology.json_codec import ReadError, parse
+from ..config.schema import Deployment
 from ..openai.batch_input import key_of, line_digests
+from ..text.tokenizer import text_digest
 
 _LASTING = {"numerical_error", "constraint_error", "quarantined"}  # a second run would only repeat them
 _BEGINNING = b'{"id":"batch_req_'
 _NAME = re.compile(r"batch_req_([0-9a-f]{14})-([0-9a-f]{10})")
-"""An answer's id: digest of its line, digest of what answered it (model_digest.py)."""
+"""An answer's id: digest of its line, digest of what answered it (`model_digest`)."""
 LINE_BYTES = 7
 """Of a line's digest in its answer's id."""
 
@@ -131,3 +135,16 @@ def _read_line(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict) or not {"custom_id", "response", "error"} <= line.keys():
         return None
     return line if isinstance(line["response"], dict | None) else None
+
+
+_BYTES = 5
+
+
+def model_digest(deployment: Deployment) -> str:
+    """10 hex digits of the weights, config.json, the tokenizer and chat template, and the settings that decide which
+    tokens are drawn. How the model is spread is not part of it: a run may resume on other ranks. Raises OSError."""
+    model, engine = deployment.model, deployment.engine
+    settings = model.dtype, model.weights, model.wiring, model.ladder_layers, engine.kv_cache_dtype, engine.seed
+    made = () if deployment.dummy_seed is None else (model.load_format,)
+    weights, text = sampled_digest(Path(model.path), _BYTES), text_digest(Path(deployment.text_folder))
+    return hashlib.blake2b(json.dumps([settings, weights, text, *made]).encode(), digest_size=_BYTES).hexdigest()

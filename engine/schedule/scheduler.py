@@ -94,7 +94,7 @@ class Scheduler:
         return len(self._waiting)
 
     def request_ids(self, slots: Iterable[int]) -> list[str]:
-        """Who runs in these slots; slots that nobody runs in are left out."""
+        """The sequences in these slots, without empty slots."""
         there = {sequence.slot: sequence.group.request.request_id for sequence in self._residency.running}
         return [there[slot] for slot in slots if slot in there]
 
@@ -112,11 +112,11 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that somebody holds; cached ones that nobody holds count as free."""
+        """Share of the KV blocks in use; cached, unreferenced ones count as free."""
         return 1.0 - self._residency.pool.available / self.limits.num_blocks
 
     def oldest_waiting_age(self, now: float) -> float:
-        """Seconds; 0 if nobody waits."""
+        """Seconds; 0 if no sequence waits."""
         arrival = self._waiting.oldest_arrival()
         return 0.0 if arrival is None else max(0.0, now - arrival)
 
@@ -278,7 +278,7 @@ class Scheduler:
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
             if chunk.slot in bad:
                 doubtful |= residency.pool.doubtful(sequence.digests())
-                if not sequence.failed:  # else it stands for one that begins anew
+                if not sequence.failed:  # else it stands for one that begins again
                     failed.add(sequence.number)
                 sequence.failed = True
                 self._fail(sequence, result.failures.get(chunk.slot))
@@ -301,7 +301,7 @@ class Scheduler:
     def _forget(self, doubtful: set[bytes], failed: Set[int], plans: Seq[_Uncommitted], void: Sequence) -> None:
         """What may be NaN of those that failed is not to be taken up again. The plans under way may have given it to
         others, or to further choices of the groups that failed (`failed`, by number), who read zeros since the ranks
-        healed it: they begin anew, and what they draw until then is `void`'s."""
+        healed it: they begin again, and what they draw until then is `void`'s."""
         residency = self._residency
         there = {*residency.running, *(sequence for plan in plans for sequence in plan.sequences)}
         misled = {

@@ -238,7 +238,7 @@ class Flow(Share):
             self._order = [entry for entry in self._order if entry[1] in self.items]
             heapq.heapify(self._order)
         self.items[sequence.number] = sequence
-        self._latest = max(self._latest, group.arrival)  # a clock that is set back reorders nobody
+        self._latest = max(self._latest, group.arrival)  # a clock that is set back must not reorder requests
         heapq.heappush(self._order, (self._latest + ageing_s * group.request.order, sequence.number))
 
     def first(self) -> Sequence | None:

@@ -219,7 +219,7 @@ class Planner:
             return
         head, rank = turn.sequence, turn.rank
         if head.group.request.priority != rank:
-            return  # ageing gives turns, it evicts nobody
+            return  # ageing gives turns, it evicts no sequence
         reuse = residency.reuse(head)
         if residency.slots and pool.available - residency.need(head, reuse) >= self._spare():
             return

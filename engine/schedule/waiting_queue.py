@@ -189,7 +189,7 @@ class WaitingQueues:
         self._class(sequence.group.request.priority).remove(sequence)
 
     def peek(self, now: float) -> Turn | None:
-        """Whose turn it is; None if nobody waits."""
+        """The next turn; None if no sequence waits."""
         waiting = [candidate for candidate in self._classes if len(candidate)]
         if not waiting:
             return None
@@ -214,7 +214,7 @@ class WaitingQueues:
             waiting.taken(sequence.group.flow)
 
     def oldest_arrival(self) -> float | None:
-        """Unix seconds; None if nobody waits."""
+        """Unix seconds; None if no sequence waits."""
         return min((waiting.oldest() for waiting in self._classes if len(waiting)), default=None)
 
     def _class(self, priority: int) -> _Class:

@@ -168,7 +168,7 @@ class DraftModel:
             slot, known = chunk.slot, int(length[chunk.slot])
             if self._computed[slot] < 0:
                 self._computed[slot] = max(0, chunk.start - REDONE)
-            start = min(int(self._computed[slot]), known - 1)  # behind a draft that was wrong it begins anew
+            start = min(int(self._computed[slot]), known - 1)  # behind a draft that was wrong it begins again
             drafts = wanted[slot] > 0
             end = known if drafts else chunk.start + chunk.count
             decodes = chunk.samples and chunk.count == 1

@@ -179,7 +179,7 @@ class TextPool:
         except asyncio.CancelledError:
             self._again(items)  # closing fails them with what waits
             raise
-        except Exception as error:  # no process to be had, or a worker that talks nonsense: nobody may wait for ever
+        except Exception as error:  # no process to be had, or a worker that talks nonsense: no caller may wait for ever
             self._again(items)
             if sum(not task.done() for task in self._tasks) <= 1:
                 self._fail_waiting(str(error))
@@ -210,7 +210,7 @@ class TextPool:
         for item in items:
             reply = await worker.receive(4 * self._limits.cpu_seconds)
             item.answered = True
-            if not item.future.done():  # cancelled by whoever asked
+            if not item.future.done():  # cancelled by the caller
                 item.future.set_result(reply)
 
     def _blame(self, items: list[_Item], died: WorkerDied) -> None:

@@ -39,7 +39,7 @@ class BatchClient:
         self._url, self._key, self._timeout, self._parts = url, key, timeout, parts
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
-        """The file's object. `sent` is told the bytes of every piece."""
+        """The file's object. `sent` is called with the bytes of every piece."""
         boundary = secrets.token_hex(16)
         name = path.name.replace('"', "_").replace("\r", "_").replace("\n", "_")
         head = (

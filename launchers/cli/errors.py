@@ -83,7 +83,7 @@ def ended_by(*kinds: type[Exception], end: type[click.ClickException] = UsageErr
     """A context or decorator: these errors end the command as `end` does; missing input always as a UsageError."""
     try:
         yield
-    except BrokenPipeError:  # whoever read the output has gone, which click knows
+    except BrokenPipeError:  # the output's reader exited: click handles this
         raise
     except kinds as error:
         raise (UsageError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else end)(str(error)) from error

@@ -22,7 +22,7 @@ WORKER = "laddertron.launchers.rank.worker"
 ENV_LISTEN = "LADDERTRON_LISTEN"
 TORCHRUN_PORT = 29500
 CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
-"""What a rank needs to find and convince its supervisor; set by whoever starts the command
+"""What a rank needs to find its supervisor and authenticate; set by the starter of the command
 (launchers/control/control.py)."""
 INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH", cpu_tier.VARIABLE)
 """Of the launching shell, forwarded where set: without them other hosts may not find the same libraries, or compute
@@ -58,7 +58,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class LaunchCommand:
     """`env` is what the launcher's own environment must hold beyond the shell's; ranks get it by name. Names alone
-    are here of what is `inherited` from the shell and of what whoever starts the command adds (`forward`): secrets."""
+    are here of what is `inherited` from the shell and of what the starter of the command adds (`forward`): secrets."""
 
     parts: tuple[Part, ...]
     variables: Mapping[str, Variable] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from .hosts import LaunchError
 @dataclass(frozen=True, slots=True)
 class NetworkChoice:
     """`interfaces` (one, unless hosts call theirs differently) and `hcas` (port keys) with the reason for each; ()
-    where nobody knows better than the libraries."""
+    where the libraries choose."""
 
     interfaces: tuple[str, ...] = ()
     interface_reason: str = ""

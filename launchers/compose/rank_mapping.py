@@ -77,7 +77,7 @@ def _listed(cores: Sequence[int]) -> str:
 
 
 def cores_here(text: str | None, hostname: str, local_rank: int) -> tuple[int, ...] | None:
-    """What ENV_CORES says of this rank; None: nobody has said. Raises MappingError on a value that is none of ours."""
+    """This rank's entry in ENV_CORES; None if unset. Raises MappingError on an invalid value."""
     said = _of_host(ENV_CORES, text, hostname)
     if said is None:
         return None

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlThread:
-    """The methods of ControlServer, for the loop that calls `start`; `close` is called last, whatever failed."""
+    """The methods of ControlServer, for the loop that calls `start`; `close` is always called last."""
 
     def __init__(self, handler: ControlHandler, secret: bytes, welcome: Welcome, host: str) -> None:
         self._handler = handler
@@ -75,7 +75,7 @@ class ControlThread:
     def _pass(self, news: Callable[[], None]) -> None:
         self._news.append(news)
         if len(self._news) == 1:  # else the owner is on its way already
-            with contextlib.suppress(RuntimeError):  # its loop was closed: nobody is left to hear it
+            with contextlib.suppress(RuntimeError):  # its loop was closed
                 self._owner.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:

@@ -71,7 +71,7 @@ class Evidence:
 def blame(evidence: Sequence[Evidence]) -> Evidence:
     """The sign that explains the others: when one rank dies, its peers fail in their collectives and mpirun ends them
     all, and those signs may well arrive first. Among equals the first one counts. A silent or stalled rank explains
-    whatever came after it: only what was there before can explain it."""
+    everything after it: only what was there before can explain it."""
     first = evidence[0]
     if first.kind in ("silent", "stalled", "load_stalled"):
         return first

@@ -44,7 +44,7 @@ class DeviceMemory:
                     f"{', '.join(held)} after {self._most_s:g} s, with all ranks gone: another process has it, or the "
                     "driver keeps it (nvidia-smi shows which)"
                 )
-            await asyncio.sleep(_LOOK_AGAIN_S)  # the driver tells nobody
+            await asyncio.sleep(_LOOK_AGAIN_S)  # the driver has no event for it
 
     def _held(self) -> list[str]:
         more = {name: used - self._before[name] for name, used in self._look().items() if name in self._before}

@@ -57,7 +57,7 @@ class Launch:
         standby: bool = False,
         serving: Launch | None = None,
     ) -> None:
-        """standby: its ranks wait without weights until `load`, and are told where those of `serving` keep theirs.
+        """standby: its ranks wait without weights until `load`, and learn where those of `serving` keep theirs.
         `owner` may be another one later."""
         self.owner, self._command, self._options = owner, command, options
         secret = new_secret()
@@ -264,7 +264,7 @@ class Launch:
                 if self._ending:
                     continue
                 who = "" if rank is None else f"{self._board.name(rank)}: "
-                # A launch's end is told once, by its owner: what a rank refuses, and what follows from the first sign.
+                # A launch's end is logged by its owner: what a rank refuses, and what follows from the first sign.
                 follows = logging.INFO if self._trouble.is_set() else logging.WARNING
                 level = logging.DEBUG if item.kind == "refused" else follows
                 log.log(level, "%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})

@@ -1,4 +1,4 @@
-"""What a job is told: how many ranks, which address, and how long anything may take. Seconds."""
+"""Job options: the number of ranks, the address, time limits in seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class JobOptions:
     settle_s: float = 0.5
     """From the first sign of failure until one is blamed: what explains it may come after it."""
     shutdown_s: float = 10.0
-    """For ranks that were told to shut down, to do so."""
+    """For ranks to exit after Shutdown."""
     kill_grace_s: float = 2.0
     """For mpirun, from SIGTERM to SIGKILL."""
     gone_s: float = 15.0

@@ -94,7 +94,7 @@ class RankBoard:
         news: list[News] = []
         if state.suspect:
             state.suspect = False
-            # a launch that is ending does not come back, whoever still speaks
+            # a launch that is ending does not recover, even if ranks still send
             if not self.evidence and not any(other.suspect for other in self.ranks.values()):
                 news.append(Recovered())
         match message:

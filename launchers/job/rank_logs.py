@@ -1,4 +1,4 @@
-"""What ranks log, on its way to whoever launched them: the worker writes it in one form, mpirun mixes the lines of all
+"""Logs of ranks on their way to the launcher: the worker writes it in one form, mpirun mixes the lines of all
 ranks, job_launch.py reads them again. Knows nothing of processes.
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
-from ...engine.run.model_digest import model_digest
+from ...engine.run.past import model_digest
 from ...engine.text.tokenizer import text_digest
 from ...topology.json_codec import build, write_file
 from .rolling_job import HeldJob, RollingJob
@@ -92,7 +92,7 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
 
 
 class Reloader:
-    """`read` reads and checks the file anew (ConfigError), `make` makes a deployment's jobs, held or plain, one a
+    """`read` reads and checks the file again (ConfigError), `make` makes a deployment's jobs, held or plain, one a
     replica (ValueError, OSError). `on_outcome` is called with every outcome."""
 
     def __init__(

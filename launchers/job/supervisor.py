@@ -37,7 +37,7 @@ CommandFactory = Callable[[frozenset[str]], LaunchCommand]
 
 @dataclass(frozen=True, slots=True)
 class JobHooks:
-    """What the owner may add. `failed` is told every failure (metrics, log, bundle). `devices_free` is awaited before
+    """What the owner may add. `failed` gets every failure (metrics, log, bundle). `devices_free` is awaited before
     every relaunch: it returns once the devices' memory is seen to be free, or raises RuntimeError saying what is not.
     """
 
@@ -323,7 +323,7 @@ class MpiJob:
 
     def _take_tokens(self, events: tuple[TokensEvent, ...]) -> None:
         known = self.in_flight.take(events)
-        # tokens stay, whatever becomes of this launch
+        # tokens stay even if this launch fails
         self._progress |= any(event.tokens or event.finish in ("stop", "length") for event in known)
         if known and self._listener is not None:
             self._tell(self._listener.on_tokens, known)

@@ -104,7 +104,7 @@ class _Star(StarBootstrap):
 def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
     if identity.launcher == "torchrun":
         return bootstrap_of(identity, os.environ)  # its store's waits end by themselves
-    # MPI's start can only be ended from outside Python. Whoever holds the job does, earlier, and names who is missing.
+    # MPI's start can only be ended from outside Python. The launching process does so earlier.
     signal.alarm(int(START_S + MEET_S + SLACK_S))
     star = _Star()
     signal.alarm(0)

@@ -72,7 +72,7 @@ def sweep(
     watch: Watch | None = None,
 ) -> list[Point]:
     """Every strategy and size of the plan; a strategy has connections of its own. `together`: where there are several
-    groups, those of all of them, in whose order every rank connects and measures; nobody runs ahead."""
+    groups, those of all of them, in whose order every rank connects and measures."""
     watch = watch or Watch(inf, print)
     points = []
     mine = set(wanted.sweep)
@@ -157,7 +157,7 @@ def report(
 
 
 def matmul_s(device: torch.device, rounds: int = 100) -> float:
-    """Seconds of a short matrix product, the best of some: what the device can do when nobody is in its way."""
+    """Seconds of a short matrix product, the best of some: the rate of an idle device."""
     side, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (384, torch.float32)
     a = torch.ones(side, side, dtype=dtype, device=device)
     best = float("inf")

@@ -45,7 +45,7 @@ def main(work: Callable[[Any, Communicator], None]) -> int:
             raise IdentityError("not a rank: `laddertron bench`, `profile` and `verify` start this under a launcher")
         _be_rank(identity, Path(sys.argv[1]), work)
     except Refusal as refusal:
-        say({"refused": str(refusal)})  # once, whoever else refuses it
+        say({"refused": str(refusal)})  # once, even if other ranks refuse it too
         os._exit(1)
     except BaseException:
         traceback.print_exc()

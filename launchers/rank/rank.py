@@ -91,7 +91,7 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
 
 
 def insist_on_transport(deployment: Deployment, backend: str, spans: bool) -> None:
-    """`parallel.require_transport` for a group that `spans` nodes. NCCL is told in this process's environment, before
+    """`parallel.require_transport` for a group that `spans` nodes. NCCL reads it from the environment, before
     its first communicator: named its network, it fails where it cannot have it, instead of falling back. Raises
     ValueError for a backend that knows sockets alone. (What is lacking, preflight finds out: it does not insist.)"""
     wanted = deployment.parallel.require_transport
@@ -127,7 +127,7 @@ def join_group(
 
 
 def seat_cores(identity: Identity) -> tuple[int, ...]:
-    """The cores that the launcher told this rank. Raises MappingError if it told none."""
+    """The cores that the launcher gave this rank. Raises MappingError without any."""
     cores = cores_here(os.environ.get(ENV_CORES), identity.node, identity.local_rank)
     if cores is None:
         raise MappingError(
@@ -234,7 +234,7 @@ def run_rank(
     reports_for_all: bool = False,
 ) -> None:
     """Until Shutdown (rank 0 of the group) or the end of plans (the others). `standby`: waits for Load (or Shutdown)
-    before it reads weights, on a channel. `reports_for_all`: only rank 0 has a channel. Raises whatever stops it."""
+    before it reads weights, on a channel. `reports_for_all`: only rank 0 has a channel. Raises what stops it."""
     say: Callable[[messages.StateMessage], None]
     say = channel.send_state if channel is not None else lambda message: None
     if standby:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel), 2 if this is no rank."""
-    die_with_parent()  # whatever happens to mpirun happens to its ranks, even to one that is stopped
+    die_with_parent()  # a rank ends with mpirun, even if it is stopped
     # ^C goes to the whole foreground group: the launcher ends its ranks in order, they do not race it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -22,7 +22,7 @@ MAX_DELAY = 7
 class Wiring:
     """How each layer's two sub-blocks read and write the residual: one kind a layer (a mix of standard and ladder is
     the paper's hybrid). `desync_every` is desync-n's n (0 unless every layer is desync; the last sub-block
-    reduces whatever 2L % n is). `trained_tp` is the tensor-parallel size desync weights belong to. `delay` is delay-d's
+    reduces for any 2L % n). `trained_tp` is the tensor-parallel size desync weights belong to. `delay` is delay-d's
     d (0 unless every layer is delay): an output is read d sub-blocks later; ladder is d = 1. `lanes`: of a model whose
     residual has several copies, also where its kinds are none."""
 

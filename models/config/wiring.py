@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from .json_fields import Refusal
 from .model_config import ModelConfig, Wiring, make_wiring
@@ -96,3 +100,20 @@ def _wiring(wanted: str, ladder_layers: int | tuple[int, ...] | None, num_layers
         if any(not 0 <= i < num_layers for i in indices):
             raise WiringError(f"model.ladder_layers={sorted(indices)}: the model's layers are 0 to {num_layers - 1}")
     return make_wiring("hybrid", num_layers, indices)
+
+
+RECORD = "laddertron.evaluation.json"
+
+
+def record(found: Mapping[str, Any], original: str | None, text_sha256: str) -> dict[str, Any]:
+    return {**found, "perplexity": math.exp(found["loss"]), "original": original, "text_sha256": text_sha256}
+
+
+def missing_record(folder: Path, config: ModelConfig) -> str | None:
+    """What to warn of: weights under another wiring than the stock one that were not evaluated."""
+    if config.wiring.name == "standard" or (folder / RECORD).is_file():
+        return None
+    return (
+        f"{folder}: {config.wiring.name} wiring and no {RECORD}: the weights were not evaluated: "
+        f"`laddertron evaluate {folder} --text FILE --record`"
+    )

@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_INDEX_BYTES = 64 << 20
 MAX_DIMENSIONS = 8
 HARMLESS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)")
-"""Buffers that older checkpoints carry and nobody reads."""
+"""Buffers of older checkpoints that are not used."""
 _BARE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 

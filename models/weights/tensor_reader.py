@@ -165,7 +165,7 @@ class Reader:
         )  # unmapped with the last tensor over it
         mapped.madvise(mmap.MADV_SEQUENTIAL)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the map is read-only and nobody writes to the view
+            warnings.simplefilter("ignore", UserWarning)  # the map is read-only and the view is never written
             flat = torch.frombuffer(mapped, dtype=dtype, count=count * width, offset=begin - base)
         self.taken += count * columns * dtype.itemsize
         return flat.view(count, width)

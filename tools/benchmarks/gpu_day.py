@@ -2,7 +2,7 @@
 transformers, prompts and mixed steps, one rank's shard beside the published speeds. Never ran on a GPU.
 
     python tools/benchmarks/gpu_day.py                         under nine minutes on an H100; no network
-    python tools/benchmarks/gpu_day.py --only shard --again    these parts anew
+    python tools/benchmarks/gpu_day.py --only shard --again    these parts again
     python tools/benchmarks/gpu_day.py --device cpu --tiny     the same code with toy models, in seconds
 
 Each part is a process of its own with a limit. What has ended stands in --out (JSON), and a later call goes on with the

@@ -1,4 +1,4 @@
-"""A daemon of one's own, for a show or a measurement: `laddertron serve` on a free port, ended whatever happens; and
+"""A daemon of one's own, for demos and benchmarks: `laddertron serve` on a free port, always ended; and
 the batches that the demos send."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ServedDaemon:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """A free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -56,7 +56,7 @@ def wait_until(
     process: subprocess.Popen[bytes] | None = None,
     log: Path | None = None,
 ) -> None:
-    """Asks five times a second: servers that come up tell nobody. Raises RuntimeError, with the last words of `log`."""
+    """Polls five times a second. Raises RuntimeError with the end of `log`."""
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError, KeyError):

@@ -36,7 +36,7 @@ from .estimate import Question
 from .layouts import Work
 
 FP8 = Quantisation("fp8")
-"""What fp8 weights that nobody has looked at are taken for."""
+"""The assumed form of fp8 weights that are not on this machine."""
 
 
 _KEYS = {

@@ -44,7 +44,7 @@ def build(
             if ".layers." not in name:
                 parameter.requires_grad_(False)
     ranks.shard(model, model.model.layers, compute)
-    if compiles:  # not whole layers: what they read differs by wiring, so each kind and each fade would compile anew
+    if compiles:  # not whole layers: what they read differs by wiring, so each kind and each fade would compile again
         for layer in model.model.layers:
             for part in layer.children():
                 part.compile()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...models.config.dialects import dialect_of, to_dialect
-from ...models.config.evaluation import RECORD, record
 from ...models.config.model_config import Wiring
 from ...models.config.parts import declaration
+from ...models.config.wiring import RECORD, record
 from ...models.reference import Reference
 from ...models.weights.convert import write_model
 from .data_parallel import DataParallel, whole

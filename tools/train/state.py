@@ -85,7 +85,7 @@ def newest(folder: Path) -> Path | None:
 def load(
     state: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, Any], ranks: DataParallel
 ) -> int:
-    """Fills this rank's rows, whatever number of ranks wrote them; returns the step. Raises CheckpointError where the
+    """Fills this rank's rows from files of any number of ranks; returns the step. Raises CheckpointError where the
     state is of another run than `about` says, or incomplete."""
     said = read_json(state / "state.json").data
     for key, value in about.items():

@@ -146,7 +146,7 @@ class GlooCollective:
 
 @dataclass(slots=True)
 class _GlooPending:
-    """`ended`: when the work was over, noted by the thread that ended it, not by whoever asks later; 0.0 before."""
+    """`ended`: when the work was over, noted by the thread that ended it; 0.0 before."""
 
     owner: GlooCollective
     work: Any

@@ -66,7 +66,7 @@ class Gather(Protocol):
 
 @runtime_checkable
 class DeviceGather(Protocol):
-    """A Gather that can also gather what lies on devices, with no host in between."""
+    """A Gather that can also gather data on devices without the host."""
 
     def gather_tensor(self, x: Tensor) -> Tensor:
         """x [n] of every rank, n and dtype the same everywhere: [size, n] in rank order, on x's device. The current
@@ -78,7 +78,7 @@ class DeviceGather(Protocol):
 
 
 def device_gather(gathers: Gather, size: int) -> Callable[[Tensor], Tensor] | None:
-    """How a group of `size` gathers what lies on its devices; None where gathers pass through the host."""
+    """How a group of `size` gathers data on its devices; None where gathers pass through the host."""
     if size == 1:
         return lambda x: x[None]
     return gathers.gather_tensor if isinstance(gathers, DeviceGather) else None
@@ -132,7 +132,7 @@ class Done:
 
 
 class Alone:
-    """The all-reduce of a group of one, on whatever device: its own part is the sum."""
+    """The all-reduce of a group of one, on any device: its own part is the sum."""
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         return Done(x)

@@ -32,7 +32,7 @@ class HostClock:
     def finish(self, token: float) -> None:
         """Returns when the message may have arrived."""
         if not getattr(self._precise, "done", False):
-            # The kernel rounds a thread's sleeps up by 50 us unless told otherwise.
+            # By default the kernel rounds a thread's sleeps up by 50 us.
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
             self._precise.done = True
         while (left := token - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Accounts of every collective: how long it was in flight, how long somebody waited for it. What was in flight and not
+"""Accounts of every collective: how long it was in flight, how long it was waited for. What was in flight and not
 waited for was hidden. Backends write (or count in C and are read here), metrics and `run` read; knows no tensors.
 """
 
@@ -20,7 +20,7 @@ class Entry:
     or stage_wait (that stage had not sent them yet). `link`: the slowest link it crossed: node (shared
     memory), net, or "emulated …". Seconds are as one rank saw them: in flight runs from start until the result was
     there, waited is the part inside `wait`. `layer`: what it completed, wiring and sub-block as in "ladder attention";
-    "" where nobody said."""
+    "" if unknown."""
 
     op: str
     strategy: str
@@ -52,7 +52,7 @@ class Record:
 
 class Ledger:
     """One group's accounts on one rank. `started` and `waiting` are kept by those who call `add`: the number of
-    collectives set off, and the name of the one that somebody waits in; left standing if that wait fails."""
+    collectives set off, and the name of the one that is waited for; left standing if that wait fails."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])

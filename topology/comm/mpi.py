@@ -39,7 +39,7 @@ class MpiBackend:
         from mpi4py import MPI
 
         self._mpi: Any = MPI
-        # Each group makes its communicator from its own ranks alone: nobody else takes part.
+        # Each group makes its communicator from its own ranks alone.
         group = bootstrap.comm.Get_group().Incl(list(layout.ranks))
         self._comm: Any = bootstrap.comm.Create_group(group, _TAG)
         group.Free()

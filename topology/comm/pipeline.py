@@ -138,7 +138,7 @@ class SocketBoundary:
         return min(total, self._index * each), min(total, (self._index + 1) * each)
 
     def take(self, number: int) -> Tensor:
-        """Message `number`; those before it that nobody has taken yet are kept for who asks."""
+        """Message `number`; earlier ones that were not taken are kept."""
         while self._received <= number:
             self._early[self._received] = self._next(*self._due[self._received])
             del self._due[self._received]

@@ -34,7 +34,7 @@ def make_torch_groups(
     stages: Sequence[GroupLayout] = (),
 ) -> TorchGroups:
     """All ranks of the job call it at once. `stages`: of the pipeline that the group is one of, which share a world.
-    torch.distributed is initialised if nobody did, and then ended with the groups. `two_levels`: some messages go so,
+    torch.distributed is initialised if necessary, and then ended with the groups. `two_levels`: some messages go so,
     for which gloo needs a second group of the node. Raises ValueError."""
     world = tuple(rank for stage in stages or (layout,) for rank in stage.ranks)
     index = world.index(bootstrap.rank)

@@ -37,7 +37,7 @@ class TwoLevel:
     def carries(self, x: Tensor) -> bool:
         """Whether x goes in two levels: chosen for its size, and divisible by the ranks of a node. What is not goes
         flat. All ranks say the same, as they agree on the size; the rows of a model's messages are `hidden_size` long,
-        which divides, so that padding (and a copy for it) would serve nobody."""
+        which divides, so that padding (and a copy for it) would be useless."""
         return x.numel() % self.ranks == 0 and self._takes(x.nbytes)
 
     def __call__(self, x: Tensor) -> None:

@@ -90,7 +90,7 @@ def make(fabric: Fabric, shape: Shape, fitted: Fit, versions: Mapping[str, str])
 
 
 def choices(points: Sequence[Point]) -> tuple[Choice, ...]:
-    """The fastest measured strategy of each size; the border between two sizes lies at their geometric mean."""
+    """The fastest measured strategy of each size; the border between two sizes is their geometric mean."""
     by_size: dict[int, dict[Strategy, float]] = {}
     for p in points:
         row = by_size.setdefault(p.nbytes, {})

@@ -13,7 +13,7 @@ from typing import Literal
 Tier = Literal["amx", "avx512_bf16", "avx512", "avx2", "generic"]
 
 TIERS: tuple[Tier, ...] = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
-"""Best first. `generic` is every other processor, whatever its architecture: torch alone computes."""
+"""Best first. `generic` is every other processor of any architecture: torch alone computes."""
 VARIABLE = "LADDERTRON_CPU_TIER"
 INT8: tuple[Tier, ...] = ("amx", "avx512_bf16", "avx512", "avx2")
 """Where `model.weights: int8` is computed. The other types are computed in every tier."""

@@ -61,7 +61,7 @@ def look(
     load: Callable[[str], object] = ctypes.CDLL,
     torch: Any = None,
 ) -> CudaFacts:
-    """This host's facts. torch: where the package lies, as find_spec says it; None: asked of find_spec."""
+    """This host's facts. torch: the package's spec; None: find_spec's."""
     fs = fs or Sysfs()
     toolkit = Path(environ.get("CUDA_HOME", "/usr/local/cuda"))
     nvcc = which("nvcc") or (str(toolkit / "bin/nvcc") if (toolkit / "bin/nvcc").exists() else "")

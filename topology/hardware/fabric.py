@@ -127,7 +127,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One host. A host without devices computes on its cores; `cpu_tier` is their own, whatever is forced."""
+    """One host. A host without devices computes on its cores; `cpu_tier` is their own, never a forced one."""
 
     hostname: str
     numa: tuple[NumaNode, ...]

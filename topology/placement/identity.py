@@ -40,7 +40,7 @@ def identify(environ: Mapping[str, str] | None = None, hostname: str | None = No
     found = [i for i in (_openmpi(env, node), _mpich(env, node), _torchrun(env, node)) if i is not None]
     slurm = _slurm(env, node)
     # Slurm is the outermost: mpirun, Hydra and torchrun are themselves started by srun, one a node, and hand their
-    # own step's variables down. Bare RANK and WORLD_SIZE with nobody behind them are only a copy of what srun says.
+    # own step's variables down. Bare RANK and WORLD_SIZE are only a copy of what srun says.
     if slurm is not None and (not found or (found[0].launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env)):
         found.insert(0, slurm)
     if not found:

@@ -16,7 +16,7 @@ _NEAR = {path: distance for distance, path in enumerate(PATHS)}
 
 def pick_devices(node: Node, free: Sequence[Device], count: int) -> tuple[Device, ...]:
     """`count` of the free devices: within one NVLink clique if one has room, else within one NUMA node, else any; of
-    several with room, the fullest, so that large ones stay whole for whoever comes next."""
+    several with room, the fullest, so that large ones stay whole for the next group."""
     for parts in (_cliques(node), _numa_parts(node)):
         rooms = [[d for d in free if d.index in part] for part in parts]
         rooms = [room for room in rooms if len(room) >= count]

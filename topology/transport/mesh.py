@@ -36,7 +36,7 @@ class MeshError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """`data[r]`, `plan[r]`: the sockets to the group's r-th rank (None for the own; plan only to and from the first).
-    `segment`: the fd of the memory that the node's ranks share. Whoever takes a socket or fd owns it."""
+    `segment`: the fd of the memory that the node's ranks share. The taker of a socket or fd owns it."""
 
     data: tuple[socket.socket | None, ...]
     plan: tuple[socket.socket | None, ...]
@@ -128,7 +128,7 @@ def _meet(
     deadline: float,
 ) -> dict[Line, socket.socket]:
     """The sockets between the ranks of `nodes`. near: who is reached over a unix socket, as `nodes` has it; None:
-    whoever runs on this host."""
+    the ranks on this host."""
     ranks = tuple(rank for node in nodes for rank in node)
     if address in ("", "0.0.0.0", "::"):  # noqa: S104 (refused here)
         raise MeshError(f"address {address!r} would listen on every interface: name one, e.g. 127.0.0.1 or 10.0.0.5")
@@ -155,7 +155,7 @@ def _meet(
             near = [peer for peer, other in enumerate(group) if other["host"] == card["host"]]
         else:
             _verify_hosts(nodes, dict(zip(ranks, group, strict=True)))
-        # Every rank's part of the key: nobody who missed one round of the bootstrap can compute it.
+        # Every rank's part of the key: a process that missed a round of the bootstrap cannot compute it.
         key = hashlib.blake2b(
             "".join(c["secret"] for c in group).encode(), key=hashlib.sha256(secret).digest(), digest_size=32
         ).digest()

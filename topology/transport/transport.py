@@ -135,7 +135,7 @@ class Transport:
         self._last = -1
         self._layers = {"": 0}
         self.waiting_for = -1
-        """The collective whose `wait` sleeps, for whoever asks from another thread; it stays if the wait fails."""
+        """The collective whose `wait` sleeps, for other threads; it stays if the wait fails."""
 
     def place(self) -> tuple[int, str]:
         seq = self.waiting_for

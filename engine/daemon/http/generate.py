@@ -37,7 +37,7 @@ _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/j
 
 
 class _Reply:
-    """One interactive body under way (the dispatcher's FlightOwner), and whoever waits for it."""
+    """One interactive body under way (the dispatcher's FlightOwner), and its waiters."""
 
     def __init__(self, body: Body, services: Services, unread: Unread, traceparent: str | None) -> None:
         self.body, self._services, self._unread, self._traceparent = body, services, unread, traceparent
@@ -107,7 +107,7 @@ class _Reply:
             await self._waiter
 
     async def next(self) -> bytes:
-        """Whatever has come, in one piece (slow readers get larger ones); b"" after the last. Raises ConnectionError
+        """The data so far, in one piece (slow readers get larger ones); b"" after the last. Raises ConnectionError
         once the client is gone."""
         await self.begun()
         if self.gone:

@@ -124,7 +124,7 @@ def _change(path: Path, which: str, change: Callable[[Key], Key]) -> Key:
 
 class KeyRing:
     """The keys of a running daemon. `holder(key)` is None for anything that is not a working key; a file that became
-    unreadable lets nobody in. `wall`: unix seconds."""
+    unreadable rejects all keys. `wall`: unix seconds."""
 
     def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
         self._path, self._wall = path, wall

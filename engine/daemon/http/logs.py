@@ -50,7 +50,7 @@ class TextFormatter(logging.Formatter):
 
 
 def set_up(stream: TextIO, form: str, level: str, audit_file: Path | None = None) -> None:
-    """`form`: auto (text on a terminal, else json), json, text. The audit file is opened anew when it was moved away,
+    """`form`: auto (text on a terminal, else json), json, text. The audit file is opened again when it was moved away,
     for logrotate."""
     if form == "auto":
         form = "text" if stream.isatty() else "json"

@@ -108,7 +108,7 @@ class _Bounded(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # a client that does not read: whoever writes to it would wait for ever
+        # a client that does not read: a writer would wait for ever
         self._writing = self.loop.call_later(self.options.write_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:

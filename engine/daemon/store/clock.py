@@ -1,5 +1,5 @@
 """The time that deletion and expiry go by: the wall clock while it agrees with the newest time that the store has seen
-and with the monotonic clock. A jump pauses both, since nobody knows which side of it is right.
+and with the monotonic clock. A jump pauses both, since either side of it may be right.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
 
 
 def check_type(folder: Path, mountinfo: str) -> None:
-    """Raises DiskError where the folder lies on a network file system."""
+    """Raises DiskError where the folder is on a network file system."""
     point, kind = mount_of(folder.resolve(), mountinfo)
     base = kind.removeprefix("fuse.")
     if base in NETWORK_TYPES or (kind.startswith("fuse.") and base not in ("fuseblk", "fuse-overlayfs")):

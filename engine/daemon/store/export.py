@@ -103,7 +103,7 @@ class Export:
         return self._group - 1
 
     def take(self) -> None:
-        """Claims the next generation: whoever wrote an earlier one cannot acknowledge any more. Raises OSError."""
+        """Claims the next generation, which fences off writers of earlier ones. Raises OSError."""
         if not self.folder.exists():
             self.folder.mkdir(parents=True, mode=0o700)
             sync_folder(self.folder.parent, self._files)

@@ -268,7 +268,7 @@ class Store:
             kind = StoreFenced if self.fenced else StoreUnavailable
             self._answer([(work, None, kind(str(error))) for work in works])
             return db
-        if not self.check_there():  # it went into a file that nobody will find again
+        if not self.check_there():  # it went into a file that was removed
             self._answer([(work, None, StoreFenced(self.failure or "")) for work in works])
             return db
         self._owed += [(work, work.outcome, work.error) for work in works]
@@ -355,7 +355,7 @@ class Store:
     def _answer(self, answers: list[tuple[_Work, Any, BaseException | None]]) -> None:
         def give() -> None:
             for work, value, error in answers:
-                if work.future.done():  # cancelled by whoever asked
+                if work.future.done():  # cancelled by the caller
                     continue
                 if error is not None:
                     work.future.set_exception(error)

@@ -28,7 +28,7 @@ def ask_daemon(pid: int, folder: Path, timeout_s: float = ANSWER_S) -> Path | No
     while time.monotonic() < deadline:
         if new := [path for path in newest(folder) if path not in before]:
             return new[0]
-        time.sleep(0.1)  # a file that appears wakes nobody
+        time.sleep(0.1)  # there is no event for a new file
     return None
 
 

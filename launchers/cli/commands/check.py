@@ -97,8 +97,8 @@ def unmeasured_weights(deployment: Deployment) -> str | None:
     """A warning for weights that are random, or declare another wiring and have no evaluation record beside them."""
     if deployment.model.load_format == "dummy":
         return "model.load_format: dummy: weights are random, answers mean nothing"
-    from ....models.config.evaluation import missing_record
     from ....models.config.model_config import from_folder
+    from ....models.config.wiring import missing_record
 
     folder = Path(deployment.model.path)
     return missing_record(folder, from_folder(folder)) if (folder / "config.json").is_file() else None

@@ -67,7 +67,7 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     while (said := _outcome(folder)).get("began", 0.0) < sent or said["pid"] != pid:
         if holder_pid(folder) != pid:
             raise UsageError(f"the daemon (process {pid}) ended meanwhile: its log says why")
-        time.sleep(0.1)  # a file tells nobody that it was replaced
+        time.sleep(0.1)  # there is no event for a replaced file
     for reason in said["reasons"]:
         show_error(reason)
     if said["outcome"] != "done":

@@ -21,8 +21,7 @@ from rich.console import Console
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read
 from ....engine.job import EngineJob
 from ....engine.run.files import RunFiles, open_run
-from ....engine.run.model_digest import model_digest
-from ....engine.run.past import RunFileError
+from ....engine.run.past import RunFileError, model_digest
 from ....engine.run.progress import Summary
 from ....engine.run.run import RunOptions, run_batch
 from ....engine.text.pool import PoolLimits, TextPool

@@ -102,7 +102,7 @@ def command(
     deployment = load(wanted, overrides) if wanted else None
     with faults_of(wanted or "topo", "parallel: "):
         me = identify(environ)
-        # The deployment's own file is what --save makes anew.
+        # The deployment's own file is what --save makes again.
         source = fabric_file or (deployment.launch.fabric if deployment and save is None else None)
         notes: tuple[str, ...] = ()
         forced = environ.get(VARIABLE) or None

@@ -28,8 +28,7 @@ from laddertron.engine.job import JobListener, JobState
 from laddertron.engine.openai.responses import Answer
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.run.files import LineFile, RunFiles, open_run
-from laddertron.engine.run.model_digest import model_digest
-from laddertron.engine.run.past import RunFileError
+from laddertron.engine.run.past import RunFileError, model_digest
 from laddertron.engine.run.progress import RankKind, Snapshot, Summary
 from laddertron.engine.run.run import RunOptions, run_batch
 from laddertron.engine.sampling import grammar

@@ -295,7 +295,7 @@ def test_while_it_starts_again_it_says_why() -> None:
             assert {state.phase for state in meanwhile} >= {"restarting", "starting", "loading"}
             for state in meanwhile:
                 if state.phase in ("restarting", "starting", "loading"):
-                    assert f"rank 0 (node {os.uname().nodename}, pid {pid}): its process ended" in state.reason
+                    assert f"rank 0 (node {os.uname().nodename}, pid {pid}): its process exited" in state.reason
                     assert (state.rank, state.node) == (0, os.uname().nodename)
                     assert state.collective.startswith("collective ")
             assert (ready.reason, ready.rank, ready.node, ready.collective) == ("", None, None, "")

@@ -18,7 +18,7 @@ import torch
 import yaml
 from engine_cases import CPU, build_on, deployment, forward_all
 from laddertron.engine.config.schema import DaemonConfig
-from laddertron.engine.run.model_digest import model_digest
+from laddertron.engine.run.past import model_digest
 from laddertron.engine.step.build import build
 from laddertron.launchers.cli.__main__ import main
 from laddertron.models.config.model_config import from_folder

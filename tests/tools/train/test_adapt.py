@@ -19,8 +19,8 @@ import torch
 from click.testing import CliRunner
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.models import reference
-from laddertron.models.config.evaluation import RECORD
 from laddertron.models.config.model_config import from_folder, make_wiring
+from laddertron.models.config.wiring import RECORD
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.tools.train import state
 from laddertron.tools.train.adapt import adapt

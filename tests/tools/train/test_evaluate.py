@@ -13,8 +13,8 @@ import torch
 from click.testing import CliRunner
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.models import reference
-from laddertron.models.config.evaluation import RECORD, missing_record
 from laddertron.models.config.model_config import from_folder, make_wiring
+from laddertron.models.config.wiring import RECORD, missing_record
 from laddertron.tools.train.commands.evaluate import command as evaluate
 from laddertron.tools.train.commands.scan import command as scan
 from torch.nn import functional

@@ -43,8 +43,8 @@ def command(folders: tuple[Path, ...], **o: Any) -> None:
 def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
     import torch
 
-    from ....models.config.evaluation import RECORD, record
     from ....models.config.model_config import from_folder
+    from ....models.config.wiring import RECORD, record
     from ..build import load_any
     from ..loss import held_out
 
