@@ -250,8 +250,7 @@ def run_rank(
     mine = device.type, current_tier(), str(torch.get_num_threads())
     status.computes_with = (mine,)
     if deployment.metrics.enabled:
-        look = make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device))
-        status.health = HealthWatch(look)
+        status.health = HealthWatch(make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device)))
         status.health.start()
     say(messages.Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret, bootstrap) as communicator:
@@ -282,9 +281,8 @@ def run_rank(
             )
         ready = messages.Ready(built.limits, built.weights_file)
         leads = communicator.leads
-        for warning in built.warnings:
-            if leads:
-                log.warning("%s", warning)
+        for warning in built.warnings if leads else ():
+            log.warning("%s", warning)
         # What is here now stays: the collector need not walk through it in the middle of a step.
         gc.collect()
         gc.freeze()

@@ -28,6 +28,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "bench latency": ((MISSING,), USAGE),
     "bench throughput": ((MISSING,), USAGE),
     "bench sweep": ((MISSING,), USAGE),
+    "bench paper": (("--model", "no-such"), USAGE),
     "serve": ((MISSING,), USAGE),
     "reload": ((MISSING,), USAGE),
     "keys add": (("/dev/null/keys.json", "a"), USAGE),
