@@ -90,7 +90,7 @@ def _more(layout: Layout, max_num_seqs: int) -> str:
 
 
 def _needs(layout: Layout) -> str:
-    return "; needs a checkpoint in fp8 whose answers satisfy you" if layout.stored.weights == "fp8" else ""
+    return "; needs an fp8 checkpoint validated for quality" if layout.stored.weights == "fp8" else ""
 
 
 def keys_of(layout: Layout) -> dict[str, int]:
