@@ -127,8 +127,10 @@ class LlamaModel(nn.Module):
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
         self._at_once = False
-        self._chosen: list[Tensor] = []
+        self._chosen: list[tuple[int, Tensor]] = []
         self._routing = blake2b(digest_size=8)
+        self.on_rows: Callable[[Tensor], None] | None = None
+        """Called once a step on CPUs with the rows [E] of every expert in a layer in the middle."""
 
     def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
@@ -303,7 +305,11 @@ class LlamaModel(nn.Module):
         self._at_once = len(parts) == 1
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
         if self._chosen:
-            self._routing.update(torch.cat([c.flatten() for c in self._chosen]).to(torch.int16).numpy().tobytes())
+            if self.on_rows is not None and self.config.experts is not None:
+                middle = self._chosen[len(self._chosen) // 2][0]
+                rows = torch.cat([chosen.flatten() for layer, chosen in self._chosen if layer == middle])
+                self.on_rows(torch.bincount(rows, minlength=self.config.experts.count))
+            self._routing.update(torch.cat([c.flatten() for _, c in self._chosen]).to(torch.int16).numpy().tobytes())
             self._chosen.clear()
         if not self.shard.samples:
             return ends[0] if len(ends) == 1 else torch.cat(ends)
@@ -377,15 +383,15 @@ class LlamaModel(nn.Module):
     def mlp(self, layer: int, residual: Tensor) -> Tensor:
         part = self._layers[layer]
         if part.mixture is not None:
-            return self._scaled(part.mixture(residual, self._note))
+            return self._scaled(part.mixture(residual, lambda chosen: self._note(layer, chosen)))
         assert part.gate_up is not None
         assert part.down is not None
         return self._scaled(part.down(part.gate_up(residual)))
 
-    def _note(self, chosen: Tensor) -> None:
+    def _note(self, layer: int, chosen: Tensor) -> None:
         # NOTE: where residuals drift, each rank routes by its own.
         if not chosen.is_cuda and not self.config.wiring.drifts:
-            self._chosen.append(chosen)
+            self._chosen.append((layer, chosen))
 
     def routed(self) -> bytes:
         """A digest of the experts that all rows so far went through: the same on every rank, or an expert's rows were
