@@ -38,8 +38,9 @@ class Bench:
         self.built, self.communicator, self.held = built, communicator, held
         self.engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, StepProgress())
         self.seed = 0
+        self.about = self._describe()
 
-    def describe(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         """What a step must read, on all ranks together, and what the parent says about the job."""
         model, cache, config = self.built.runner.model, self.built.runner.cache, self.built.config
         shard, item = model.shard, cache.keys[0].element_size()
@@ -51,6 +52,7 @@ class Bench:
             "rank_bytes": self.held,
             "wiring": config.wiring.name,
             "tp": self.communicator.size,
+            "nodes": len(self.communicator.layout.nodes),
             "microbatches": self.built.scheduler_limits.microbatches,
             "backend": self.communicator.backend,
             "ops": model.ops.name,
@@ -59,10 +61,10 @@ class Bench:
             "max_model_len": self.built.limits.max_model_len,
         }
 
-    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, kind: str, **order: Any) -> dict[str, Any]:
         self.seed += 1
         before = communication(self.communicator.ledger.entries())
-        match order["kind"]:
+        match kind:
             case "floor":
                 return {"floor": read_floor(self._weights // order["nodes"])}
             case "case":
@@ -126,11 +128,11 @@ def read_floor(size: int) -> float | None:
 
 
 def _lead(bench: Bench) -> None:
-    say(bench.describe())
+    say(bench.about)
     for order in map(json.loads, sys.stdin):
         if order["kind"] == "end":
             break
-        say(bench.obey(order))
+        say(bench.ask(**order))
 
 
 def held_bytes(device: Any) -> int:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -91,18 +90,6 @@ def wired(name: str, layers: int, tp: int) -> Wiring:
     return make_wiring(name, layers, tensor_parallel_size=tp if name.startswith("desync") else None)
 
 
-class _Here:
-    """The orders of `measure`, obeyed in this process."""
-
-    def __init__(self, bench: Any, nodes: int) -> None:
-        self.about = bench.describe() | {"nodes": nodes}
-        self._obey = bench.obey
-
-    def ask(self, kind: str, **order: Any) -> Row:
-        found: Row = self._obey({"kind": kind, **order})
-        return found
-
-
 def run(asked: Asked, identity: Identity, say: Say, keep: Callable[[list[Row]], None]) -> None:
     """Every rank of the mpirun calls it. keep: called on rank 0 with each variant's rows. Raises what `build` does."""
     for tp, wiring in product(asked.sizes, WIRINGS):
@@ -118,7 +105,7 @@ def _variant(asked: Asked, identity: Identity, tp: int, wiring: str, folder: Pat
     import torch
 
     from ...engine.step.build import build
-    from ...launchers.rank.rank import choose_device, join_group, set_threads
+    from ...launchers.rank.rank import DeviceError, choose_device, join_group, set_threads
     from .bench_rank import Bench, bench
 
     config = scaled(known(asked.sweep.architecture), asked.scale)
@@ -137,11 +124,14 @@ def _variant(asked: Asked, identity: Identity, tp: int, wiring: str, folder: Pat
 
     def lead(ranks: Bench) -> None:
         if identity.rank == 0:
-            here = _Here(ranks, len(ranks.communicator.layout.nodes))
-            rows.extend(measure([(wiring, here)], asked.cases, asked.repeats, 1, say))
+            rows.extend(measure([(wiring, ranks)], asked.cases, asked.repeats, 1, say))
 
     set_threads(deployment, identity)
     with join_group(deployment, identity) as communicator:
+        if not asked.peer and communicator.backend != "nccl":
+            raise DeviceError(
+                f"--p2p off disables a path of NCCL, and backend {communicator.backend} has none: leave it out"
+            )
         built = build(deployment, communicator, choose_device(deployment, identity))
         bench(built, communicator, lead)
     del built

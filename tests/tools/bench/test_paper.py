@@ -45,6 +45,12 @@ def test_the_sweep_under_mpirun(tmp_path: Path) -> None:
     env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "NO_COLOR": "1"}
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
+    refused = subprocess.run(
+        [*words, "--p2p", "off"], env=env, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert refused.returncode != 0
+    assert "--p2p off disables a path of NCCL, and backend native has none: leave it out" in refused.stderr
+    assert "Traceback" not in refused.stderr
     kept, *rows = json.loads(out.read_text())
     assert [kept] == old
     assert [row["wiring"] for row in rows] == list(WIRINGS)
