@@ -30,9 +30,6 @@ def line(wiring: str, step_ms: float, delay_s: float = 1e-3, batch: int = 1, **m
         "batch": batch,
         "wiring": wiring,
         "step_s": step_ms * 1e-3,
-        "prefill_s": 0.1,
-        "prefill_range_s": [0.08, 0.16],
-        "prefills": 5,
         "prompt": 128,
         "all_reduce_s": 1e-3,
         "sub_blocks": 32,
@@ -71,7 +68,7 @@ def results() -> dict[str, Any]:
         for lane, ms in (("native", base), ("gloo", 5.0), ("openmpi", 1.3))
     ]
     rest = steps(32.1, 32.0, 32.0, delay_s=0.0)
-    parts = {"reduce": reduce, "wirings": rest + steps(64.0, 35.2, 32.0), "llama150m": steps(48.0, 25.0, 24.0)}
+    parts = {"reduce": reduce, "wirings": rest + steps(64.0, 35.2, 32.0)}
     return {name: {"load_before": 0.1, "nice": 0, "lines": lines} for name, lines in parts.items()}
 
 
@@ -96,60 +93,6 @@ def test_bars_are_met_and_missed(report: Any) -> None:
     assert "| 4 x 1, 1 ms | 8 MB | 30.0 | 40.0 | 1.33 |" in report.reduce_tables(large)
     large["reduce"]["lines"][-2]["median_s"] = 41e-3
     assert any(row.startswith("MISSED 8 MB over 4 x 1") for row in report.bars(large))
-
-
-def test_prefill_is_told_with_its_spread(report: Any) -> None:
-    """The median with the slowest and the fastest of five."""
-    found = results()
-    found["llama150m"]["lines"] += steps(48.0, 25.0, 24.0, delay_s=0.0, prefill_range_s=[0.1, 0.1])
-    rows = report.tables(found)
-    assert any("median of 5, in turns" in row for row in rows)
-    cell = "1280 (800 to 1600)"
-    assert f"| 1 ms, 1 | {cell} | {cell} | {cell} | {cell} |" in rows
-    assert any(row.startswith("| 0 ms, 1 | 1280 (1280 to 1280)") for row in rows)
-
-
-def test_prefills_take_turns_before_any_lane_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five of each lane, to and fro, the last of them being what decoding goes on from; `end` has all five and their
-    median, and the next case starts anew."""
-    for folder in (BENCHMARKS, BENCHMARKS / "cross_node", BENCHMARKS.parents[1] / "tests"):
-        monkeypatch.syspath_prepend(str(folder))
-    import cross_decode
-    import cross_node
-
-    log: list[str] = []
-
-    class Logged:
-        def __init__(self, name: str) -> None:
-            self.name = name
-            self.lane = type("Lane", (), {"name": name})
-
-        def begin(self, batch: int, prompt: int, gen: int) -> None:
-            log.append(f"{self.name} begins {gen}")
-
-        def finish(self) -> None:
-            log.append(f"{self.name} ends")
-
-        def turn(self, steps: int) -> None:
-            log.append(f"{self.name} decodes {steps}")
-
-        def end(self) -> str:
-            return self.name
-
-    spec = {"steps": 8, "turn": 4, "prompt": 16, "prefills": 5}
-    cross_decode._case(spec, [Logged("a"), Logged("b")], 1, 0, [])  # type: ignore[list-item]
-    to, fro = ["a begins 4", "a ends", "b begins 4", "b ends"], ["b begins 4", "b ends", "a begins 4", "a ends"]
-    assert log[:16] == to + fro + to + fro
-    assert log[16:] == ["a begins 12", "b begins 12", "a decodes 4", "b decodes 4", "b decodes 4", "a decodes 4"]
-    asked: list[dict[str, Any]] = []
-
-    def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> list[dict[str, Any]]:
-        asked.append(spec)
-        return []
-
-    monkeypatch.setattr(cross_node, "on_cluster", on_cluster)
-    cross_node.llama_runs(0)
-    assert asked[0]["prefills"] >= 5
 
 
 def test_the_page_is_renewed_in_its_place(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rank_task import Spec, be_rank, in_turns
 
 def wirings(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:
     """spec: size, wirings, batches, delays_s, ratios (L/c of batch 1 to aim at), prompt, steps (decode steps a case),
-    turn (steps a lane takes in a row), prefills (a case)."""
+    turn (steps a lane takes in a row)."""
     seats = max(spec["batches"])
     for index, wiring in enumerate(spec["wirings"]):
         carrier = Unawaited(communicator.all_reduce) if wiring == "carried" else None
@@ -55,9 +55,6 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
                     # of wirings that overlap, what lies between two messages is no sub-block's computation
                     sub_blocks_s=steps.sub_blocks_s if name in ("standard", "carried") else None,
                     steps=len(steps.decode_s),
-                    prefill_s=statistics.median(steps.prefills_s),
-                    prefill_range_s=[min(steps.prefills_s), max(steps.prefills_s)],
-                    prefills=len(steps.prefills_s),
                     hidden_s=steps.hidden_s / len(steps.decode_s),
                     exposed_s=steps.exposed_s / len(steps.decode_s),
                     all_reduce_s=statistics.median(alone),
@@ -69,16 +66,13 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
 
 
 def _case(spec: Spec, drivers: list[Driver], batch: int, nbytes: int, alone: list[float]) -> dict[str, Steps]:
-    """Every lane's prefills, in turns, then its steps, in turns of a few; between these, all-reduces of nbytes by
+    """Every lane's prefill, then its steps, in turns of a few; between these, all-reduces of nbytes by
     themselves (the mean of each eight into `alone`: a rank that begins a delay earlier waits twice as long for every
     other one, and not at all between): the machine that they are compared with is that of the same minute."""
     turns = max(1, spec["steps"] // spec["turn"])
-    for again in reversed(range(spec["prefills"])):
-        for driver in to_and_fro(drivers, again):
-            # two more than are timed: the last step of a request has its successor planned, and nothing to do in it
-            driver.begin(batch, spec["prompt"], 4 if again else turns * spec["turn"] + 4)
-            if again:
-                driver.finish()
+    for driver in drivers:
+        # two more than are timed: the last step of a request has its successor planned, and nothing to do in it
+        driver.begin(batch, spec["prompt"], turns * spec["turn"] + 4)
     for turn in range(turns):
         for driver in to_and_fro(drivers, turn):
             driver.turn(spec["turn"])

@@ -1,7 +1,7 @@
 """What crossing nodes costs and what the wirings hide of it, on nodes that tests/cluster makes on this machine.
 
     python tools/benchmarks/cross_node/cross_node.py    everything, about a quarter of an hour; as root
-        --only reduce                             or wirings, or llama150m
+        --only reduce                             or wirings
         --only wirings --repeat 1 --more          one more run of the wirings, two minutes
         --write                                   and renews docs/cross_node.md and its picture
 
@@ -118,28 +118,11 @@ def wiring_runs(nice: int) -> list[dict[str, Any]]:
         "prompt": 32,
         "steps": 16,
         "turn": 4,
-        "prefills": 1,  # nobody asks: short prompts of a wide model
     }
     return on_cluster(2, 1, spec, nice)
 
 
-def llama_runs(nice: int) -> list[dict[str, Any]]:
-    spec = {
-        "task": "decode",
-        "size": LLAMA150M,
-        "wirings": WIRINGS,
-        "batches": [1, 8],
-        "delays_s": [0.0, 0.1 * MS, 1 * MS],
-        "ratios": [],
-        "prompt": 128,
-        "steps": 48,
-        "turn": 4,
-        "prefills": 5,
-    }
-    return on_cluster(2, 1, spec, nice)
-
-
-RUNS = {"reduce": reduce_runs, "wirings": wiring_runs, "llama150m": llama_runs}
+RUNS = {"reduce": reduce_runs, "wirings": wiring_runs}
 
 
 def measured(name: str, args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from common import renewed, table
 from cross_picture import picture
-from cross_wirings import cases, later_table, law_points, wiring_bars, wiring_tables
+from cross_wirings import later_table, law_points, wiring_bars, wiring_tables
 
 Results = Mapping[str, Any]
 Line = Mapping[str, Any]
@@ -19,8 +19,6 @@ REDUCE_BARS = {"2 x 1": 1.5e-3, "4 x 1": 2.6e-3}
 TWO_LEVEL_BAR = 1.3
 LARGE_BAR = 1.0
 """Of gloo's time with a prompt's message, at most."""
-LLAMA_BARS = {(1e-3, 1): (20, 38), (1e-3, 8): (150, 280), (1e-4, 1): (38, 50), (1e-4, 8): (280, 360)}
-"""Tokens/s wanted of standard and ladder."""
 
 
 # all-reduces
@@ -68,41 +66,6 @@ def reduce_tables(results: Results) -> list[str]:
     return rows
 
 
-# decoding
-
-
-SPEEDS = ("standard", "parallel", "ladder", "no-communication")
-SPEEDS_HEAD = "one way, batch | standard | parallel | ladder | no-comm."
-
-
-def llama_tables(results: Results) -> list[str]:
-    lines = results["llama150m"]["lines"]
-    decode, prefill = [], []
-    for (delay, batch), case in cases(lines).items():
-        where, top = f"{delay * 1e3:.3g} ms, {batch}", batch / case["no-communication"]["step_s"]
-        speeds = [batch / case[w]["step_s"] for w in SPEEDS[:3]]
-        decode.append((where, *(f"{s:.1f} ({s / top:.0%})" for s in speeds), f"{top:.1f}"))
-        prefill.append((where, *(_prefill(case[w]) for w in SPEEDS)))
-    return [
-        f"### {lines[0]['model']}, tp 2, one core and one node a rank, prompt {lines[0]['prompt']}",
-        "",
-        "Decode tokens/s. In brackets, as a share of the no-communication speed.",
-        "",
-        *table(SPEEDS_HEAD, decode),
-        "",
-        f"Prefill, tokens/s of prompts computed in one step: median of {lines[0]['prefills']}, in turns (slowest to "
-        "fastest).",
-        "",
-        *table(SPEEDS_HEAD, prefill),
-    ]
-
-
-def _prefill(line: Line) -> str:
-    """Tokens/s, and the range."""
-    seconds = (line["prefill_s"], *reversed(line["prefill_range_s"]))
-    return "{:.0f} ({:.0f} to {:.0f})".format(*(line["batch"] * line["prompt"] / s for s in seconds))
-
-
 TABLES = {
     "reduce": reduce_tables,
     "wirings": lambda results: [
@@ -110,7 +73,6 @@ TABLES = {
         "",
         *later_table(results["wirings"]["lines"]),
     ],
-    "llama150m": llama_tables,
 }
 
 
@@ -143,12 +105,6 @@ def bars(results: Results) -> list[str]:
     if "wirings" in results:
         for met, text in wiring_bars(results["wirings"]["lines"]):
             held(met, text)
-    if "llama150m" in results:
-        for (delay, batch), case in cases(results["llama150m"]["lines"]).items():
-            wanted = LLAMA_BARS.get((delay, batch), ())
-            for wiring, bar in zip(("standard", "ladder"), wanted, strict=False):
-                speed = batch / case[wiring]["step_s"]
-                held(speed >= bar, f"150M {wiring} at {delay * 1e3:g} ms, batch {batch}: {speed:.1f}, at least {bar}")
     return rows
 
 
