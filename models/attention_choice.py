@@ -13,6 +13,8 @@ from .attention import AttentionBackend, KVCache, TorchAttention
 from .config.json_fields import Refusal
 from .config.model_config import ModelConfig
 from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kernels
+from .cpu.latent import MOST_WIDTH, CpuLatentAttention
+from .cpu.latent import fits_kernels as fits_latents
 from .cpu.ops import Kernels
 from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, unfit
 from .cuda.workspace import kernels_missing
@@ -32,7 +34,7 @@ def make_attention(
     deterministic is wanted and cannot be had."""
     config, device = shard.config, cache.keys[0].device
     if isinstance(cache, LatentCache):
-        return _make_latent(wanted, cache, _scale(config), deterministic)
+        return _make_latent(wanted, cache, dtype, _scale(config), deterministic)
     windows, scale = _windows(config), _scale(config)
     if deterministic and device.type == "cpu":
         kernels = Kernels.find(deterministic)
@@ -76,10 +78,20 @@ def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.
     return kind(shard, num_blocks, block_size, dtype, device)
 
 
-def _make_latent(wanted: str, cache: LatentCache, scale: float, deterministic: bool) -> tuple[AttentionBackend, str]:
-    if wanted == "flashinfer" or deterministic:
-        key = "parallel.deterministic" if deterministic else "engine.attention=flashinfer"
-        raise AttentionError(f"{key} with latent attention is not computed here: use false and auto")
+def _make_latent(
+    wanted: str, cache: LatentCache, dtype: torch.dtype, scale: float, deterministic: bool
+) -> tuple[AttentionBackend, str]:
+    kernels = Kernels.find(deterministic) if cache.latents[0].device.type == "cpu" else None
+    if wanted == "auto" and kernels is not None and fits_latents(cache, dtype):
+        return CpuLatentAttention(cache, scale, kernels), "cpu kernels, on latents"
+    if deterministic:
+        raise AttentionError(
+            f"parallel.deterministic with engine.attention={wanted}, latents {cache.latents[0].dtype}: attention on "
+            f"latents needs the CPU's C kernels, attention auto, kv_cache_dtype auto and at most {MOST_WIDTH} values a "
+            "token; or use false"
+        )
+    if wanted == "flashinfer":
+        raise AttentionError("engine.attention=flashinfer does not compute latent attention here; use auto or torch")
     return LatentAttention(cache, scale), "torch, on latents"
 
 

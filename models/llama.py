@@ -51,7 +51,7 @@ class LayerWeights(nn.Module):
             self.mlp_norm = Scale(c.hidden_size, dtype=dtype)
         if c.has_experts(layer):
             self.experts = MixtureWeights(shard, dtype)
-        else:
+        if c.has_mlp(layer):
             self.gate_up = layers.column(c.hidden_size, 2 * c.ffn_size, c.mlp_bias)
             self.down = layers.row(c.ffn_size, c.hidden_size, c.mlp_bias)
 
@@ -127,10 +127,8 @@ class LlamaModel(nn.Module):
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
         self._at_once = False
-        self._chosen: list[tuple[int, Tensor]] = []
+        self._chosen: list[Tensor] = []
         self._routing = blake2b(digest_size=8)
-        self.on_rows: Callable[[Tensor], None] | None = None
-        """Called once a step on CPUs with the rows [E] of every expert in a layer in the middle."""
 
     def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
@@ -225,9 +223,11 @@ class LlamaModel(nn.Module):
             qkv, latent = layer.latent.prepare(self.ops, attention_norm)
         else:
             qkv = prepare(layer.qkv, self.ops, attention_norm, stored=self.stored)
+        mixture: Mixture | None = None
         if hasattr(layer, "experts"):
-            out = prepare(layer.o, self.ops, stored=self.stored)
             mixture = layer.experts.prepare(self.ops, self._norm(shared))
+        if not hasattr(layer, "down"):
+            out = prepare(layer.o, self.ops, stored=self.stored)
             return LayerProducts(q_norm, k_norm, qkv, out, mixture=mixture, latent=latent)
         o: nn.Module = layer.o
         down: nn.Module | None = layer.down
@@ -247,6 +247,7 @@ class LlamaModel(nn.Module):
                 hands_on=self.stored is not None and down_name in self.stored.products,
             ),
             down=None if down is None else prepare(down, self.ops, stored=self.stored, tree=self.tree),
+            mixture=mixture,
             latent=latent,
         )
 
@@ -305,11 +306,7 @@ class LlamaModel(nn.Module):
         self._at_once = len(parts) == 1
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
         if self._chosen:
-            if self.on_rows is not None and self.config.experts is not None:
-                middle = self._chosen[len(self._chosen) // 2][0]
-                rows = torch.cat([chosen.flatten() for layer, chosen in self._chosen if layer == middle])
-                self.on_rows(torch.bincount(rows, minlength=self.config.experts.count))
-            self._routing.update(torch.cat([c.flatten() for _, c in self._chosen]).to(torch.int16).numpy().tobytes())
+            self._routing.update(torch.cat([c.flatten() for c in self._chosen]).to(torch.int16).numpy().tobytes())
             self._chosen.clear()
         if not self.shard.samples:
             return ends[0] if len(ends) == 1 else torch.cat(ends)
@@ -382,16 +379,23 @@ class LlamaModel(nn.Module):
 
     def mlp(self, layer: int, residual: Tensor) -> Tensor:
         part = self._layers[layer]
-        if part.mixture is not None:
-            return self._scaled(part.mixture(residual, lambda chosen: self._note(layer, chosen)))
-        assert part.gate_up is not None
+        if part.gate_up is None:
+            return self._experts(layer, residual)
         assert part.down is not None
         return self._scaled(part.down(part.gate_up(residual)))
 
-    def _note(self, layer: int, chosen: Tensor) -> None:
+    def shortcut(self, layer: int, residual: Tensor) -> Tensor:
+        return self._experts(layer, residual)
+
+    def _experts(self, layer: int, residual: Tensor) -> Tensor:
+        mixture = self._layers[layer].mixture
+        assert mixture is not None
+        return self._scaled(mixture(residual, self._note))
+
+    def _note(self, chosen: Tensor) -> None:
         # NOTE: where residuals drift, each rank routes by its own.
         if not chosen.is_cuda and not self.config.wiring.drifts:
-            self._chosen.append((layer, chosen))
+            self._chosen.append(chosen)
 
     def routed(self) -> bytes:
         """A digest of the experts that all rows so far went through: the same on every rank, or an expert's rows were

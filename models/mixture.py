@@ -31,6 +31,8 @@ class Mixture:
     experts: ExpertProduct
     shared: Product | None
     """This rank's share of the shared experts, from the residual on."""
+    identities_from: int | None = None
+    """The first expert that returns its input; None on ranks that do not add these."""
 
     def __call__(self, residual: Tensor, on_chosen: Callable[[Tensor], None]) -> Tensor:
         """residual [T, D] -> partial sum [T, D]; on_chosen is called with the experts of each row, [T, k] int64."""
@@ -39,6 +41,9 @@ class Mixture:
         chosen, weight = choose(self.router, self.k, logits, self.bias)
         on_chosen(chosen)
         partial = self.experts(x, self.local[chosen], weight)
+        if self.identities_from is not None:
+            own = weight.masked_fill(chosen < self.identities_from, 0.0).sum(-1, keepdim=True)
+            partial = (partial.float() + x.float() * own).to(x.dtype)
         return partial if self.shared is None else partial + self.shared(residual)
 
 
@@ -55,9 +60,10 @@ class MixtureWeights(nn.Module):
             return Linear(torch.empty((rows, columns), dtype=kind), None)
 
         count, ffn, shared = len(self._held), len(shard.expert_ffn), len(shard.shared_ffn)
-        self.router = matrix(experts.count, d, torch.float32 if experts.router.wide else dtype)
+        self._adds_identities = experts.identities > 0 and shard.rank == 0
+        self.router = matrix(experts.routed, d, torch.float32 if experts.router.wide else dtype)
         self.gate_up, self.down = matrix(count * 2 * ffn, d), matrix(count * d, ffn)
-        self.bias = Scale(experts.count, dtype=torch.float32) if experts.router.biased else None
+        self.bias = Scale(experts.routed, dtype=torch.float32) if experts.router.biased else None
         self.shared_gate_up: Linear | None = None
         if shared:
             self.shared_gate_up, self.shared_down = matrix(2 * shared, d), matrix(d, shared)
@@ -65,7 +71,7 @@ class MixtureWeights(nn.Module):
     def prepare(self, ops: TorchOps, norm: Norm) -> Mixture:
         """Hands the weights to the operators; they are given up where those hold a repacked copy."""
         held = self._held
-        local = torch.full((self._experts.count,), -1, dtype=torch.int32)
+        local = torch.full((self._experts.routed,), -1, dtype=torch.int32)
         local[held.start : held.stop : held.step] = torch.arange(len(held), dtype=torch.int32)
         gate_up, down = (
             part.weight.detach().view(len(held), -1, part.weight.shape[1]) for part in (self.gate_up, self.down)
@@ -81,6 +87,7 @@ class MixtureWeights(nn.Module):
             local.to(router.device),
             packed or ops.experts(gate_up, down),
             shared,
+            self._experts.count if self._adds_identities else None,
         )
         if ops.repacks:
             for part in (self.router, self.gate_up, self.down):

@@ -190,9 +190,9 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig, experts: Experts) -> None:
         super().__init__()
         self.config = experts
-        self.gate = nn.Linear(config.hidden_size, experts.count, bias=False)
+        self.gate = nn.Linear(config.hidden_size, experts.routed, bias=False)
         if experts.router.biased:
-            self.gate.register_parameter("e_score_correction_bias", nn.Parameter(torch.zeros(experts.count)))
+            self.gate.register_parameter("e_score_correction_bias", nn.Parameter(torch.zeros(experts.routed)))
         self.experts = nn.ModuleList(Mlp(config, experts.ffn_size) for _ in range(experts.count))
         self.shared_experts = Mlp(config, experts.shared_ffn_size) if experts.shared_ffn_size else None
 
@@ -220,7 +220,9 @@ class Mixture(nn.Module):
         """Rank `rank`'s partial sum among tp: its share of every expert's inner dimension."""
         x_ND = x_BTD.flatten(0, 1)
         weights, out = self.weights(x_ND), torch.zeros_like(x_ND, dtype=torch.float32)
-        for expert, weight in zip(self.experts, weights.unbind(1), strict=True):
+        if rank == 0:
+            out = out + x_ND.float() * weights[:, self.config.count :].sum(1, keepdim=True)
+        for expert, weight in zip(self.experts, weights[:, : self.config.count].unbind(1), strict=True):
             rows = weight.nonzero().flatten()  # also none: each expert has a gradient on every rank
             part = expert(x_ND[rows], rank, tp).float() * weight[rows, None]
             out = out.index_add(0, rows, part)
@@ -253,8 +255,10 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, window) if latent is None else LatentAttention(config, latent)
         if config.wiring.kinds[index] != "parallel":
             self.post_attention_layernorm = ReferenceNorm(config.hidden_size, config.norm_eps)
-        mixed = config.experts is not None and config.experts.layers[index]
-        self.mlp = Mixture(config, config.experts) if mixed and config.experts is not None else Mlp(config)
+        mixture = Mixture(config, config.experts) if config.experts and config.has_experts(index) else None
+        self.mlp = Mlp(config) if mixture is None or config.has_mlp(index) else mixture
+        if mixture is not self.mlp:
+            self.shortcut = mixture
 
     def attention_of(self, x: Tensor, turn: Turn, rank: int = 0, tp: int = 1) -> Tensor:
         out: Tensor = self.self_attn(self.input_layernorm(x), *turn, rank, tp) * self.scale
@@ -269,6 +273,8 @@ class Layer(nn.Module):
         """fade: the share of what is read that is still read as under the wiring before (Reference's `before`)."""
         if self.wiring.desync_every or self.wiring.kinds[0] == "none":
             through = self._drift
+        elif self.wiring.name == "shortcut":
+            through = self._beside
         else:
             through = self._read
         if self.recomputes and torch.is_grad_enabled():
@@ -284,6 +290,15 @@ class Layer(nn.Module):
             output = self.mlp_of(x) if place else self.attention_of(x, turn)
             streams = (*streams, streams[-1] + output)[-len(streams) :]
         return streams
+
+    def _beside(self, streams: Streams, turn: Turn, fade: float) -> Streams:
+        """Of every other layer the experts read what its MLP reads, and are added behind the layer that follows."""
+        late, x = streams
+        x = x + self.attention_of(x, turn)
+        y = x + self.mlp_of(x)
+        if self.shortcut is None:
+            return late, y + late
+        return self.shortcut(self.post_attention_layernorm(x), 0, 1), y
 
     def _drift(self, streams: Streams, turn: Turn, fade: float) -> Streams:
         """desync-n: one residual for each of tp ranks, summed after every n-th sub-block and the last; none: never."""
@@ -327,7 +342,7 @@ class Reference(nn.Module):
         self.drifts = bool(config.wiring.desync_every) or config.wiring.kinds[0] == "none"
         both = [config.wiring, before or config.wiring]
         lags = [lag for wiring in both for index in range(config.num_layers) for lag in _lags(wiring, index)]
-        self.copies = self.tp if self.drifts else 1 + max(lags)
+        self.copies = self.tp if self.drifts else 1 + max(lags) + (config.wiring.name == "shortcut")
         """Of the embedded stream, at the start: how far back anyone reads, or one a rank."""
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -354,6 +369,18 @@ class Reference(nn.Module):
         stream = streams[0] if self.drifts else streams[-1]
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
         return F.linear(self.model.norm(stream), head) / self.config.logits_divisor
+
+
+def _from_longcat(name: str) -> str:
+    """Two layers are stored as one, whose experts belong to the first."""
+    parts = name.split(".")
+    if parts[1] != "layers":
+        return name
+    layer, block = 2 * int(parts[2]), parts[3]
+    if block == "mlp":
+        rest = ".".join(parts[4:]).replace("router.classifier", "gate").replace("router", "gate")
+        return f"model.layers.{layer}.shortcut.{rest}"
+    return ".".join(["model.layers", str(layer + int(parts[4])), block.replace("mlps", "mlp"), *parts[5:]])
 
 
 def _from_dolomite(config: ModelConfig, read: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -399,6 +426,10 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, config: ModelConf
             tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 (not a mapping)
     if config.layout == "dolomite":
         tensors = _from_dolomite(config, tensors)
+    if config.layout == "shortcut":
+        wanted = model.state_dict().keys()  # transformers writes matrices for experts that return their input, too
+        renamed = {_from_longcat(name): each for name, each in tensors.items()}
+        tensors = {name: each for name, each in renamed.items() if name in wanted}
     if config.layout == "mixtral":
         for name in list(tensors):
             parts = name.replace("block_sparse_moe", "mlp").split(".")

@@ -30,6 +30,8 @@ from .config.lanes import Lanes
 from .config.model_config import Wiring
 
 LAG = {"standard": 0, "parallel": 0, "ladder": 1}
+SHORTCUT = 3
+"""Sub-blocks that an output of experts beside an MLP is behind: that MLP, and the next layer's two."""
 Scope = Literal["group", "node"]
 """Which ranks a sum is over: all of the tensor-parallel group, or those of this rank's node."""
 
@@ -84,6 +86,9 @@ class SubBlocks(Protocol[R]):
     def attention(self, layer: int, residual: R) -> R: ...
 
     def mlp(self, layer: int, residual: R) -> R: ...
+
+    def shortcut(self, layer: int, residual: R) -> R:
+        """Experts that are beside the layer's MLP, and read what it reads."""
 
     def attention_and_mlp(self, layer: int, residual: R) -> R:
         """Both behind one shared norm, summed: the parallel wiring's only sub-block."""
@@ -168,6 +173,9 @@ def flow(
     return residual, tuple(output for index in sorted(due) for output in due[index])
 
 
+_NAMES = {"parallel": ("attention_and_mlp",), "shortcut": ("attention", "shortcut", "mlp")}
+
+
 @cache
 def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...] = (), dense: Scope = "group") -> Plan:
     """The sub-blocks of all layers. pending, left: how many outputs a stage takes over from the one before, and leaves
@@ -177,15 +185,17 @@ def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...
     found: list[tuple[str, int, str]] = []
     lags: list[int] = []  # of the reader: how many outputs it does without
     for layer, kind in enumerate(wiring.kinds):
-        names = ("attention_and_mlp",) if kind == "parallel" else ("attention", "mlp")
+        names = _NAMES.get(kind, ("attention", "mlp"))
         word = f"desync-{wiring.desync_every}" if wiring.desync_every else kind
-        experts = bool(mixed) and mixed[layer]
-        words = [f"{word} {'experts' if experts and name == 'mlp' else name}" for name in names]
+        mixture = "shortcut" if kind == "shortcut" else "mlp" if mixed and mixed[layer] else ""
+        words = [f"{word} {'experts' if name == mixture else name}" for name in names]
         found += [(name, layer, word if kind == "parallel" else said) for name, said in zip(names, words, strict=True)]
         lags += [{**LAG, "delay": wiring.delay}.get(kind, 0)] * len(names)
     end, every = len(found), wiring.desync_every
 
     def due(index: int) -> int:
+        if index >= 0 and found[index][0] == "shortcut":
+            return index + 1 + SHORTCUT
         readers = (i for i in range(max(0, index + 1), end) if i - index > lags[i])
         return next(readers, end + (index >= end - left))
 

@@ -104,6 +104,8 @@ def _balanced(layers: int, unit: int, count: int, head: float) -> tuple[int, ...
 
 def _unit(wiring: Wiring) -> int:
     """Layers between two places where a stage may end."""
+    if wiring.name == "shortcut":
+        return 2
     every = wiring.desync_every
     return every // 2 if every % 2 == 0 and every else every or 1
 
@@ -116,6 +118,11 @@ def _check(config: ModelConfig, count: int, wanted: Sequence[int], unit: int) ->
         total = f"{' + '.join(map(str, wanted))} = {sum(wanted)}"
         raise StageError(f"{shown}: {total}, the model has {config.num_layers} layers, at least 1 a stage: change them")
     for i, end in enumerate(accumulate(wanted[:-1])):
+        if end % unit and config.wiring.name == "shortcut":
+            raise StageError(
+                f"{shown}: stage {i + 1} would begin at layer {end}, before the experts of layer {end - 1} have joined "
+                "the residual: let stages end after an even number of layers (attention and MLP are one)"
+            )
         if end % unit:
             every = config.wiring.desync_every
             raise StageError(

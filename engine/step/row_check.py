@@ -146,7 +146,7 @@ class RowCheck:
         runner = self.runner
         trace: dict[str, list[Tensor]] = {}
         model = runner.model
-        parts = {name: getattr(model, name) for name in ("attention", "mlp", "attention_and_mlp")}
+        parts = {name: getattr(model, name) for name in ("attention", "mlp", "attention_and_mlp", "shortcut")}
 
         def traced(name: str, layer: int, residual: Tensor) -> Tensor:
             out: Tensor = parts[name](layer, residual)

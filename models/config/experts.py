@@ -32,7 +32,8 @@ class Router:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """`count` gated MLPs of `ffn_size`, of which a token goes through `chosen`; layers: one entry a layer, whether it
-    has them in place of its MLP."""
+    has them in place of its MLP. identities: further ones that return their input; beside: layers have them and their
+    MLP."""
 
     count: int
     chosen: int
@@ -40,12 +41,20 @@ class Experts:
     layers: tuple[bool, ...]
     router: Router
     shared_ffn_size: int = 0
+    identities: int = 0
+    beside: bool = False
+
+    @property
+    def routed(self) -> int:
+        """Those that the router chooses from."""
+        return self.count + self.identities
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     """A family's words: the names of the number of experts, the first of them as published; the name of an expert's
-    size; which layers have experts; its router; the name of the number of shared experts."""
+    size; which layers have experts; its router; the names of the numbers of shared experts, and of experts that return
+    their input, which layers have beside their MLP."""
 
     architecture: str
     count: tuple[str, ...]
@@ -53,6 +62,7 @@ class _Family:
     layers: Callable[[ConfigFields, int], tuple[bool, ...]]
     router: Callable[[ConfigFields], Router]
     shared: str | None = None
+    identities: str | None = None
 
 
 def _by_step(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
@@ -103,6 +113,16 @@ FAMILIES = {
         "n_shared_experts",
     ),
 }
+FAMILIES["longcat_flash"] = _Family(
+    "LongcatFlashForCausalLM",
+    ("n_routed_experts", "num_local_experts"),
+    "moe_intermediate_size",
+    lambda fields, layers: (True, False) * (layers // 2),
+    lambda fields: Router(
+        "softmax", wide=True, biased=True, normalises=False, scale=fields.number("routed_scaling_factor", 1.0)
+    ),
+    identities="zero_expert_num",
+)
 FAMILIES["deepseek_v3"] = replace(FAMILIES["glm4_moe"], architecture="DeepseekV3ForCausalLM")
 MISSING = {
     "deepseek_v2": "its router",
@@ -115,7 +135,6 @@ MISSING = {
     "granitemoe": "its multipliers and fused experts",
     "kimi_linear": "linear attention",
     "llama4": "its router and chunked attention",
-    "longcat_flash": "latent attention and shortcut-connected experts",
     "minimax": "linear attention",
     "minimax_m2": "its norm of queries and keys over all heads together",
     "olmoe": "its norm of queries and keys over all heads together",
@@ -139,14 +158,15 @@ def read_experts(fields: ConfigFields, family: str, layers: int) -> Experts | No
     if len(set(given.values())) > 1:
         raise fields.fail(f"{' and '.join(f'{k}={v}' for k, v in given.items())} contradict each other")
     count = next(iter(given.values()), 0) or fields.integer(words.count[0])
-    chosen = fields.integer("num_experts_per_tok", maximum=count)
+    identities = fields.integer(words.identities, 0, minimum=0) if words.identities else 0
+    chosen = fields.integer("num_experts_per_tok", maximum=count + identities)
     router, has = words.router(fields), words.layers(fields, layers)
     if not any(has):
         return None
-    _check_groups(fields, router, count, chosen)
+    _check_groups(fields, router, count + identities, chosen)
     size = fields.integer(words.ffn)
     shared = 0 if words.shared is None else size * fields.integer(words.shared, 1, minimum=0)
-    return Experts(count, chosen, size, has, router, shared)
+    return Experts(count, chosen, size, has, router, shared, identities, words.identities is not None)
 
 
 def _check_groups(fields: ConfigFields, router: Router, count: int, chosen: int) -> None:

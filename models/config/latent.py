@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .json_fields import ConfigFields
 
-FAMILIES = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"}
+FAMILIES = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3", "longcat_flash": "longcat_flash"}
 """Values of model_type, and the family that each is computed as."""
 WRAPPED = ("kimi_k25",)
 """Those whose `text_config` is the language model."""
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "n_group": 8,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-        "v_head_dim": 128,
-    },
+_SIZES: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEFAULTS = {
+    "deepseek_v3": _SIZES | {"first_k_dense_replace": 3, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
+    "longcat_flash": _SIZES
+    | {"rms_norm_eps": 1e-5, "rope_theta": 1e7, "routed_scaling_factor": 6.0, "zero_expert_num": 256},
 }
 """transformers', where a key is missing; null is a value."""
-_COMPUTED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_COMPUTED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "longcat_flash": {
+        "attention_method": "MLA",
+        "mla_scale_kv_lora": True,
+        "mla_scale_q_lora": True,
+        "norm_topk_prob": False,
+        "rope_interleave": True,
+        "router_bias": False,
+        "zero_expert_type": "identity",
+    },
+}
+"""The one value of a key that is computed."""
+_WORDS = {
+    "expert_ffn_hidden_size": "moe_intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
+    "moe_topk": "num_experts_per_tok",
+    "num_layers": "num_hidden_layers",
+}
+"""LongCat's, and DeepSeek's for the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +85,11 @@ def read_latent(fields: ConfigFields, family: str) -> tuple[ConfigFields, Latent
     """The words that describe the rest of the model, with attention in absorbed form: heads of one width over one key
     head; its latents; and the scale of its scores. Raises ValueError."""
     words = ConfigFields(fields.where, _DEFAULTS[family] | dict(fields.data))
-    for key, value in _COMPUTED.items():
-        if (found := words.string(key, value)) != value:
-            raise words.fail(f"{key} {found!r} is not computed here; {value} is")
-    if (every := words.integer("moe_layer_freq", 1)) != 1:
-        raise words.fail(f"moe_layer_freq={every} is not computed here; 1 is")
+    for key, value in _COMPUTED[family].items():
+        if key in words and (found := words.data[key]) != value:
+            raise words.fail(f"{key}={found!r} is not computed here; {value!r} is")
+    if paired := family == "longcat_flash":
+        words = _as_deepseek(words)
     heads = words.integer("num_attention_heads")
     if (kv_heads := words.integer("num_key_value_heads", heads)) != heads:
         raise words.fail(f"num_key_value_heads={kv_heads} must be num_attention_heads={heads}: all share one latent")
@@ -86,10 +104,21 @@ def read_latent(fields: ConfigFields, family: str) -> tuple[ConfigFields, Latent
     for key, size in (("kv_lora_rank", latent.rank), ("qk_rope_head_dim", latent.rotated)):
         if size % 2:
             raise words.fail(f"{key}={size} must be even")
+    scale = _scale(words, latent)
+    if paired:
+        hidden, made = words.integer("hidden_size"), words.integer("q_lora_rank")
+        latent, scale = replace(latent, scale=(hidden / latent.rank) ** 0.5), scale * (hidden / made) ** 0.5
     if words.boolean("attention_bias", False) and not latent.query_rank:
         raise words.fail("attention_bias with q_lora_rank null is not computed here; false is")
     absorbed = {"head_dim": latent.width, "num_key_value_heads": heads}
-    return ConfigFields(words.where, {**words.data, **absorbed}), latent, _scale(words, latent)
+    return ConfigFields(words.where, {**words.data, **absorbed}), latent, scale
+
+
+def _as_deepseek(words: ConfigFields) -> ConfigFields:
+    """A LongCat's words as a DeepSeek's: a layer of two attentions and two MLPs is two layers."""
+    given = {other: words.integer(key) for key, other in _WORDS.items()}
+    given["num_hidden_layers"] *= 2
+    return ConfigFields(words.where, {**words.data, **given})
 
 
 def _scale(words: ConfigFields, latent: Latent) -> float:

@@ -20,7 +20,7 @@ from .quantisation import quantisation_in
 
 __all__ = ["Dtype", "Experts", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
-Layout = Literal["huggingface", "mixtral", "dolomite", "laneformer", "latent"]
+Layout = Literal["huggingface", "mixtral", "dolomite", "laneformer", "latent", "shortcut"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 STOCK_FAMILIES = {
@@ -74,13 +74,17 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
+    def has_mlp(self, layer: int) -> bool:
+        return not self.has_experts(layer) or (self.experts is not None and self.experts.beside)
+
     @property
     def ffn_size_used(self) -> float:
         """The inner dimension that a token goes through, on average over the layers."""
         if (e := self.experts) is None:
             return self.ffn_size
         mixed = sum(e.layers) / self.num_layers
-        return mixed * (e.chosen * e.ffn_size + e.shared_ffn_size) + (1 - mixed) * self.ffn_size
+        chosen = e.chosen * e.count / e.routed
+        return mixed * (chosen * e.ffn_size + e.shared_ffn_size) + (1 - mixed * (not e.beside)) * self.ffn_size
 
     @property
     def lanes(self) -> Lanes | None:
@@ -89,6 +93,8 @@ class ModelConfig:
     @property
     def ignored(self) -> tuple[str, ...]:
         """How names of tensors begin that are for prediction of several tokens."""
+        if self.layout == "shortcut":
+            return ("model.mtp.",)
         return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.ignored_layers))
 
     @property
@@ -107,8 +113,8 @@ class ModelConfig:
         dense = 3 * d * self.ffn_size + (2 * self.ffn_size + d) * self.mlp_bias
         mlps = self.num_layers * dense
         if (e := self.experts) is not None:
-            one = 3 * d * (e.count * e.ffn_size + e.shared_ffn_size) + e.count * (d + e.router.biased)
-            mlps += sum(e.layers) * (one - dense)
+            one = 3 * d * (e.count * e.ffn_size + e.shared_ffn_size) + e.routed * (d + e.router.biased)
+            mlps += sum(e.layers) * (one - dense * (not e.beside))
         norms = sum(d if kind == "parallel" else 2 * d for kind in self.wiring.kinds)
         head, last = 0 if self.tied_embeddings else self.vocab_size * d, d
         if self.lanes is not None:
@@ -285,7 +291,11 @@ def _latent(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelCon
     words, latent, scale = mla.read_latent(fields, family)
     config = _huggingface(words, family, eos)
     rope = replace(config.rope, rotated=latent.rotated)
-    return replace(config, num_kv_heads=1, rope=rope, attention_scale=scale, latent=latent, layout="latent")
+    config = replace(config, num_kv_heads=1, rope=rope, attention_scale=scale, latent=latent, layout="latent")
+    if family != "longcat_flash":
+        return config
+    kinds: tuple[WiringKind, ...] = ("shortcut", "standard") * (config.num_layers // 2)
+    return replace(config, wiring=Wiring(kinds), declares_wiring=True, layout="shortcut")
 
 
 def _laneformer(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:

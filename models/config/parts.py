@@ -12,7 +12,7 @@ from typing import Any, Literal
 from .json_fields import ConfigFields
 from .lanes import Lanes
 
-WiringKind = Literal["standard", "parallel", "ladder", "delay", "desync", "lanes", "none"]
+WiringKind = Literal["standard", "parallel", "ladder", "delay", "desync", "lanes", "shortcut", "none"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 MAX_DELAY = 7
 """Of delay-d: our own transport carries eight all-reduces at once (topology/transport)."""
@@ -23,8 +23,9 @@ class Wiring:
     """How each layer's two sub-blocks read and write the residual: one kind a layer (a mix of standard and ladder is
     the paper's hybrid). `desync_every` is desync-n's n (0 unless every layer is desync; the last sub-block
     reduces for any 2L % n). `trained_tp` is the tensor-parallel size desync weights belong to. `delay` is delay-d's
-    d (0 unless every layer is delay): an output is read d sub-blocks later; ladder is d = 1. `lanes`: of a model whose
-    residual has several copies, also where its kinds are none."""
+    d (0 unless every layer is delay): an output is read d sub-blocks later; ladder is d = 1. Every other layer may be
+    shortcut: the output of its experts is read three sub-blocks later, behind the next layer. `lanes`: of a model
+    whose residual has several copies, also where its kinds are none."""
 
     kinds: tuple[WiringKind, ...]
     desync_every: int = 0
@@ -34,7 +35,7 @@ class Wiring:
 
     @property
     def name(self) -> str:
-        """standard, parallel, ladder, hybrid, delay-d, desync-n, lanes or no-communication."""
+        """standard, parallel, ladder, hybrid, delay-d, desync-n, lanes, shortcut or no-communication."""
         distinct = set(self.kinds)
         if distinct == {"none"}:
             return "no-communication"
@@ -42,6 +43,8 @@ class Wiring:
             return f"desync-{self.desync_every}"
         if distinct == {"delay"}:
             return f"delay-{self.delay}"
+        if "shortcut" in distinct:
+            return "shortcut"
         if len(distinct) > 1:
             return "hybrid"
         return next(iter(distinct))

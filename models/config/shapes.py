@@ -44,7 +44,7 @@ def why_not(config: ModelConfig, ranks: int, sharing: Sharing = WHOLE) -> str:
     if config.num_heads % tp:
         reasons.append(f"{config.num_heads} heads % {tp} = {config.num_heads % tp}")
     e = config.experts
-    if config.ffn_size % tp and not (e and all(e.layers)):
+    if config.ffn_size % tp and not (e and all(e.layers) and not e.beside):
         reasons.append(f"FFN {config.ffn_size} % {tp} = {config.ffn_size % tp}")
     for what, size in (("an expert's", e.ffn_size), ("the shared experts'", e.shared_ffn_size)) if e else ():
         if size % ranks and not (sharing.spread and what == "an expert's"):
@@ -139,6 +139,8 @@ def check_everywhere(config: ModelConfig, tp: int) -> None:
             )
     if config.experts is not None:
         reasons.append("experts are not added up in a tree")
+    if config.latent is not None:
+        reasons.append("latent attention's output is not added up in a tree")
     if config.lanes is not None:
         reasons.append("a rank adds its lanes' outputs before it sends them, other ones at other sizes")
     elif config.wiring.desync_every or "none" in config.wiring.kinds:

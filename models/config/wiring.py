@@ -34,10 +34,14 @@ def choose_wiring(
     declared = config.wiring
     if wanted == "auto":
         return config, []
-    if wanted == "no-communication":
+    if wanted == "no-communication" and declared.name != "shortcut":
         warning = "wiring no-communication leaves out every all-reduce: for timings only, its answers mean nothing"
         silent = replace(make_wiring("none", config.num_layers), lanes=declared.lanes)
         return replace(config, wiring=silent), [warning]
+    if declared.name == "shortcut":
+        raise WiringError(
+            f"model.wiring={wanted}: these weights' experts have a shortcut of their own: use wiring auto"
+        )
     chosen = _wiring(wanted, ladder_layers, config.num_layers)
     if chosen == declared:
         return config, []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -130,9 +131,10 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
             raise CheckpointError(f"{stored.file}: tensor {name} is stored as {stored.dtype}; readable are {READABLE}")
         if len(shape) > 2:  # of lanes: rows are counted over all of them
             tensors[name] = replace(stored, shape=(prod(shape[:-1]), shape[-1]))
+    idle = _idle(config)
     known = scales | ({head_of(config)} if config.tied_embeddings else set())
     for name, stored in tensors.items():
-        if name in expected or name in known or HARMLESS.fullmatch(name) or name.startswith(config.ignored):
+        if name in expected or name in known or HARMLESS.fullmatch(name) or name.startswith(config.ignored + idle):
             continue
         if quantisation is None or not CALIBRATION.fullmatch(name):
             raise CheckpointError(
@@ -140,6 +142,15 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
                 f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"
             )
     return tensors
+
+
+def _idle(config: ModelConfig) -> tuple[str, ...]:
+    """How names of tensors begin that transformers writes for experts that return their input."""
+    e = config.experts
+    if e is None or not e.identities:
+        return ()
+    places = product(range(config.num_layers // 2), range(e.count, e.routed))
+    return tuple(f"model.layers.{layer}.mlp.experts.{number}." for layer, number in places)
 
 
 def _name_scale(tensors: dict[str, StoredTensor], name: str, block: tuple[int, int] | None) -> None:

@@ -63,7 +63,7 @@ _AXES: dict[str, Callable[[RankShard], range]] = {
     "heads": lambda s: _span(s.first_head, s.num_heads, s.config.head_dim),
     "kv_heads": lambda s: _span(s.first_kv_head, s.num_kv_heads, s.config.head_dim),
     "ffn": lambda s: _span(s.first_ffn, s.ffn_size, 1),
-    "experts": lambda s: range(0 if s.config.experts is None else s.config.experts.count),
+    "experts": lambda s: range(0 if s.config.experts is None else s.config.experts.routed),
     "expert_ffn": lambda s: s.expert_ffn,
     "shared_ffn": lambda s: s.shared_ffn,
     "query_rank": lambda s: range(_latent(s.config).query_rank),
@@ -104,7 +104,7 @@ def _has_qk_norm(config: ModelConfig, layer: int) -> bool:
 
 
 def _is_dense(config: ModelConfig, layer: int) -> bool:
-    return not config.has_experts(layer)
+    return config.has_mlp(layer)
 
 
 def _has_bias(config: ModelConfig, layer: int) -> bool:
@@ -150,13 +150,13 @@ _LAYER = "model.layers.{}."
 _FUSED = "transformer.h.{}."
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """A layer's experts under a family's names."""
+def _experts(block: str, gate: str, up: str, down: str, router: str = "gate.", weight: str = "") -> tuple[Row, ...]:
+    """A layer's experts under a family's names; router: what they are below `block`, and that of its matrix."""
     mixed, every = ModelConfig.has_experts, f"{_LAYER}{block}.experts."
     expert, shared = f"{every}{{}}.", f"{_LAYER}{block}.shared_experts."
     return (
-        Row("experts.router", f"{_LAYER}{block}.gate", "experts", "hidden", when=mixed),
-        Row("experts.bias", f"{_LAYER}{block}.gate.e_score_correction_bias", "experts", when=_has_bias, suffix=""),
+        Row("experts.router", f"{_LAYER}{block}.{router}{weight}weight", "experts", "hidden", when=mixed, suffix=""),
+        Row("experts.bias", f"{_LAYER}{block}.{router}e_score_correction_bias", "experts", when=_has_bias, suffix=""),
         Row("experts.shared_gate_up", f"{shared}gate_proj", "shared_ffn", "hidden", when=_has_shared),
         Row("experts.shared_gate_up", f"{shared}up_proj", "shared_ffn", "hidden", when=_has_shared),
         Row("experts.shared_down", f"{shared}down_proj", "hidden", "shared_ffn", when=_has_shared),
@@ -202,15 +202,26 @@ def _latent_attention(block: str) -> tuple[Row, ...]:
     )
 
 
-_MLP = (
-    Row("gate_up", f"{_LAYER}mlp.gate_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
-    Row("gate_up", f"{_LAYER}mlp.up_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
-    Row("down", f"{_LAYER}mlp.down_proj", "hidden", "ffn", when=_is_dense, bias="mlp_bias"),
-)
+def _mlp(block: str) -> tuple[Row, ...]:
+    return (
+        Row("gate_up", f"{block}gate_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
+        Row("gate_up", f"{block}up_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
+        Row("down", f"{block}down_proj", "hidden", "ffn", when=_is_dense, bias="mlp_bias"),
+    )
+
+
+_MLP = _mlp(f"{_LAYER}mlp.")
 _MOE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _ROWS: dict[Layout, tuple[Row, ...]] = {
     "huggingface": (*_NORMS, *_ATTENTION, *_MLP, *_MOE),
     "latent": (*_NORMS, *_latent_attention(f"{_LAYER}self_attn."), *_MLP, *_MOE),
+    "shortcut": (
+        Row("attention_norm", f"{_LAYER}input_layernorm.%", "hidden"),
+        Row("mlp_norm", f"{_LAYER}post_attention_layernorm.%", "hidden"),
+        *_latent_attention(f"{_LAYER}self_attn.%."),
+        *_mlp(f"{_LAYER}mlps.%."),
+        *_experts("mlp", "gate_proj", "up_proj", "down_proj", "router.", "classifier."),
+    ),
     "mixtral": (*_NORMS, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     "laneformer": (),  # see _lane_fills
     "dolomite": (
@@ -229,6 +240,7 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
 _ENDS: dict[Layout, tuple[str, str, str]] = {
     "huggingface": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
     "latent": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+    "shortcut": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
     "mixtral": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
     "dolomite": ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"),
 }
@@ -272,11 +284,18 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
         pairs = _latent(config).rotated if row.rotated and _latent(config).interleaved else 0
         for first in rows[::step]:
             at, to = first if row.at is None else row.at(config, first), filled.get(parameter, 0)
-            fill = Fill(parameter, to, step, name.format(stored), at, pairs=pairs)
+            fill = Fill(parameter, to, step, _named(config, name, stored), at, pairs=pairs)
             if columns is not None and part and suffix == "weight":
                 fill = replace(fill, source_col=columns.start, columns=len(columns))
             yield fill
             filled[parameter] = to + step
+
+
+def _named(config: ModelConfig, tensor: str, layer: int, *expert: int) -> str:
+    """A layer's tensor. Where two layers are stored as one, `%` stands for which of them it is."""
+    if config.layout != "shortcut":
+        return tensor.format(layer, *expert)
+    return tensor.format(layer // 2, *expert).replace("%", str(layer % 2))
 
 
 def _stored_layer(shard: RankShard, layer: int) -> int:
@@ -315,7 +334,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[head] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
         for row, suffix, tensor in _tensors(config, layer, whole.expert_ids):
-            name = tensor.format(layer)
+            name = _named(config, tensor, layer)
             rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](whole))
             columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](whole)),)
             shapes[name] = (rows, *columns)
@@ -330,18 +349,18 @@ def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], t
         parts: dict[str, list[Row]] = {}
         for row in _ROWS[config.layout]:
             if row.fused is not None and row.when(config, layer):
-                parts.setdefault(row.fused.format(layer), []).append(row)
+                parts.setdefault(_named(config, row.fused, layer), []).append(row)
         for fused, rows in parts.items():
             axes = rows[0].rows, rows[0].columns or rows[0].rows
             shape = len(_AXES[axes[0]](whole)), len(_AXES[axes[1]](whole))
-            names = [[f"{row.tensor.format(layer, e)}{row.suffix}" for row in rows] for e in whole.expert_ids]
+            names = [[_named(config, f"{row.tensor}{row.suffix}", layer, e) for row in rows] for e in whole.expert_ids]
             yield fused, names, shape
 
 
 def sources_of(config: ModelConfig, layer: int, product: str) -> tuple[str, ...]:
     """The checkpoint tensors whose rows make up one product's weight."""
     found = ((row.parameter, suffix, name) for row, suffix, name in _tensors(config, layer, ()))
-    return tuple(dict.fromkeys(name.format(layer) for *what, name in found if what == [product, "weight"]))
+    return tuple(dict.fromkeys(_named(config, name, layer) for *what, name in found if what == [product, "weight"]))
 
 
 def head_of(config: ModelConfig) -> str:

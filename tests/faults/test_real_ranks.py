@@ -234,12 +234,17 @@ def test_a_mixed_batch_outlives_a_rank_of_either_stage(tmp_path: Path, rank: int
         night.close()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("layout", ["tensor", "spread"])
-def test_streams_and_a_batch_outlive_a_rank_with_experts(tmp_path: Path, layout: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout", "rank"),
+    [
+        *[("qwen3_moe", layout, rank) for layout in ("tensor", "spread") for rank in (0, 1)],
+        *[("deepseek_v3", "spread", 1), ("longcat_flash", "tensor", 0), ("longcat_flash", "spread", 1)],
+    ],
+)
+def test_streams_and_a_batch_outlive_a_rank_with_experts(tmp_path: Path, family: str, layout: str, rank: int) -> None:
     """A rank with experts is killed while three streams and a batch run: each stream has the text and the digests of an
     undisturbed run, each line one answer, and lines with equal prompts the same one before the loss and after it."""
-    folder = checkpoints.save(tmp_path / "experts", "qwen3_moe", max_position_embeddings=512)
+    folder = checkpoints.save(tmp_path / "experts", family, max_position_embeddings=512)
     keys = (f"parallel.expert_layout={layout}", "parallel.deterministic=true", f"model.path={folder}")
     night = Night(tmp_path, real=True, sets=keys)
     prompts = ("def f(", "class A", "import ", "x = ")

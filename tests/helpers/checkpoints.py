@@ -60,7 +60,7 @@ MLA = {
 """eps is that of the other norms, not of the latents'."""
 
 
-def _rope(kind: str, **factors: Any) -> dict[str, Any]:
+def rope(kind: str, **factors: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **factors}}
 
 
@@ -72,13 +72,13 @@ STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "llama_bias": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama_llama3_rope": (
         transformers.LlamaConfig,
-        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
     ),
-    "llama_linear_rope": (transformers.LlamaConfig, _rope("linear", factor=2.0)),
-    "llama_dynamic_rope": (transformers.LlamaConfig, _rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}),
+    "llama_linear_rope": (transformers.LlamaConfig, rope("linear", factor=2.0)),
+    "llama_dynamic_rope": (transformers.LlamaConfig, rope("dynamic", factor=2.0) | {"max_position_embeddings": 32}),
     "llama_yarn_rope": (
         transformers.LlamaConfig,
-        _rope("yarn", factor=4.0, original_max_position_embeddings=64) | {"head_dim": 16},
+        rope("yarn", factor=4.0, original_max_position_embeddings=64) | {"head_dim": 16},
     ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 7}),
     "mistral_head_dim": (transformers.MistralConfig, {"sliding_window": None, "head_dim": 16}),
@@ -103,12 +103,24 @@ STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "deepseek_v3": (
         transformers.DeepseekV3Config,
         MLA
-        | _rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
+        | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
         | {"attention_bias": True},
     ),
     "deepseek_v3_plain": (
         transformers.DeepseekV3Config,
         MLA | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    ),
+    "longcat_flash": (
+        transformers.LongcatFlashConfig,
+        {key: MLA[key] for key in MLA if key not in ("num_local_experts", "num_experts_per_tok", "rms_norm_eps")}
+        | {
+            "num_hidden_layers": 4,
+            "ffn_hidden_size": FFN,
+            "moe_topk": 3,
+            "expert_ffn_hidden_size": 40,
+            "zero_expert_num": 4,
+        }
+        | {"rms_norm_eps": 1e-3, "head_dim": 8, "routed_scaling_factor": 1.5},
     ),
 }
 """What transformers computes, too."""

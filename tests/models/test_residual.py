@@ -61,6 +61,9 @@ class Recorder:
     def mlp(self, layer: int, residual: Stream) -> Stream:
         return self._compute(f"M{layer}", residual)
 
+    def shortcut(self, layer: int, residual: Stream) -> Stream:
+        return self._compute(f"E{layer}", residual)
+
     def attention_and_mlp(self, layer: int, residual: Stream) -> Stream:
         return self._compute(f"P{layer}", residual)
 
@@ -317,32 +320,18 @@ def test_a_collective_is_told_what_is_waited_for_at_once(alone: bool, want: list
     assert at_once == want
 
 
-class Shortcut(Recorder):
-    """A layer of five sub-blocks, one of which is added at the layer's end."""
-
-    def experts(self, layer: int, residual: Stream) -> Stream:
-        return self._compute(f"E{layer}", residual)
-
-    def attention_1(self, layer: int, residual: Stream) -> Stream:
-        return self._compute(f"a{layer}", residual)
-
-    def mlp_1(self, layer: int, residual: Stream) -> Stream:
-        return self._compute(f"m{layer}", residual)
-
-
-def test_sums_have_scopes_and_lags_of_their_own() -> None:
-    """The experts' sum of a layer is over all ranks and joins at the layer's end, three sub-blocks later; those of the
-    dense path stay inside the node, are read at once and overtake it."""
-    order: list[tuple[str, residual.Scope, int]] = [("attention", "node", 0), ("experts", "group", 3)]
-    order += [("mlp", "node", 0), ("attention_1", "node", 0), ("mlp_1", "node", 0)]
-    plan = residual.Plan(tuple(residual.SubBlock(n, layer, n, s, lag) for layer in range(2) for n, s, lag in order))
-    blocks, node, group = Shortcut(), Recorder(), Recorder()
+def test_a_shortcuts_sum_has_a_scope_and_a_lag_of_its_own() -> None:
+    """The experts of every other layer read what its MLP reads. Their sum is over all ranks and joins behind the next
+    layer, three sub-blocks later; those of the dense path stay inside the node, are read at once and overtake it."""
+    plan = residual.plan(Wiring(("shortcut", "standard") * 2), dense="node")
+    assert [block.lag for block in plan.sub_blocks] == [0, 3, 0, 0, 0] * 2
+    assert [b.account for b in plan.sub_blocks[:3]] == ["shortcut attention", "shortcut experts", "shortcut mlp"]
+    blocks, node, group = Recorder(), Recorder(), Recorder()
     flow = untyped_flow(Stream(frozenset("e")), plan, blocks, {"node": node, "group": group})
     ((end, pending),) = residual.interleave([flow])
-    assert [line for line in group.log if line.startswith("start")] == ["start E0", "start E1"]
+    assert [line for line in group.log if line.startswith("start")] == ["start E0", "start E2"]
     assert blocks.read["E0"] == blocks.read["M0"] == sees("A0")
-    assert blocks.read["m0"] == sees("A0", "M0", "a0")
-    assert blocks.read["A1"] == sees("A0", "M0", "a0", "m0", "E0")
-    assert blocks.log.index("compute m0") < blocks.log.index("compute A1")
+    assert blocks.read["M1"] == sees("A0", "M0", "A1")
+    assert blocks.read["A2"] == sees("A0", "M0", "A1", "M1", "E0")
     assert (node.most, group.most, pending) == (1, 1, ())
     assert len(end.parts) == 1 + 10

@@ -7,7 +7,7 @@ from itertools import accumulate, combinations, pairwise
 
 import pytest
 from laddertron.models.config.known_models import known
-from laddertron.models.config.parts import make_wiring
+from laddertron.models.config.parts import Wiring, make_wiring
 from laddertron.models.residual import pending_at
 from laddertron.models.stages import StageError, choose_layers, head_in_layers, make_stages
 
@@ -43,6 +43,8 @@ def test_desync_stages_begin_after_a_reduce(every: int) -> None:
 
 def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
     desync = replace(SMALL, wiring=make_wiring("desync", 9, every=4, tensor_parallel_size=2))
+    shortcut = replace(SMALL, num_layers=8, wiring=Wiring(("shortcut", "standard") * 4))
+    assert all(layers % 2 == 0 for layers in choose_layers(shortcut, 3))
     for config, count, wanted, match in (
         (SMALL, 10, (), "9 layers make at most 9 stages"),
         (SMALL, 2, (4, 4, 1), "names 3 stages, pipeline_parallel_size=2"),
@@ -50,6 +52,7 @@ def test_what_cannot_be_is_refused_with_the_arithmetic() -> None:
         (SMALL, 2, (9, 0), "at least 1 a stage"),
         (desync, 2, (3, 6), r"6 % 4 = 2, and desync-4 reduces after every 4"),
         (desync, 6, (), "9 layers in steps of 2"),
+        (shortcut, 2, (3, 5), "stage 1 would begin at layer 3, before the experts of layer 2 have joined"),
     ):
         with pytest.raises(StageError, match=match):
             choose_layers(config, count, wanted)

@@ -16,7 +16,7 @@ from ...models.residual import AllReduce
 from ...topology.comm.ledger import Record
 
 Category = Literal["step", "compute", "wait", "all_reduce"]
-SUB_BLOCKS = ("attention", "mlp", "attention_and_mlp")
+SUB_BLOCKS = ("attention", "mlp", "attention_and_mlp", "shortcut")
 COMPUTE_TID, FLIGHT_TID = 1, 10
 
 

@@ -250,7 +250,8 @@ class SimulatedGroup:
             attention_s=[
                 times[wide][0] + calls[0] + attend[window] for wide, window in zip(kept, windows, strict=True)
             ],
-            mlp_s=[calls[1] + (experts_s if mixed and mixed[i] else times[wide][1]) for i, wide in enumerate(kept)],
+            mlp_s=[calls[1] + (times[wide][1] if c.has_mlp(i) else experts_s) for i, wide in enumerate(kept)],
+            beside_s=[experts_s if each else 0.0 for each in mixed] if c.experts and c.experts.beside else (),
             mixed=mixed,
             node=node,
             all_reduce=self.links.wire(message),

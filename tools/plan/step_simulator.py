@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...models.config.parts import Wiring, make_wiring
 from ...models.residual import AllReduce, Scope, flow, interleave, plan
@@ -48,13 +48,15 @@ class StepCost:
     """What the parallel wiring saves a layer: one norm and one launch."""
     mixed: tuple[bool, ...] = ()
     """The layers whose MLP is a mixture of experts."""
+    beside_s: Sequence[float] = ()
+    """Of a shortcut's experts, one entry a layer."""
     node: Wire | None = None
     """A sum inside the node, where all but experts are added there; None: every sum is over the group."""
 
     @property
     def sub_block_s(self) -> float:
         """c of the law: the mean sub-block."""
-        return (sum(self.attention_s) + sum(self.mlp_s)) / (2 * len(self.mlp_s))
+        return (sum(self.attention_s) + sum(self.mlp_s) + sum(self.beside_s)) / (2 * len(self.mlp_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,10 @@ class _Timed:
         self._clock.compute(self._cost.mlp_s[layer])
         return residual
 
+    def shortcut(self, layer: int, residual: _Stream) -> _Stream:
+        self._clock.compute(self._cost.beside_s[layer])
+        return residual
+
     def attention_and_mlp(self, layer: int, residual: _Stream) -> _Stream:
         both = self._cost.attention_s[layer] + self._cost.mlp_s[layer]
         self._clock.compute(max(0.0, both - self._cost.shared_norm_saves_s))
@@ -240,6 +246,8 @@ def simulate_step(
         wiring = make_wiring("none", len(wiring.kinds))
 
     def stream(part: StepCost) -> Generator[None, None, _Stream]:
+        if silent and part.beside_s:
+            part = replace(part, mlp_s=[a + b for a, b in zip(part.mlp_s, part.beside_s, strict=True)])
         embedding = None if silent or not part.before.seconds else clock.send(part.before)
         yield
         if embedding is not None:

@@ -16,6 +16,7 @@ from laddertron.models.config.experts import MISSING, Experts, Router
 from laddertron.models.config.json_fields import MAX_JSON_BYTES, read_json
 from laddertron.models.config.latent import Latent
 from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
+from laddertron.models.config.wiring import WiringError, choose_wiring
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -62,6 +63,15 @@ DEEPSEEK: dict[str, Any] = {key: value for key, value in LLAMA.items() if key !=
     "first_k_dense_replace": 1,
 }
 YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5, "original_max_position_embeddings": 32}
+LONGCAT: dict[str, Any] = {
+    **{key: DEEPSEEK[key] for key in DEEPSEEK if key not in ("n_group", "topk_group", "first_k_dense_replace")},
+    "model_type": "longcat_flash",
+    "num_layers": 2,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 40,
+    "moe_topk": 3,
+    "zero_expert_num": 4,
+}
 MIXER = {"sequence_mixer_type": "softmax_attention", "num_attention_heads": 8, "num_key_value_heads": 2}
 MLP = {"mlp_type": "MLP", "intermediate_size": 96, "activation_function": "swiglu"}
 DOLOMITE: dict[str, Any] = {
@@ -285,6 +295,22 @@ def test_a_kimi_is_a_deepseek(tmp_path: Path) -> None:
             read(tmp_path, folder)
 
 
+def test_a_longcat_is_read_as_twice_as_many_layers(tmp_path: Path) -> None:
+    """Every other one has experts beside its MLP; queries and latents are scaled by what they are narrower."""
+    c = read(tmp_path, LONGCAT)
+    router = Router("softmax", True, biased=True, normalises=False, scale=6.0)
+    assert c.experts == Experts(8, 3, 40, (True, False) * 2, router, identities=4, beside=True)
+    assert (c.num_layers, c.ffn_size, c.rope.theta, c.layout) == (4, 96, 1e7, "shortcut")
+    assert c.wiring.kinds == ("shortcut", "standard") * 2
+    assert (c.wiring.name, c.wiring.waits, c.ignored) == ("shortcut", False, ("model.mtp.",))
+    assert c.latent is not None
+    assert c.latent.scale == pytest.approx((64 / 32) ** 0.5)
+    assert c.attention_scale == pytest.approx(20**-0.5 * (64 / 24) ** 0.5)
+    for wanted in ("ladder", "standard", "no-communication"):
+        with pytest.raises(WiringError, match="have a shortcut of their own: use wiring auto"):
+            choose_wiring(c, wanted, allow_untrained=True)
+
+
 def test_parameters_of_experts_are_counted(tmp_path: Path) -> None:
     """8 experts of 3 x 64 x 40 and a router of 8 x 64 in place of an MLP of 3 x 64 x 96."""
     more = read(tmp_path, MOE).num_parameters - read(tmp_path, MOE, mlp_only_layers=[2]).num_parameters
@@ -310,8 +336,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (GLM, {"n_group": 4, "num_experts_per_tok": 3}, "num_experts_per_tok=3: topk_group=1 groups have 2 experts"),
     (GLM, {"partial_rotary_factor": 0.1}, "0 of 8 dimensions must be an even number"),
     (GLM, {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "'linear' with a partial rotation is not computed"),
-    (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func 'softmax' is not computed here; sigmoid is"),
-    (DEEPSEEK, {"topk_method": "greedy"}, "topk_method 'greedy' is not computed here; noaux_tc is"),
+    (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func='softmax' is not computed here; 'sigmoid' is"),
+    (DEEPSEEK, {"topk_method": "greedy"}, "topk_method='greedy' is not computed here; 'noaux_tc' is"),
+    (LONGCAT, {"zero_expert_type": "copy"}, "zero_expert_type='copy' is not computed here; 'identity' is"),
+    (LONGCAT, {"mla_scale_q_lora": False}, "mla_scale_q_lora=False is not computed here; True is"),
+    (LONGCAT, {"moe_topk": 13}, "num_experts_per_tok=13 must be an integer from 1 to 12"),
     (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq=2 is not computed here; 1 is"),
     (DEEPSEEK, {"num_key_value_heads": 4}, "num_key_value_heads=4 must be num_attention_heads=8"),
     (DEEPSEEK, {"qk_rope_head_dim": 7}, "qk_rope_head_dim=7 must be even"),

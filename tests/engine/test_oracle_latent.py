@@ -1,0 +1,158 @@
+"""Latent attention under everything that a scheduler does, and random configurations of each family that has it,
+against transformers and the reference: fp32 tokens and logits, bf16 within its roundings."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import torch
+from test_oracle import TOLERANCE, reference_logits, transformers_logits
+from test_oracle_experts import LAYOUTS, ask, checkpoint
+
+__all__ = ["checkpoint"]
+
+Ranks = Callable[..., list[Any]]
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": 24 * 4 * 40 * 4}
+"""Of a cache with 24 blocks of four positions, of one layer with 40 values in fp32."""
+
+
+def random_config(family: str, chance: random.Random) -> dict[str, Any]:
+    """Of 8 heads on up to 4 ranks; every size that the checkpoint names is drawn."""
+    rotated, groups = chance.choice((2, 4, 8, 16)), chance.choice((1, 2, 4))
+    sizes: dict[str, Any] = {
+        "hidden_size": chance.choice((48, 64, 80)),
+        "kv_lora_rank": chance.choice((8, 16, 30, 64)),
+        "q_lora_rank": chance.choice((6, 16, 40)),
+        "qk_nope_head_dim": chance.choice((2, 6, 16, 20)),
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": chance.choice((2, 6, 16, 24)),
+        "rms_norm_eps": chance.choice((1e-6, 1e-5, 1e-2)),
+        "n_routed_experts": 8,
+        "routed_scaling_factor": chance.choice((1.0, 2.5)),
+        "tie_word_embeddings": chance.random() < 0.3,
+        **checkpoints.rope("default"),
+    }
+    if chance.random() < 0.6:
+        factors = {"mscale": chance.choice((0.7, 1.0)), "mscale_all_dim": chance.choice((0, 0.5, 1.0))}
+        sizes |= checkpoints.rope(
+            "yarn", factor=chance.choice((2.0, 40.0)), original_max_position_embeddings=32, **factors
+        )
+    if family == "longcat_flash":
+        identities = chance.choice((0, 1, 5))
+        own = {
+            "num_hidden_layers": chance.choice((2, 4)),
+            "zero_expert_num": identities,
+            "moe_topk": chance.choice((2, 3)),
+        }
+        return sizes | own | {"head_dim": rotated, "expert_ffn_hidden_size": 40}
+    dense, shared = chance.choice((0, 1, 3)), chance.choice((1, 2))
+    sizes["q_lora_rank"] = made = chance.choice((None, sizes["q_lora_rank"]))
+    sizes |= {"attention_bias": made is not None and chance.random() < 0.5, "rope_interleave": chance.random() < 0.5}
+    sizes |= {"n_group": groups, "topk_group": chance.randrange(1, groups + 1), "num_experts_per_tok": 2}
+    return sizes | {"first_k_dense_replace": dense, "n_shared_experts": shared, "norm_topk_prob": chance.random() < 0.5}
+
+
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [
+        pytest.param(family, number, marks=() if number == 0 else pytest.mark.slow)
+        for family in ("deepseek_v3", "longcat_flash")
+        for number in range(10)
+    ],
+)
+def test_random_configurations_answer_as_transformers_does(
+    ranks: Ranks, family: str, number: int, tmp_path: Path, run_seed: int
+) -> None:
+    chance = random.Random(f"{family} {number} {run_seed}")
+    words, layout = random_config(family, chance), chance.choice(tuple(LAYOUTS))
+    print(f"{words}, {layout}")
+    folder = checkpoints.save(tmp_path / "m", family, seed=run_seed % 1000 + number, **words)
+    ask(ranks, folder, family, layout, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "speculation", "count"),
+    [
+        ("deepseek_v3_plain", False, 5),
+        ("longcat_flash", "ngram", 5),
+        *[
+            pytest.param(family, speculation, 1000, marks=pytest.mark.slow)
+            for family in ("deepseek_v3_plain", "longcat_flash")
+            for speculation in (False, "ngram")
+        ],
+    ],
+)
+def test_random_schedules_answer_as_the_reference_does(
+    ranks: Ranks,
+    checkpoint: Callable[[str], Path],
+    family: str,
+    speculation: str | bool,
+    count: int,
+    run_seed: int,
+) -> None:
+    """Prompts that share their beginnings come while others run, in a cache that is too small for them."""
+    folder = checkpoint(family)
+    layers = 3 if family == "deepseek_v3_plain" else 4
+    engine = SMALL | {"speculation": speculation, "kv_cache_memory": layers * SMALL["kv_cache_memory"]}
+    args = {"folder": str(folder), "seed": run_seed, "count": count, "engine": engine}
+    (told,) = ranks(1, "latent_cases:schedules", args, timeout_s=1800.0)
+    assert told["prefix_cache_hits_total"] > 0
+    assert told["num_preemptions_total"] > 0
+    assert (told["spec_decode_num_accepted_tokens_total"] > 0) == (speculation == "ngram")
+    logits, excused, positions = reference_logits(folder), 0, 0
+    for prompt, answer in told["answers"]:
+        assert answer
+        with torch.inference_mode():
+            scores = logits(prompt + answer)[len(prompt) - 1 : -1]
+        gaps = scores.amax(-1) - scores[torch.arange(len(answer)), torch.tensor(answer)]
+        assert float(gaps.max()) < TOLERANCE, f"{prompt}: {answer}"
+        excused, positions = excused + int((gaps > 0).sum()), positions + len(answer)
+    print(f"{excused} of {positions} positions excused")
+    assert excused * 1000 <= max(1000, positions)
+
+
+def test_fp8_by_block_answers_as_its_widened_weights_do(ranks: Ranks, tmp_path: Path) -> None:
+    """One scale for 16 x 16 elements of every product, as DeepSeek-V3 has one for 128 x 128: heads of 12 + 10 rows and
+    ranks end inside of blocks."""
+    wide = checkpoints.save(tmp_path / "wide", "deepseek_v3")
+    narrow = checkpoints.save(tmp_path / "narrow", "deepseek_v3")
+    meant: dict[str, torch.Tensor] = {}
+
+    def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        out = dict(tensors)
+        for name, tensor in tensors.items():
+            if not name.endswith(("_proj.weight", "_with_mqa.weight")):
+                continue
+            scale = torch.rand([-(-size // 16) for size in tensor.shape]) * 0.02 + 0.001
+            each = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: tensor.shape[0], : tensor.shape[1]]
+            out[name] = (tensor / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+            out[f"{name}_scale_inv"], meant[name] = scale, out[name].float() * each
+        return out
+
+    torch.manual_seed(2)
+    checkpoints.edit_tensors(narrow, quantised)
+    checkpoints.edit_tensors(wide, lambda tensors: tensors | meant)
+    assert len(meant) > 50
+    checkpoints.edit_config(narrow, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    prompts = checkpoints.prompts(6)
+    answers = [ranks(2, "engine_cases:generate", {"folder": str(f), "prompts": prompts})[0] for f in (wide, narrow)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+def test_halves_answer_as_transformers_does(ranks: Ranks, family: str, dtype: str, tmp_path: Path) -> None:
+    """Within 5 % of the logits' scale, on two ranks; but for rows whose experts the roundings change."""
+    folder = checkpoints.save(tmp_path / "m", family, dtype=dtype)
+    logits, prompts = transformers_logits(folder), checkpoints.prompts(6)
+    with torch.inference_mode():
+        want = torch.cat([logits(prompt) for prompt in prompts])
+    args = {"folder": str(folder), "prompts": prompts}
+    for result in ranks(2, "latent_cases:distances", args | {"expected": want.tolist()}):
+        print(result)
+        assert result["median"] < 0.05 * result["scale"]
