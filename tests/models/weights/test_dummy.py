@@ -32,7 +32,7 @@ from weights_cases import loaded
 Ranks = Callable[..., list[Any]]
 DUMMY = {"load_format": "dummy"}
 FAMILIES = (
-    *("llama_tied", "llama_bias", "mistral", "qwen2", "qwen3", "qwen3_moe_mixed", "mixtral", "glm4_moe"),
+    *("llama_tied", "llama_bias", "mistral", "qwen2", "qwen3", "qwen3_moe_mixed", "mixtral", "glm4_moe", "deepseek_v3"),
     *("parallel", "hybrid", "delay2", "llamaLadder_list", "dolomite_bias", "lanes", "lanes_concatenated"),
 )
 

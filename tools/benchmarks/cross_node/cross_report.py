@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def reduce_tables(results: Results) -> list[str]:
     return rows
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Results], list[str]]] = {
     "reduce": reduce_tables,
     "wirings": lambda results: [
         *wiring_tables(results["wirings"]["lines"]),
