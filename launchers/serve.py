@@ -134,6 +134,7 @@ async def _run(
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked_for_bundle)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     beside = [
         asyncio.create_task(calm_collector(daemon)),
         asyncio.create_task(reloader.run()),

@@ -27,7 +27,7 @@ from .store import records
 from .store.rows import NO_TOKENS, BatchRow, Result
 from .store.schema import Rows
 from .store.store import StoreUnavailable
-from .usage import DAY, tokens_of
+from .usage import tokens_of
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class BatchFeed(LineFlights):
 
     async def _write(self, results: Iterable[Result], deaths: dict[int, int] | None = None) -> None:
         """Until the disk has them."""
-        part, day, model = list(results), self._store.clock.stamp() // DAY, self._model
+        part, day, model = list(results), self._usage.today, self._model
 
         def work(rows: Rows) -> BatchRow:
             records.add_deaths(rows, self.batch.id, deaths or {})

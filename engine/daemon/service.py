@@ -166,8 +166,11 @@ class Daemon:
         self._parts.observer.store(store.failure)
         least = self._deployment.daemon.limits.min_free_disk
         why = store.failure or ""
-        if not why and (free := free_bytes(store.folder)) < least:
-            why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"
+        try:
+            if not why and (free := free_bytes(store.folder)) < least:
+                why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"
+        except OSError as error:  # no descriptor is left, say: the next look may see more
+            why = f"batches pause: {store.folder} cannot be looked at: {error.strerror}"
         if why != batches.gate.why:
             (log.warning if why else log.info)(why or "batches go on", extra={"event": "gate"})
             batches.gate.set(why)

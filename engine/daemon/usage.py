@@ -20,6 +20,7 @@ from .store.schema import Rows
 from .store.store import Store
 
 DAY = 86400
+_DAYS = 8
 
 
 def tokens_of(answer: Answer) -> Tokens:
@@ -44,6 +45,7 @@ class Usage:
         self._open: Counter[str] = Counter()
         self._day = 0
         self._today: Counter[str] = Counter()
+        self._days: dict[int, Counter[str]] = {}
         self._unwritten: dict[tuple[str, int], tuple[int, Tokens]] = {}
 
     async def load(self) -> None:
@@ -98,6 +100,11 @@ class Usage:
             had, before = self._unwritten.get((owner, day), (0, Tokens()))
             self._unwritten[owner, day] = had + requests, before.plus(tokens)
 
+    @property
+    def today(self) -> int:
+        """Since 1970, UTC, by the trusted clock."""
+        return self._turn()
+
     async def flush(self) -> None:
         """Raises StoreUnavailable: then the next one writes it."""
         found, self._unwritten = self._unwritten, {}
@@ -117,9 +124,11 @@ class Usage:
             raise
 
     def _turn(self) -> int:
-        day = self._store.clock.stamp() // DAY
-        if day != self._day:
-            self._day, self._today = day, Counter()
+        day = int(self._store.clock.now()) // DAY
+        if day != self._day:  # a clock that is set back finds what that day has used
+            self._day, self._today = day, self._days.setdefault(day, Counter())
+            while len(self._days) > _DAYS:
+                del self._days[min(self._days)]
         return day
 
     def _refuse(self, owner: str, limit: str, message: str, retry_after: float) -> None:

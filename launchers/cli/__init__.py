@@ -1,10 +1,13 @@
 """The command line: commands, and what they print."""
 
+import signal
 import sys
 
 
 def main() -> int:
     """The console script. ^C while the commands are still imported is one line, as it is later."""
+    if sys.argv[1:2] == ["serve"]:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # until a reload is possible: it would end the start
     try:
         from .__main__ import main as command
 

@@ -9,8 +9,9 @@ import logging
 import secrets
 import socket
 import time
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+from ...engine.daemon.http.logs import Sparse
 from ...topology.json_codec import ReadError
 from . import frames, messages
 from .frames import FrameError
@@ -73,14 +74,25 @@ class ControlServer:
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._refused = 0
+        self._sparse = Sparse(1)
 
     async def start(self) -> str:
         """Returns the address as host:port. Raises OSError if it cannot listen there."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Peer(self), self._host, 0, backlog=256)
+        loop.set_exception_handler(self._failed)
         self._tick()
         port = self._server.sockets[0].getsockname()[1]
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop tries to accept again each second while there is no descriptor, and would log each try."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and "accept" in context.get("message", "")):
+            loop.default_exception_handler(context)
+        elif (left := self._sparse.take()) is not None:
+            message = "control channel: no connection can be accepted: %s (%d failures since the last such line)"
+            log.error(message, error.strerror, left + 1, extra={"event": "accept"})
 
     @property
     def connected(self) -> frozenset[int]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...openai.errors import ApiError
+from .logs import Sparse
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ _ACCEPTS = 32  # in one turn of the loop: a closed socket's descriptor is free a
 _REFUSED, _REFUSED_SECONDS = 32, 1.0  # half closed connections that were refused, so that their clients read why
 _WAITING, _WAITING_SECONDS, _AGAIN_SECONDS = 32, 0.2, 0.02  # for room, before a connection is refused
 _LINGERING = 32
-_RETRY_SECONDS, _LOG_SECONDS = 0.1, 60.0
+_RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class Acceptor:
         self._opening: set[asyncio.Task[None]] = set()
         self._refused: deque[socket.socket] = deque()
         self._waiting: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._failures, self._logged = 0, float("-inf")
+        self._sparse = Sparse(1)
         self._retry: asyncio.TimerHandle | None = None
         self._listen()
 
@@ -165,11 +166,9 @@ class Acceptor:
             self._take(connection, str(peer[0]), self._loop.time() + _WAITING_SECONDS)
 
     def _fail(self, error: OSError) -> None:
-        self._failures += 1
-        if time.monotonic() - self._logged >= _LOG_SECONDS:
+        if (left := self._sparse.take()) is not None:
             message = "no connection can be accepted: %s (%d failures since the last such line)"
-            log.error(message, error.strerror, self._failures, extra={"event": "accept"})
-            self._failures, self._logged = 0, time.monotonic()
+            log.error(message, error.strerror, left + 1, extra={"event": "accept"})
         if self._refused:
             self._refused.popleft().close()
         else:

@@ -23,6 +23,7 @@ from ..usage import Usage
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
 from .errors import failed, response_of
 from .keys import Key, KeyRing
+from .logs import Sparse
 
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("laddertron.audit")
@@ -40,6 +41,7 @@ _AUDITED = ("POST", "DELETE")
 _POLLED = ("/v1/batches/{batch_id}", "/v1/overview", "/load", "/version")
 """What clients ask again and again; logged where it fails."""
 _REASON_BYTES = 4096
+_UNKNOWN_LINES = 120  # a minute, of requests without a key that were refused
 
 
 class Guard:
@@ -56,6 +58,7 @@ class Guard:
         self._usage = usage
         self._app, self._limits, self._keys = app, limits, keys
         self._observer = observer or Observer()
+        self._sparse = Sparse(_UNKNOWN_LINES)
         self._unread = UnreadAnswers(limits.max_held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +98,7 @@ class Guard:
             raise ApiError(f"headers of more than {self._limits.max_header_bytes} bytes", None, status=431, close=True)
         path: str = scope["path"]
         state = scope.setdefault("state", {})
-        state["key"], state["known"] = None, self._keys is None
+        state["key"], state["known"], state["keys"] = None, self._keys is None, self._keys
         if self._keys is not None:
             self._identify(self._keys, path, headers, state)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":
@@ -139,6 +142,11 @@ class Guard:
         }
         route = getattr(scope.get("route"), "path", "other")
         self._observer.http(route, exchange.status, seconds)
+        if key is None and self._keys is not None and exchange.status >= 400:
+            if (left := self._sparse.take()) is None:
+                return
+            if left:
+                audit_log.warning("%d requests without a key were left out of the logs", left, extra={"left_out": left})
         polled = scope["path"] in (*OPEN, *_METRICS) or (route in _POLLED and scope["method"] == "GET")
         told = exchange.status >= 400 and scope["path"] != "/ready"  # what is not ready says so itself
         level = logging.DEBUG if polled and not told else logging.INFO

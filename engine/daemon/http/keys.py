@@ -142,6 +142,11 @@ class KeyRing:
                 found = known
         return found if len(key) <= MAX_KEY else None
 
+    def works(self, key: Key) -> bool:
+        """Whether a key that `holder` gave is one still."""
+        self._refresh()
+        return any(known.id == key.id for known in self._keys)
+
     def _take(self, keys: list[Key]) -> None:
         self._keys = [key for key in keys if key.revoked_at is None]
         # what a key left running when it was revoked, or when the file became unreadable, keeps its limits

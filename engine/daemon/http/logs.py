@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import os
+import queue
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...job import CULPRIT
 
+_FLUSH_SECONDS = 1.0
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -49,12 +54,74 @@ class TextFormatter(logging.Formatter):
         return line + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
+class QueuedHandler(logging.Handler):
+    """Lines to a stream through a bounded queue and a thread: a stream that nobody reads stops neither the event loop
+    nor the end of the process. What finds no room is dropped and counted."""
+
+    def __init__(self, stream: TextIO, most: int = 8192) -> None:
+        super().__init__()
+        self._lines: queue.Queue[bytes] = queue.Queue(most)
+        self._dropped = 0
+        self._descriptor = stream.fileno()  # not the stream: its lock would be asked for at the process's end
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if self._dropped:
+                message = f"{self._dropped} log lines were dropped: the log was not read"
+                self._put(logging.LogRecord(record.name, logging.WARNING, "", 0, message, (), None))
+                self._dropped = 0
+            self._put(record)
+        except queue.Full:
+            self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def _put(self, record: logging.LogRecord) -> None:
+        self._lines.put_nowait(self.format(record).encode("utf-8", "replace") + b"\n")
+
+    def _write(self) -> None:
+        while True:
+            left = self._lines.get()
+            try:
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+            except OSError:
+                self._dropped += 1
+            finally:
+                self._lines.task_done()
+
+    def flush(self) -> None:
+        until = time.monotonic() + _FLUSH_SECONDS
+        while self._lines.unfinished_tasks and time.monotonic() < until:
+            time.sleep(0.005)
+
+
+class Sparse:
+    """At most `most` lines in `seconds`."""
+
+    def __init__(self, most: int, seconds: float = 60.0, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._seconds, self._monotonic = most, seconds, monotonic
+        self._since, self._said, self._left = monotonic(), 0, 0
+
+    def take(self) -> int | None:
+        """How many lines were left out before this one; None: this one is left out too."""
+        if (now := self._monotonic()) - self._since >= self._seconds:
+            self._since, self._said = now, 0
+        if self._said >= self._most:
+            self._left += 1
+            return None
+        self._said += 1
+        left, self._left = self._left, 0
+        return left
+
+
 def set_up(stream: TextIO, form: str, level: str, audit_file: Path | None = None) -> None:
     """`form`: auto (text on a terminal, else json), json, text. The audit file is opened again when it was moved away,
     for logrotate."""
     if form == "auto":
         form = "text" if stream.isatty() else "json"
-    handler = logging.StreamHandler(stream)
+    handler = QueuedHandler(stream)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))

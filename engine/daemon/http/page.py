@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from functools import cache, partial
 from pathlib import Path
@@ -20,10 +21,11 @@ from ...openai.errors import ApiError
 from ..overview import engine_view, take_sample
 from ..store import records
 from ..store.rows import BatchRow
+from .keys import Key, KeyRing
 from .probes import readiness
 from .state import Services, owner_of
 
-MAX_VIEWERS = 16
+MAX_VIEWERS, MAX_OF_KEY = 16, 4
 _BATCHES, _FAILED_LINES = 20, 1000
 _CAUSES_SECONDS = 10.0
 
@@ -36,7 +38,7 @@ class Overview:
         self._view: dict[str, Any] = {}
         self._made = float("-inf")
         self._causes: dict[str, tuple[int, float, dict[str, int]]] = {}
-        self.viewers = 0
+        self.viewers: Counter[str] = Counter()
 
     async def view(self, owner: str) -> dict[str, Any]:
         """Everything, with the owner's newest batches. Raises ApiError (503) where the store cannot be read."""
@@ -125,18 +127,24 @@ def page_router(services: Services, version: str) -> APIRouter:
         first = await overview.view(owner)
         if not stream:
             return JSONResponse(first)
-        if overview.viewers >= MAX_VIEWERS:
-            message = f"{MAX_VIEWERS} others are watching: close one of their pages"
+        most = MAX_VIEWERS if request.state.key is None else MAX_OF_KEY
+        if overview.viewers.total() >= MAX_VIEWERS or overview.viewers[owner] >= most:
+            message = f"{overview.viewers.total()} others are watching, at most {most} of a key: close one of the pages"
             raise ApiError(message, "too_many_viewers", status=503)
-        return StreamingResponse(events(owner), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        return StreamingResponse(
+            events(owner, request.state.keys, request.state.key),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store"},
+        )
 
-    async def events(owner: str) -> AsyncIterator[bytes]:
-        overview.viewers += 1
+    async def events(owner: str, keys: KeyRing | None, key: Key | None) -> AsyncIterator[bytes]:
+        overview.viewers[owner] += 1
         try:
-            while not services.dispatcher.draining:
+            while not services.dispatcher.draining and (keys is None or key is None or keys.works(key)):
                 yield b"data: " + json.dumps(await overview.view(owner)).encode() + b"\n\n"
                 await asyncio.sleep(1.0)
         finally:
-            overview.viewers -= 1
+            overview.viewers[owner] -= 1
+            overview.viewers += Counter()  # without those at 0
 
     return router

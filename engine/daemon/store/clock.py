@@ -28,7 +28,8 @@ class TrustedClock:
         self._wall, self._monotonic = wall, monotonic
         self._lock = threading.Lock()
         self._at, self._since = wall() if seen is None else seen, monotonic()
-        self._jumped = 0.0
+        self._jumped, self._even = 0.0, TRUST_SECONDS
+        self._starting = True
         self.jump = 0.0
         """Seconds that the wall clock is off (negative: behind); 0 while it is trusted."""
 
@@ -41,18 +42,21 @@ class TrustedClock:
             if abs(off) > JUMP_SECONDS:
                 if abs(off - self.jump) > JUMP_SECONDS:
                     self.jump, self._jumped = off, monotonic
+                    # at a start the daemon was probably off for so long: a nightly stop must not pause it for ever
+                    self._even = min(TRUST_SECONDS, abs(off)) if self._starting else TRUST_SECONDS
+                    self._starting = False
                     log.warning(
                         "the clock jumped by %.0f s: nothing is deleted and no batch expires until it is set back, or "
                         "has run for %g hours: check the host's time",
                         off,
-                        TRUST_SECONDS / 3600,
+                        self._even / 3600,
                         extra={"event": "clock"},
                     )
-                if monotonic - self._jumped < TRUST_SECONDS:
+                if monotonic - self._jumped < self._even:
                     return expected
             if self.jump:
                 log.info("the clock is trusted again", extra={"event": "clock"})
-            self._at, self._since, self.jump = wall, monotonic, 0.0
+            self._at, self._since, self.jump, self._starting = wall, monotonic, 0.0, False
             return wall
 
     @property

@@ -19,6 +19,7 @@ from fake_job import FakeJob
 from laddertron.engine.daemon.http import keys as key_file
 from laddertron.engine.daemon.http.keys import KeyFileError, KeyRing, add_key, limit_key, read_keys, revoke_key
 from laddertron.engine.daemon.key_limits import KeyLimits
+from laddertron.engine.daemon.store.clock import TrustedClock
 from laddertron.engine.daemon.store.rows import Tokens
 from laddertron.engine.daemon.usage import DAY, Usage, tokens_of
 from laddertron.engine.metrics.observer import Observer
@@ -99,6 +100,29 @@ def test_tokens_a_day_end_with_the_day() -> None:
     used.enter("b", True)
     now[0] += DAY - 1000
     used.enter("a", True)
+
+
+def test_a_clock_that_jumps_renews_no_day() -> None:
+    """Two days ahead and back; and set back for good, from a day that was trusted."""
+    wall, monotonic = [10 * DAY + 1000.0], [0.0]
+    clock = TrustedClock(None, lambda: wall[0], lambda: monotonic[0])
+    store: Any = SimpleNamespace(clock=clock)
+    used = Usage(store, Observer(), lambda owner: KeyLimits(tokens_per_day=100), lambda: monotonic[0])
+    used.add("a", Tokens(100, 0, 0))
+    for days in (2, -2):
+        wall[0] += days * DAY
+        assert used.exhausted("a")
+    wall[0] += 2 * DAY
+    assert used.exhausted("a")
+    for moved in (0, DAY):
+        wall[0] += moved
+        monotonic[0] += moved
+        assert used.exhausted("a") == (0 if moved else DAY - 1000)
+    wall[0] -= 4 * DAY
+    assert not used.exhausted("a")
+    wall[0] += DAY
+    monotonic[0] += DAY
+    assert used.exhausted("a")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -14,8 +15,8 @@ from typing import Any
 
 import pytest
 from daemon_tools import NAME, deployment, line, served, submit, wait_batch
-from laddertron.engine.daemon.http.keys import add_key
-from laddertron.engine.daemon.http.page import MAX_VIEWERS, page_of_daemon
+from laddertron.engine.daemon.http.keys import add_key, revoke_key
+from laddertron.engine.daemon.http.page import MAX_OF_KEY, MAX_VIEWERS, page_of_daemon
 from laddertron.engine.daemon.overview import RECENT_SECONDS, SAMPLE_SECONDS, Sample, Samples, engine_view, take_sample
 from laddertron.engine.daemon.store.records import error_codes
 from laddertron.engine.daemon.store.schema import Rows, migrate
@@ -138,6 +139,28 @@ def test_watchers_are_bounded_and_end_with_the_daemon(folder: Path, tmp_path: Pa
         for stream in streams:
             stream.read()
             stream.close()
+
+
+def test_a_key_has_few_places_and_loses_them_when_it_is_revoked(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    alice, bob = add_key(keys, "alice")[1], add_key(keys, "bob")[1]
+    with served(deployment(tmp_path), folder, keys=keys) as daemon, contextlib.ExitStack() as stack:
+
+        def watch(key: str) -> Any:
+            headers = {"authorization": f"Bearer {key}"}
+            request = urllib.request.Request(f"{daemon.url}/v1/overview?stream=true", headers=headers)
+            stream = stack.enter_context(urllib.request.urlopen(request, timeout=HANG_S))
+            assert json.loads(stream.readline().removeprefix(b"data: "))["model"] == NAME
+            return stream
+
+        streams = [watch(alice) for _ in range(MAX_OF_KEY)]
+        assert get(daemon, "/v1/overview?stream=true", alice)[0] == 503
+        other = watch(bob)
+        revoke_key(keys, "alice")
+        for stream in streams:
+            stream.read()
+        assert other.readline() == b"\n"
+        assert other.readline().startswith(b"data: ")
 
 
 def test_the_policy_covers_the_page_whole() -> None:

@@ -65,6 +65,23 @@ def test_a_clock_that_stays_is_trusted_after_a_day(caplog: pytest.LogCaptureFixt
     assert clock.jump == 0.0
 
 
+def test_a_daemon_that_is_off_each_night_trusts_its_clock_each_day() -> None:
+    """A start after a gap pauses for as long as the gap, a day at most: nothing lags behind for ever."""
+    times, seen = Times(wall=1e9 + 7200.0), 1e9
+    for _ in range(30):
+        clock = times.clock(seen)
+        assert clock.paused
+        times.go(7200.0)
+        assert (clock.now(), clock.jump) == (times.wall, 0.0)
+        times.go(20 * 3600.0)
+        seen = clock.now()
+        times.wall += 7200.0
+    times.wall += 7200.0  # a jump amid the day waits as before
+    assert clock.paused
+    times.go(20 * 3600.0)
+    assert clock.paused
+
+
 def test_small_corrections_and_a_new_store_are_trusted() -> None:
     times = Times()
     clock = times.clock(seen=None)
