@@ -138,7 +138,7 @@ soak: env ## Half an hour of everything at once: clients of every kind, kills, a
 
 .PHONY: rehearse
 rehearse: env ## 405B's deployment on two emulated nodes of eight ranks, from check to acceptance, with faults; renews docs/operating.md (root; Debian's prometheus; a quarter of an hour, quiet machine)
-	@$(PY) tools/benchmarks/rehearsal.py --write
+	@PYTHONPATH=tests $(PY) -m cluster.rehearsal --write
 
 chaos-demo: env ## Ranks, keepers, mpirun and the daemon are killed while batches run: every line has one answer (FAULT_REAL kills)
 	@FAULT_REAL=$${FAULT_REAL:-12} $(VENV)/bin/pytest tests/faults/test_kill_points.py -k mpirun -s

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from laddertron.engine.text.tokenizer import TextModel
@@ -16,40 +15,34 @@ from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.mapping import open_checkpoint
 from waiting import HANG_S
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "tools" / "benchmarks"
-SCRIPT = BENCHMARKS / "rehearsal.py"
+from cluster import rehearsal, rehearsal_model
+
+TESTS = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, "-m", "cluster.rehearsal", "--per-node", "1"]
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])  # it adds to it
-    import rehearsal
-
-    monkeypatch.setattr(rehearsal, "why_not", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["rehearsal.py"])
-    return rehearsal
-
-
-def test_what_refuses_it(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_refuses_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """No root, too little memory, no Prometheus: one line each, exit code 2, and nothing is made."""
-    monkeypatch.setattr(script, "Cluster", lambda *_: pytest.fail("nodes were made"))
-    monkeypatch.setattr(script, "available_bytes", lambda fs: 1 << 30)
+    monkeypatch.setattr(sys, "argv", ["rehearsal.py"])
+    monkeypatch.setattr(rehearsal, "why_not", lambda: None)
+    monkeypatch.setattr(rehearsal, "Cluster", lambda *_: pytest.fail("nodes were made"))
+    monkeypatch.setattr(rehearsal, "available_bytes", lambda fs: 1 << 30)
     said = ["16 ranks, twice during a reload, need 12.5 GiB; 1.0 GiB are free"]
-    assert script.main() == 2
-    monkeypatch.setattr(script, "available_bytes", lambda fs: 1 << 40)
+    assert rehearsal.main() == 2
+    monkeypatch.setattr(rehearsal, "available_bytes", lambda fs: 1 << 40)
     monkeypatch.setenv("PATH", "/nowhere")
     said.append("prometheus is not installed (Debian: apt-get install prometheus)")
-    assert script.main() == 2
-    monkeypatch.setattr(script, "why_not", lambda: "network namespaces need root on Linux")
+    assert rehearsal.main() == 2
+    monkeypatch.setattr(rehearsal, "why_not", lambda: "network namespaces need root on Linux")
     said.append("network namespaces need root on Linux")
-    assert script.main() == 2
+    assert rehearsal.main() == 2
     assert capsys.readouterr().err.splitlines() == [f"error: rehearse: {reason}" for reason in said]
 
 
-def test_the_model_has_the_shape_of_405b(script: Any, tmp_path: Path) -> None:
+def test_the_model_has_the_shape_of_405b(tmp_path: Path) -> None:
     """126 layers over 191 files, some of them in two; every header is accepted; chats begin with the right tokens."""
     folder = tmp_path / "model"
-    script.rehearsal_model.write(folder)
+    rehearsal_model.write(folder)
     config = from_folder(folder)
     assert (config.num_layers, config.num_heads, config.num_kv_heads) == (126, 128, 8)
     assert config.dtype == "bfloat16"
@@ -64,6 +57,10 @@ def test_the_model_has_the_shape_of_405b(script: Any, tmp_path: Path) -> None:
     assert text.tokenizer.decode(text.encode("héllo wörld")) == "héllo wörld"
 
 
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder)}
+
+
 def left(folder: Path) -> list[str]:
     """What remains of a rehearsal whose temporary files were in the folder: its files, and processes that name it."""
     words = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
@@ -76,8 +73,7 @@ def left(folder: Path) -> list[str]:
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_one_leaves_nothing(tmp_path: Path, signum: int, code: int) -> None:
     """While ranks of preflight are at work on both nodes."""
-    words = [sys.executable, str(SCRIPT), "--per-node", "1"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as run:
+    with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True, env=environment(tmp_path)) as run:
         assert run.stdout is not None
         assert any("preflight" in line for line in run.stdout)
         assert left(tmp_path)
@@ -91,10 +87,7 @@ def test_an_interrupted_one_leaves_nothing(tmp_path: Path, signum: int, code: in
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_a_rehearsal_with_one_rank_a_node(tmp_path: Path) -> None:
     """Every step, its faults included: nothing lost, nothing duplicate, no stream broken, nothing left."""
-    words = [sys.executable, str(SCRIPT), "--per-node", "1"]
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
-    )
+    done = subprocess.run(COMMAND, capture_output=True, text=True, env=environment(tmp_path), check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert "alert: LaddertronRankDown, rank 1 on n1" in done.stdout
     assert "500 answers, 0 lost, 0 duplicate; 4 streams, 0 broken" in done.stdout

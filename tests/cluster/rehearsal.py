@@ -1,10 +1,10 @@
 """`make rehearse`: the deployment of Llama 3.1 405B from `check` to `acceptance`, on two emulated nodes of eight ranks
 and a spare, with the shipped files and a model scaled down. Faults are real: a rank is killed, a node cut off.
 
-    python tools/benchmarks/rehearsal.py --write       as root; renews the transcript in docs/operating.md
-    python tools/benchmarks/rehearsal.py --per-node 1  the same steps with a rank on each node
+    PYTHONPATH=tests python -m cluster.rehearsal --write       as root; renews the transcript in docs/operating.md
+    PYTHONPATH=tests python -m cluster.rehearsal --per-node 1  the same steps with a rank on each node
 
-The nodes are those of tests/cluster. Everything is in one temporary folder and ends with this process.
+Everything is in one temporary folder and ends with this process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from laddertron.tools.demos.monitoring_demo import MONITORING, query
+from laddertron.tools.demos.serving import ROOT
+from laddertron.topology.hardware.sysfs import Sysfs, available_bytes
+from openai import OpenAI
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "monitoring"), str(HERE)]
+from cluster import rehearsal_model
+from cluster.launching import ranks_on, running
+from cluster.nodes import Cluster, why_not
 
-import rehearsal_model  # noqa: E402
-from cluster.launching import ranks_on, running  # noqa: E402
-from cluster.nodes import Cluster, why_not  # noqa: E402
+sys.path[:0] = [str(ROOT / "tests" / "monitoring"), str(ROOT / "tools" / "benchmarks")]
+
 from common import renewed  # noqa: E402
-from laddertron.tools.demos.monitoring_demo import MONITORING, query  # noqa: E402
-from laddertron.tools.demos.serving import ROOT as CONFIGS  # noqa: E402
-from laddertron.topology.hardware.sysfs import Sysfs, available_bytes  # noqa: E402
-from openai import OpenAI  # noqa: E402
 from rule_scale import scaled  # noqa: E402
 
 PAGE = ROOT / "docs" / "operating.md"
@@ -96,7 +95,7 @@ class Rehearsal:
 
     def write(self, shipped: str, **parallel: Any) -> None:
         """The shipped file for these nodes and this model: what differs from a site's is written over it."""
-        found = yaml.safe_load((CONFIGS / "configs" / shipped).read_text())
+        found = yaml.safe_load((ROOT / "configs" / shipped).read_text())
         slots = [f"{name}:{self.per_node}" for name in self.cluster.names]
         stages = found["parallel"].get("pipeline_parallel_size", 1)
         size = 2 * self.per_node // stages
