@@ -24,10 +24,8 @@ ENV_SECRET = "LADDERTRON_SECRET"
 """The launch's secret as hex. Never on a command line: those can be read by everyone on a node."""
 
 PING_S = 1.0
-SILENCE_S = 10.0
-"""A rank that has heard nothing for so long ends itself."""
-LIFE_S = SILENCE_S + 2.0
-"""By then it has, even if only its watchdog could."""
+WATCHDOG_S = 2.0
+"""So long after a rank's silence_s it has ended, even if only its watchdog could."""
 QUIET_S = 3.0
 """A rank that has said nothing for so long hears nothing either until it speaks again: were it cut off, every ping that
 still reached it would put off its end, and with it the time from which its place can be taken."""
@@ -118,7 +116,7 @@ class ControlServer:
         rank without an end must have ended itself, since nothing is sent to it any more."""
         if timeout_s is None:
             last = max((peer.sent_at for peer in self._ranks.values()), default=0.0)
-            timeout_s = max(0.0, last + LIFE_S - time.monotonic())
+            timeout_s = max(0.0, last + self.welcome.silence_s + WATCHDOG_S - time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
                 while self._ranks:

@@ -1,6 +1,6 @@
 """A rank's end of the control channel, on two threads of its own, so that heartbeats and the loss of the channel do not
 depend on the main thread. Create it before importing torch: start-up then sends heartbeats. A rank whose channel ends
-without a Shutdown, or is silent for SILENCE_S, exits at once, which frees its device for the next launch.
+without a Shutdown, or is silent for its Welcome's silence_s, exits at once, which frees its device for the next launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ... import __version__
 from ...engine.request import TokensEvent
 from ...topology.json_codec import ReadError
 from . import frames, messages
-from .control import ENV_ADDRESS, ENV_SECRET, LIFE_S, SILENCE_S
+from .control import ENV_ADDRESS, ENV_SECRET, WATCHDOG_S
 from .frames import FrameError
 from .processes import boot_id, start_time
 
@@ -69,13 +69,13 @@ class ControlClient:
         dump: Callable[[], dict[str, Any]] | None = None,
         *,
         connect_s: float = 30.0,
-        silence_s: float = SILENCE_S,
+        silence_s: float | None = None,
         watchdog: bool = True,
         version: str = __version__,
         end: Callable[[str], None] = _end_process,
     ) -> None:
         self.rank = rank
-        self._beat, self._dump, self._end, self._silence_s = beat, dump, end, silence_s
+        self._beat, self._dump, self._end = beat, dump, end
         self._watchdog = watchdog
         self._lock = threading.Condition()
         self._commands: deque[messages.Command] = deque()
@@ -92,7 +92,8 @@ class ControlClient:
             raise ConnectionError(f"the daemon began with {type(welcome).__name__}, not Welcome")
         self.config, self.replica, self.world_size = welcome.config, welcome.replica, welcome.world_size
         self.standby = welcome.standby
-        self._socket.settimeout(silence_s)
+        self._silence_s = welcome.silence_s if silence_s is None else silence_s
+        self._socket.settimeout(self._silence_s)
         pid = os.getpid()
         self._put(messages.Hello(rank, local_rank, socket.gethostname(), pid, start_time(pid) or 0, boot_id(), version))
         threads = (self._read_on, "control-read"), (self._write_on, "control-write")
@@ -208,7 +209,7 @@ class ControlClient:
     def _arm_watchdog(self) -> None:
         now = time.monotonic()
         if self._watchdog and not self._closing and now - self._armed > 0.5:  # each time costs a thread
-            faulthandler.dump_traceback_later(self._silence_s + LIFE_S - SILENCE_S, exit=True)
+            faulthandler.dump_traceback_later(self._silence_s + WATCHDOG_S, exit=True)
             self._armed = now
 
     def _take(self, message: messages.ServerMessage) -> None:

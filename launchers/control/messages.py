@@ -40,6 +40,10 @@ ShortText = Annotated[str, MaxLen(64)]
 Hex = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
+SILENCE_S = 10.0
+"""The least silence that ends a rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Challenge:
     """Server -> stranger, first."""
@@ -66,7 +70,8 @@ class Proof:
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """Server -> rank, first: what to run. `config` is the resolved configuration as JSON text. `standby`: come up
-    as far as that goes without weights, say Standing, and wait for Load."""
+    as far as that goes without weights, say Standing, and wait for Load. `silence_s`: a rank that has heard nothing for
+    so long ends itself."""
 
     type: Literal["welcome"] = field(default="welcome", kw_only=True)
     config: Annotated[str, MaxLen(16 * MAX_TEXT)]
@@ -74,6 +79,7 @@ class Welcome:
     world_size: Size
     version: ShortText
     standby: bool = False
+    silence_s: float = SILENCE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,9 @@ class Launch:
         `owner` may be another one later."""
         self.owner, self._command, self._options = owner, command, options
         secret = new_secret()
-        welcome = messages.Welcome(config_json, options.replica, options.world_size, __version__, standby)
+        welcome = messages.Welcome(
+            config_json, options.replica, options.world_size, __version__, standby, options.timeouts.silence_s
+        )
         self._secret_hex, self._serving = secret.hex(), serving
         self._server = ControlThread(self, secret, welcome, options.control_host)
         self._board = RankBoard(options.world_size, options.timeouts, time.monotonic(), options.stage_ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..control.messages import SILENCE_S
 from .rank_logs import RankWords
 
 
@@ -21,6 +22,8 @@ class JobTimeouts:
     first_step_s: float = 120.0
     least_step_s: float = 10.0
     """See StepWatch."""
+    silence_s: float = SILENCE_S
+    """After which a rank that hears nothing ends itself. MPI's start holds the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)

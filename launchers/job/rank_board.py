@@ -12,8 +12,7 @@ from typing import Any
 
 from ... import __version__
 from ...engine.request import ModelLimits
-from ..control.control import SILENCE_S
-from ..control.messages import Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
+from ..control.messages import SILENCE_S, Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled, unreachable
 from .options import JobTimeouts
 

@@ -110,7 +110,7 @@ class Rehearsal:
         found["engine"] |= {"device": "cpu", "threads": 1, "kv_cache_memory": "64MiB"}
         found["daemon"] = {
             "data_dir": str(self.folder / "data"), "export_dir": str(self.folder / "export"), "drain_timeout": "5m",
-            "heartbeat_timeout": "30s",
+            "heartbeat_timeout": "60s",
         }  # fmt: skip
         found["acceptance"] = {"min_speed": 0, "max_load": 1, "recovery_margin": "1h"}
         self.config.write_text(yaml.safe_dump(found, sort_keys=False))

@@ -197,6 +197,8 @@ def test_spares_take_the_place_of_lost_hosts() -> None:
 
 def test_a_fleet_is_ready_for_the_supervisor() -> None:
     """Commands by replica, loopback control while all is local, times from the config."""
+    patient = Fleet(deployment("daemon.heartbeat_timeout=30s"), {}, "laptop").options(0, restart=True).timeouts
+    assert (patient.dead_s, patient.silence_s) == (30.0, 30.0)
     fleet = Fleet(deployment("daemon.heartbeat_timeout=4s", "daemon.max_restarts=1"), {}, "laptop")
     assert fleet.local
     command = fleet.command(0)

@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -408,13 +409,15 @@ def test_the_end_of_the_channel_ends_the_rank_at_once() -> None:
     with_channel(story)
 
 
-def test_a_silent_channel_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [0.4, None], ids=["its own limit", "the daemon's limit"])
+def test_a_silent_channel_ends_the_rank(monkeypatch: pytest.MonkeyPatch, own: float | None) -> None:
     """The link is cut: no end of the connection is ever seen, only that the pings stay away."""
     monkeypatch.setattr(control, "PING_S", 60.0)
 
     async def story(channel: Channel) -> None:
         lost: queue.Queue[str] = queue.Queue()
-        client = await asyncio.to_thread(channel.client, silence_s=0.4, end=lost.put)
+        channel.server.welcome = replace(channel.server.welcome, silence_s=FOR_EVER_S if own else 0.4)
+        client = await asyncio.to_thread(channel.client, silence_s=own, end=lost.put)
         reason = await asyncio.to_thread(lost.get, timeout=HANG_S)
         assert reason == "nothing was heard on the control channel for 0.4 s"
         await asyncio.to_thread(client.close)
@@ -609,9 +612,10 @@ def test_a_rank_without_an_end_is_gone_once_it_must_have_ended_itself(monkeypatc
     """Cut off an hour after the last that was sent to it, which here is all but half a second ago: that long, and no
     longer, the launch waits for its end; a rank that ended is not waited for."""
     monkeypatch.setattr(control, "PING_S", FOR_EVER_S)
-    monkeypatch.setattr(control, "LIFE_S", FOR_EVER_S)
+    monkeypatch.setattr(control, "WATCHDOG_S", FOR_EVER_S)
 
     async def story(channel: Channel) -> None:
+        channel.server.welcome = replace(channel.server.welcome, silence_s=0.0)
         for rank in (0, 1):
             reader, writer, sealed = await prove(channel, rank)
             writer.write(sealed.frame(to_wire(Hello(rank, rank, "x", 1, 1, "", ""))))
