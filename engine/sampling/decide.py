@@ -50,11 +50,22 @@ def winner(score: Array, ids: Array) -> tuple[Array, Array]:
 
 
 def total_mass(peak: Array, mass: Array, scale: Array) -> tuple[Array, Array]:
-    """(peak, mass) of the whole vocabulary from each rank's [tp, R]; masses are sums of exp((x - peak) * scale)."""
-    top = peak.max(0)
+    """(peak, mass) of the whole vocabulary from each rank's [tp, R]; masses are sums of exp((x - peak) * scale), added
+    two by two in one binary tree: a part of the ranks may have been added before."""
+    if len(peak) == 1:
+        return peak[0], mass[0]
+    odd = len(peak) % 2
+    left, right = slice(0, len(peak) - odd, 2), slice(1, None, 2)
+    top = np.maximum(peak[left], peak[right])
     with np.errstate(invalid="ignore"):
-        parts = np.where(mass > 0.0, mass * np.exp((peak - top) * scale), 0.0)
-    return top, parts.sum(0)
+        both = [np.where(mass[i] > 0.0, mass[i] * np.exp((peak[i] - top) * scale), 0.0) for i in (left, right)]
+    rest = slice(len(peak) - odd, None)
+    return total_mass(np.concatenate([top, peak[rest]]), np.concatenate([both[0] + both[1], mass[rest]]), scale)
+
+
+def tree_sum(parts: Array) -> Array:
+    """Over axis 0, as `total_mass` adds."""
+    return total_mass(np.zeros_like(parts), parts, np.ones(1))[1]
 
 
 def merge(lists: Array) -> tuple[Array, Array, Array]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...topology.hardware.cuda_stack import triton_missing
 from ...topology.transport import native
 from ...topology.transport.native import bind
+from .decide import NO_ID, total_mass, tree_sum, winner
 from .philox import gumbel as torch_gumbel
 
 NOISE, MASS, LIMIT = 1, 2, 4
@@ -239,6 +240,35 @@ class NativeShard:
         arrays = [a.ctypes.data for a in (seed, position, choice, flat, out)]
         self._gumbel(*arrays, out.size)
         return out
+
+
+class SharedShard:
+    """A shard in equal shares, each summed up by itself: what all shares of the vocabulary come to does not depend on
+    how many of them a rank has. `columns`: the shard's, the padding among them."""
+
+    def __init__(self, first: int, columns: int, shares: int, device: torch.device) -> None:
+        self._whole, self._each = make_shard(first, device), columns // shares
+        self._shares = [make_shard(first + at * self._each, device) for at in range(shares)]
+        self.top, self.gumbel = self._whole.top, self._whole.gumbel
+
+    def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
+        found = np.stack([rows] * len(self._shares))
+        found["peak"], found["best"], found["peak_id"], found["best_id"] = -np.inf, -np.inf, NO_ID, NO_ID
+        for name in ("mass", "count", "bad"):
+            found[name] = 0
+        for at, (shard, part) in enumerate(zip(self._shares, found, strict=True)):
+            own = slice(at * self._each, min((at + 1) * self._each, logits.raw.shape[1]))
+            if own.start < own.stop:
+                changed = None if logits.changed is None else logits.changed[:, own]
+                shard.scan(Logits(logits.raw[:, own], changed, logits.where), picked, part)
+        own_peak = np.isnan(rows["reference"])
+        _, relative = total_mass(found["peak"], found["mass"], rows["inv_temperature"])
+        rows["mass"] = np.where(own_peak, relative, tree_sum(found["mass"]))
+        for value in ("peak", "best"):
+            ids, share = winner(found[value], found[f"{value}_id"])
+            rows[f"{value}_id"] = np.where(ids > np.iinfo(np.int32).max, NO_ID, ids)
+            rows[value] = found[value][share, np.arange(len(rows))]
+        rows["count"], rows["bad"] = found["count"].sum(0), found["bad"].any(0)
 
 
 def make_shard(first: int, device: torch.device) -> LogitsShard:

@@ -26,7 +26,7 @@ from .decide import Array
 from .device_sampler import DeviceDraw, Fetch, Gathered
 from .digest import Digests, row_digests
 from .grammar import Grammars
-from .logits_shard import TorchShard, make_shard
+from .logits_shard import SharedShard, TorchShard, make_shard
 from .logprobs import Scorer
 from .penalties import SlotEdits
 from .slots import SamplingPlan, SlotTable
@@ -89,8 +89,10 @@ class Sampler:
         device: torch.device,
         grammars: Grammars | None = None,
         on_device: OnDevice | None = None,
+        shares: int = 1,
     ) -> None:
-        """on_device: how `start` draws; without it every draw passes through the host."""
+        """on_device: how `start` draws; without it every draw passes through the host. shares: of the shard, each of
+        which is summed by itself."""
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
         self.step, self.grammars = 0, grammars
         self.routed: Callable[[], bytes] = bytes
@@ -98,7 +100,8 @@ class Sampler:
         self.per_node, self._routed = 1, b""
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
-        work = make_shard(shard.start, device)
+        one = shares == 1
+        work = make_shard(shard.start, device) if one else SharedShard(shard.start, len(shard), shares, device)
         scorer = Scorer(vocab_size, shard.start, self.columns, work, self._exchange)
         self._tools = StepContext(work, scorer, self._slots, self._first_exchange, self._exchange)
         self._digest = np.zeros(8, np.uint8)

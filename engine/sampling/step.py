@@ -243,7 +243,7 @@ class Step:
             (found,) = self.tools.exchange([self._before(rows, limit, limit_id)])
             inside: Array = np.zeros(len(rows), np.bool_)
             if judged:
-                count, mass = found["count"].sum(0), found["mass"].sum(0)
+                count, mass = found["count"].sum(0), rule.tree_sum(found["mass"])
                 filters = self.plan.filters.take(rows)
                 inside = rule.passes_filters(limit, count, mass, self.peak[rows], self.mass[rows], filters)
             self.ids[rows[inside]], self.raw[rows[inside]] = limit_id[inside], raw[inside]

@@ -19,7 +19,7 @@ import torch
 from ...models.attention import AttentionBackend, Capturable, KVCache, block_bytes
 from ...models.attention_choice import make_attention, make_cache
 from ...models.config.model_config import ModelConfig
-from ...models.config.shapes import replicates_embedding
+from ...models.config.shapes import LEAVES, replicates_embedding
 from ...models.lanes import model_class
 from ...models.llama import LlamaModel
 from ...models.pages import HeldPages
@@ -177,7 +177,9 @@ def build(
     on_device, why = drawn_on_device(communicator, device, attention, bool(parallel.deterministic))
     if device.type == "cuda":
         voice.say(f"drawn ids: {why}")
-    sampler = _sampler(share, Path(deployment.text_folder), keys, communicator, device, on_device)
+    nests = parallel.deterministic == "everywhere" and share.config.vocab_size % LEAVES == 0
+    shares = LEAVES // communicator.size if nests else 1
+    sampler = _sampler(share, Path(deployment.text_folder), keys, communicator, device, on_device, shares)
     if share.config.experts is not None and share.shard.samples:
         sampler.routed, sampler.per_node = model.routed, communicator.layout.per_node
     runner = _runner(share, keys, communicator, model, cache, attention, sampler, num_blocks)
@@ -294,12 +296,13 @@ def _sampler(
     communicator: Communicator,
     device: torch.device,
     on_device: OnDevice | None,
+    shares: int,
 ) -> Any:
     """Draws on the ranks that hold the head; a stand-in on those of earlier stages."""
     if not share.shard.samples:
         return NoDraws()
     size, grammars = share.config.vocab_size, make_grammars(text, share.config, keys.max_whitespace)
-    return Sampler(size, share.shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars, on_device)
+    return Sampler(size, share.shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars, on_device, shares)
 
 
 def _runner(

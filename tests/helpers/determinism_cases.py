@@ -127,7 +127,9 @@ def _answers(
         for event in engine.step():
             assert event.finish in (None, "stop", "length"), event.message
             scores = event.logprobs or ()
-            found.setdefault(f"{event.request_id}.{event.choice}", []).extend((s.token, s.digest) for s in scores)
+            found.setdefault(f"{event.request_id}.{event.choice}", []).extend(
+                (s.token, s.digest, s.logprob, s.top) for s in scores
+            )
     engine.close()
     return found, engine.scheduler.snapshot()
 
@@ -141,6 +143,21 @@ def digests(
         built = build(with_rows(folder, rank.size, dtype, "everywhere", weights), communicator, CPU)
         check = RowCheck(built.runner, sequences(seed)[:6])
         return [check.digests(sequence) for sequence in range(6)]
+    finally:
+        communicator.close()
+
+
+def scores(rank: Rank, folder: str, dtype: str, seed: int, vocab: int) -> dict[str, Any]:
+    """On rank 0 what requests of all filters draw and score, under `everywhere`."""
+    communicator = rank.connect(None, CommOptions(deterministic="everywhere"))
+    try:
+        built = build(with_rows(folder, rank.size, dtype, "everywhere"), communicator, CPU)
+        filters: list[dict[str, Any]] = [{}, {"top_p": 0.7}, {"min_p": 0.01}, {"top_p": 0.95, "top_k": 90}]
+        prompts = checkpoints.prompts(8, longest=20, seed=seed, vocab=vocab)
+        asked = [
+            request(i, p, max_tokens=8, temperature=1.0, logprobs=3, **filters[i % 4]) for i, p in enumerate(prompts)
+        ]
+        return _answers(rank, built, communicator, asked)[0]
     finally:
         communicator.close()
 

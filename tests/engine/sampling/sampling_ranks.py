@@ -72,9 +72,18 @@ def width(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp)
 
 
-def make(vocab_size: int, tp: int, rank: int, gather: Gather, slots: int, grammars: Grammars | None = None) -> Sampler:
+def make(
+    vocab_size: int,
+    tp: int,
+    rank: int,
+    gather: Gather,
+    slots: int,
+    grammars: Grammars | None = None,
+    shares: int = 1,
+) -> Sampler:
     n = width(vocab_size, tp)
-    return Sampler(vocab_size, range(rank * n, (rank + 1) * n), slots, gather, torch.device("cpu"), grammars)
+    shard = range(rank * n, (rank + 1) * n)
+    return Sampler(vocab_size, shard, slots, gather, torch.device("cpu"), grammars, None, shares)
 
 
 def cut(logits: torch.Tensor, tp: int, rank: int) -> torch.Tensor:

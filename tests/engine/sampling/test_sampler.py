@@ -458,3 +458,39 @@ def test_no_number_that_clients_may_send_makes_logits_nonfinite(scale: float) ->
         return bad
 
     assert Ranks(1).run(task)[0] == []
+
+
+@pytest.mark.parametrize("without", [(), ("laddertron.engine.sampling._noise",)])
+def test_in_sixteen_shares_every_size_reports_the_same_bits(
+    run_seed: int, without: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn ids, their log-probabilities, those of prompts and the borders of top_p and min_p, by C and by torch: one
+    rank against 2, 4, 8 and 16. Of the rows some are masked almost whole, one is flat and one has a NaN."""
+    load = native.load
+    monkeypatch.setattr(native, "load", lambda name: None if name in without else load(name))
+    rng = np.random.default_rng(run_seed)
+    vocab, rows, steps = 1600, 12, 2
+    logits = torch.from_numpy(rng.standard_normal((steps, rows, vocab)).astype(np.float32) * 3)
+    logits[:, 1], logits[1:, 2, 700] = 0.0, torch.nan
+    filters: tuple[dict[str, Any], ...]
+    filters = ({}, {"top_p": 0.99}, {"top_p": 0.5}, {"min_p": 1e-3}, {"top_p": 0.9, "top_k": 700}, {"top_p": 0.999})
+    asked = [params(seed=row, logprobs=row % 5, **filters[row % 6]) for row in range(rows)]
+    asked[7] = replace(asked[7], allowed_token_ids=(3, 1599))
+
+    def answers(tp: int) -> list[Any]:
+        def task(rank: int, gather: Gather) -> list[Any]:
+            sampler = make(vocab, tp, rank, gather, rows, shares=16 // tp)
+            for row, one in enumerate(asked):
+                sampler.admit(sequence(row, one))
+            drawn = [sampler.sample(cut(step, tp, rank), range(rows)) for step in logits]
+            scores = sampler.score(cut(logits[0], tp, rank), np.arange(rows) * 60, 3)
+            return [[(step.ids.tolist(), step.logprobs, step.nonfinite.tolist()) for step in drawn], scores]
+
+        found = Ranks(tp).run(task)
+        assert all(other == found[0] for other in found)
+        return found[0]
+
+    alone = answers(1)
+    assert [sum(bad) for _, _, bad in alone[0]] == [0, 1]
+    for tp in (2, 4, 8, 16):
+        assert answers(tp) == alone
