@@ -98,16 +98,26 @@ def texts(folder: Path, results: list[Sampled]) -> list[str | None]:
     return out
 
 
+REGEX, CHOICES = r"[0-9]{3}-[a-c]{1,4}x", ["yes", 'no "never"', "vielleicht\nspäter\\"]
+
+
+def of_all_kinds() -> list[SamplingParams]:
+    grammars = [spec(json=PERSON), spec(regex=REGEX), spec(choice=CHOICES), None]
+    draws: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.7}, {"top_k": 3}]
+    return [params(one, seed=i, **draw) for one in grammars for i, draw in enumerate(draws)]
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path) -> list[Sampled]:
+    """What one rank draws for them."""
+    return write(folder, 1, of_all_kinds(), 260)[0]
+
+
 @pytest.mark.parametrize("tp", [1, 2, 8])
-def test_every_text_obeys_its_grammar(folder: Path, tp: int) -> None:
+def test_every_text_obeys_its_grammar(folder: Path, single: list[Sampled], tp: int) -> None:
     """A schema, a regex, a choice and any object, beside a free row, drawn from noise by greedy, plain and filtered
     sampling: every text that ended parses; the ids are those of one rank, and the free row's those without grammars."""
-    regex, choices = r"[0-9]{3}-[a-c]{1,4}x", ["yes", 'no "never"', "vielleicht\nspäter\\"]
-    grammars = [spec(json=PERSON), spec(regex=regex), spec(choice=choices), None]
-    draws: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.7}, {"top_k": 3}]
-    requests = [params(one, seed=i, **draw) for one in grammars for i, draw in enumerate(draws)]
-    ranks = write(folder, tp, requests, 260)
-    single = write(folder, 1, requests, 260)[0] if tp > 1 else ranks[0]
+    ranks = [single] if tp == 1 else write(folder, tp, of_all_kinds(), 260)
     for mine in ranks:
         for step, other in zip(mine, single, strict=True):
             assert (step.ids == other.ids).all()
@@ -121,8 +131,8 @@ def test_every_text_obeys_its_grammar(folder: Path, tp: int) -> None:
         assert 0 <= person["age"] <= 150
         assert len(person["name"]) <= 5
         assert set(person["tags"]) <= {"a", "b"}
-    assert all(text is not None and re.fullmatch(regex, text) for text in found[4:8])
-    assert all(text in choices for text in found[8:12])
+    assert all(text is not None and re.fullmatch(REGEX, text) for text in found[4:8])
+    assert all(text in CHOICES for text in found[8:12])
 
 
 def test_any_json_object(folder: Path) -> None:
