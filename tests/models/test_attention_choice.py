@@ -36,6 +36,26 @@ def test_on_a_cpu() -> None:
         chosen("flashinfer")
 
 
+def test_over_latents() -> None:
+    """The same words: the kernels where they serve, which deterministic needs; flashinfer is refused."""
+    config = SimpleNamespace(head_dim=40, num_layers=1, latent=object(), attention_scale=0.2, sliding_window=None)
+    shard: Any = SimpleNamespace(config=config, num_heads=4, num_kv_heads=1)
+
+    def latent(wanted: str, dtype: torch.dtype = BF16, deterministic: bool = False) -> str:
+        cache = attention_choice.make_cache(shard, 2, 4, dtype, CPU)
+        return make_attention(wanted, shard, cache, BF16, deterministic)[0].name
+
+    kernels = Kernels.find() is not None
+    assert latent("auto") == ("cpu, latent" if kernels else "torch, latent")
+    assert latent("torch") == latent("auto", torch.float32) == "torch, latent"
+    if kernels:
+        assert latent("auto", deterministic=True) == "cpu, latent"
+    with pytest.raises(AttentionError, match=r"parallel.deterministic with engine.attention=torch, latents torch.bf"):
+        latent("torch", deterministic=True)
+    with pytest.raises(AttentionError, match="flashinfer does not compute latent attention here; use auto or torch"):
+        latent("flashinfer")
+
+
 def test_the_library_is_taken_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "_library", lambda *_: LIBRARY)
     monkeypatch.setattr(attention_choice, "_store", lambda _: None)
