@@ -45,11 +45,12 @@ def random_prompt(dice: random.Random, vocab: int, length: int) -> tuple[int, ..
     return tuple(dice.randrange(min(FIRST_ID, vocab - 1), vocab) for _ in range(length))
 
 
-def run_case(engine: Engine, case: Case, vocab: int, seed: int) -> Timing:
-    """One run, greedily, of prompts that no earlier seed had (a prefix cache would compute nothing)."""
+def run_case(engine: Engine, case: Case, vocab: int, seed: int, top_p: float = 1.0) -> Timing:
+    """One run of prompts that no earlier seed had (a prefix cache would compute nothing): greedily, or with top_p."""
     dice = random.Random(seed)
+    heat = 0.0 if top_p == 1.0 else 0.8
     for number in range(case.batch):
-        params = SamplingParams(max_tokens=case.generate, seed=number, temperature=0.0)
+        params = SamplingParams(max_tokens=case.generate, seed=number, temperature=heat, top_p=top_p)
         engine.add(Request(f"bench-{seed}-{number}", random_prompt(dice, vocab, case.prompt), params))
     if engine.scheduler.limits.microbatches > 1:
         return _by_tokens(engine, case)

@@ -18,14 +18,17 @@ from laddertron.engine.step.build import drawn_on_device
 from laddertron.engine.step.cuda_graphs import make_graphs
 from laddertron.engine.step.runner import Runner
 from laddertron.engine.step.share import DTYPES
+from laddertron.models import ops_choice
 from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import architecture
 from laddertron.models.config.model_config import Dtype, ModelConfig, make_wiring
 from laddertron.models.config.shapes import check_shapes, replicates_embedding
+from laddertron.models.cuda.fp8 import LARGEST, Fp8, multiplies_fp8
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
 from laddertron.models.stages import RankShard
+from laddertron.models.weights.tensor_reader import FP8
 from laddertron.topology.comm.collectives import Collective
 from laddertron.topology.comm.groups import Communicator
 
@@ -58,15 +61,27 @@ class Size:
 def fill(model: LlamaModel, seed: int = 0) -> None:
     """Random weights of the size that trained ones have, norms at one; then what `load` does after reading."""
     generator = torch.Generator(model.norm.weight.device).manual_seed(seed)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.data.fill_(1.0)
+            parameter.data.fill_(2e-4 if name.endswith("weight_scale") else 1.0)
+        elif parameter.dtype == FP8:
+            wide = torch.empty(parameter.shape, dtype=torch.bfloat16, device=parameter.device)
+            parameter.data.copy_(wide.normal_(0.0, 100.0, generator=generator).clamp_(-LARGEST, LARGEST))
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
     model.prepare()
 
 
-def make_model(size: Size, communicator: Communicator, device: torch.device | None = None) -> LlamaModel:
+def fp8_products(layers: int, device: torch.device) -> Fp8:
+    """All of every layer's in fp8, as models/ops_choice.py has them computed."""
+    names = frozenset(f"layers.{i}.{name}" for i in range(layers) for name in ("qkv", "o", "gate_up", "down"))
+    gpu = device.type == "cuda"
+    return Fp8(names, gpu and multiplies_fp8(device), fused=ops_choice._triton_ops() if gpu else None)
+
+
+def make_model(
+    size: Size, communicator: Communicator, device: torch.device | None = None, fp8: bool = False
+) -> LlamaModel:
     """One rank's share of a random model. Raises ShapeError."""
     config, dtype = size.config(), DTYPES[size.dtype]
     device = device or torch.device("cpu")
@@ -79,6 +94,7 @@ def make_model(size: Size, communicator: Communicator, device: torch.device | No
         dtype=dtype,
         device=device,
         positions=size.positions + 1,
+        stored=fp8_products(size.layers, device) if fp8 else None,
         replicate_embedding=replicates_embedding(config, dtype.itemsize, len(communicator.layout.nodes) > 1),
     )
     fill(model)

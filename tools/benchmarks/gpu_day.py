@@ -1,5 +1,6 @@
 """What one GPU shows, as one command (`make gpu`): its environment, the tests that need it, decoding beside
-transformers, prompts and mixed steps, one rank's shard beside the published speeds. Never ran on a GPU.
+transformers, in fp8 and with top_p, prompts and mixed steps, one rank's shard beside the published speeds, and what
+`plan` predicts beside each. Kernels are compiled first, which no figure counts. Never ran on a GPU.
 
     python tools/benchmarks/gpu_day.py                         under nine minutes on an H100; no network
     python tools/benchmarks/gpu_day.py --only shard --again    these parts again
@@ -46,11 +47,13 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process: `argv` behind the interpreter, limited to so many seconds. Its JSON lines are its result."""
+    """One process: `argv` behind the interpreter, limited to so many seconds. Its JSON lines are its result. `apart`:
+    it compiles what a later one measures, and its time is not of the day's minutes."""
 
     name: str
     argv: tuple[str, ...]
     limit_s: float
+    apart: bool = False
 
 
 def parts(device: str, tiny: bool) -> list[Part]:
@@ -58,13 +61,28 @@ def parts(device: str, tiny: bool) -> list[Part]:
     decode, shard = ((str(HERE / "gpu" / f"{name}.py"), *where) for name in ("gpu_decode", "gpu_shard"))
     one, prompts = ("--batch", "1", "--gen", "2", "--engines", "ours"), ("8", "32") if tiny else ("1024", "8192")
     few = ("--repeat", "1") if tiny else ("--repeat", "2", "--gen", "48")
+    ours, two = (*few, "--engines", "ours"), ("--batch", "1,4" if tiny else "1,256")
     short = ("--steps", "2", "--rounds", "1", "--context", "64", "--batch", "1") if tiny else ("--batch", "1,16")
-    tests = TESTS[:1] if tiny else TESTS
-    return [
-        Part("tests", ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", *tests), 150),
-        Part("decode", (*decode, *few, "--engines", "ours"), 150),
+    tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", *(TESTS[:1] if tiny else TESTS))
+    measured = [
+        Part("tests", tests, 150),
+        Part("decode", (*decode, *ours), 150),
+        Part("decode fp8", (*decode, *ours, *two, "--fp8"), 80),
+        Part("decode top_p", (*decode, *ours, *two, "--top-p", "0.9"), 80),
         Part("shard 70b", (*shard, *short, "--cases", "70b"), 100),
         Part("shard 405b", (*shard, *short, "--cases", "405b"), 120),
+    ]
+    # Kernels depend on widths and types, not on how many layers, steps or sequences there are.
+    once = ("--layers", "2", "--batch", "1")
+    fewest = {"decode": ("--gen", "2", "--repeat", "1"), "shard": ("--steps", "2", "--rounds", "1"), "tests": ()}
+    compiled = [
+        Part(f"compile {p.name}", (*p.argv, *(*once, *fewest[kind]) * (kind != "tests")), 400, apart=True)
+        for p in measured
+        for kind in [p.name.split()[0]]
+    ]
+    return [
+        *[part for part in compiled if not tiny or part.name == "compile shard 70b"],
+        *measured,
         Part("transformers", (*decode, *few, "--engines", "transformers"), 100),
         *[Part(f"prompts of {n}", (*decode, *few[:2], *one, "--prompt", n), 60) for n in prompts],
     ]
@@ -119,12 +137,17 @@ def markdown(found: Mapping[str, Any]) -> str:
         last = "" if result["ok"] and name != "tests" else " ".join(result["said"][-1:])
         ended.append((name, "yes" if result["ok"] else result["code"], result["seconds"], last))
     out += table("part | ended | seconds | last words", ended)
-    decodes = [line for name in ("decode", "transformers") for line in _lines(results, name, "engine")]
+    decodes = [
+        line
+        for name in results
+        if name.startswith(("decode", "transformers"))
+        for line in _lines(results, name, "engine")
+    ]
     prompts = [line for name in results if name.startswith("prompts") for line in _lines(results, name, "engine")]
     shards = [line for name in results if name.startswith("shard") for line in _lines(results, name, "wiring")]
     if decodes:
         floor = max(line["copy_gb_s"] for result in results.values() for line in result["lines"] if "copy_gb_s" in line)
-        words = f"{decodes[0]['model']}, bf16; the copy bandwidth is {floor:,.0f} GB/s."
+        words = f"{decodes[0]['model']}; the copy bandwidth is {floor:,.0f} GB/s; predicted: by `plan`."
         out += ["", words, "", speed_table(decodes, floor * 1e9)]
     mixed = [line for line in decodes if "mixed_ms" in line]
     rows = [(f"{line['batch']} decodes and a prompt of {line['prompt']}", line["mixed_ms"]) for line in mixed]
@@ -143,7 +166,8 @@ def _lines(results: Mapping[str, Found], name: str, key: str) -> list[Found]:
 def bars(decodes: Sequence[Found], shards: Sequence[Found]) -> list[str]:
     """Each bar with its figure, reached or not; nothing for what was not measured."""
     out = []
-    ours = [line["share"] for line in decodes if line["engine"] == "laddertron" and line["batch"] == 1]
+    plain = [line for line in decodes if (line["weights"], line["draw"]) == ("bf16", "greedy")]
+    ours = [line["share"] for line in plain if line["engine"] == "laddertron" and line["batch"] == 1]
     if ours:
         verdict = _verdict(max(ours) >= DECODE_BAR)
         out.append(f"- Decoding at batch 1: {max(ours):.0%} of the copy bandwidth (bar {DECODE_BAR:.0%}): {verdict}.")
@@ -181,7 +205,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="toy models, for the code and not for figures")
     parser.add_argument("--only", default="", help="parts whose names begin so")
     parser.add_argument("--again", action="store_true", help="also those that have ended")
-    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins later, none goes on for longer")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="no part begins later, none goes on for longer; compiling is not counted",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_day.json")
     return parser.parse_args()
 
@@ -204,13 +233,16 @@ def main() -> int:
     for part in parts(args.device, args.tiny):
         left = args.minutes * 60 - (time.monotonic() - began)
         done = found["parts"].get(part.name)
-        if not part.name.startswith(args.only) or (done is not None and done["ok"] and not args.again):
+        if not part.name.removeprefix("compile ").startswith(args.only) or (
+            done is not None and done["ok"] and not args.again
+        ):
             continue
-        if left <= 0:
+        if left <= 0 and not part.apart:
             print(f"{part.name}: left for the next call", file=sys.stderr)
             continue
         print(f"{part.name} …", file=sys.stderr, flush=True)
-        found["parts"][part.name] = run(part, min(part.limit_s, left), paths)
+        found["parts"][part.name] = run(part, part.limit_s if part.apart else min(part.limit_s, left), paths)
+        began += found["parts"][part.name]["seconds"] * part.apart
         _write(args.out, json.dumps(found, indent=1))
         _write(args.out.with_suffix(".md"), markdown(found))
     print(markdown(found))

@@ -2,7 +2,7 @@
 
 Runs every case of cases.py in a process of its own (run_case.py), compares the collectives of all ranks, runs the tests
 that need Triton or FlashInfer, and compares the figures with the table in docs/performance.md; --write renews it.
-`gpu_dry.py NAME…` runs these cases alone. Exits with 1 for a fault or a figure that is not the table's.
+`gpu_dry.py NAME…` runs these cases and their rows alone. Exits with 1 for a fault or a figure that is not the table's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,14 @@ def row(found: dict[str, Any]) -> str:
     return f"| {' | '.join(parts)} |"
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    return "\n".join([HEAD, *map(row, found)])
+def table(rows: Iterable[str]) -> str:
+    return "\n".join([HEAD, *rows])
+
+
+def renewed(old: str, new: Iterable[str]) -> str:
+    """The table with these rows in place of the old ones of their names, in the order of CASES."""
+    rows = {line.split(" | ")[0]: line for line in (*old.splitlines()[2:], *new)}
+    return table(rows[key] for case in CASES if (key := f"| {case.name}") in rows)
 
 
 def written() -> tuple[str, str, str]:
@@ -121,14 +128,14 @@ def main() -> int:
     faults += [f"ranks: {fault}" for f in orders for fault in f["faults"]]
     faults += tests.result() if tests is not None else []
     if all(f["rows"] for f in found):
-        print(now := table(found))
-        if not names:
-            before, old, after = written()
-            if "--write" in sys.argv:
-                DOCS.write_text(before + now + after)
-            elif old != now:
-                news = [line for line in now.splitlines() if line not in old.splitlines()]
-                faults.append(f"not as in {DOCS.name}; `make gpu-dry WRITE=yes` renews it:\n" + "\n".join(news))
+        print(table(new := [row(f) for f in found]))
+        before, old, after = written()
+        now = renewed(old, new)
+        if "--write" in sys.argv:
+            DOCS.write_text(before + now + after)
+        elif old != now:
+            news = [line for line in new if line not in old.splitlines()]
+            faults.append(f"not as in {DOCS.name}; `make gpu-dry WRITE=yes` renews it:\n" + "\n".join(news))
     print("\n".join(faults) or f"{len(cases)} cases, {len(orders)} orders of collectives: no fault")
     return 1 if faults else 0
 

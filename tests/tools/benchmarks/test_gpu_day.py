@@ -35,9 +35,9 @@ def call(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_it_goes_on_where_it_was_cut_off(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Interrupted in its third part: two stand in the file. The next call runs the third and all after it, a last one
+    """Interrupted in its third part: the file has two. The next call runs the third and all after it, a last one
     nothing; --again runs what it names; a part that failed is tried again; another machine's figures go."""
-    out, ran, cut = tmp_path / "day.json", list[str](), ["shard 70b"]
+    out, ran, cut = tmp_path / "day.json", list[str](), ["decode"]
 
     def run(part: Any, limit_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
         assert 0 < limit_s <= part.limit_s
@@ -58,7 +58,7 @@ def test_it_goes_on_where_it_was_cut_off(gpu_day: Any, monkeypatch: pytest.Monke
     assert call(gpu_day, monkeypatch, "--out", str(out)) == 0
     assert ran == [*names, "transformers"]
     assert call(gpu_day, monkeypatch, "--out", str(out), "--only", "shard", "--again") == 0
-    assert ran[-2:] == ["shard 70b", "shard 405b"]
+    assert ran[-3:] == ["compile shard 70b", "shard 70b", "shard 405b"]
     found = json.loads(out.read_text())
     out.write_text(json.dumps(found | {"environment": found["environment"] | {"device": "another"}}))
     ran.clear()
@@ -71,13 +71,37 @@ def test_nothing_begins_when_time_is_over(
     gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_day, "run", lambda *_: pytest.fail("it began"))
-    assert call(gpu_day, monkeypatch, "--out", str(tmp_path / "day.json"), "--minutes", "0") == 0
+    assert call(gpu_day, monkeypatch, "--out", str(tmp_path / "day.json"), "--minutes", "0", "--only", "decode") == 0
     assert "decode: left for the next call" in capsys.readouterr().err
+
+
+def test_compiling_comes_first_and_is_not_counted(
+    gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every measured part on a GPU has one before all of them that compiles the same; its time is given back."""
+    parts = gpu_day.parts("cuda", False)
+    compiled = [part for part in parts if part.apart]
+    assert parts[: len(compiled)] == compiled
+    assert [part.name.removeprefix("compile ") for part in compiled] == [p.name for p in parts[len(compiled) :]][:6]
+    assert {"decode fp8", "decode top_p"} <= {part.name for part in parts}
+    clock, limits = [0.0], dict[str, float]()
+
+    def run(part: Any, limit_s: float, environment: Mapping[str, str]) -> dict[str, Any]:
+        limits[part.name], took = limit_s, 399.0 if part.apart else 1.0
+        clock[0] += took
+        return result() | {"seconds": took}
+
+    monkeypatch.setattr(gpu_day, "run", run)
+    monkeypatch.setattr(gpu_day.time, "monotonic", lambda: clock[0])
+    assert call(gpu_day, monkeypatch, "--out", str(tmp_path / "day.json"), "--minutes", "1") == 0
+    assert limits["compile shard 70b"] == 400
+    assert limits["tests"] == 60
 
 
 def test_the_page(gpu_day: Any) -> None:
     """What was measured, what failed, what is not installed, and each bar with its verdict."""
     both = {"batch": 1, "prefill_tok_s": 1000.0, "decode_tok_s": 66.0, "prompt": 512, "model": "8B-shaped"}
+    both |= {"weights": "bf16", "draw": "greedy", "predicted_ms": 6.4}
     ours = both | {"engine": "laddertron", "attention": "flashinfer", "cuda_graphs": True, "step_ms": 15.0}
     decode = ours | {"gb_s": 1800.0, "share": 0.9, "mixed_ms": 40.0}
     shard = {"model": "70B", "interconnect": "p2p", "batch": 1, "k": 0}
@@ -89,6 +113,7 @@ def test_the_page(gpu_day: Any) -> None:
     assert "| tests | yes | 1.5 | 3 passed |" in page
     assert "| transformers | 124 | 1.5 | 3 passed |" in page
     assert "| 1 decodes and a prompt of 512 | 40.00 |" in page
+    assert "| flashinfer | on | bf16 | greedy | 1 | 1,000 | 15.00 | 6.40 | 66 | 90% |" in page
     assert "90% of the copy bandwidth (bar 85%): reached." in page
     (bar,) = gpu_day.bars([], shards)
     assert bar.startswith("- Ladder's shard of 70B, p2p, batch 1, no multiprocessor held: 0.90 of no-communication")
@@ -123,5 +148,5 @@ def test_a_part_runs_on_a_cpu(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "day.json").read_text())["parts"]
-    assert [len(part["lines"]) for part in found.values()] == [4, 4]
+    assert [len(part["lines"]) for part in found.values()] == [4, 4, 4]
     assert "| tiny | emulated 2x8xH100, 16 ranks, pure delay | 1 |" in (tmp_path / "day.md").read_text()

@@ -30,7 +30,7 @@ def lines(k: int, standard: float, ladder: float, silent: float = 80.0) -> list[
     times = dict(zip(WIRINGS, (standard, (standard + silent) / 2, ladder, silent), strict=True))
     same = {
         "model": "70B", "interconnect": "p2p", "device": "a GPU", "fabric": "emulated 8xH100", "timed_by": "kernel",
-        "layers": 80, "of_layers": 80, "batch": 4, "predicted_us": 250.0, "alone_us": 250.0,
+        "layers": 80, "of_layers": 80, "batch": 4, "plan_ms": 116.0, "predicted_us": 250.0, "alone_us": 250.0,
     }  # fmt: skip
     return [
         {**same, "k": 0 if name == "no-communication" else k, "wiring": name, "step_ms": ms, "tokens_s": 4e3 / ms}
@@ -44,7 +44,8 @@ def test_a_row_has_the_law_and_the_published_figures_beside_what_was_measured(re
     cells = report.row(lines(0, 120.0, 84.0))
     assert cells[:3] == ["70B", "emulated 8xH100, pure delay", 4]
     assert cells[3:9] == ["250.0 / 250.0", "500.0", "0.50", "1.50", "1.43", "90%"]
-    assert cells[11:] == ["1.28", "80%", "258.6 / 331.5 / 307.3 / 355.8"]
+    assert cells[10:12] == ["33.3 / 47.6 / 40.0 / 50.0", "34.5 / 34.5 / 34.5 / 34.5"]
+    assert cells[12:] == ["1.28", "80%", "258.6 / 331.5 / 307.3 / 355.8"]
 
 
 def test_each_k_has_its_row_and_shares_the_silent_step(report: Any) -> None:

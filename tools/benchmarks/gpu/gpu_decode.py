@@ -9,7 +9,7 @@ share: bytes that a decode step must read (weights that are multiplied by, keys 
 median time, of the copy bandwidth measured here (bytes read and written over time). Every case is run --repeat times
 with new prompts after a warm-up; the median is given, with the least and the most. transformers generates greedily with
 its own cache, the same lengths, in the same process when laddertron's memory has been given back. mixed_ms: a step of
-so many decodes and one more sequence's whole prompt.
+so many decodes and one more sequence's whole prompt. predicted_ms: what `plan` says of a step on this GPU.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from typing import Any
 import torch
 from bench_model import Size, make_model, make_runner
 from common import say, table, versions
+from gpu_predicted import ALONE, predicted_ms
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, drain
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import Case, random_prompt, run_case
 from laddertron.tools.bench.bench_rank import matmul_bytes
+from laddertron.tools.plan.roofline import Load
 from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
@@ -55,6 +57,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gen", type=int, default=None, help="default 64 (12 with --tiny)")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--attention", default="auto", choices=["auto", "torch", "flashinfer"])
+    parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
+    parser.add_argument("--fp8", action="store_true", help="laddertron's products in fp8")
+    parser.add_argument("--top-p", type=float, default=1.0, help="below 1: draw so, at temperature 0.8")
     parser.add_argument("--engines", default="ours,transformers", help="ours, transformers or both")
     args = parser.parse_args()
     args.batch = args.batch or ("1,4" if args.tiny else "1,16,64,256")
@@ -71,10 +76,10 @@ def main() -> int:
     torch.set_grad_enabled(False)
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     batches = [int(batch) for batch in args.batch.split(",")]
-    size = Size(
-        "toy" if args.tiny else "8B-shaped", **(TOY if args.tiny else LLAMA_8B), dtype="bfloat16", tied=False,
-        positions=args.prompt + args.gen + 1,
-    )  # fmt: skip
+    shape = TOY if args.tiny else LLAMA_8B
+    shape = shape | {"layers": args.layers or shape["layers"]}
+    name, positions = "toy" if args.tiny else "8B-shaped", args.prompt + args.gen + 1
+    size = Size(name, **shape, dtype="bfloat16", tied=False, positions=positions)
     floor = copy_bandwidth(device, (16 if args.tiny else 1024) << 20)
     there = {"CUDA": torch.version.cuda, **versions("torch", "triton", "flashinfer-python", "transformers")}
     said = ", ".join(f"{name} {number}" for name, number in there.items() if number)
@@ -119,21 +124,25 @@ def machine(device: torch.device) -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def read_bytes(size: Size, batch: int, context: float) -> float:
+def read_bytes(size: Size, batch: int, context: float, fp8: bool = False) -> float:
     """Bytes that a decode step reads at least."""
     config = size.config()
     item = 2  # bfloat16
     a_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
-    return matmul_bytes(config, item) + batch * context * a_position
+    layers = matmul_bytes(config, item) - config.vocab_size * config.hidden_size * item
+    return matmul_bytes(config, item) - layers * fp8 / 2 + batch * context * a_position
 
 
 def case_line(
     what: dict[str, Any], size: Size, args: argparse.Namespace, batch: int, prefill: list[float], step: list[float]
 ) -> Line:
     """prefill, step: seconds of each repetition; of a step the median of its run."""
-    median = statistics.median(step)
+    median, context = statistics.median(step), args.prompt + args.gen / 2
+    fp8 = what["weights"] == "fp8"
+    load, device = Load(decodes=batch, context=context), torch.device(args.device)
     return what | {
         "model": size.name,
+        "predicted_ms": predicted_ms(size.config(), ALONE, device, load, "standard", fp8),
         "batch": batch,
         "prompt": args.prompt,
         "gen": args.gen,
@@ -141,7 +150,7 @@ def case_line(
         "step_ms": round(median * 1e3, 4),
         "step_ms_least_most": [round(min(step) * 1e3, 4), round(max(step) * 1e3, 4)],
         "decode_tok_s": round(batch / median, 1),
-        "gb_s": float(f"{read_bytes(size, batch, args.prompt + args.gen / 2) / median / 1e9:.5g}"),
+        "gb_s": float(f"{read_bytes(size, batch, context, fp8) / median / 1e9:.5g}"),
     }
 
 
@@ -149,7 +158,7 @@ def ours(size: Size, batches: list[int], args: argparse.Namespace, device: torch
     """laddertron, without and, on a GPU, with CUDA graphs."""
     bootstrap = StoreBootstrap(open_store("127.0.0.1", 0, master=True), 0, 1)
     with connect(bootstrap, GroupLayout(((0,),)), CommOptions()) as communicator:
-        model = make_model(size, communicator, device)
+        model = make_model(size, communicator, device, args.fp8)
         for graphs in (False, True) if device.type == "cuda" and args.attention != "torch" else (False,):
             yield from run_engine(model, communicator, size, batches, args, graphs)
             release(device)
@@ -177,13 +186,15 @@ def run_engine(
         "attention": runner.attention.name,
         "ops": model.ops.name,
         "cuda_graphs": runner.graphed,
+        "weights": "fp8" if args.fp8 else "bf16",
+        "draw": "greedy" if args.top_p == 1.0 else f"top_p {args.top_p:g}",
     }
     seed = 0
     for batch in batches:
         prefill, step = [], []
         for repetition in range(args.repeat + 1):
             seed += 1
-            timing = run_case(engine, Case(batch, args.prompt, args.gen), size.vocab, seed)
+            timing = run_case(engine, Case(batch, args.prompt, args.gen), size.vocab, seed, args.top_p)
             if repetition:  # the first one warms up
                 prefill.append(timing.prefill_s)
                 step.append(timing.step_s)
@@ -254,9 +265,8 @@ def theirs(size: Size, batches: list[int], args: argparse.Namespace, device: tor
             if repetition:
                 prefill.append(found["prefill_s"])
                 step.append(found["step_s"])
-        yield case_line(
-            {"engine": "transformers", "attention": "sdpa", "cuda_graphs": False}, size, args, batch, prefill, step
-        )
+        what = {"engine": "transformers", "attention": "sdpa", "cuda_graphs": False, "weights": "bf16"}
+        yield case_line(what | {"draw": "greedy"}, size, args, batch, prefill, step)
 
 
 def speed_table(lines: list[Line], floor: float) -> str:
@@ -266,11 +276,13 @@ def speed_table(lines: list[Line], floor: float) -> str:
     for line in lines:
         graphs = "on" if line["cuda_graphs"] else "off"
         ratio = f"{peer[line['batch']] / line['step_ms']:.2f}x" if line["batch"] in peer else ""
-        speeds = (f"{line['prefill_tok_s']:,.0f}", f"{line['step_ms']:.2f}", f"{line['decode_tok_s']:,.0f}")
+        plan = f"{line['predicted_ms']:.2f}" if line["predicted_ms"] and line["engine"] != "transformers" else ""
+        speeds = (f"{line['prefill_tok_s']:,.0f}", f"{line['step_ms']:.2f}", plan, f"{line['decode_tok_s']:,.0f}")
         share = f"{line['gb_s'] * 1e9 / floor:.0%}"
-        rows.append((line["engine"], line["attention"], graphs, line["batch"], *speeds, share, ratio))
-    head = "engine | attention | graphs | batch | prefill tokens/s | step ms | decode tokens/s"
-    return "\n".join(table(f"{head} | of the copy bandwidth | as fast as transformers", rows))
+        what = (line["engine"], line["attention"], graphs, line["weights"], line["draw"], line["batch"])
+        rows.append((*what, *speeds, share, ratio))
+    head = "engine | attention | graphs | weights | draw | batch | prefill tokens/s | step ms | predicted"
+    return "\n".join(table(f"{head} | decode tokens/s | of the copy bandwidth | as fast as transformers", rows))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_model import BLOCK, fill, rewired
+from bench_model import BLOCK, NAMES, fill, rewired
 from common import say
+from gpu_predicted import predicted_ms
 from gpu_shard_report import shard_table
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from laddertron.engine.step.share import DTYPES
@@ -35,6 +36,8 @@ from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
 from laddertron.models.stages import RankShard
+from laddertron.tools.plan.published import SHAPES
+from laddertron.tools.plan.roofline import Load
 from laddertron.topology.comm.collectives import Alone, Collective, Pending
 from laddertron.topology.comm.emulated import emulate
 from laddertron.topology.comm.ledger import Ledger
@@ -230,6 +233,13 @@ def _batch(
             "batch": batch,
             "context": rank.context,
             "wiring": lane.wiring,
+            "plan_ms": predicted_ms(
+                config,
+                SHAPES[case.paper[1]],
+                rank.device,
+                Load(decodes=batch, context=rank.context),
+                NAMES.get(lane.wiring, lane.wiring),
+            ),
             "k": lane.held,
             "all_reduces": lane.all_reduces,
             "predicted_us": round(lane.emulation.seconds(message.nbytes) * 1e6, 2),

@@ -12,7 +12,8 @@ from laddertron.tools.plan.step_simulator import law
 Line = dict[str, Any]
 HEAD = (
     "model | fabric | batch | L alone / predicted, us | c, us | L/c | law | "
-    "ladder | hidden | parallel | tokens/s: standard, ladder, parallel, none | published: ladder | hidden | tokens/s"
+    "ladder | hidden | parallel | tokens/s: standard, ladder, parallel, none | predicted | "
+    "published: ladder | hidden | tokens/s"
 )
 
 
@@ -35,7 +36,7 @@ def _published(key: tuple[str, str, int]) -> list[str]:
 def row(lines: Sequence[Line]) -> list[object]:
     """Of one model, fabric, batch and k: standard, parallel and ladder lines, and the one of no communication."""
     by = {line["wiring"]: line for line in lines}
-    standard, ladder, parallel, silent = (by[w] for w in ("standard", "ladder", "parallel", "no-communication"))
+    four = standard, ladder, parallel, silent = [by[w] for w in ("standard", "ladder", "parallel", "no-communication")]
     # Embedding and head are counted in: c is a sub-block's share of the whole silent step.
     c_us = silent["step_ms"] * 1e3 / (2 * silent["layers"])
     ratio = standard["alone_us"] / c_us
@@ -53,7 +54,8 @@ def row(lines: Sequence[Line]) -> list[object]:
         f"{gain:.2f}",
         f"{share:.0%}",
         f"{standard['step_ms'] / parallel['step_ms']:.2f}",
-        " / ".join(f"{x['tokens_s']:.1f}" for x in (standard, ladder, parallel, silent)),
+        " / ".join(f"{x['tokens_s']:.1f}" for x in four),
+        " / ".join(f"{x['batch'] / x['plan_ms'] * 1e3:.1f}" for x in four if x["plan_ms"]),
         *_published((standard["model"], standard["interconnect"], standard["batch"])),
     ]
 
