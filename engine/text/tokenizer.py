@@ -98,6 +98,8 @@ class TextModel:
             raise TextError(f"{path} cannot be read as a tokenizer: {error}") from error
         if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
             raise TextError(f"{path} has a token with the id {largest}; at most {MAX_ID} is read: fetch the file again")
+        if not tokenizer.get_vocab_size():
+            raise TextError(f"{path} has an empty vocabulary: fetch the file again")
         config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
         try:
             template = template_source(folder, config)
@@ -137,12 +139,16 @@ class TextModel:
                     found[spaced] = None
         return tuple(found)
 
+    def compile_template(self) -> None:
+        """Once, where the checkpoint has one. Raises TemplateError."""
+        if self._template is None and self._template_source is not None:
+            self._template = ChatTemplate(self._template_source, self.special)
+
     def render(self, messages: list[dict[str, Any]], options: ChatOptions = ChatOptions()) -> str:
         """The prompt that the template makes of the messages. Raises TemplateError. May never return: see the top."""
-        if self._template_source is None:
-            raise TemplateError("this checkpoint has no chat template: send plain prompts to /v1/completions")
+        self.compile_template()
         if self._template is None:
-            self._template = ChatTemplate(self._template_source, self.special)
+            raise TemplateError("this checkpoint has no chat template: send plain prompts to /v1/completions")
         return self._template.render(
             messages, options.add_generation_prompt, options.continue_final_message, options.variables
         )

@@ -315,7 +315,8 @@ def _laneformer(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mode
 
 
 def _bos(fields: ConfigFields) -> int | None:
-    return fields.integer("bos_token_id", minimum=0) if "bos_token_id" in fields else None
+    last = fields.integer("vocab_size") - 1
+    return fields.integer("bos_token_id", minimum=0, maximum=last) if "bos_token_id" in fields else None
 
 
 def _same(fields: ConfigFields, key: str, values: list[T]) -> T:

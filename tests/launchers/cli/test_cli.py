@@ -283,6 +283,7 @@ def test_check_misses_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 WEIGHTS = "model.safetensors"
+EMPTY = b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'
 
 
 def cut_header(data: bytes) -> bytes:
@@ -309,7 +310,10 @@ def move_offsets(data: bytes) -> bytes:
         ("model.safetensors.index.json", lambda data: b'{"weight_map": {"a": "../x.safetensors"}}', "only bare"),
         ("tokenizer.json", lambda data: b"{}", "cannot be read as a tokenizer"),
         ("tokenizer.json", lambda data: data[:-20], "cannot be read as a tokenizer"),
+        ("tokenizer.json", lambda data: EMPTY, "has an empty vocabulary"),
         ("tokenizer_config.json", lambda data: b"[]", "holds a list"),
+        ("tokenizer_config.json", lambda data: b'{"chat_template": "{% for m in %}"}', "does not compile"),
+        ("config.json", lambda data: b'{"bos_token_id": 999999, ' + data.strip()[1:], "bos_token_id"),
     ],
 )
 def test_check_reads_the_weights_and_the_tokenizer_as_a_start_would(
