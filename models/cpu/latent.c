@@ -110,7 +110,7 @@ static void compute_body(void *args, int thread, int threads) {
     (void)threads;
     struct wave *w = args;
     const struct latents *l = w->l;
-    const int64_t width = l->rank + l->rotary, half = l->rotary / 2;
+    const int64_t width = l->rank + l->rotary, half = l->rotary / 2, bytes = width * (int64_t)size_of(l->type);
     const void *at[CHUNK + 1], *q[STRIP];
     const float *cos[STRIP], *sin[STRIP];
     int32_t seen[STRIP];
@@ -122,13 +122,16 @@ static void compute_body(void *args, int thread, int threads) {
         const int64_t base = (job - strip->job) * CHUNK, left = end_of(l, strip) - base;
         c.rows = strip->rows, c.count = left < CHUNK ? left : CHUNK;
         c.sum = w->slots + (job - w->from) * w->most * (l->rank + 2);
-        for (int64_t j = 0; j < c.count; j++) at[j] = slot_of(l, strip->sequence, base + j);
+        for (int64_t j = 0; j < c.count;) {
+            const char *slot = slot_of(l, strip->sequence, base + j);
+            for (int64_t left = l->block_size - (base + j) % l->block_size; left && j < c.count; left--, slot += bytes) at[j++] = slot;
+        }
         at[c.count] = at[c.count - 1];
         memset(seen, 0, sizeof seen);
         for (int64_t r = 0; r < strip->rows; r++) {
             const int64_t token = (strip->row + r) / l->heads, head = (strip->row + r) % l->heads;
             const int64_t sees = position_of(l, strip->sequence, token) + 1 - base;
-            q[r] = (const char *)l->x + (size_t)((token * (l->heads + 1) + head) * width) * size_of(l->type);
+            q[r] = (const char *)l->x + (token * (l->heads + 1) + head) * bytes;
             cos[r] = l->cos + token * half, sin[r] = l->sin + token * half;
             seen[r] = (int32_t)(sees < 0 ? 0 : sees < c.count ? sees : c.count);
         }
@@ -149,9 +152,11 @@ static void join_row(const struct wave *w, const struct strip *strip, int64_t r,
     else
         memset(sum, 0, bytes), *best = LATENT_NONE;
     for (int64_t job = strip->job > w->from ? strip->job : w->from; job < end && job < w->to; job++) {
-        const float *slot = w->slots + (job - w->from) * w->most * (rank + 2), *more = slot + r * rank;
+        const float *slot = w->slots + (job - w->from) * w->most * (rank + 2), *const more = slot + r * rank;
         const float own = slot[w->most * rank + r], peak = own <= *best ? *best : own;
         const float keep = expf(*best - peak), take = expf(own - peak);
+        const float *next = more + (job + 1 < end && job + 1 < w->to ? w->most * (rank + 2) : 0); /* too far for a core's own prefetcher */
+        for (int64_t i = 0; i < rank; i += CACHE_LINE / 4) __builtin_prefetch(next + i);
         for (int64_t i = 0; i < rank; i++) sum[i] = sum[i] * keep + more[i] * take;
         *total = *total * keep + slot[w->most * (rank + 1) + r] * take;
         *best = peak;

@@ -9,7 +9,7 @@ enum { LANES = 32, MOST = 12 };
 
 /* How many of what is left go together: instances are compiled for these. */
 #define EACH(CASE) CASE(1) CASE(2) CASE(4) CASE(8) CASE(12)
-INLINE int64_t step(int64_t left) { return left >= MOST ? MOST : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+INLINE int64_t step(int64_t left) { return left >= MOST && left != 16 ? MOST : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 /* Scores [T][LANES] of T positions (a constant) for V vectors (a constant) of queries, packed [width / 2][LANES][2]. Asks for the
  * lines of the `next` ones. */
@@ -86,13 +86,13 @@ INLINE WIDE void sums(const int T, const struct latent_chunk *c, const int32_t *
 /* The queries, rotated, as lanes [groups][width / 2][LANES][2]; zeros where a group has no more rows. */
 INLINE WIDE void pack(const struct latent_chunk *c, int32_t *q, int64_t groups) {
     const int64_t pairs = (c->rank + c->rotary) / 2;
-    int32_t row[LATENT_WIDEST / 2];
+    bf16 row[LATENT_WIDEST];
     memset(q, 0, sizeof *q * (size_t)(groups * pairs * LANES));
     for (int64_t r = 0; r < c->rows; r++) {
         memcpy(row, c->q[r], sizeof(bf16) * (size_t)c->rank);
-        wide_head((bf16 *)row + c->rank, (const bf16 *)c->q[r] + c->rank, NULL, c->cos[r], c->sin[r], c->rotary, c->rotary, 0.f);
+        wide_head(row + c->rank, (const bf16 *)c->q[r] + c->rank, NULL, c->cos[r], c->sin[r], c->rotary, c->rotary, 0.f);
         int32_t *to = q + r / LANES * pairs * LANES + r % LANES;
-        for (int64_t i = 0; i < pairs; i++) to[i * LANES] = row[i];
+        for (int64_t i = 0; i < pairs; i++) memcpy(to + i * LANES, row + 2 * i, 4);
     }
 }
 
