@@ -156,3 +156,19 @@ def test_halves_answer_as_transformers_does(ranks: Ranks, family: str, dtype: st
     for result in ranks(2, "latent_cases:distances", args | {"expected": want.tolist()}):
         print(result)
         assert result["median"] < 0.05 * result["scale"]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("deepseek_v3", "model.layers.3.eh_proj.weight"), ("longcat_flash", "model.mtp.embed.weight")]
+)
+def test_weights_that_predict_more_tokens_are_skipped_and_the_start_says_so(
+    ranks: Ranks, family: str, name: str, tmp_path: Path
+) -> None:
+    folder = checkpoints.save(tmp_path / "m", family)
+    (before,) = ranks(1, "latent_cases:announced", {"folder": str(folder)})
+    checkpoints.edit_config(folder, num_nextn_predict_layers=1)
+    checkpoints.edit_tensors(folder, lambda tensors: tensors | {name: torch.zeros(2, 2)})
+    (said,) = ranks(1, "latent_cases:announced", {"folder": str(folder)})
+    line = f"weights: 1 tensors that predict more than one token are not used ({name}, …)"
+    assert line in said
+    assert not any("predict" in each for each in before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -61,3 +62,18 @@ def distances(rank: Rank, folder: str, prompts: list[list[int]], expected: list[
     mine = want[:, vocab.start : vocab.stop]
     each = (got[:, : mine.shape[1]] - mine).abs().amax(1)
     return {"median": each.median().item(), "largest": each.max().item(), "scale": want.abs().max().item()}
+
+
+def announced(rank: Rank, folder: str) -> list[str]:
+    """What the start logs."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("laddertron.engine.step.build")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        engine_cases.build_on(rank, engine_cases.deployment(folder, 1))
+    finally:
+        log.removeHandler(handler)
+    return lines
