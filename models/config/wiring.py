@@ -114,8 +114,8 @@ def record(found: Mapping[str, Any], original: str | None, text_sha256: str) -> 
 
 
 def missing_record(folder: Path, config: ModelConfig) -> str | None:
-    """What to warn of: weights under another wiring than the stock one that were not evaluated."""
-    if config.wiring.name == "standard" or (folder / RECORD).is_file():
+    """What to warn of: weights under another wiring than their family has that were not evaluated."""
+    if config.wiring.name in ("standard", "shortcut") or (folder / RECORD).is_file():
         return None
     return (
         f"{folder}: {config.wiring.name} wiring and no {RECORD}: the weights were not evaluated: "

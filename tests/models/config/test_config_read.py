@@ -16,7 +16,7 @@ from laddertron.models.config.experts import MISSING, Experts, Router
 from laddertron.models.config.json_fields import MAX_JSON_BYTES, read_json
 from laddertron.models.config.latent import Latent
 from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
-from laddertron.models.config.wiring import WiringError, choose_wiring
+from laddertron.models.config.wiring import WiringError, choose_wiring, missing_record
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -306,6 +306,7 @@ def test_a_longcat_is_read_as_twice_as_many_layers(tmp_path: Path) -> None:
     assert c.latent is not None
     assert c.latent.scale == pytest.approx((64 / 32) ** 0.5)
     assert c.attention_scale == pytest.approx(20**-0.5 * (64 / 24) ** 0.5)
+    assert missing_record(tmp_path, c) is None
     for wanted in ("ladder", "standard", "no-communication"):
         with pytest.raises(WiringError, match="have a shortcut of their own: use wiring auto"):
             choose_wiring(c, wanted, allow_untrained=True)
