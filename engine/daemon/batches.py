@@ -200,7 +200,14 @@ class Batches:
             self._stops.pop(batch.id, None)
 
     async def _check_input(self, batch: BatchRow) -> None:
-        """Raises InputFault where its lines are not those that were uploaded."""
+        """Raises InputFault where its lines are not those that were uploaded, or another model answered some."""
+        model = self._core.model_digest()
+        if batch.completed and batch.model_digest is not None and model not in ("", batch.model_digest):
+            raise InputFault(
+                "model_changed",
+                f"{batch.completed} lines were answered by model {batch.model_digest}, this daemon serves "
+                f"{model}: send the others as a new batch",
+            )
         file = await self._store.read(lambda db: records.get_file(db, batch.input_file_id))
         if file is None:
             raise InputFault("input_file_missing", f"input file {batch.input_file_id} was deleted")

@@ -49,10 +49,11 @@ class Served:
         keys: Path | None = None,
         observer: Observer | None = None,
         probes: bool = False,
+        model: str = "a model",
     ) -> None:
         self.config, self._text_folder, self._make_jobs = config, text_folder, make_jobs
         self._store, self._keys, self._observer = store or StoreOptions(), keys, observer or Observer()
-        self.model = "a model"
+        self.model = model
         self.jobs: Sequence[Any] = ()
         self.daemon: Daemon
         self.code: int | None = None

@@ -122,6 +122,26 @@ def test_a_file_of_a_version_that_kept_no_digest_is_compared_by_its_size(folder:
         assert wait_batch(daemon.client(), batch.id).errors.data[0].code == "input_file_changed"
 
 
+def test_a_batch_is_not_continued_by_another_model(folder: Path, tmp_path: Path) -> None:
+    """It fails by name and keeps its answers; one without answers yet is computed."""
+    config = deployment(tmp_path)
+    with served(config, folder, half) as daemon:
+        batch = stopped_half_way(daemon, many(COUNT))
+    with served(config, folder, model="another") as daemon:
+        client = daemon.client()
+        ended = wait_batch(client, batch.id)
+        [error] = ended.errors.data
+        assert (ended.status, error.code) == ("failed", "model_changed")
+        assert "by model a model" in error.message
+        assert "serves another" in error.message
+        assert len(both(client, ended)[0]) == ended.request_counts.completed > 0
+        assert not daemon.jobs[0].submitted
+        daemon.on_loop(daemon.jobs[0].hold)
+        waiting = submit(client, many(2))
+    with served(config, folder, model="a third") as daemon:
+        assert wait_batch(daemon.client(), waiting.id).status == "completed"
+
+
 def alter(folder: Path, query: str, *values: object) -> int:
     db = sqlite3.connect(folder / "data" / "store.db")
     with db:
