@@ -57,6 +57,9 @@ class Recorder:
     def mlp(self, layer: int, residual: Stream) -> Stream:
         return self._compute(f"M{self.first_layer + layer}", residual)
 
+    def shortcut(self, layer: int, residual: Stream) -> Stream:
+        raise AssertionError("lanes have two sub-blocks")
+
     def attention_and_mlp(self, layer: int, residual: Stream) -> Stream:
         raise AssertionError("lanes have two sub-blocks")
 

