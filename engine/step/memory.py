@@ -187,8 +187,11 @@ def memory(
     expanded = elements.pop("kv_b", 0)
     wide = _fullest_part([sum(elements[p] for p in layer) for layer in stored.kept()], stored.kept(), layers)
     wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
-    mixed = 0 if c.experts is None else min(layers, sum(c.experts.layers))
-    of = {"qkv": layers, "o": layers, "gate_up": layers - mixed, "down": layers - mixed}
+    has = () if c.experts is None else c.experts.layers
+    beside = c.experts is not None and c.experts.beside  # in every other layer, so in half of a stage's
+    mixed = -(-layers * sum(has) // c.num_layers) if beside else min(layers, sum(has))
+    dense = layers if beside else layers - mixed
+    of = {"qkv": layers, "o": layers, "gate_up": dense, "down": dense}
     held = {p: n * (of[p] * linear + min(of[p], wide_layers[p]) * (other - linear)) for p, n in elements.items()}
     experts, router, expert_scales = _expert_elements(shard)
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
@@ -243,7 +246,7 @@ def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
         return 0, 0, 0
     inner, shared = len(shard.expert_ids) * len(shard.expert_ffn), len(shard.shared_ffn)
     outputs = 2 * (inner + shared) + d * (len(shard.expert_ids) + (shared > 0))
-    return 3 * d * (inner + shared), e.count * (d + e.router.biased), outputs
+    return 3 * d * (inner + shared), e.routed * (d + e.router.biased), outputs
 
 
 def _fullest_part(sizes: Sequence[int], wide: Sequence[tuple[str, ...]], layers: int) -> Sequence[tuple[str, ...]]:

@@ -78,6 +78,21 @@ def _latent(
     return replace(stock, latent=latent, head_dim=latent.width, layout="latent")
 
 
+def _longcat() -> ModelConfig:
+    """28 stored layers of two attentions, two MLPs and experts are 56 of one each."""
+    latent = Latent(512, 64, 128, 128, query_rank=1536, interleaved=True, scale=(6144 / 512) ** 0.5)
+    router = Router("softmax", wide=True, biased=True, normalises=False, scale=6.0)
+    stock = architecture("longcat_flash", 56, 6144, 64, 1, 12288, 131072, 131072, Rope(1e7, rotated=64), head_dim=576)
+    return replace(
+        stock,
+        latent=latent,
+        experts=Experts(512, 12, 2048, (True, False) * 28, router, identities=256, beside=True),
+        wiring=Wiring(("shortcut", "standard") * 28),
+        declares_wiring=True,
+        layout="shortcut",
+    )
+
+
 def _table() -> dict[str, ModelConfig]:
     ladder = "ladder_residual"
     return {
@@ -107,6 +122,7 @@ def _table() -> dict[str, ModelConfig]:
         ),
         "deepseek-v3": _latent(61, 7168, 128, 18432, 129280, 163840, 40.0, 256, dense=3, scale=2.5),
         "kimi-k2": _latent(61, 7168, 64, 18432, 163840, 131072, 32.0, 384, dense=1, scale=2.827),
+        "longcat-flash": _longcat(),
         "laneformer-2b": replace(
             architecture("laneformer_tp", 15, 3072, 32, 16, 12288, 32000, 4096),
             wiring=Wiring(("lanes",) * 15, lanes=Lanes(count=8, delay=2, layers=15)),

@@ -136,6 +136,11 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
     if not batches:
         return []
     low, high = batches[0], batches[-1]
+    if plan.question.config.wiring.name == "shortcut":
+        return [
+            "These weights read the experts' output three sub-blocks later, behind which its sum travels: at batch "
+            f"{low} they are {by_key['shortcut', low].speedup:.2f}x as fast as with experts and MLP in one sum."
+        ]
     gain, most = by_key["ladder", low], by_key["ladder", high]
     cost = by_key["standard", low].time
     text = (

@@ -128,7 +128,7 @@ def layouts(
     more are listed whether they fit or not, without a pipeline; all others where they fit, and parts of a node or
     pipelines where they are the cheapest of their weights and wiring at some batch or context."""
     variants = {name: make_wiring(name, config.num_layers) for name in ("standard", "ladder")}
-    if config.lanes is not None:  # whose weights fit no other wiring
+    if config.lanes is not None or config.wiring.name == "shortcut":  # whose weights fit no other wiring
         variants = {config.wiring.name: config.wiring}
     elif config.wiring.name not in variants and not config.wiring.desync_every:
         variants[config.wiring.name] = config.wiring

@@ -125,7 +125,7 @@ def _all_to_all(
     group = _group(config, stored, keys, devices, n, 1, sharing)
     room = memory(config, n * each, stored, keys, devices.memory_bytes, 1, sharing)
     costs, shape, moe = reference("nccl", devices.shape(2, 1)), devices.shape(2, 1), sum(e.layers)
-    visits = (n - 1) * (1.0 - (1.0 - 1.0 / n) ** e.chosen)
+    visits = (n - 1) * (1.0 - (1.0 - 1.0 / n) ** (e.chosen * e.count / e.routed))
     times, sent = list[float | None](), []
     for batch in BATCHES:
         rows = ceil(batch / n)
@@ -133,7 +133,11 @@ def _all_to_all(
         size = rows * visits * config.hidden_size * BYTES[stored.values] / each
         both = 2 * predict(costs, shape, "p2p", max(1, int(size)))
         pairs = zip(e.layers, own.mlp_s, all_rows.mlp_s, strict=True)
-        cost = replace(own, mlp_s=[many if mixed else few for mixed, few, many in pairs], all_reduce=Wire(both))
+        cost = replace(own, all_reduce=Wire(both))
+        if e.beside:
+            cost = replace(cost, beside_s=all_rows.beside_s)
+        else:
+            cost = replace(cost, mlp_s=[many if mixed else few for mixed, few, many in pairs])
         fits = room.sequences(work.prompt + work.output) >= rows
         times.append(simulate_step(cost, config.wiring, group.size).total_s if fits else None)
         sent.append(2 * moe * size)

@@ -181,7 +181,7 @@ def emulated_links(under: Links, emulation: Emulation) -> Links:
     return replace(under, wire=wire, source=emulation.label)
 
 
-def distinct_experts(count: int, chosen: int, rows: int) -> float:
+def distinct_experts(count: int, chosen: float, rows: int) -> float:
     """How many of `count` experts at least one of `rows` rows is expected to choose, if every choice is as likely."""
     return count * (1.0 - (1.0 - chosen / count) ** rows)
 
@@ -288,12 +288,13 @@ class SimulatedGroup:
         if e is None:
             return 0.0
         one = 3 * d * len(shard.expert_ffn)
-        read = distinct_experts(e.count, e.chosen, rows)
+        chosen = e.chosen * e.count / e.routed  # the rest return their input
+        read = distinct_experts(e.count, chosen, rows)
         if self.sharing.spread:
             read = most_on_a_rank(len(shard.expert_ids), read / e.count, self.size)
-        each = rows * e.chosen * 3.0 * d * e.ffn_size / self.size
-        chosen = max(2 * each / self.rates.flops, read * one * self.weight_bytes / self.rates.weight_bytes_per_s)
-        return chosen + self._product(3 * d * len(shard.shared_ffn), rows) + self._product(e.count * d, rows, True)
+        each = rows * chosen * 3.0 * d * e.ffn_size / self.size
+        experts = max(2 * each / self.rates.flops, read * one * self.weight_bytes / self.rates.weight_bytes_per_s)
+        return experts + self._product(3 * d * len(shard.shared_ffn), rows) + self._product(e.routed * d, rows, True)
 
     def _product(self, weights: float, rows: int, wide: bool = False) -> float:
         flops, each = (self._value_flops, self.value_bytes) if wide else (self.rates.flops, self.weight_bytes)

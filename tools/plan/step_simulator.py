@@ -246,7 +246,7 @@ def simulate_step(
         wiring = make_wiring("none", len(wiring.kinds))
 
     def stream(part: StepCost) -> Generator[None, None, _Stream]:
-        if silent and part.beside_s:
+        if part.beside_s and "shortcut" not in wiring.kinds:  # experts and MLP in one sum
             part = replace(part, mlp_s=[a + b for a, b in zip(part.mlp_s, part.beside_s, strict=True)])
         embedding = None if silent or not part.before.seconds else clock.send(part.before)
         yield

@@ -46,6 +46,7 @@ def by_name(name: str, fabric: str) -> dict[str, MixtureLayout]:
         ("glm-4.6", 352.8, 33.3),  # published: 357 with the layer for multi-token prediction, about 32 active
         ("deepseek-v3", 671.03, 37.55),
         ("kimi-k2", 1026.41, 32.86),
+        ("longcat-flash", 560.66, 32.2),  # published: at most 31.3, the embedding not counted
     ],
 )
 def test_published_sizes(name: str, billions: float, active: float) -> None:
@@ -96,6 +97,21 @@ def test_deepseek_v3_needs_two_nodes_and_fp8() -> None:
     assert "a rank needs" in verdicts["H100", False].memory.verdict
     messages = {x.name: x.messages for x in verdicts["H100", True].mixtures}
     assert (messages["flat"], messages["spread"]) == (122, 58)
+
+
+def test_the_shortcuts_sums_alone_cross_nodes() -> None:
+    """LongCat on 2 x 8: 28 messages between nodes in place of 140, which a step feels; no other wiring is offered."""
+    plan = make_plan(from_names("longcat-flash", Asked(preset("2x8xH100"), Work(), True), size=16, replicas=1))
+    found = {x.name: x for x in plan.mixtures}
+    assert (found["flat"].messages, found["spread"].messages) == (140, 28)
+    assert {x.wiring.name for x in plan.layouts} == {"shortcut"}
+    by_name = {p.wiring: p.time for p in plan.predictions if p.batch == 1}
+    spread, flat = (found[name].step_s[0] for name in ("spread", "flat"))
+    assert spread is not None
+    assert flat is not None
+    assert spread < 0.8 * flat
+    assert by_name["no-communication"].compute_s == pytest.approx(by_name["shortcut"].compute_s, rel=0.01)
+    assert any("three sub-blocks later" in sentence for sentence in plan.recommendation)
 
 
 def test_experts_read_are_those_of_all_choices_enumerated() -> None:
