@@ -308,23 +308,29 @@ def test_the_keys_command(tmp_path: Path) -> None:
     assert run_cli("keys", "add", path, "a\nb")[0] == 2
 
 
-def test_serve_says_what_is_wrong_before_anything_is_launched(tmp_path: Path) -> None:
+def test_serve_says_what_is_wrong_before_anything_is_launched(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A folder that is held, a port in use, no key file, an outer mpirun: exit code 2 and one line that names the
     fix."""
+
+    def serve(*words: str) -> tuple[int, str]:
+        return cli.main(["serve", config, *sets, *words]), capfd.readouterr().err
+
     config = str(ROOT / "configs" / "demo.yaml")
     sets = ("--set", f"daemon.data_dir={tmp_path / 'data'}")
     folder = write_folder(tmp_path / "tiny")
     with served(deployment(tmp_path), folder) as daemon:
-        code, said = run_cli("serve", config, *sets, "--set", "daemon.port=0")
+        code, said = serve("--set", "daemon.port=0")
         assert (code, "is held by process" in said) == (2, True)
-        code, said = run_cli("serve", config, *sets, "--set", f"daemon.port={daemon.port}")
+        code, said = serve("--set", f"daemon.port={daemon.port}")
         assert (code, "set daemon.port" in said) == (2, True)
     (tmp_path / "data" / "store.db").write_bytes(b"")
-    code, said = run_cli("serve", config, *sets, "--set", "daemon.port=0")
+    code, said = serve("--set", "daemon.port=0")
     assert (code, "serve --adopt" in said) == (2, True)
     spoilt = tmp_path / "keys.json"
     spoilt.write_text("[]")
-    code, said = run_cli("serve", config, *sets, "--set", f"daemon.api_key_file={spoilt}")
+    code, said = serve("--set", f"daemon.api_key_file={spoilt}")
     assert (code, "is not a key file" in said) == (2, True)
     outer = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
     environment = {**os.environ, **outer, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}

@@ -152,4 +152,4 @@ def test_a_system_without_files_of_memory_loads(
     monkeypatch.setattr(os, "memfd_create", forbidden)
     d = standing("nowhere", 1, "stored", False)
     assert loading.held_weights(source, d.model, d.parallel, alone, -1) is None
-    assert "will have to load" in caplog.text
+    assert "a hot standby has to load the weights" in caplog.text

@@ -143,7 +143,7 @@ def test_a_folder_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     """The modeling file's description and the keys that everyone else reads must say one model."""
     convert(checkpoints.save(tmp_path / "start", "ladder", tokenizer=False), tmp_path / "m", "laddertron")
     checkpoints.edit_config(tmp_path / "m", laddertron_wiring={"kind": "standard"})
-    with pytest.raises(ValueError, match="laddertron_model, by which the modeling file computes, says another model"):
+    with pytest.raises(ValueError, match="by which the modeling file computes, describes another model"):
         from_folder(tmp_path / "m")
 
 

@@ -65,6 +65,9 @@ class Model:
     def mlp(self, layer: int, residual: Number) -> Number:
         return Number(residual * 0.25 - layer)
 
+    def shortcut(self, layer: int, residual: Number) -> Number:
+        raise AssertionError("no layer has experts beside its MLP")
+
     def attention_and_mlp(self, layer: int, residual: Number) -> Number:
         return self.attention(layer, residual) + self.mlp(layer, residual)
 

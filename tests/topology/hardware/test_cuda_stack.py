@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from laddertron.engine.config.schema import LaunchConfig
 from laddertron.launchers.cli.__main__ import group, main
 from laddertron.launchers.cli.commands import check, topo
 from laddertron.launchers.rank import rank
@@ -186,7 +187,7 @@ def test_topo_and_check_list_what_this_host_lacks(
     said = " ".join(capsys.readouterr().out.split())
     assert "note: driver 570.86.15 is too old for CUDA 13.0" in said
     assert "note: no C++ compiler" in said
-    deployment: Any = SimpleNamespace(engine=SimpleNamespace(device="auto"))
+    deployment: Any = SimpleNamespace(engine=SimpleNamespace(device="auto"), launch=LaunchConfig())
     assert check.stack_warnings(deployment) == stack_faults(old)
     deployment.engine.device = "cpu"
     assert check.stack_warnings(deployment) == ()

@@ -204,7 +204,7 @@ def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkey
         ("mismatch", "tls_key", "is not the key of the first certificate"),
         ("no key", "tls_key", "no private key that can be used"),
         ("no certificate", "tls_cert", "no certificate in it"),
-        ("encrypted", "tls_key", "without a passphrase"),
+        ("encrypted", "tls_key", "passphrases are not supported"),
         ("weak", "tls_cert", "too weak to be used here"),
     ],
 )
