@@ -7,6 +7,9 @@ from __future__ import annotations
 import os
 import re
 import struct
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +20,14 @@ from ..config.json_fields import Refusal
 
 ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
 """Bytes of an element of each type that is read."""
+_ALL_ONES = {
+    "F32": ("I", 0x7FFFFFFF, 0x7F800000),
+    "BF16": ("H", 0x7FFF, 0x7F80),
+    "F16": ("H", 0x7FFF, 0x7C00),
+    "F8_E4M3": ("B", 0x7F, 0x7F),
+}
+"""An element as an integer (array's code), all but its sign, and the least of those that are NaN or infinite."""
+SAMPLE = 256
 MAX_HEADER_BYTES = 16 << 20
 """A tenth of a million tensors in one file; the format itself would allow 100 MB, which takes a gigabyte to parse."""
 MAX_INDEX_BYTES = 64 << 20
@@ -119,6 +130,29 @@ def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTe
     if end - begin != want:
         raise ValueError(f"tensor {label}: {dtype} {shape} takes {want} bytes, {end - begin} are announced")
     return StoredTensor(name, file, dtype, shape, base + begin, base + end)
+
+
+def check_finite(tensors: Iterable[StoredTensor]) -> None:
+    """Looks at SAMPLE elements at the begin, the middle and the end of each tensor. Raises CheckpointError for one that
+    is NaN or infinite: a damaged file, or weights that no answer comes from."""
+    by_file: defaultdict[Path, list[StoredTensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.dtype in _ALL_ONES:
+            by_file[tensor.file].append(tensor)
+    for file, held in by_file.items():
+        with file.open("rb", buffering=0) as stream:
+            for tensor in held:
+                code, mask, first = _ALL_ONES[tensor.dtype]
+                item = ITEMSIZES[tensor.dtype]
+                count, each = (tensor.end - tensor.begin) // item, SAMPLE * item
+                for start in {0, max(0, count // 2), max(0, count - SAMPLE)}:
+                    stream.seek(tensor.begin + start * item)
+                    data = array(code, stream.read(min(each, tensor.end - stream.tell())))
+                    if any(value & mask >= first for value in data):
+                        raise CheckpointError(
+                            f"{file}: tensor {shown(tensor.name)} has a value that is NaN or infinite: fetch the file "
+                            "again"
+                        )
 
 
 def _index_files(folder: Path, index: Path) -> dict[str, str]:

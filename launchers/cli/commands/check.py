@@ -65,9 +65,11 @@ def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 
 def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
-    """What ranks would refuse of the weights' headers, for a model that passed model_faults."""
+    """What ranks would refuse of the weights' headers, for a model that passed model_faults; and of a sample of their
+    values those that are NaN or infinite."""
     from ....models.config.model_config import from_folder
     from ....models.stages import RankShard, choose_layers, make_stages
+    from ....models.weights.checkpoint import check_finite
     from ....models.weights.mapping import open_source
 
     folder, p = Path(loaded.deployment.model.path), loaded.deployment.parallel
@@ -77,7 +79,10 @@ def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
         config = from_folder(folder)
         stages = make_stages(config, choose_layers(config, p.pipeline_parallel_size, p.pipeline_layers))
         for shard in (RankShard.of(stage, size, rank) for stage in stages for rank in range(size)):
-            if not open_source(folder, shard, config, seed).sharded_over:
+            source = open_source(folder, shard, config, seed)
+            if seed is None:
+                check_finite(source.tensors.values())
+            if not source.sharded_over:
                 return  # the checkpoint itself, the same for each rank
 
     yield from refused(loaded, "model.path", read_headers)

@@ -306,6 +306,8 @@ def move_offsets(data: bytes) -> bytes:
         (WEIGHTS, lambda data: data.replace(b"model.norm.weight", b"model.nrom.weight"), "model.norm.weight (64,)"),
         (WEIGHTS, lambda data: data.replace(b"F32", b"Z32"), "dtype Z32 is not one of"),
         (WEIGHTS, lambda data: b"version https://git-lfs", "git lfs pull"),
+        (WEIGHTS, lambda data: data[:-4] + b"\0\0\xc0\x7f", "has a value that is NaN or infinite"),
+        (WEIGHTS, lambda data: data[:-4] + b"\0\0\x80\xff", "has a value that is NaN or infinite"),
         ("model.safetensors.index.json", lambda data: b"{}", "bad index: weight_map is missing"),
         ("model.safetensors.index.json", lambda data: b'{"weight_map": {"a": "../x.safetensors"}}', "only bare"),
         ("tokenizer.json", lambda data: b"{}", "cannot be read as a tokenizer"),
