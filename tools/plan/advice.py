@@ -16,7 +16,7 @@ NEAR = 0.05
 """Predictions that differ by less than this are the same to us."""
 STOCK = ("standard", "split", "pipeline")
 """Layouts over two nodes that need no weights trained for them."""
-LADDER_UP_TO = ((8, 1.2), (math.inf, 0.25))
+LADDER_UP_TO = ((1, 1.3), (8, 2.0), (math.inf, 0.4))
 """For up to so many sequences, the L/c (what all-reduces add to a step without them) up to which ladder is the fastest
 layout of two nodes, and beyond which a pipeline of stock weights is: measured, docs/pictures/layouts.json."""
 
