@@ -15,7 +15,7 @@ SEEDS ?= 1-40
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: help env lock audit demo test test-newest lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-demo monitoring-test metric-docs plans quality snapshots bench-cross-node wheel clean
+.PHONY: help env lock audit demo test test-newest lint types unit cluster-test launch-test slurm-test fault-test fuzz chaos-demo monitoring-test metric-docs plans snapshots bench-cross-node wheel clean
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -109,9 +109,6 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 	@test -x build/mpich/bin/mpiexec || $(PY) -m pip install -q --no-deps --prefix build/mpich mpich==5.0.2
 	@$(VENV)/bin/pytest tests/cluster/test_slurm.py
 
-quality: env ## What the wirings are worth from scratch, three seeds (resumable; hours of one core)
-	@$(PY) tools/benchmarks/quality.py --minutes 480
-
 .PHONY: judges
 judges: env ## openai, litellm, guidellm, aiperf, vllm bench, LoadGen and lm-eval against the demo (JUDGES=names; 10 GB in build/judges)
 	@$(PY) tools/benchmarks/judges.py $(JUDGES)
@@ -149,9 +146,6 @@ fuzz: ## The API's description as a fuzzer, some 2,500 requests, and 360 batch f
 .PHONY: fuzz-parsers
 fuzz-parsers: ## Mutated input for each parser of foreign bytes, 100,000 cases each: no crash, bounded time and memory (an hour)
 	@LADDERTRON_SEED=$${LADDERTRON_SEED:-$$RANDOM} LADDERTRON_FUZZ_CASES=$${LADDERTRON_FUZZ_CASES:-100000} $(VENV)/bin/pytest tests/test_parser_fuzz.py -s
-
-monitoring-demo: env ## The daemon under load, a real Prometheus with the shipped rules; ^C ends it (Debian's prometheus)
-	@$(PY) -m laddertron.tools.demos.monitoring_demo
 
 monitoring-test: env ## Every panel and alert in a real Prometheus over four ranks on two nodes, each fault made (root; ten minutes)
 	@$(VENV)/bin/pytest tests/cluster/test_monitoring_live.py -s

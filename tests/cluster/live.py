@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -20,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from laddertron.tools.demos.monitoring_demo import Addresses, DemoClients, query
-from laddertron.tools.demos.serving import ROOT, ask, wait_until
+from laddertron.launchers.cli.batch_client import BatchClient
+from laddertron.tools.demos.serving import ROOT, ask, wait_until, write_lines
 from monitoring_queries import panel_queries
 from rule_scale import scaled
 
 from cluster.launching import ranks_on
-from cluster.live_parts import Gpus, Ports, poisoned_model
+from cluster.live_parts import MONITORING, Gpus, Ports, poisoned_model, query
 from cluster.nodes import Cluster
 
 HERE = Path(__file__).parent
@@ -38,12 +40,20 @@ DAEMON, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:9090"
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
 
 
+def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str:
+    """Uploads a batch of the demo's prompts and starts it; its id. `more`: of each completion's body."""
+    client = BatchClient(f"{daemon}/v1")
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
+        write_lines(Path(file.name), lines, **more)
+        uploaded = client.upload(Path(file.name))["id"]
+    return str(client.create(uploaded, "/v1/completions", window, None, secrets.token_hex(8))["id"])
+
+
 class Live:
     """What a test asks and harms. `seen`: panels' expressions that have found a series; `fired`: alerts that fired."""
 
     def __init__(self, cluster: Cluster, folder: Path, ports: Ports, gpus: Gpus, daemon: Any) -> None:
         self.cluster, self.folder, self.ports, self.gpus, self.daemon = cluster, folder, ports, gpus, daemon
-        self.at = Addresses(DAEMON, PROMETHEUS)
         self.seen: set[str] = set()
         self.fired: dict[str, float] = {}
 
@@ -119,11 +129,24 @@ class Live:
 
     @contextlib.contextmanager
     def traffic(self, clients: int = 3, **body: Any) -> Iterator[None]:
-        traffic = DemoClients(DAEMON, clients, body)
+        """Interactive clients that repeat a request inside the block; `body`: fields of it."""
+        end = threading.Event()
+
+        def repeat(number: int) -> None:
+            request = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 32, "seed": number, **body}
+            while not end.wait(0.05 * (number + 1)):
+                with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                    ask(f"{DAEMON}/v1/completions", request)
+
+        threads = [threading.Thread(target=repeat, args=(number,)) for number in range(clients)]
+        for thread in threads:
+            thread.start()
         try:
             yield
         finally:
-            traffic.close()
+            end.set()
+            for thread in threads:
+                thread.join(35)
 
     def tail(self) -> str:
         return (self.folder / "daemon.log").read_text()[-3000:]
@@ -211,9 +234,8 @@ def _write_configs(cluster: Cluster, folder: Path, gpus: str) -> None:
         "daemon": {"data_dir": str(folder / "data"), "drain_timeout": "2s", "max_restarts": 8, "log_format": "json"},
     }
     (folder / "deploy.yaml").write_text(yaml.safe_dump(deployment))
-    shipped = ROOT / "configs/monitoring"
-    (folder / "alerts.yml").write_text(scaled((shipped / "alerts.yml").read_text(), FACTOR))
-    config = yaml.safe_load((shipped / "prometheus.yml").read_text())
+    (folder / "alerts.yml").write_text(scaled((MONITORING / "alerts.yml").read_text(), FACTOR))
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["scrape_configs"][0]["static_configs"][0]["targets"] = ["127.0.0.1:8000", gpus]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))

@@ -1,5 +1,5 @@
 """What the live test has in the place of what its machine does not: RDMA ports in a tree of files, GPUs as a page of
-figures; and a model with a poisoned token.
+figures; a model with a poisoned token; queries of its Prometheus.
 """
 
 from __future__ import annotations
@@ -8,16 +8,27 @@ import http.server
 import shutil
 import threading
 import time
+import urllib.parse
 from pathlib import Path
+from typing import Any
 
 from laddertron.engine.job import MetricRow, RankHeartbeat
 from laddertron.engine.metrics.observer import Observer
+from laddertron.tools.demos.serving import ROOT, ask
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
 
 from cluster.nodes import Cluster
 
 _GPU = "laddertron_gpu_"
+MONITORING = ROOT / "configs/monitoring"
+
+
+def query(prometheus: str, expression: str) -> list[dict[str, Any]]:
+    """An instant query's series. Raises URLError where Prometheus refuses it."""
+    text = urllib.parse.urlencode({"query": expression})
+    found: list[dict[str, Any]] = ask(f"{prometheus}/api/v1/query?{text}")["data"]["result"]
+    return found
 
 
 def poisoned_model(source: Path, folder: Path, token: int) -> Path:

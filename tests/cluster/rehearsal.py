@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from laddertron.tools.demos.monitoring_demo import MONITORING, query
 from laddertron.tools.demos.serving import ROOT
 from laddertron.topology.hardware.sysfs import Sysfs, available_bytes
 from openai import OpenAI
 
 from cluster import rehearsal_model
 from cluster.launching import ranks_on, running
+from cluster.live_parts import MONITORING, query
 from cluster.nodes import Cluster, why_not
 
 sys.path[:0] = [str(ROOT / "tests" / "monitoring"), str(ROOT / "tools" / "benchmarks")]

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import yaml
-from laddertron.tools.demos.monitoring_demo import MONITORING, query, send_batch
 from laddertron.tools.demos.serving import ask, wait_until
 from monitoring_queries import panel_queries, rule_selectors
 from rule_scale import scaled_expression
 
-from cluster.live import DAEMON, DEADLY_TOKEN, FACTOR, NAN_TOKEN, PROMETHEUS, Live, held_back, living
+from cluster.live import DAEMON, DEADLY_TOKEN, FACTOR, NAN_TOKEN, PROMETHEUS, Live, held_back, living, send_batch
+from cluster.live_parts import MONITORING, query
 
 pytestmark = [
     pytest.mark.cluster,

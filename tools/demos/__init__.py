@@ -1,1 +1,1 @@
-"""Demonstrations: a race of wirings, monitoring under load."""
+"""The demonstration: a race of wirings, a killed rank, a resumed batch."""
