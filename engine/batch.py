@@ -75,7 +75,7 @@ class Batch:
 
 
 def in_order(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """As a step's rows lie: decodes first."""
+    """In the order of a step's rows: decodes first."""
     return sorted(chunks, key=lambda chunk: chunk.count != 1)  # a stable sort
 
 

@@ -12,7 +12,7 @@ from annotated_types import MaxLen
 from .request import Count, ModelLimits, Request, TokensEvent
 
 StandbyPhase = Literal["", "starting", "ready"]
-"""Of the launch that stands by to take over; "": there is none."""
+"""Of the hot standby; "": there is none."""
 JobPhase = Literal[
     "starting", "loading", "ready", "suspect", "restarting", "draining", "stopped", "failed", "standby", "reloading"
 ]
@@ -24,7 +24,7 @@ CULPRIT = ("rank", "node", "stage", "device", "collective")
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """Where a job stands. `ready` alone takes requests; `suspect` is a rank whose heartbeat or step is overdue;
+    """A job's state. `ready` alone takes requests; `suspect` is a rank whose heartbeat or step is overdue;
     `failed` is final (crash loop, bad weights) and `reason` says why, naming rank and node where one is to blame.
     While it starts again they are the last failure's; `collective` is what that rank last waited in or had started,
     `device` what it computed on. `standby`: its ranks are up and wait for the word to load; `reloading`: they make room
@@ -70,7 +70,7 @@ class JobListener(Protocol):
     """What the job tells its owner."""
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
-        """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: whatever
+        """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: what
         had no `finish` is reported through `on_lost`."""
 
     def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:

@@ -36,7 +36,7 @@ MAX_TOKENS, MAX_ID = 2**31 - 1, 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """What is known of a sampling parameter beside its name and default: the field of request bodies, its bounds and
+    """What is known of a sampling parameter besides its name and default: the field of request bodies, its bounds and
     its JSON form follow from this. `low` and `high` bound a client's value, or each item of a list of `least` to
     `most`; `api=False`: no field of a body."""
 

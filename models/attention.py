@@ -1,7 +1,7 @@
 """Paged attention: keys and values in fixed-size blocks, one small interface over them, and its portable backend on
 torch alone. Which block belongs to which sequence is the scheduler's matter.
 
-A backend is told the step's layout once (`plan`) and then called for every layer (`attend`) with the fused projection's
+A backend gets the step's layout once (`plan`) and is then called for every layer (`attend`) with the fused projection's
 output: it rotates, stores the new keys and values and attends over all of the sequence's. Right before fast.
 """
 
@@ -32,7 +32,7 @@ def block_bytes(shard: RankShard, block_size: int, dtype: torch.dtype) -> int:
 
 
 class KVCache:
-    """`keys[l]` and `values[l]` are [blocks, K, block_size, C]: a head's positions lie together, as attention reads
+    """`keys[l]` and `values[l]` are [blocks, K, block_size, C]: a head's positions are contiguous, as attention reads
     them."""
 
     values_are_keys = False
@@ -43,7 +43,7 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
         layers = range(shard.config.num_layers)
-        # zeros, not empty: what lies beyond a sequence's end is masked, but NaN times a zero weight is still NaN.
+        # zeros, not empty: what is beyond a sequence's end is masked, but NaN times a zero weight is still NaN.
         pages, size = HugePages(), torch.Size(shape).numel() * dtype.itemsize
 
         def zeros() -> Tensor:
@@ -120,13 +120,13 @@ class AttentionBackend(Protocol):
         """[T, (H + 2K) * C], heads of queries, keys, values, not yet normed or rotated -> [T, H * C]."""
 
     def twin(self) -> AttentionBackend:
-        """Another one over the same cache, whose plan stands beside this one's: for a step's second stream."""
+        """Another one over the same cache, with a plan of its own: for a step's second stream."""
 
 
 @runtime_checkable
 class Capturable(Protocol):
     """A backend whose decode steps may be captured and replayed (engine/step/cuda_graphs.py), and which reads nothing
-    of a block that lies behind its sequence's last position, be it NaN: a step under it may be set off before the one
+    of a block that is behind its sequence's last position, be it NaN: a step under it may be set off before the one
     before is known (engine/step/runner.py)."""
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:

@@ -26,7 +26,7 @@ def model_class(config: ModelConfig) -> type[LlamaModel]:
 
 
 class LaneWeights(nn.Module):
-    """One layer's parameters on this rank. A lane's matrices lie one behind the other, and so do the fused products of
+    """One layer's parameters on this rank. A lane's matrices are contiguous, and so are the fused products of
     each: o and down have an output of D for each lane, from its own inputs alone."""
 
     def __init__(self, shard: RankShard, lanes: Lanes, layers: Layers, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ class Layers(Protocol):
         """[T, D] -> this rank's output columns [T, out / tp]."""
 
     def row(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """This rank's input columns [T, in / tp] -> partial sum [T, D]. A bias stands on rank 0 alone."""
+        """This rank's input columns [T, in / tp] -> partial sum [T, D]. Rank 0 alone has the bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def prepare(
 def prepare_lanes(
     layer: Any, ops: TorchOps, count: int, norms: Sequence[Norm | None] | None = None, gated: bool = False
 ) -> Product:
-    """x [k, T, in] -> y [k, T, out] for the `count` = k matrices that lie one behind the other in the weight, each
+    """x [k, T, in] -> y [k, T, out] for the `count` = k matrices that are contiguous in the weight, each
     behind its norm. The parameter is given up as in `prepare`."""
     weights = layer.weight.detach().chunk(count)
     product = ops.lane_products(weights, norms or [None] * count, gated)

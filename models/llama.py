@@ -104,7 +104,7 @@ class LlamaModel(nn.Module):
         node_reduce: Collective | None = None,
     ) -> None:
         """positions: the longest sequence. Shapes must have passed models/config/shapes.py. stored: products that keep
-        quantised weights, and how they are computed. everywhere: the same bits whatever the group's size; all_reduce
+        quantised weights, and how they are computed. everywhere: the same bits at every group size; all_reduce
         must then add in a tree. boundary: to the stages before and after a stage. sharing: of a model with experts;
         node_reduce: sums the dense path where that is cut over a node's ranks."""
         super().__init__()
@@ -160,7 +160,7 @@ class LlamaModel(nn.Module):
 
     def load(self, source: Source, progress: Progress | None = None, verify: tuple[int, int] | None = None) -> int:
         """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
-        never stands beside more than its own layer; returns the bytes read. What the operators' pages are filled with
+        never coexists with more than its own layer; returns the bytes read. What the operators' pages are filled with
         is not read. progress, verify: see weights/load.py. Raises CheckpointError."""
         pages = self.ops.pages
         filled = pages is not None and pages.filled
@@ -207,7 +207,7 @@ class LlamaModel(nn.Module):
         if self.head is not None:
             self._head = prepare(self.head, self.ops.exact, self._norm(self.norm))
         else:
-            # A tied table is looked up in as well: as it lies or repacked, it is held once.
+            # A tied table is looked up in as well: repacked or not, it is held once.
             self._head, lookup = self.ops.exact.tied(self._table(), self._norm(self.norm))
             if lookup is not None:
                 assert isinstance(self.embedding, VocabEmbedding)

@@ -41,7 +41,7 @@ class Tree:
 
 
 class RunningSum:
-    """A residual whose last summand is added by whoever reads it first: a norm does both in one kernel."""
+    """A residual whose last summand is added by its first reader: a norm does both in one kernel."""
 
     __slots__ = ("_added", "_whole")
 
@@ -73,7 +73,7 @@ class Others:
 
 
 class LaneStream:
-    """The residuals [k, T, D] of k lanes. What was added last is added up when somebody reads: at once, by one call."""
+    """The residuals [k, T, D] of k lanes. What was added last is summed by the first reader, in one call."""
 
     __slots__ = ("_added", "_ops", "_whole")
 
@@ -153,7 +153,7 @@ class TorchOps:
     sums_late = False
     """Whether products behind a norm take a RunningSum."""
     pages: HugePages | None = None
-    """Where repacked weights lie."""
+    """Where repacked weights are stored."""
 
     @property
     def exact(self) -> TorchOps:
@@ -164,7 +164,7 @@ class TorchOps:
         return lambda x: functional.linear(x, weight, bias)
 
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
-        """x -> matmul(norm(x)), or silu(gate) * up of it, of somebody else's product."""
+        """x -> matmul(norm(x)), or silu(gate) * up of it, of another set's product."""
         normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
         return (lambda x: silu_and_mul(normed(x))) if gated else normed
 
@@ -219,5 +219,5 @@ class TorchOps:
 
     def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
         """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
-        own), None where the table stays as it lies."""
+        own), None where the table is not repacked."""
         return TorchOps.product(self, table, None, norm), None

@@ -44,9 +44,9 @@ class HugePages:
 
 
 class HeldPages(HugePages):
-    """The same in a file that lies in memory (memfd_create): what it holds outlives this process for as long as another
+    """The same in a file in memory (memfd_create): what it holds outlives this process for as long as another
     has the file open, and takes no more memory for that. It begins with what `seal` says of it; what is taken in the
-    same order lies at the same places."""
+    same order is at the same places."""
 
     CHUNK = 1 << 30
     """Reserved, not held, until it is written to."""
@@ -66,7 +66,7 @@ class HeldPages(HugePages):
     def _map(self, length: int) -> mmap.mmap:
         at, length = self._end, -(-length // self._HEAD) * self._HEAD
         self._end += length
-        if self.filled:  # private: whatever is written stays with the writer
+        if self.filled:  # private: writes are not shared
             return mmap.mmap(self.file, length, flags=mmap.MAP_PRIVATE, offset=at)
         os.ftruncate(self.file, self._end)
         pages = mmap.mmap(self.file, length, offset=at)

@@ -31,7 +31,7 @@ from .config.model_config import Wiring
 
 LAG = {"standard": 0, "parallel": 0, "ladder": 1}
 SHORTCUT = 3
-"""Sub-blocks that an output of experts beside an MLP is behind: that MLP, and the next layer's two."""
+"""Sub-blocks that an output of experts parallel to an MLP is behind: that MLP, and the next layer's two."""
 Scope = Literal["group", "node"]
 """Which ranks a sum is over: all of the tensor-parallel group, or those of this rank's node."""
 
@@ -88,7 +88,7 @@ class SubBlocks(Protocol[R]):
     def mlp(self, layer: int, residual: R) -> R: ...
 
     def shortcut(self, layer: int, residual: R) -> R:
-        """Experts that are beside the layer's MLP, and read what it reads."""
+        """Experts parallel to the layer's MLP: they read what it reads."""
 
     def attention_and_mlp(self, layer: int, residual: R) -> R:
         """Both behind one shared norm, summed: the parallel wiring's only sub-block."""

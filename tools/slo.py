@@ -66,7 +66,7 @@ slo_option = click.option("--slo", type=SloType(), metavar="LIMITS", help="Such 
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie; NaN of none."""
+    """The value that `share` of them are below; NaN of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 

@@ -255,7 +255,7 @@ def _reason(cls: type[Any], error: ErrorDetails) -> str:
 
 
 def _class_at(cls: Any, place: Iterable[str | int]) -> Any:
-    """The dataclass whose key stands at `place` in a `cls`."""
+    """The dataclass whose key is at `place` in a `cls`."""
     for key in place:
         cls = _class_in(get_type_hints(cls).get(str(key))) or cls
     return cls

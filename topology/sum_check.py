@@ -17,7 +17,7 @@ from .comm.ledger import Entry
 LAYER = "start-up check"
 """Under which the ledger has them."""
 PERIOD = 1_048_573
-"""After so many elements the pattern begins again: a prime, as no chunk's size is, and little beside a model."""
+"""After so many elements the pattern begins again: a prime, as no chunk's size is, and small against a model."""
 _MIX = 0x9E3779B1
 
 

@@ -281,7 +281,7 @@ class DaemonConfig:
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """Where /metrics is served (on the daemon's own listener, or with /health and /ready on one beside it where `port`
+    """Where /metrics is served (on the daemon's own listener, or with /health and /ready on a second one where `port`
     is set), and the OpenTelemetry collectors."""
 
     enabled: bool = True

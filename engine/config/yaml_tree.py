@@ -43,7 +43,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`entries[key]` = (where the key stands, its value)."""
+    """`entries[key]` = (place of the key, its value)."""
 
     where: str
     entries: dict[str, tuple[str, Tree]]

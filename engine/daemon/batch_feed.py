@@ -174,9 +174,9 @@ class BatchFeed(LineFlights):
 
     # what comes of them
 
-    def landed(self, flight: Flight) -> None:
+    def finished(self, flight: Flight) -> None:
         if flight.answer.error is not None or flight.answer.values <= LARGE_VALUES:
-            super().landed(flight)
+            super().finished(flight)
             return
         making = asyncio.create_task(self._make(flight))
         self._making.add(making)

@@ -62,7 +62,7 @@ class Batches:
         self._spawn(self._cleaner.run())
 
     async def close(self) -> None:
-        """Leaves every batch as it stands; results that were computed are stored first."""
+        """Stops without changing any batch's status; results that were computed are stored first."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -83,7 +83,7 @@ class Batches:
     # for the doors
 
     async def create(self, batch: BatchRow, repeat_key: str | None, digest: str) -> BatchRow | None:
-        """The batch, stored; or the one that the same idempotency key made; None where the key stands for another
+        """The batch, stored; or the one that the same idempotency key made; None where the key was used for another
         body. Raises StoreUnavailable."""
         found = await self._store.write(lambda rows: records.add_batch(rows, batch, repeat_key, digest))
         if found is not None and found.id == batch.id:

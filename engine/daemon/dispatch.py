@@ -27,7 +27,7 @@ class _Replica:
 
     def __init__(self, dispatcher: Dispatcher, index: int, job: EngineJob) -> None:
         self._dispatcher, self.index, self.job = dispatcher, index, job
-        self.flights: dict[str, Flight] = {}  # by request id: a body of several prompts stands here several times
+        self.flights: dict[str, Flight] = {}  # by request id: a body of several prompts has several entries
         self.load = 0
         self.alone: Flight | None = None
 
@@ -49,7 +49,7 @@ class _Replica:
                 self.job.stop_choice(event.request_id, event.choice, delta.stop_after)
             if flight.answer.done:
                 self.leave(flight, cancel=flight.answer.error is not None)
-                flight.owner.landed(flight)
+                flight.owner.finished(flight)
             elif self.alone is flight and not flight.apart:
                 self._dispatcher.passed(self, flight)
         self._dispatcher.observer.tokens(self.index, events, counted)
@@ -132,7 +132,7 @@ class Dispatcher:
         self._replicas = [_Replica(self, index, job) for index, job in enumerate(jobs)]
         self._interactive: deque[Flight] = deque()
         self._lines = _Lines()
-        self._loners: deque[Flight] = deque()
+        self._isolated: deque[Flight] = deque()
         self._rooms: dict[str, deque[asyncio.Future[None]]] = {}
         self.limits: ModelLimits | None = None
         self.draining = False
@@ -192,11 +192,11 @@ class Dispatcher:
 
     @property
     def _waiting(self) -> tuple[deque[Flight] | _Lines, ...]:
-        return self._interactive, self._lines, self._loners
+        return self._interactive, self._lines, self._isolated
 
     def _queue_of(self, flight: Flight) -> deque[Flight] | _Lines:
         if flight.apart:
-            return self._loners
+            return self._isolated
         return self._lines if flight.batch else self._interactive
 
     async def room(self, owner: str = "") -> None:
@@ -235,7 +235,7 @@ class Dispatcher:
         """Boards what waits."""
         if self.draining or self.limits is None:
             return
-        free = self._board_loners()
+        free = self._board_isolated()
         while free and self._interactive:
             min(free, key=lambda replica: replica.load).board(self._interactive.popleft())
         while free and self._lines:
@@ -247,15 +247,15 @@ class Dispatcher:
         for owner in list(self._rooms):
             self._give_rooms(owner)
 
-    def _board_loners(self) -> list[_Replica]:
-        """The replicas that take others. For each loner one is kept from them, and boarded once it is empty; until then
-        the loner stays in its queue, as that replica may never be ready again."""
+    def _board_isolated(self) -> list[_Replica]:
+        """The replicas that take others. For each isolated request one is kept from them, and boarded once it is empty;
+        until then it stays in its queue, as that replica may never be ready again."""
         ready = [replica for replica in self._replicas if replica.job.state.phase == "ready" and replica.alone is None]
         ready.sort(key=lambda replica: bool(replica.flights))
-        kept = len(self._loners)
+        kept = len(self._isolated)
         for replica in ready[:kept]:
             if not replica.flights:
-                replica.alone = self._loners.popleft()
+                replica.alone = self._isolated.popleft()
                 replica.board(replica.alone)
         return ready[kept:]
 
@@ -286,7 +286,7 @@ class Dispatcher:
         """It ran alone, and is past the place where ranks died: others join it, or it makes room for the next to run
         alone."""
         replica.alone = None
-        if self._loners:
+        if self._isolated:
             replica.leave(flight, cancel=True)
             flight.again()
             self._queue_of(flight).appendleft(flight)
@@ -317,16 +317,16 @@ class Dispatcher:
                 continue
             del aboard[flight]
             self._quarantine(flight, reason)
-            for other in [other for other in self._loners if not other.suspicion.alone]:
-                self._loners.remove(other)
-                other.suspicion = Suspicion()  # what they were beside is known now
+            for other in [other for other in self._isolated if not other.suspicion.alone]:
+                self._isolated.remove(other)
+                other.suspicion = Suspicion()  # the request that killed their steps is known now
                 self._queue_of(other).appendleft(other)
         for flight in reversed(aboard):
             self._queue_of(flight).appendleft(flight)
-        if self._loners:
+        if self._isolated:
             # The least suspected goes first: it makes progress, so that who kills alone does not use up the restarts.
-            ordered = sorted(self._loners, key=lambda one: (-one.suspicion.alone, one.batch))
-            self._loners = deque((ordered.pop(), *ordered))
+            ordered = sorted(self._isolated, key=lambda one: (-one.suspicion.alone, one.batch))
+            self._isolated = deque((ordered.pop(), *ordered))
         if self.draining:
             self._end_interactive(reason)
         self.pump()
@@ -347,4 +347,4 @@ class Dispatcher:
     @staticmethod
     def _fail(flight: Flight, code: str, message: str, status: int) -> None:
         flight.answer.error = ApiError(message, code, status=status)
-        flight.owner.landed(flight)
+        flight.owner.finished(flight)

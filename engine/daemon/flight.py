@@ -19,9 +19,9 @@ class FlightOwner(Protocol):
     """Receives the answer."""
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
-        """A piece of a choice. After a relaunch an answer goes on where it stood."""
+        """A piece of a choice. After a relaunch an answer resumes."""
 
-    def landed(self, flight: Flight) -> None:
+    def finished(self, flight: Flight) -> None:
         """The answer is whole, or has its error. Nothing follows."""
 
     def died(self, flight: Flight) -> None:
@@ -82,7 +82,7 @@ class Flight:
         self.suspicion.died(self.answer.place, NEAR * self.choices, alone)
 
     def again(self) -> None:
-        """In the next epoch, from where the answer stands: events of the last one count no more."""
+        """Prepares the next epoch: resumes after the answer's last token; events of the last epoch are ignored."""
         self.replica = None
         self.requests = tuple(
             dataclasses.replace(request, epoch=request.epoch + 1, emitted=self.answer.emitted(prompt))

@@ -73,7 +73,7 @@ class LineFlights:
     def died(self, flight: Flight) -> None:
         """It goes on by itself."""
 
-    def landed(self, flight: Flight) -> None:
+    def finished(self, flight: Flight) -> None:
         self._answer(flight, self._line_of(flight))
 
     def _line_of(self, flight: Flight) -> bytes:

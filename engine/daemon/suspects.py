@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NEAR = 8
-"""Tokens a choice: a request that has come no further is where it stood. The last ones before a death may not have been
-reported, and what ends for lack of memory ends a little earlier in company than alone."""
+"""Tokens a choice: a request that has come no further is at the same place. The last ones before a death may not have
+been reported, and what ends for lack of memory ends a little earlier when batched."""
 APART_DEATHS = GUILTY_DEATHS = 2
 
 

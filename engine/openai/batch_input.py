@@ -204,7 +204,7 @@ def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | N
 
 
 def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int]:
-    """Number in the earlier file -> number in the later one, of every line that stands in both as it is, but for white
+    """Number in the earlier file -> number in the later one, of every line that is the same in both, but for white
     space around it. Memory: 16 bytes a line. Raises OSError."""
 
     def digests(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -269,7 +269,7 @@ def error_line(custom_id: str | None, answer_id: str, error: ApiError, number: i
 
 
 def _line(custom_id: str | None, answer_id: str, status: int | None, body: dict[str, Any]) -> bytes:
-    """As it stands in a file, line break included; `status=None`: the body is the line's `error`."""
+    """As in a file, line break included; `status=None`: the body is the line's `error`."""
     response = {"status_code": status, "request_id": f"req_{answer_id}", "body": body}
     ends = {"response": None, "error": body} if status is None else {"response": response, "error": None}
     line = {"id": f"batch_req_{answer_id}", "custom_id": custom_id, **ends}

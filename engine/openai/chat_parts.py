@@ -159,7 +159,7 @@ class ChatParts:
         return self._made(self._forced, said)
 
     def _until(self, mark: str, last: bool) -> tuple[str, bool]:
-        """What stands before a mark, and whether that has come; what may be its beginning stays."""
+        """What precedes a mark, and whether that has come; what may be its beginning stays."""
         at = self._held.find(mark)
         if at >= 0:
             said, self._held = self._held[:at], self._held[at + len(mark) :]
@@ -193,7 +193,7 @@ class ChatParts:
 
 
 def message_of(parts: Iterable[Part]) -> Part:
-    """The message that parts make, joined: `content` (None beside calls alone), and what else there is."""
+    """The message that parts make, joined: `content` (None where there are only calls), and what else there is."""
     content = reasoning = ""
     calls: list[Part] = []
     for part in parts:

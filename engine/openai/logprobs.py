@@ -61,7 +61,7 @@ def completion_logprobs(
     items: Sequence[tuple[int, TokenLogprob | None]], pieces: Names, top: int, offsets: Offsets
 ) -> dict[str, Any]:
     """`choices[].logprobs` of /v1/completions. `items`: (token, its log probability), None for a prompt's first. The
-    chosen token is always among `top_logprobs`; of two tokens that look alike the likelier stands there."""
+    chosen token is always among `top_logprobs`; of two tokens that look alike the likelier is listed."""
     tops: list[dict[str, float] | None] = []
     for _, item in items:
         if item is None:

@@ -37,7 +37,7 @@ async def prepared(
     served: str,
     large: Callable[[BatchLine], Coroutine[Any, Any, Ready]] | None = None,
 ) -> AsyncGenerator[Ready, None]:
-    """Each line with its prompts' ids, or with why it has none; None stands for a line that is passed over. `large`:
+    """Each line with its prompts' ids, or with why it has none; None is a line that is skipped. `large`:
     who looks at lines that came as they are. Close it (contextlib.aclosing) if left early."""
     ahead: deque[tuple[int, asyncio.Task[Ready]]] = deque()
     size = 0

@@ -79,7 +79,7 @@ async def with_word_ids(body: Body, text: Encoder) -> Body:
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """Where a body's requests come from: what the scheduler needs beside prompts and parameters. `key` and `run_id`
+    """Where a body's requests come from: what the scheduler needs besides prompts and parameters. `key` and `run_id`
     make the default seed (custom_id and batch id; a fresh random id for interactive requests)."""
 
     request_id: str
@@ -154,7 +154,7 @@ def to_requests(
 
 
 def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int, ...]:
-    """The end of a prompt, as truncate_prompt_tokens asks for it; -1: as much as fits beside the answer."""
+    """The end of a prompt, as truncate_prompt_tokens asks for it; -1: as much as fits with the answer."""
     keep = body.truncate_prompt_tokens
     if keep == -1:
         keep = max(1, min(limits.max_model_len, limits.kv_tokens) - (body.max_tokens or 1))

@@ -95,7 +95,7 @@ class _Run(LineFlights):
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flush_timer: asyncio.TimerHandle | None = None
         self._began: float | None = None
-        self._last = self._landed = 0.0  # the last answer: unix seconds, and monotonic
+        self._last = self._answered = 0.0  # the last answer: unix seconds, and monotonic
         self._communication = Communication()
         self._reported = asyncio.Event()
         self._unread: Iterator[BatchLine | None] = self._lines()
@@ -189,7 +189,7 @@ class _Run(LineFlights):
             changed=self._files.changed,
             prompt_tokens=self._prompt_tokens,
             tokens=self._tokens,
-            seconds=0.0 if self._began is None else max(0.0, self._landed - self._began),
+            seconds=0.0 if self._began is None else max(0.0, self._answered - self._began),
             hidden_seconds=hidden,
             exposed_seconds=exposed,
             layers=self._communication.layers(),
@@ -236,7 +236,7 @@ class _Run(LineFlights):
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
         if flight is not None:
-            self._last, self._landed = time.time(), time.monotonic()
+            self._last, self._answered = time.time(), time.monotonic()
             self._prompt_tokens += flight.answer.prompt_tokens
             self._tokens += flight.answer.completion_tokens
             self._moved.set()

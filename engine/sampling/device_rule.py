@@ -133,7 +133,7 @@ class DeviceEdits:
         return torch.where(early, x + -torch.inf, x)
 
     def note(self, columns: Tensor) -> None:
-        """Counts the drawn ids, as columns [E] of this rank; others lie outside."""
+        """Counts the drawn ids, as columns [E] of this rank; others are ignored."""
         here = (columns >= 0) & (columns < self.seen.shape[1])
         at = columns.clamp(0, max(0, self.seen.shape[1] - 1))[:, None]
         if self.seen.shape[1]:

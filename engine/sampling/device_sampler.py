@@ -32,12 +32,12 @@ _FAR = 2**62
 
 
 def feed(ids: Tensor, latest: Tensor) -> Tensor:
-    """ids [T], where -1 - slot stands for the id that was drawn last for that slot: latest [slots] has it."""
+    """ids [T], where -1 - slot refers to the id that was drawn last for that slot: latest [slots] has it."""
     return torch.where(ids < 0, latest.index_select(0, (-1 - ids).clamp(min=0)), ids)
 
 
 def fed_by(slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """What stands for the ids drawn last for these slots, see `feed`."""
+    """References to the ids drawn last for these slots, see `feed`."""
     return -1 - slots
 
 

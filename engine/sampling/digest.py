@@ -1,5 +1,5 @@
 """Digests of rows, to compare results bit for bit without keeping or sending them. They find differences; they keep no
-secret, and withstand nobody who wants two rows to collide."""
+secret, and do not resist an attacker who constructs a collision."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The same numbers as engine/sampling/philox.py and engine/sampling/noise.c to the last bit: only IEEE operations in one
 order, products and sums never contracted. Importing this needs Triton, which comes with CUDA builds of torch:
-engine/sampling/logits_shard.py does so when the logits lie on a GPU.
+engine/sampling/logits_shard.py does so when the logits are on a GPU.
 """
 
 # Triton takes annotations of kernels for types of its own: there are none for others.

@@ -71,7 +71,7 @@ class SlotEdits:
             self._tail = (*self._tail, token)[-self._longest :]
 
     def forbidden(self, position: int) -> Ints:
-        """Columns that may not be drawn at this output position, beside those that are not allowed at all."""
+        """Columns forbidden at this output position, in addition to those that are never allowed."""
         ending = [
             c
             for before, last in self._words.items()

@@ -195,7 +195,7 @@ class Sampler:
 
     def score(self, logits_TV: Tensor, targets: Array, top: int) -> list[TokenLogprob]:
         """Log-probabilities of targets [T] under logits [T, len(shard)], and of the `top` likeliest ids of each row;
-        NaN for a row of non-finite logits. Memory is bounded whatever T is. Raises ValueError for a target outside the
+        NaN for a row of non-finite logits. Memory does not depend on T. Raises ValueError for a target outside the
         vocabulary."""
         return self._tools.scorer.score(logits_TV[:, : self.columns], targets.astype(np.int64), top)
 

@@ -2,7 +2,7 @@
 
 Knows how a sequence's known tokens can be had without computing them (prefix cache, a sibling's prompt), not who
 deserves to run: that is engine/schedule/scheduler.py, its only caller. Everything given back may be handed out again at
-once, since plans run strictly in order: whatever an earlier plan still does to a block, it does first.
+once, since plans run strictly in order: an earlier plan has finished with a block before a later one uses it.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Residency:
 
     def register(self, sequence: Sequence) -> None:
         """Full blocks whose tokens are known and planned become known by content. Called only between plans and for
-        blocks that earlier plans fill, so that whoever takes them up reads what is there."""
+        blocks that earlier plans fill, so that a later hit reads complete blocks."""
         chain = sequence.chain
         if chain is None:
             return

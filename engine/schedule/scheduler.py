@@ -1,9 +1,9 @@
 """Who runs next: requests in, one Batch a step out, sampled tokens in, events out. No torch; data in and data out.
 
-Rank 0 alone has one. The same calls with the same times give the same plans. A plan may be made while the one before
-it is still unknown: it takes every running sequence to go on, and `commit` discards what that had too much. Admission
-is strict in its order (engine/schedule/waiting_queue.py): who does not fit is waited for, so that nobody is passed over
-for ever.
+Rank 0 alone has one. The same calls with the same times give the same plans. A plan may be made while the one before it
+is still unknown: it takes every running sequence to go on, and `commit` discards what that had too much. Admission is
+strict in its order (engine/schedule/waiting_queue.py): one that does not fit blocks those behind it, so that none
+starves.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Scheduler:
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[TokensEvent]:
         """The oldest uncommitted plan's tokens, in; what is to be released, out, in order. A batch without chunks is
-        nobody's plan: it only releases pending events. Raises RuntimeError on another plan's, ValueError where the
+        no plan: it only releases pending events. Raises RuntimeError on another plan's, ValueError where the
         tokens are not one for each chunk that samples."""
         if not batch.chunks:
             self._open.expire(now)
@@ -278,7 +278,7 @@ class Scheduler:
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
             if chunk.slot in bad:
                 doubtful |= residency.pool.doubtful(sequence.digests())
-                if not sequence.failed:  # else it stands for one that begins again
+                if not sequence.failed:  # else it belongs to a sequence that begins again
                     failed.add(sequence.number)
                 sequence.failed = True
                 self._fail(sequence, result.failures.get(chunk.slot))

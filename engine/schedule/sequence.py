@@ -70,7 +70,7 @@ class RequestGroup:
     request: Request
     number: int
     arrival: float
-    # What every step asks of every sequence stands here, one attribute away.
+    # Every step reads these of every sequence: plain attributes.
     prompt_len: int = field(init=False)
     stops: frozenset[int] = field(init=False)
     min_tokens: int = field(init=False)
@@ -208,7 +208,7 @@ def end_position(prompt_len: int, max_tokens: int, max_model_len: int) -> int:
 
 
 class Share:
-    """Who takes turns with others by the tokens it was served; `listed` while it stands among those that wait."""
+    """Who takes turns with others by the tokens it was served; `listed` while it waits."""
 
     __slots__ = ("listed", "name", "number", "served")
 

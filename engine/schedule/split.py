@@ -3,7 +3,7 @@ the plan says it to all.
 
 While one stream's all-reduce travels the other computes: sub-blocks then take max(2 c_half, c_half + L_half) in place
 of c + L, where half the rows cost c_half. That pays where L > 2 c_half - c: nearly always where products bind (c_half
-is half of c), seldom where reading weights does (c_half is c). Neither is known beforehand on somebody else's machine,
+is half of c), seldom where reading weights does (c_half is c). Neither is known beforehand on another machine,
 so `auto` finds out: in each class of steps of a like size the two kinds take turns now and then, and the quicker one
 serves until the next such trial. Pure: sizes and seconds are given, it has no clock of its own.
 """
@@ -95,7 +95,7 @@ class SplitChoice:
             known.observe(batch.split > 0, seconds / batch.num_tokens)
 
     def _middle(self, chunks: list[Chunk]) -> int:
-        """The row before which half of the work lies: a row costs its products and what it attends to, so that of a
+        """The row that halves the work: a row costs its products and what it attends to, so that of a
         long prompt the earlier piece is the longer one."""
         share = self._rule.attention_share
         work = [c.count * (1.0 + share * (c.start + c.count / 2)) for c in chunks]

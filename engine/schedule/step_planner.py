@@ -17,7 +17,7 @@ from .speculation import Speculation
 from .waiting_queue import Turn, WaitingQueues
 
 BLOCKED_STEPS = 8
-"""Without chunked prefill: steps that a prompt waits for room beside the running sequences before it gets a step of
+"""Without chunked prefill: steps that a prompt waits for room next to the running sequences before it gets a step of
 its own."""
 LEAST_CHUNK = 256
 """Tokens of a prompt's chunk below which it is not cut to fill a pipeline: a stage reads its weights for each."""

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 SCORED_LOGITS = 1 << 26
-"""A rank's logits of prompt positions in one step: some 400 MB beside the caches, whatever is asked for."""
+"""A rank's logits of prompt positions in one step: some 400 MB besides the caches, an upper bound."""
 
 FIRST_TIMEOUT_S = 60.0
 """A collective's timeout until a step has been measured."""
@@ -77,7 +77,7 @@ class Built:
     """Of the checkpoint's tensors by name, type, shape and place (and bytes, with a manifest): ranks that read
     different files differ here."""
     weights_file: int
-    """The descriptor of HeldPages that a launch which stands by may go on with; -1: there are none."""
+    """The descriptor of HeldPages that a hot standby may use; -1: there are none."""
 
 
 def drawn_on_device(
@@ -110,7 +110,7 @@ def split_rule(
     graphs: DecodeGraphs | None,
 ) -> SplitRule | None:
     """Which steps may be computed in two streams; None where none may, or `auto` expects nothing of it: inside a node
-    an all-reduce is over before half a sub-block is, and on GPUs nobody has measured two streams yet."""
+    an all-reduce is over before half a sub-block is, and on GPUs two streams were never measured."""
     near = device.type != "cpu" or (len(communicator.layout.nodes) == 1 and keys.collective != "emulated")
     if keys.split_steps == "never" or communicator.size == 1 or not keys.overlap or not config.wiring.waits:
         return None
@@ -226,7 +226,7 @@ def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voic
 
 
 def _check(share: Share, deployment: Deployment, communicator: Communicator, device: torch.device) -> Mapping[str, int]:
-    """Refuses what cannot run or does not fit, before a weight is read; returns what steps take beside weights and KV,
+    """Refuses what cannot run or does not fit, before a weight is read; returns what steps take besides weights and KV,
     by name."""
     keys, size = deployment.engine, share.shard.size
     if keys.speculation and device.type != "cpu":

@@ -9,7 +9,7 @@ MOST_GRAPHED = 512
 """Sequences of the largest graph: beyond, a step is long enough to be launched operator by operator."""
 GRAPH_BYTES = 32 << 20
 """For each recorded size: the driver's own record and what the allocator rounds up to. Reports of other engines say 6
-to 28 MiB; what ours hold is logged when they are recorded, beside what was kept free for them."""
+to 28 MiB; what ours hold is logged when they are recorded, with what was kept free for them."""
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:

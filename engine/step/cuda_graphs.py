@@ -54,7 +54,7 @@ def graphed(
 
 
 def fell_back(device: torch.device, wanted: str | bool, got: bool) -> bool:
-    """Whether a GPU goes without what makes it quick, though nobody asked for that: worth a warning."""
+    """Whether a GPU runs without graphs although the configuration does not ask for that: worth a warning."""
     return device.type == "cuda" and wanted == "auto" and not got
 
 
@@ -167,13 +167,13 @@ class DecodeGraphs:
     ) -> None:
         """scratch_block: a block of the cache that no sequence ever has: padding writes its keys there. most_blocks:
         of one sequence. latest: the ids drawn last on the device, by slot (Sampler.latest), which steps take theirs
-        from where they are told to. reserved: bytes kept free for the graphs. say: who is told how it goes."""
+        from where they are told to. reserved: bytes kept free for the graphs. say: called with progress."""
         self.sizes = tuple(sorted(sizes))
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
         self._latest, self._reserved = latest, reserved
         self._attention = attention.captured(self.sizes, most_blocks)
         device, most = model.rotary.cos.device, self.sizes[-1]
-        # Token ids, positions, blocks and offsets of a step lie one behind the other: they cross in one copy.
+        # Token ids, positions, blocks and offsets of a step are contiguous: one copy.
         self._staged = torch.zeros(4 * most, dtype=torch.int64)
         self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=device)
         table = model.rotary.cos

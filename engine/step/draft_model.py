@@ -1,9 +1,10 @@
-"""A small model that drafts for the large one: whole on every rank, so that it waits for nobody.
+"""A small model that drafts for the large one: whole on every rank, so that it needs no all-reduce.
 
-Its keys lie in blocks of the same numbers as the large model's, so that block tables, shared prefixes and copies are
-one. It computes prompts beside the large model; of decodes it computes what is new when drafts are due, or a piece when
-enough is. Its drafts change no answer: the ordinary step verifies them. All ranks must draft alike, so it computes as
-under `deterministic`, by kernels whose bits depend on neither threads nor company; the step's digest holds the drafts.
+Its keys are in blocks of the same numbers as the large model's, so that block tables, shared prefixes and copies are
+one. It computes prompts along with the large model; of decodes it computes what is new when drafts are due, or a piece
+when enough is. Its drafts change no answer: the ordinary step verifies them. All ranks must draft alike, so it computes
+as under `deterministic`, by kernels whose bits depend on neither threads nor company; the step's digest holds the
+drafts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PIECE = 32
 """Tokens of a decode that are left uncomputed while it gets no drafts, at most: together they cost little more than
 one."""
 REDONE = 2 * PIECE
-"""Positions of a shared prefix that are computed again: whoever left it behind may not have come to its end."""
+"""Positions of a shared prefix that are computed again: the sequence that left it may have ended earlier."""
 
 Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
 """Layout, ids and rows of chunks of the runner's slots."""

@@ -83,7 +83,7 @@ class PlanReceiver(Protocol):
 
 @dataclass(slots=True)
 class StepProgress:
-    """Where this rank stands, in plain attributes that a heartbeat thread may read at any moment. Seconds."""
+    """This rank's progress, in plain attributes that a heartbeat thread may read at any moment. Seconds."""
 
     step: int = 0
     busy_since: float | None = None
@@ -167,7 +167,8 @@ class Engine:
         progress: StepProgress,
         on_running: Callable[[list[str], list[str]], None] | None = None,
     ) -> None:
-        """on_running is told the requests that enter a slot and those put back to wait, before the step is run."""
+        """on_running is called with the requests that enter a slot and those put back to wait, before the step is
+        run."""
         self.scheduler, self.runner, self.plans, self.progress = scheduler, runner, plans, progress
         self._on_running = on_running
         self._planned: Batch | None = None
@@ -227,7 +228,7 @@ class Engine:
         try:
             result = _timed(self.runner, batch, self.progress, ahead)
         except BaseException:
-            self._planned = None  # the group is broken: nobody runs it any more
+            self._planned = None  # the group is broken: it will not run
             self._pending.clear()
             raise
         self._pending.append(batch)

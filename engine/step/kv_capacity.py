@@ -126,7 +126,7 @@ def agreed_budget(
 def count_blocks(
     budget: Budget, one: int, block_size: int, max_num_seqs: int, max_model_len: int, spare: int = 0
 ) -> int:
-    """Blocks of `one` bytes that fit beside `spare` others, but no more than all slots can ever use. Raises
+    """Blocks of `one` bytes that fit along with `spare` others, but no more than all slots can ever use. Raises
     CapacityError if the longest sequence does not fit: it could never run."""
     longest = -(-(max_model_len + 1) // block_size)
     fit = max(0, budget.kv // one - spare)

@@ -9,8 +9,8 @@ import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_MOST = 32 << 20
-"""What glibc takes at most: blocks beyond always come from the system. Their pages' zeroing is little beside the work
-done on a tensor of that size."""
+"""What glibc takes at most: blocks beyond always come from the system. Zeroing their pages costs little against the
+work done on a tensor of that size."""
 _KEPT = 256 << 20
 
 

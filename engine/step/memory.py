@@ -19,15 +19,15 @@ from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 GIB, MIB = 1 << 30, 1 << 20
 
 GPU_CONTEXT, NCCL_BUFFERS = 600 * MIB, 512 * MIB
-"""What a CUDA context with its libraries and NCCL's channels take, about: not derived from shapes, and small beside the
-weights."""
+"""What a CUDA context with its libraries and NCCL's channels take, about: not derived from shapes, and small against
+the weights."""
 STANDBY_RANK = 300 * MIB
-"""What a rank that stands by holds of its host's memory, at most: Python, torch and its group, without weights."""
+"""What a standby rank holds of its host's memory, at most: Python, torch and its group, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTypes:
-    """How numbers lie in memory: of projections, of everything else that is computed with, of keys and values."""
+    """Types of numbers in memory: of projections, of everything else that is computed with, of keys and values."""
 
     weights: str = "bfloat16"
     values: str = "bfloat16"
@@ -70,7 +70,7 @@ class MemoryKeys:
     deterministic: bool = False
     """Whether all-reduces have one order of summation."""
     standby: bool = False
-    """Whether a second rank stands by on the device, without weights."""
+    """Whether a standby rank shares the device, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Memory:
 
     @property
     def largest_context(self) -> int:
-        """Positions of the longest sequence that could run alone, whatever the model's own limit."""
+        """Positions of the longest sequence that could run alone; the model's own limit is ignored."""
         return max(0, self.kv_tokens - 1)
 
     def sequences(self, positions: int) -> int:
@@ -123,7 +123,7 @@ class Memory:
 def working_memory(
     config: ModelConfig, size: int, value_bytes: float, keys: MemoryKeys, sharing: Sharing = WHOLE
 ) -> dict[str, int]:
-    """What steps take on a rank of a group of `size`, by name, in bytes, beside weights, tables, keys and values: what
+    """What steps take on a rank of a group of `size`, by name, in bytes, besides weights, tables, keys and values: what
     the engine keeps free for them when it counts its KV blocks, and what a plan lists. value_bytes: of a number that is
     computed with."""
     shard, d = RankShard(config, size, 0, None, *sharing), config.hidden_size
@@ -134,7 +134,7 @@ def working_memory(
     lag = config.wiring.delay or int("ladder" in config.wiring.kinds)
     copies, in_flight = shard.num_lanes, lag + 2 if keys.gpu else max(2, config.wiring.delay + 1)
     if (lanes := config.lanes) is not None:
-        # Every sum in flight is kept beside the lanes' own outputs, which are taken off it when it arrives.
+        # Every sum in flight is kept in addition to the lanes' own outputs, which are taken off it when it arrives.
         in_flight = (1 + copies) * (2 * lanes.delay + 1)
     # A GPU's norm adds up the sum before it: in memory are its two parts, the sum and the norm, [tokens, d] each.
     each = max(2 * copies * d + widest, 3 * copies * d if keys.gpu else 0) * value_bytes

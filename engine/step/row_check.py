@@ -62,7 +62,7 @@ class _Going:
 
 
 class RowCheck:
-    """Over a runner that nobody else uses meanwhile. sequences: token ids; each must fit the runner's cache."""
+    """Over a runner that is otherwise unused. sequences: token ids; each must fit the runner's cache."""
 
     def __init__(self, runner: Runner, sequences: list[list[int]]) -> None:
         self.runner, self.sequences = runner, sequences
@@ -90,7 +90,7 @@ class RowCheck:
             self._reference(one.sequence)
         self._admit(going)
         first: tuple[int, int, Difference] | None = None
-        for step in itertools.count():  # to its end whatever is found: other ranks may have found nothing
+        for step in itertools.count():  # to its end in any case: other ranks may have found nothing
             chunks = self._schedule(going, most_rows, random)
             if not chunks:
                 return None if first is None else first[2]

@@ -117,7 +117,7 @@ class Runner:
         with torch.inference_mode():
             drafted, chunks, split = self._draft(batch), in_order(batch.chunks), batch.split
             if drafted is not None:
-                split += sum(drafted[chunk.slot] for chunk in chunks[:split])  # decodes lie first, each with its drafts
+                split += sum(drafted[chunk.slot] for chunk in chunks[:split])  # decodes come first, with their drafts
                 chunks = in_order(self._with_drafts(batch, drafted))
             logits = self._forward(chunks, early, split)
             known = self._settle()
@@ -131,7 +131,7 @@ class Runner:
         return result
 
     def _draft(self, batch: Batch) -> dict[int, int] | None:
-        """Drafts behind the known tokens of the slots that may have some; how many by slot. None: nobody may, nor may
+        """Drafts behind the known tokens of the slots that may have some; how many by slot. None: none may, nor may
         have had in the step before."""
         last, self._speculated = self._speculated, any(chunk.drafts for chunk in batch.chunks)
         wanted = {c.slot: min(c.drafts, max(0, int(self._end[c.slot] - self.length[c.slot]))) for c in batch.chunks}
@@ -302,7 +302,7 @@ class Runner:
             return None
         drawn = self.sampler.finish()
         slots = np.asarray(pending.slots)
-        held = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released, and may be somebody else's
+        held = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released, and may be in use again
         self.tokens[slots[held], pending.at[held]] = drawn.ids[held]
         self._due[slots] = -1
         poisoned = {pending.slots[row] for row in np.flatnonzero(drawn.nonfinite)}
@@ -358,7 +358,7 @@ class Runner:
         for row, slot in enumerate(rows):
             if not drawn.taken[row]:
                 if drawn.nonfinite[row]:
-                    self._zero_sequences([slot])  # its keys may be no numbers, and lie behind a sequence that goes on
+                    self._zero_sequences([slot])  # its keys may be NaN, and another sequence may read them
                 continue
             given.setdefault(slot, []).append((int(drawn.ids[row]), drawn.logprobs[row]))
             if drawn.nonfinite[row]:

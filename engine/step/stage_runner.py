@@ -117,7 +117,7 @@ class StageRunner(Runner):
         step = self._on_their_way.popleft()
         result = decode_result(self._pipeline.receive_back())
         for slot, position, token in zip(step.slots, step.at, result.tokens, strict=True):
-            if slot not in step.released:  # else it may be somebody else's by now
+            if slot not in step.released:  # else it may be in use again
                 self.tokens[slot, position] = token
                 self._due[slot] = -1
         return result

@@ -1,4 +1,4 @@
-"""A rank's first steps, before it says that it is ready: whatever compiles, loads or connects at first use does so now,
+"""A rank's first steps, before it reports ready: what compiles, loads or connects at first use does so now,
 and no user's request waits for it. All ranks of a job call it at once.
 
 Knows what kinds of steps there are, not what they compile: FlashInfer has a module of its own for prompts and one for
@@ -45,7 +45,7 @@ def warm_up(runner: Runner, limits: SchedulerLimits, tell: Callable[[str], None]
 
 
 def first_steps(limits: SchedulerLimits) -> Iterator[tuple[str, Batch]]:
-    """What is warmed up, and the step for it: a prompt, then for each kind of draw a prompt beside the decodes of those
+    """What is warmed up, and the step for it: a prompt, then for each kind of draw a prompt with the decodes of those
     before, decodes alone, an empty step that proves the last ids. Pure."""
     each = -(-(PROMPT + 2 * len(DRAWS)) // limits.block_size)
     room = min(limits.max_num_seqs, limits.num_blocks // each, len(DRAWS))

@@ -39,7 +39,7 @@ class Detokeniser(Protocol):
 
 
 class Pieces:
-    """What each id of a tokenizer stands for, found when first asked."""
+    """The bytes of each id of a tokenizer, looked up at first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

@@ -104,7 +104,7 @@ class RunView:
     def update(self, snapshot: Snapshot) -> None:
         now = time.monotonic()
         self._last = snapshot
-        phase = snapshot.phase.partition(":")[0]  # behind it stands how far the phase is
+        phase = snapshot.phase.partition(":")[0]  # the progress of the phase follows
         if now < self._due and phase == self._phase:
             return
         self._phase = phase

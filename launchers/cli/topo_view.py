@@ -126,7 +126,7 @@ def _nic_words(nic: Nic) -> str:
 
 
 def _matrix(rows: Sequence[tuple[str, ...]], width: int) -> list[Table]:
-    """The matrix as tables of some of its columns each, beside the rows' names: a row that is cut cannot be read."""
+    """The matrix as tables of some of its columns each, every one with the rows' names: no row is cut."""
     tables: list[Table] = []
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
     begin = 1

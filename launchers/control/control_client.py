@@ -51,7 +51,7 @@ def _end_process(reason: str) -> None:
 
 
 class ControlClient:
-    """Connected, proved and greeted once constructed; `config` is what the daemon wants run.
+    """Connected and authenticated once constructed; `config` is what the daemon wants run.
 
     `beat` is called every second from another thread: it may only read plain attributes. `dump` (same rule) adds to the
     stacks that a Dump asks for. `watchdog` arms faulthandler's timer, which ends the process even if some C code never
@@ -183,7 +183,7 @@ class ControlClient:
             self._lock.notify_all()
         if over or self._closing:
             return
-        # told to end and the daemon is gone: the main thread gets the time to finish, but not for ever
+        # asked to end and the daemon is gone: the main thread gets some time to finish
         if self.shutdown_announced and self._finished.wait(self._silence_s):
             return
         self._end(reason)

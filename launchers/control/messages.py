@@ -84,14 +84,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Server -> every rank that stands by, or will: load the weights and serve."""
+    """Server -> every standby rank: load the weights and serve."""
 
     type: Literal["load"] = field(default="load", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Server -> a rank that stands by: the process on its host that has its weights, packed, in a file of memory, and
+    """Server -> a standby rank: the process on its host that has its weights, packed, in a file of memory, and
     by which descriptor (see Ready)."""
 
     type: Literal["held_weights"] = field(default="held_weights", kw_only=True)
@@ -190,7 +190,7 @@ class Loading:
 @dataclass(frozen=True, slots=True)
 class Standing:
     """Rank -> server: the group is connected, and this rank waits for Load. `resident`: bytes that it holds; `room`:
-    whether its weights and KV cache fit beside what its device holds now."""
+    whether its weights and KV cache fit in what its device has free now."""
 
     type: Literal["standing"] = field(default="standing", kw_only=True)
     resident: Count
@@ -200,7 +200,7 @@ class Standing:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """Rank -> server: loaded and waiting for steps. `file`: its descriptor of a file of memory with its packed weights,
-    for ranks of another launch that stands by; -1: there is none."""
+    for ranks of a hot standby; -1: there is none."""
 
     type: Literal["ready"] = field(default="ready", kw_only=True)
     limits: ModelLimits
@@ -265,7 +265,7 @@ class DumpReply:
 
 
 StateMessage = Announce | Loading | Standing | Ready | Running
-"""What a rank says of where it stands."""
+"""A rank's state."""
 Command = Load | HeldWeights | Submit | Cancel | StopChoice | Drain | Shutdown
 """What `ControlClient.poll` returns."""
 ServerMessage = Welcome | Load | HeldWeights | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump

@@ -25,7 +25,7 @@ Look = Callable[[], Mapping[str, int]]
 
 class DeviceMemory:
     """Made before the first launch: as free as then is free. Of a device that did not answer then nothing is known.
-    `before` keeps what was in use then, by device, for those that are made beside a launch."""
+    `before` keeps what was in use then, by device, for a launch made while another one runs."""
 
     def __init__(
         self, look: Look, most_s: float = 30.0, slack: int = SLACK_BYTES, before: dict[str, int] | None = None

@@ -24,13 +24,13 @@ from ..control import processes
 _LOOK_AGAIN_S = 0.05
 _LOCAL_SCRATCH = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
 """Open MPI 5's and 4's word for it. 4 has one for this host alone too, but refuses it in its ranks, which inherit it
-beside the word that mpirun gives them. Not TMPDIR: ranks keep caches there that are worth finding again."""
+in addition to what mpirun passes. Not TMPDIR: ranks keep caches there that are worth finding again."""
 SCRATCH = 5
 _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def under_keeper(command: Sequence[str], grace_s: float, scratch: str, standard_input: int | None = None) -> list[str]:
-    """The command line of the command's keeper; the folder stands at SCRATCH."""
+    """The command line of the command's keeper; the folder replaces SCRATCH."""
     given = [] if standard_input is None else [str(standard_input)]
     return [sys.executable, "-P", "-m", __name__, str(grace_s), scratch, *given, "--", *command]
 

@@ -13,7 +13,7 @@ class JobTimeouts:
     """Bounds in seconds on what may take how long."""
 
     launch_s: float = 120.0
-    """From mpirun's start until every rank has greeted."""
+    """From mpirun's start until every rank has sent Hello."""
     load_stall_s: float = 600.0
     """Without any rank's loading getting on."""
     suspect_s: float = 3.0
@@ -51,9 +51,9 @@ class JobOptions:
     healthy_s: float = 60.0
     """Being ready for so long counts as progress."""
     standby: bool = False
-    """Whether a second launch stands by, to take over from one that fails."""
+    """Whether a hot standby is kept."""
     hold: bool = False
-    """Whether the first launch stands by itself until `load`."""
+    """Whether the first launch waits without weights until `load`."""
     longest_backoff_s: float = 30.0
     words: RankWords = field(default_factory=RankWords)
     """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""

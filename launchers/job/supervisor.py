@@ -65,7 +65,7 @@ class MpiJob:
         self.before: MpiJob | None = None
         """The job that a held one takes the place of: whose weights may be its own."""
         self.room = False
-        """Whether a held job's ranks, standing by, have room for their weights beside what is there."""
+        """Whether a held job's ranks have room for their weights next to the running launch's."""
         self._ready_since: float | None = None
         self._taken_over = False
         self._lost_at = self._gone_at = 0.0

@@ -43,7 +43,7 @@ from .preflight_plan import (
 )
 
 BATCHES = (1, 4, 16, 64, 256)
-"""Decode batches whose all-reduces are measured beside the usual sizes."""
+"""Decode batches whose all-reduces are measured in addition to the usual sizes."""
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -83,7 +83,7 @@ class Signs:
 
 
 def hold(argv: Sequence[str], env: dict[str, str], hosts: Sequence[str], show: Callable[[str], None]) -> int:
-    """Runs the command, whose rank i is on hosts[i], with `env` beside this process's, and returns its exit status, 1
+    """Runs the command, whose rank i is on hosts[i], with `env` added to this process's, and returns its exit status, 1
     where it had to be killed. `show` gets its stderr, line by line. When it returns or raises (KeyboardInterrupt), no
     process of the command is left on this host. Raises OSError."""
     process = kept.start(argv, env, stdout=None, stderr=subprocess.PIPE)

@@ -147,7 +147,7 @@ def report(
             devices=tuple(sorted(map(str, infiniband.glob("uverbs*")))) if infiniband.is_dir() else (),
             memlock_bytes=None if limit == resource.RLIM_INFINITY else limit,
             library=ctypes.util.find_library("ibverbs") or "",
-            # NCCL's rings inside a node lie there; the native backend brings memory of its own
+            # NCCL's rings inside a node use it; the native backend brings memory of its own
             shm_bytes=shm.f_blocks * shm.f_frsize if shm is not None and backend == "nccl" else None,
         ),
         clock_s=time.time(),

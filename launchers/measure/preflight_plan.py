@@ -20,8 +20,8 @@ SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""
 
 MAX_SKEW_S, BROKEN_SKEW_S = 0.5, 5.0
-"""A clock so far off is warned of; one so far off is broken: logs and traces of its node cannot be read beside others',
-certificates are not yet or no longer valid there."""
+"""A clock so far off is warned of; one so far off is broken: logs and traces of its node cannot be compared with
+others', certificates are not yet or no longer valid there."""
 SLOW_RANK = 1.15
 """A rank whose matmul takes this many times the median is a culprit."""
 FEW_RANKS, SLOW_OF_FEW = 4, 1.5
@@ -53,7 +53,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PreflightPlan:
-    """In `rounds`, pairs of any group measured at once: no rank stands twice in one. `sweep` is every (strategy,
+    """In `rounds`, pairs of any group measured at once: no rank occurs twice in one. `sweep` is every (strategy,
     bytes) of one group."""
 
     rounds: tuple[tuple[Pair, ...], ...]

@@ -107,9 +107,9 @@ class CpuAttention(TorchAttention):
 
 
 class RowAttention(CpuAttention):
-    """`parallel.deterministic`: every token by one kernel, which goes through a context in the same pieces
-    whatever else is in the step: the prompts' where it serves, else the decodes', a token at a time. Keys and values of
-    a step's tokens are all stored before any token attends."""
+    """`parallel.deterministic`: every token by one kernel, which goes through a context in the same pieces independent
+    of the rest of the step: the prompts' where it serves, else the decodes', a token at a time. Keys and values of a
+    step's tokens are all stored before any token attends."""
 
     name = "cpu, a row by itself"
 

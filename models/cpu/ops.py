@@ -140,7 +140,7 @@ class CpuOps(TorchOps):
     pages: HugePages
 
     def __init__(self, kernels: Kernels | None, *, int8: bool = False, pages: HugePages | None = None) -> None:
-        """pages: where packed weights lie; filled ones are taken as they are, and the weights given may hold
+        """pages: where packed weights are stored; filled ones are taken as they are, and the weights given may hold
         anything."""
         self.kernels = kernels
         self.int8 = int8
@@ -328,7 +328,7 @@ class CpuOps(TorchOps):
         return lambda x: gated(matmul(normed(x)))
 
     def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
-        """One packed table serves both: of a row, each input (bf16: pair of inputs) lies a panel's width apart."""
+        """One packed table serves both: of a row, each input (bf16: pair of inputs) is a panel's width apart."""
         kernels, table, (rows, inputs) = self.kernels, table.contiguous(), table.shape
         if kernels is None or inputs % 2 or table.dtype not in kernels.served:
             self.pages.whole = False

@@ -99,7 +99,7 @@ def _said(fault: Exception) -> str:
 
 
 def _check_offsets(file: Path, size: int, at: int, tensors: list[StoredTensor]) -> None:
-    """Tensors lie one behind the other from byte `at` to the file's end: no gap, no overlap, nothing behind."""
+    """Tensors are contiguous from byte `at` to the file's end: no gap, no overlap, nothing behind."""
     for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
         if tensor.begin != at:
             fault = "an overlap" if tensor.begin < at else "a gap"
@@ -184,7 +184,7 @@ def inside(folder: Path, name: str) -> Path:
     if not file.is_file():
         raise CheckpointError(f"{file}: missing, or a link that leads nowhere, though the folder names it")
     real, home = file.resolve(), folder.resolve()
-    # A hub cache keeps blobs beside the snapshot: links may point into the same cache, nowhere else.
+    # A hub cache keeps blobs next to the snapshot: links may point into the same cache, nowhere else.
     cache = home.parent.parent if home.parent.name == "snapshots" else home
     if not real.is_relative_to(cache):
         raise CheckpointError(f"{file}: links to {real}, outside the model folder: copy the file into {folder}")
@@ -217,7 +217,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
         weight_map = _index_files(folder, inside(folder, index.name))
         files = sorted(set(weight_map.values()))
     elif (folder / "model.safetensors").exists():
-        files = ["model.safetensors"]  # a consolidated copy may lie beside it
+        files = ["model.safetensors"]  # there may be a consolidated copy, too
     else:
         files = sorted(p.name for p in folder.glob("*.safetensors"))
     if not files:

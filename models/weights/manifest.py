@@ -36,7 +36,7 @@ BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""What is read beside the weights."""
+"""What is read besides the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def stored_in(folder: Path) -> list[StoredTensor]:
 
 
 def make_manifest(folder: Path, progress: Callable[[int, int], None] | None = None, block: int = BLOCK) -> Manifest:
-    """Reads every byte of the weights and of what is read beside them. Raises CheckpointError."""
+    """Reads every byte of the weights and of what is read besides them. Raises CheckpointError."""
     names = sorted({stored.file.name for stored in stored_in(folder)})
     names += [name for name in BESIDE if (folder / name).is_file()]
     total, done = sum((folder / name).stat().st_size for name in names), 0
@@ -169,7 +169,7 @@ class Verifier:
     """A context manager: a thread verifies one share of a folder's blocks against its manifest."""
 
     def __init__(self, folder: Path, tensors: Collection[StoredTensor], share: tuple[int, int]) -> None:
-        """Of the files that the tensors lie in, and of what is read beside them, block i is verified where
+        """Of the files that hold the tensors, and of what is read besides them, block i is verified where
         i % parts == part. Raises CheckpointError at once if a file is unlisted or of another size."""
         self._folder = next(iter(tensors)).file.parent if tensors else folder
         self._tensors, self._stop, self._pool = tensors, threading.Event(), ThreadPoolExecutor(1, "verify")

@@ -1,4 +1,4 @@
-"""A Llama and its kin behind any residual wiring, for transformers: lies in model folders beside config.json, whose
+"""A Llama and its kin behind any residual wiring, for transformers: copied into model folders with config.json, whose
 `auto_map` names it, and is loaded with trust_remote_code=True. Computes what `laddertron_model` there describes, in one
 process and in plain torch. Written by laddertron (Apache-2.0); no part of laddertron is needed to run it.
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PLAIN = ("F32", "BF16", "F16")
 READABLE = f"{', '.join(PLAIN)}, and F8_E4M3 matrices where config.json has a quantization_config"
 CALIBRATION = re.compile(r".*(\.input_scale|\.input_scale_ub|\.output_scale|\.[qkv]_scale|_proj\.weight_scale_ub)")
-"""What fp8 checkpoints carry beside: activations are scaled per token here, and keys and values by the cache."""
+"""Ignored tensors of fp8 checkpoints: activations are scaled per token here, and keys and values by the cache."""
 
 
 def is_quantised(stored: StoredTensor) -> bool:

@@ -1,4 +1,4 @@
-"""Per-rank files, as `laddertron shard` writes them: found beside the checkpoint, refused when they are stale.
+"""Per-rank files, as `laddertron shard` writes them: found in the checkpoint's folder, refused when they are stale.
 
 `MODEL/laddertron-tp16/rank-0003.safetensors` (`laddertron-tp8-pp2` with stages, whose ranks count on) holds rank 3's
 parameters in the order of loading, and in its metadata what it was made from. A folder that holds them and config.json,
@@ -40,7 +40,7 @@ class OwnFile:
 
 
 def shards_folder(folder: Path, size: int, stages: int = 1) -> Path:
-    """Where the files for `size` ranks in each of so many stages lie."""
+    """The folder of the files for `size` ranks in each of so many stages."""
     return folder / (f"laddertron-tp{size}" + (f"-pp{stages}" if stages > 1 else ""))
 
 

@@ -32,7 +32,7 @@ BESIDE = (
     "chat_template.json",
     "special_tokens_map.json",
 )
-"""What stands beside the weights and does not depend on how they are written."""
+"""Files of a model folder that do not depend on how the weights are written."""
 COPIED = ("config.json", MODELING_FILE, *BESIDE)
 """What makes a folder of per-rank files a model folder of its own."""
 

@@ -292,7 +292,7 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
 
 
 def _named(config: ModelConfig, tensor: str, layer: int, *expert: int) -> str:
-    """A layer's tensor. Where two layers are stored as one, `%` stands for which of them it is."""
+    """A layer's tensor. Where two layers are stored as one, `%` is the number of the layer."""
     if config.layout != "shortcut":
         return tensor.format(layer, *expert)
     return tensor.format(layer // 2, *expert).replace("%", str(layer % 2))

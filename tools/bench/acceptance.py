@@ -1,4 +1,4 @@
-"""The page of `laddertron acceptance`: what was measured beside what `plan` predicts, judged by the deployment file.
+"""The page of `laddertron acceptance`: what was measured and what `plan` predicts, judged by the deployment file.
 
 Pure: the measurements come as the JSON that preflight and bench print, and as a plan.
 """
@@ -102,7 +102,7 @@ def environment_part(found: PreflightOutcome) -> Part:
 
 
 def fabric_part(found: PreflightOutcome) -> Part:
-    """Links beside their nominal rates, all-reduces beside the price of these."""
+    """Links against their nominal rates, all-reduces against the price of these."""
     shape, hosts = found.shape, {r.rank: r.hostname for r in found.reports}
     rows = []
     for link in found.links:

@@ -113,7 +113,7 @@ def matmul_bytes(config: Any, item: int) -> int:
 
 
 def read_floor(size: int) -> float | None:
-    """Bytes a second that all of this node's cores together read, whatever a rank is given: of about `size` bytes, its
+    """Bytes a second that all of this node's cores together read, even if a rank has fewer: of about `size` bytes, its
     weights', since a last-level cache may hold a share of those."""
     import torch
 

@@ -13,7 +13,7 @@ from .picture import picture
 
 
 def _figure(spread: Sequence[float], digits: int = 1) -> str:
-    """The median, and half of what lies between the lowest and the highest."""
+    """The median, and half the distance between the lowest and the highest."""
     median, low, high = spread
     half = f"±{(high - low) / 2 / median:.0%}" if median else ""
     return f"[bold]{median:,.{digits}f}[/] [dim]{half}[/]"

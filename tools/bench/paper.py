@@ -1,5 +1,5 @@
 """What `laddertron bench paper` does: the published sweep of Ladder Residual with dummy weights, by the ranks of an
-mpirun, and its rows beside the published and the simulated ones.
+mpirun, and its rows next to the published and the simulated ones.
 
 The ranks of one group measure, the others of the mpirun wait; every variant is loaded, timed and freed in its turn.
 """
@@ -142,7 +142,7 @@ def _variant(asked: Asked, identity: Identity, tp: int, wiring: str, folder: Pat
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A measured row beside the others: tokens/s and times standard's, each measured, published and simulated on H100.
+    """A measured row with the others: tokens/s and times standard's, each measured, published and simulated on H100.
     ratio: L/c, as what communicating adds to computing; None where one of the two was not measured."""
 
     row: Row

@@ -78,7 +78,7 @@ def _moment(communicator: Communicator) -> float:
 
 
 def profile(built: Any, communicator: Communicator) -> None:
-    """This rank's part. Raises whatever stops it."""
+    """This rank's part."""
     options = json.loads(sys.argv[2])
     wanted = communicator.layout.ranks[communicator.rank] in options["ranks"]
     operators = _Operators() if options["ops"] and wanted else None
@@ -120,7 +120,7 @@ def profile(built: Any, communicator: Communicator) -> None:
 
 
 def write_trace(path: Path, everyone: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """The spans of all ranks in one file; each rank's operators, where they were asked for, in one beside it."""
+    """The spans of all ranks in one file; each rank's operators, where they were asked for, in a second one."""
     first = everyone[0]
     ranks = {}
     for rank, said in enumerate(everyone):

@@ -124,7 +124,7 @@ def make_runner(
     shard = RankShard(config, communicator.size, communicator.rank)
     length = config.max_position_embeddings
     blocks = seats * -(-(length + 1) // BLOCK) + 1
-    cache = KVCache(shard, blocks + 1, BLOCK, dtype, device)  # the last is nobody's: see make_graphs
+    cache = KVCache(shard, blocks + 1, BLOCK, dtype, device)  # the last one is padding: see make_graphs
     backend, _ = make_attention(attention, shard, cache, dtype)
     keys = EngineConfig(max_num_seqs=seats, cuda_graphs=cuda_graphs)
     on_device, _ = drawn_on_device(communicator, device, backend, deterministic=False)

@@ -30,7 +30,7 @@ LIMIT_S = 900
 class Judge:
     """A tool: `package` names its version, `more` is installed in its place; `words(bin, url, out)`: command lines;
     `without`: packages that it brings and that do not fit torch's CPU build. `offline`: Hugging Face's libraries are
-    told not to ask their hub."""
+    kept offline."""
 
     package: str
     more: tuple[str, ...]

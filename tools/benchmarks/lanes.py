@@ -2,7 +2,7 @@
 their drivers, which time each step, prefill and all-reduce.
 
 Rank 0 leads and has each lane's engine; the other ranks follow. Frames on the plan channel: a lane's plan, "run a
-lane's next plans", all-reduces beside nothing else, the end. Imported by rank programs alone.
+lane's next plans", all-reduces alone, the end. Imported by rank programs alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Turns:
 
 
 def probe(communicator: Communicator, nbytes: int, count: int) -> list[float]:
-    """Rank 0, between two turns: seconds of each of `count` all-reduces of nbytes, beside nothing else."""
+    """Rank 0, between two turns: seconds of each of `count` all-reduces of nbytes, alone."""
     communicator.plans.send(_PROBE + struct.pack("<II", nbytes, count))
     return _all_reduces(communicator, nbytes, count)
 
@@ -126,7 +126,7 @@ class Steps:
 
 class Unawaited:
     """A Collective that sends, carries and takes every message, and never makes anyone wait: `start` gives back its own
-    part, the sum is taken three starts later. What communicating costs the core that computes, whatever hides it."""
+    part, the sum is taken three starts later. What communicating costs the core that computes."""
 
     def __init__(self, inner: Collective) -> None:
         self._inner = inner
@@ -142,7 +142,7 @@ class Unawaited:
 def sub_blocks(records: Sequence[Record], awaited: bool) -> tuple[float, float]:
     """Of the last steps' all-reduces, attention and MLP in turns, a gather after each step: seconds between one
     all-reduce and the next, which completes an attention or an MLP. From its end on where it is awaited (nothing but
-    computation lies between then: standard wiring), else from start to start. Each step's mean, of these the median;
+    computation is between then: standard wiring), else from start to start. Each step's mean, of these the median;
     noughts where there is nothing to see."""
     steps: list[list[Record]] = [[]]
     for record in records:

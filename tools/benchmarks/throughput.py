@@ -6,7 +6,7 @@
 Llama 150M, random bf16 weights, made on the spot: too big to measure JSON or HTTP by. What is compared takes turns.
 run: a file of mixed lengths; the share is what the same tokens would take in pure prefill and pure decode of full
 batches, over what the run took from ready to its last answer (bar 0.85). daemon: the same file through a daemon with
-real ranks, from the batch's creation (the file is uploaded) to `completed`, beside `run` (bar 0.95 of its tokens/s);
+real ranks, from the batch's creation (the file is uploaded) to `completed`, against `run` (bar 0.95 of its tokens/s);
 the daemon is idle while `run` has its own ranks.
 """
 

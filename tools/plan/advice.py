@@ -58,7 +58,7 @@ def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
 
 
 def _cost_words(plan: CapacityEstimate, there: Sequence[Layout]) -> list[str]:
-    """The cheapest layout for weights of this wiring, and of these very weights; what was asked about beside it.
+    """The cheapest layout for weights of this wiring, and of these very weights; and what was asked about.
     there: those of this wiring, the cheapest first."""
     best, max_num_seqs = there[0], plan.memory.max_num_seqs
     own = next((x for x in plan.layouts if x.key == plan.question.key), None)

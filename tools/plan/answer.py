@@ -1,4 +1,4 @@
-"""What a plan answers first: what it stands on, the verdict, a few tables that fit 80 columns. Pure."""
+"""What a plan answers first: its basis, the verdict, a few tables that fit 80 columns. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKEN_MS = (5, 10, 20, 25, 30, 40, 50, 75, 100, 200, 500)
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """One table. The first `left` columns are words, the rest numbers; `note` stands under it."""
+    """One table. The first `left` columns are words, the rest numbers; `note` is printed below."""
 
     title: str
     columns: tuple[str, ...]
@@ -41,7 +41,7 @@ def binary(count: float) -> str:
 
 
 def basis(plan: CapacityEstimate) -> str:
-    """What the answer stands on: which machines, and how far off such answers were."""
+    """The answer's basis: which machines, and how far off such answers were."""
     q = plan.question
     assumed = any("no fabric was named" in note for note in q.notes)
     where = f"{_devices(plan)} assumed; --fabric for yours" if assumed else f"{_devices(plan)}, as named"

@@ -85,7 +85,7 @@ class Prefill:
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
     """One decode step of `batch` sequences on one rank: messages of the layers, their size, what a rank sends inside
-    the node and between nodes, and one all-reduce's seconds beside a mean sub-block's (L and c of the law)."""
+    the node and between nodes, and one all-reduce's seconds and a mean sub-block's (L and c of the law)."""
 
     wiring: str
     batch: int

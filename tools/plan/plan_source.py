@@ -270,7 +270,7 @@ def _kept_wide(wide: tuple[tuple[str, ...], ...], who: str) -> list[str]:
 
 
 def _form(weights: str, values: str, fp8: bool, gpu: bool) -> str:
-    """How projections lie in memory: fp8 on GPUs alone, on CPUs it is widened."""
+    """The type of projections in memory: fp8 on GPUs alone, on CPUs it is widened."""
     return weights if weights != "stored" else "fp8" if fp8 and gpu else values
 
 

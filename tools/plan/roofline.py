@@ -33,7 +33,7 @@ ATTENTION_CALLS = 0.65
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """How much slower a collective makes what computes beside it: while it waits for latencies, while bytes move."""
+    """How much slower a collective makes concurrent computation: while it waits for latencies, while bytes move."""
 
     waiting: float
     moving: float

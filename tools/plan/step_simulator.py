@@ -68,7 +68,7 @@ class StepTime:
     slowed_s: float
     """What contention added to computing."""
     waited_s: float
-    """How long computing stood still for an all-reduce."""
+    """How long computation waited for an all-reduce."""
     flight_s: float
     """Sum over all-reduces of what each takes alone."""
     collectives: int

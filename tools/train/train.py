@@ -93,7 +93,7 @@ def save(
     ranks: DataParallel | None = None,
 ) -> None:
     """The model as a Hugging Face folder of a Llama that declares its wiring; `about` (what it was trained on) goes
-    into training.json beside the settings and the outcome. Rank 0 writes; all ranks call it."""
+    into training.json with the settings and the outcome. Rank 0 writes; all ranks call it."""
     ranks = ranks or DataParallel()
     folder.mkdir(parents=True, exist_ok=True)
     bos, *eos = map(special_ids(tokenizer).__getitem__, (BOS, EOS, END))

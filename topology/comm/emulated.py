@@ -40,7 +40,7 @@ class HostClock:
 
 
 class Emulated:
-    """`inner` with the time of `emulation` laid over it; also for a group of one that stands for a larger one."""
+    """`inner`, delayed by `emulation`; also for a group of one that represents a larger one."""
 
     def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger) -> None:
         self._inner, self._emulation, self._ledger, self._clock = inner, emulation, ledger, HostClock()

@@ -57,7 +57,7 @@ def multiprocessors_here() -> int:
 
 
 class EmulatedOnGpu:
-    """`inner` with the time of `emulation` laid over it, on a stream beside the computing one: both set off when x is
+    """`inner`, delayed by `emulation`, on a stream next to the computing one: both set off when x is
     ready, and the later one decides when x may be taken. Messages of one such group go one after another, as NCCL's
     do. x passes unchanged through the emulation."""
 

@@ -1,5 +1,6 @@
-"""All-reduces on a GPU beside the computation: a high-priority stream of their own, tied to the computing stream by
-events. The host never waits; the whole may be captured in a CUDA graph. What runs on the stream is the caller's.
+"""All-reduces on a GPU concurrent with the computation: a high-priority stream of their own, tied to the computing
+stream by events. The host never waits; the whole may be captured in a CUDA graph. What runs on the stream is the
+caller's.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class StreamCollective:
         return _StreamPending(self, x, ready, done, timed, (strategy, layer))
 
     def _start_inline(self, x: Tensor, layer: str, timed: bool, ready: Any, done: Any) -> Pending:
-        """On the computing stream; whoever asks for the sum has waited for all of it."""
+        """On the computing stream, which has then waited for all of it."""
         if timed:
             ready.record()
         strategy = self._issue(x) or self._strategy

@@ -19,7 +19,7 @@ TILE_BYTES = 64 << 10
 HOLD_WARPS = 32
 BALLAST: Any = tl.constexpr(HOLD_WARPS * 32 * 32)
 """32 registers a thread. With those that the bytes pass through, a program has the whole register file: no other block
-can begin beside it."""
+can run with it."""
 
 
 @jit

@@ -1,4 +1,4 @@
-"""All-reduces on GPUs: NCCL on a stream beside the computing one (gpu_stream.py), its gathers, and what is known of a
+"""All-reduces on GPUs: NCCL on a stream next to the computing one (gpu_stream.py), its gathers, and what is known of a
 group whose collective does not end. Never ran on several GPUs.
 """
 
@@ -77,7 +77,7 @@ def nccl_log_path() -> Path:
 @contextmanager
 def nccl_log(subsystems: str) -> Iterator[Path | None]:
     """NCCL says how it goes in its log alone, and reads where to before its first communicator. The file goes with the
-    context, or when this rank ends itself; where the launcher kills it, it stays. None where somebody has asked for
+    context, or when this rank ends itself; where the launcher kills it, it stays. None where the user has asked for
     that log already."""
     if "NCCL_DEBUG" in os.environ:
         yield None
@@ -136,7 +136,7 @@ def verdict(
     waited: str, seconds: float, started: int, places: Mapping[int, int], hosts: Sequence[str], error: str = ""
 ) -> CollectiveTimeout | PeerLost:
     """Whom to blame for a collective that did not end. places: collectives set off by the ranks that waited in vain as
-    well; one that does not answer computes, hangs or is gone, and one that stands behind the others is in another
+    well; one that does not answer computes, hangs or is gone, and one that is behind the others is in another
     collective. error: what NCCL reported, "" if nothing. Pure."""
     silent = [rank for rank in range(len(hosts)) if rank not in places]
     least = min(places.values(), default=started)
@@ -157,7 +157,7 @@ def verdict(
 
 class DeviceWait:
     """The host's waits for the device, as long as a collective may take: a rank that never comes would hold the device,
-    and with it the host, for ever. torch's own watchdog would end the process instead, and name nobody."""
+    and with it the host, for ever. torch's own watchdog would end the process instead, without naming a rank."""
 
     def __init__(self, group: Any, ledger: Ledger, timeout: list[float], roll: Roll) -> None:
         """timeout: the one number [s], which others change."""
@@ -188,7 +188,7 @@ class DeviceWait:
 
 
 class NcclGather:
-    """Gathers of bytes that lie on the host, there and back through the device, and of what lies on devices."""
+    """Gathers of bytes on the host, by way of the device, and of tensors on devices."""
 
     def __init__(self, group: Any, ledger: Ledger, wait: DeviceWait) -> None:
         self._group, self._ledger, self._wait = group, ledger, wait

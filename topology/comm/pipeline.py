@@ -46,7 +46,7 @@ class Pipeline:
         return self.stage == self.stages - 1
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a message of another stage may be waited for. It stands behind the steps of all stages."""
+        """How long a message of another stage may be waited for; it comes after the steps of all stages."""
         self._timeout_s = seconds * 2 * self.stages
 
     def send_back(self, payload: bytes, line: int = RING) -> None:
@@ -169,7 +169,7 @@ class SocketBoundary:
 
     def _account(self, asked: float, sent_ns: int, heard: float, size: int) -> None:
         """In flight from when the peer sent (by the nodes' wall clocks) until the kernel had it; that nothing had been
-        sent yet, and this rank stood idle, is no wait for the link but for the stage, entered as such."""
+        sent yet, and this rank was idle, is no wait for the link but for the stage, entered as such."""
         now = time.monotonic()
         sent = min(now, now - (time.time_ns() - sent_ns) * 1e-9)
         self._ledger.started += 1

@@ -99,8 +99,8 @@ def hyper_comm_grid() -> Any:
 
 
 class _Bare(dist.ProcessGroup):
-    """The world's own group: it knows rank and size and connects nobody, as nothing is sent through it. A class of its
-    own, since torch asks plain ones for a backend when they end, and warns of its absence on every rank."""
+    """The world's own group: it knows rank and size and opens no connection, as nothing is sent through it. A class of
+    its own, since torch asks plain ones for a backend when they end, and warns of its absence on every rank."""
 
 
 def _open_world(bootstrap: Bootstrap, world: tuple[int, ...], options: CommOptions, index: int, wait: timedelta) -> Any:

@@ -25,7 +25,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 class TwoLevel:
     """Called with x (contiguous, any float type): the sum over all ranks, in place. On GPUs all three calls are issued
-    to the current stream, one after another, and the host waits for none: NCCL takes a part that lies in the whole at
+    to the current stream, one after another, and the host waits for none: NCCL takes a part that is in the whole at
     rank x part for both ends of a scatter or gather, so nothing is allocated and the whole may be captured."""
 
     def __init__(self, intra: Any, rail: Any, takes: Callable[[int], bool], gather: Any = None) -> None:
@@ -71,7 +71,7 @@ def two_level(subgroups: Mapping[str, Any], takes: Callable[[int], bool] | None)
 
 
 class Relay:
-    """TwoLevel over a library that works on the host, where somebody must wait for a level before the next can be set
+    """TwoLevel over a library that works on the host, where a thread must wait for a level before the next can be set
     off: two threads do. Several messages travel at once, as the wirings want it; and since torch matches calls of a
     group by their order, each group is called from one thread alone, in program order: the node's from the caller's,
     the rail from the one that waits for the scatter, a second one of the node (`gather` of TwoLevel) from the other."""

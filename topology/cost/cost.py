@@ -110,7 +110,7 @@ def possible(strategy: Strategy, shape: Shape) -> bool:
 
 def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
     """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). NCCL
-    and gloo choose among algorithms of their own, NCCL's hierarchical already: two_level stands beside them to be
+    and gloo choose among algorithms of their own, NCCL's hierarchical already: two_level is listed as well, to be
     measured, and replaces them only for sizes where a tuning file says that it wins (`untuned`). MPI is left alone."""
     if backend != "native":
         both = backend in ("nccl", "gloo") and possible("two_level", shape)

@@ -95,5 +95,5 @@ def measure(line: PointToPoint, peer: int, first: bool) -> tuple[float, float]:
     trips = [there_and_back(_SMALL) for _ in range(_WARM + _ROUNDS)]
     round_trip = float(np.quantile(trips[_WARM:], 0.1))
     best = min(there_and_back(_BULK) for _ in range(_TRANSFERS))
-    # a transfer and its receipt take a round trip beside the bytes; on a link without latency that is noise
+    # a transfer and its receipt take a round trip in addition to the bytes; on a link without latency that is noise
     return round_trip / 2, _BULK / max(best - round_trip, best / 10)

@@ -176,6 +176,6 @@ def chooser(
         why = f"tuning file {path} not used: it has no prices for {shape}: run `laddertron preflight` here"
         return fallback, (why,)
     why = f"tuning file {path}: measured on {tuning.shape}, prices carried over to {shape}"
-    # A library's own, where nothing beside it was measured, is replaced by nothing.
+    # A library's own strategy is kept where no other was measured.
     kept = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
     return Chooser(shape, tuning.costs, kept, "fitted"), (*warnings, why)

@@ -148,7 +148,7 @@ class Problem:
         return Problem(self.fabric, replicas, self.slots, self.ranks_per_node, self.suits, self.stages)
 
     def _fewer_hosts(self, size: int) -> str:
-        """The most hosts, first ones first, that the wanted layout fits as it stands."""
+        """The most hosts, first ones first, that the wanted layout fits unchanged."""
         names = [self.fabric.nodes[i].hostname for i in self.order if self.capacity[i]]
         for count in range(len(names) - 1, 0, -1):
             slots = {n: s for n, s in self.slots.items() if n in names[:count]}

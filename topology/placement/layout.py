@@ -40,7 +40,8 @@ class GroupLayout:
 
 def observed_layout(nodes: tuple[str, ...], first_rank: int, size: int) -> GroupLayout:
     """The layout of the group of ranks [first_rank, first_rank + size), given the node that each rank of the job runs
-    on. Raises ValueError where the group's ranks lie unequally over its nodes, or a node's are not contiguous."""
+    on. Raises ValueError where the group's ranks are spread unequally over its nodes, or a node's are not
+    contiguous."""
     by_node: list[tuple[str, list[int]]] = []
     for rank in range(first_rank, first_rank + size):
         if not by_node or by_node[-1][0] != nodes[rank]:

@@ -69,7 +69,7 @@ class _Reply:
                 flight.answer.error = error
             self._wake()
 
-    def landed(self, flight: Flight) -> None:
+    def finished(self, flight: Flight) -> None:
         answer = flight.answer
         self.over = True
         if self.body.stream:
@@ -115,7 +115,7 @@ class _Reply:
         if self._pieces is not None:
             return await self._services.store.in_turn(self._unread.owner, self._piece)
         if self._said_late:
-            return b""  # its end was sent, whatever the engine has made since
+            return b""  # its end was sent: later tokens are discarded
         if self.late and not self.over:
             self._said_late = True
             self._events += [event(_late().to_json()), DONE]

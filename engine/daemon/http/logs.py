@@ -55,7 +55,7 @@ class TextFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Lines to a stream through a bounded queue and a thread: a stream that nobody reads stops neither the event loop
+    """Lines to a stream through a bounded queue and a thread: a stream without a reader stops neither the event loop
     nor the end of the process. What finds no room is dropped and counted."""
 
     def __init__(self, stream: TextIO, most: int = 8192) -> None:

@@ -1,4 +1,5 @@
-"""What clients of vLLM ask beside the OpenAI API: /tokenize, /detokenize, /version, /load (/ping is a probe)."""
+"""What clients of vLLM ask in addition to the OpenAI API: /tokenize, /detokenize, /version, /load (/ping is a
+probe)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def open_store(folder: Path, options: StoreOptions) -> Store:
 
 def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
     (folder / "files").mkdir(exist_ok=True, mode=0o700)
-    # By its size, before SQLite opens it: opening an empty store deletes the log beside it, which a restore may need.
+    # By its size, before SQLite opens it: opening an empty store deletes its write-ahead log, which a restore may need.
     path = folder / "store.db"
     fresh = not path.exists() or not path.stat().st_size
     if fresh and export is not None and generations(export.folder):

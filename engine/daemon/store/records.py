@@ -84,7 +84,7 @@ def drop_file(rows: Rows, file: FileRow) -> None:
 
 
 def add_batch(rows: Rows, batch: BatchRow, repeat_key: str | None = None, digest: str = "") -> BatchRow | None:
-    """The batch; or the one that the same idempotency key made; None if the key stands for another body."""
+    """The batch; or the one that the same idempotency key made; None if the key was used for another body."""
     if repeat_key is not None:
         name = {"owner": batch.owner, "key": repeat_key}
         row = {**name, "digest": digest, "batch_id": batch.id, "created_at": batch.created_at}
@@ -275,7 +275,7 @@ def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
 
 
 def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, int]:
-    """How often each error code stands in a batch's first error lines, the most frequent first."""
+    """How often each error code occurs in a batch's first error lines, the most frequent first."""
     code = "coalesce(json_extract(line, '$.error.code'), json_extract(line, '$.response.body.error.code'))"
     where = f"batch_id = ? AND ok = 0 AND {_READABLE}"
     query = f"SELECT {code} AS code FROM results WHERE {where} ORDER BY number LIMIT ?"

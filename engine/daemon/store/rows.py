@@ -142,7 +142,7 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line's answer (`ok`) or error, as it stands in the output or error file, line break included."""
+    """One line's answer (`ok`) or error, as in the output or error file, line break included."""
 
     custom_id: str
     number: int

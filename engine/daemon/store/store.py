@@ -135,7 +135,7 @@ class Store:
             raise StoreUnavailable(str(error)) from error
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Work on files, beside the readers."""
+        """Work on files, concurrent with the readers."""
         return await self._loop.run_in_executor(self._readers, work)
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:

@@ -99,7 +99,7 @@ def dummy_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 
 def unmeasured_weights(deployment: Deployment) -> str | None:
-    """A warning for weights that are random, or declare another wiring and have no evaluation record beside them."""
+    """A warning for weights that are random, or declare another wiring and have no evaluation record."""
     if deployment.model.load_format == "dummy":
         return "model.load_format: dummy: weights are random, answers mean nothing"
     from ....models.config.model_config import from_folder

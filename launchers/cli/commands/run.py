@@ -68,7 +68,7 @@ def default_errors(output: Path) -> Path:
 
 @dataclass(slots=True)
 class Prepared:
-    """What a run needs beside its job, looked at and opened."""
+    """What a run needs besides its job, checked and opened."""
 
     deployment: Deployment
     text: TextModel

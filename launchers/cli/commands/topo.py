@@ -119,7 +119,7 @@ def command(
             fabric.save(Path(save))
         placed, shapes, lines = None, [], []
         if deployment is not None:
-            # A fabric named on the command line stands for the machines: an allocation's are not asked about.
+            # A fabric named on the command line replaces the machines: an allocation's are not queried.
             part, placed = lay_out(deployment, fabric, environ if fabric_file is None else {})
             shapes = [shape_of(part, placed, g) for g in range(placed.replicas)]
             lines = [predicted(backend_of(deployment, s), s) for s in shapes]

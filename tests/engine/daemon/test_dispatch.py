@@ -60,7 +60,7 @@ class Owner:
     def died(self, flight: Flight) -> None:
         self.deaths = flight.suspicion.deaths
 
-    def landed(self, flight: Flight) -> None:
+    def finished(self, flight: Flight) -> None:
         error: Any = flight.answer.error
         self.error = error.code
 

@@ -82,7 +82,7 @@ def test_a_stream_that_failed_before_its_first_event_leaves_nothing_waiting(monk
                 completion_tokens=0,
             )
             flight: Any = SimpleNamespace(answer=answer, sent=False, requests=[SimpleNamespace(owner="")])
-            reply.landed(flight)
+            reply.finished(flight)
             kept.append(weakref.ref(reply))
             return flight, reply
 

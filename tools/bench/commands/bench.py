@@ -1,4 +1,4 @@
-"""`laddertron bench`: how fast a deployment decodes, prefills and takes a mix of requests, beside what this machine's
+"""`laddertron bench`: how fast a deployment decodes, prefills and takes a mix of requests, against what this machine's
 memory allows.
 
 Variants (wiring, overlap, tp) are sets of ranks that are all loaded before anything is timed and then take turns;

@@ -52,7 +52,7 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
                     batch=batch,
                     wiring=name,
                     step_s=steady(steps.decode_s),
-                    # of wirings that overlap, what lies between two messages is no sub-block's computation
+                    # of wirings that overlap, the time between two messages is no sub-block's computation
                     sub_blocks_s=steps.sub_blocks_s if name in ("standard", "carried") else None,
                     steps=len(steps.decode_s),
                     hidden_s=steps.hidden_s / len(steps.decode_s),

@@ -1,6 +1,6 @@
 """Ranks of cross_node.py: decodes without drafts, with all that are found and with those that pay, in turns, over
 delays. Drafts are the model's own answers, recorded before, each wrong with a stated probability: what is measured is
-the engine, whatever texts repeat. Rank 0 sets the link itself and prints a JSON line a case."""
+the engine, not how often texts repeat. Rank 0 sets the link itself and prints a JSON line a case."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class Prices:
 
 
 def prices(case: Case) -> Prices:
-    """As the run measured them. Carrying: what the step in which every message is sent and taken and nobody waits is
-    slower by than the one without messages. Sub-blocks are timed in that step, from message to message."""
+    """As the run measured them. Carrying: what the step in which every message is sent and taken and none is waited for
+    is slower by than the one without messages. Sub-blocks are timed in that step, from message to message."""
     carried, silent = (float(case[name]["step_s"]) for name in ("carried", "no-communication"))
     number = int(case["carried"]["sub_blocks"])
     attention, mlp = map(float, case["carried"]["sub_blocks_s"])

@@ -6,7 +6,7 @@
         --write                                   and renews docs/cross_node.md and its picture
 
 Prints a JSON line a measurement and, at the end, tables with the bars that they are held to. The wirings are measured
-in five runs, each with ranks of its own: what one run says of them is the machine's as well. Results lie in
+in five runs, each with ranks of its own: what one run says of them is the machine's as well. Results are in
 tools/benchmarks/results/cross_node.json, from which `--report` makes the tables again without measuring.
 """
 
@@ -126,7 +126,7 @@ RUNS = {"reduce": reduce_runs, "wirings": wiring_runs}
 
 
 def measured(name: str, args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
-    """One part's measurements; of the wirings beside those of `before`, if more are asked for."""
+    """One part's measurements; of the wirings added to those of `before`, if more are asked for."""
     began, load = time.monotonic(), round(os.getloadavg()[0], 1)
     part: dict[str, Any] = {"load_before": load, "nice": args.nice, "lines": [], "seconds": 0}
     if name == "wirings" and args.more and before is not None:

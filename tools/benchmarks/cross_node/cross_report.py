@@ -14,7 +14,7 @@ Results = Mapping[str, Any]
 Line = Mapping[str, Any]
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 SMALL = 16384
-"""Bytes of a decode step's message; larger ones beside it are a prompt's."""
+"""Bytes of a decode step's message; larger ones are a prompt's."""
 REDUCE_BARS = {"2 x 1": 1.5e-3, "4 x 1": 2.6e-3}
 TWO_LEVEL_BAR = 1.3
 LARGE_BAR = 1.0
@@ -25,8 +25,8 @@ LARGE_BAR = 1.0
 
 
 def _sums(results: Results, small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
-    """What was measured beside other libraries, a decode step's message or a prompt's, by (nodes x ranks, delay, bytes)
-    and lane."""
+    """What was measured against other libraries, a decode step's message or a prompt's, by (nodes x ranks, delay,
+    bytes) and lane."""
     found: dict[tuple[str, float, int], dict[str, Line]] = {}
     for line in results["reduce"]["lines"]:
         if (line["bytes"] == SMALL) == small:

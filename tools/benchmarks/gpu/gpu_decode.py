@@ -1,5 +1,5 @@
 """How near decoding comes to a GPU's memory: an 8B-shaped Llama of random bf16 weights on one GPU through the whole
-engine, CUDA graphs on and off, beside transformers. Prints a JSON line a case, then a table.
+engine, CUDA graphs on and off, against transformers. Prints a JSON line a case, then a table.
 
     python tools/benchmarks/gpu_day.py --only decode              with what else a GPU is measured by
     PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_decode.py --batch 1,16 --attention torch --engines ours
@@ -206,7 +206,7 @@ def run_engine(
 
 
 def mixed_step_s(engine: Engine, batch: int, prompt_steps: int, args: argparse.Namespace) -> float:
-    """A step of `batch` decodes and one whole prompt beside them: four steps in which a newcomer comes and goes, less
+    """A step of `batch` decodes and one whole prompt: four steps in which a newcomer comes and goes, less
     three without. The median of --repeat newcomers. prompt_steps: what the prompts of the others take."""
     dice, found = random.Random(batch), []
     vocab = (TOY if args.tiny else LLAMA_8B)["vocab"]

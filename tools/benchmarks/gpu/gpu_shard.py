@@ -1,5 +1,5 @@
 """One rank's shard of 70B at tp 8 and 405B at tp 16 on one GPU: random weights, real kernels, all-reduces emulated at
-NVLink's and InfiniBand's untuned prices. Prints a JSON line a case, then a table beside the published speeds.
+NVLink's and InfiniBand's untuned prices. Prints a JSON line a case, then a table with the published speeds.
 
     python tools/benchmarks/gpu_day.py --only shard             with what else a GPU is measured by
     PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_shard.py --cases 70b --layers 16 --batch 1,16  by itself
@@ -47,7 +47,7 @@ from torch import Tensor
 WARM_UP = 3
 WIRINGS = ("standard", "parallel", "ladder")
 ALONE = 50
-"""All-reduces in a row that say how long one takes when nothing runs beside it."""
+"""All-reduces in a row that say how long one takes alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Counted:
 
 
 def lone_group(size: int) -> Any:
-    """torch's own stand-in: this process is rank 0 of `size`, and nobody is asked for anything."""
+    """torch's own stand-in: this process is rank 0 of `size`, and nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -112,7 +112,7 @@ class Rank:
         )
         fill(model)
         shard = RankShard(config, case.ranks, 0)
-        blocks = batch * -(-context // BLOCK) + 1  # the last one is nobody's: padding of recorded steps
+        blocks = batch * -(-context // BLOCK) + 1  # the last one is padding of recorded steps
         cache = KVCache(shard, blocks, BLOCK, dtype, device)
         return Rank(case, model, cache, make_attention(attention, shard, cache, dtype)[0], device, context)
 
@@ -164,7 +164,7 @@ class Lane:
         return time.perf_counter() - began
 
     def alone_s(self, message: Tensor, recorder: GraphRecorder | None) -> float:
-        """One all-reduce with nothing beside it: the fastest of some rows."""
+        """One all-reduce alone: the fastest of some rows."""
 
         def some() -> None:
             for _ in range(ALONE):

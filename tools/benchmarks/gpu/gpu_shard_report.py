@@ -1,4 +1,4 @@
-"""What gpu_shard.py measured, beside the published speeds: a Markdown table. Pure."""
+"""What gpu_shard.py measured, with the published speeds: a Markdown table. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""laddertron beside other engines on this machine, in turns: ratios, and each one's share of the memory's floor.
+"""laddertron against other engines on this machine, in turns: ratios, and each one's share of the memory's floor.
 
     python tools/benchmarks/peers/compare.py --peers transformers,openvino --tp 1,2 --repeats 5
     LADDERTRON_CPU_TIER=avx2 python tools/benchmarks/peers/compare.py --peers transformers --tp 1 --dtypes
