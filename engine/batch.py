@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
     position of the chunk that is followed by a prompt token are scored against that token.
 
     `drafts`: a decode's rows beyond its first, at most. Each rank takes them from the tokens that it knows when the
-    step begins (engine/sampling/ngrams.py), and with them the start: `start` is the least that it can be, since the
+    step begins (engine/sampling/drafts.py), and with them the start: `start` is the least that it can be, since the
     step before may yield several tokens.
 
     A named tuple, because a step makes one for each running sequence and a frozen dataclass costs thrice as much."""

@@ -56,8 +56,6 @@ class MetricRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankHeartbeat:
-    """One rank's latest heartbeat."""
-
     rank: int
     node: str
     pid: int

@@ -43,7 +43,6 @@ class Stage:
 
 
 def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of a model, given how many layers each holds."""
     ends = (0, *accumulate(layers))
     return tuple(
         Stage(_layers(config, a, b), i, len(layers), a, pending_at(config.wiring, a), pending_at(config.wiring, b))

@@ -51,8 +51,6 @@ def read_slo(text: str) -> Slo:
 
 
 class SloType(click.ParamType[Slo]):
-    """For an option `--slo`."""
-
     name = "slo"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Slo:

@@ -18,7 +18,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """One JSON value as one event."""
     return b"data: " + _render(value).encode() + b"\n\n"
 
 

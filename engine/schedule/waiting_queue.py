@@ -189,7 +189,6 @@ class WaitingQueues:
         self._class(sequence.group.request.priority).remove(sequence)
 
     def peek(self, now: float) -> Turn | None:
-        """The next turn; None if no sequence waits."""
         waiting = [candidate for candidate in self._classes if len(candidate)]
         if not waiting:
             return None

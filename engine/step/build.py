@@ -35,7 +35,6 @@ from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
 from ..schedule.speculation import speculation_rule
 from ..schedule.split import SplitRule
-from . import malloc as heap
 from .cuda_graphs import DecodeGraphs, fell_back, make_graphs
 from .draft_model import check_alike
 from .engine import CollectiveTimeouts
@@ -48,7 +47,7 @@ from .kv_capacity import (
     describe_budget,
     working_bytes,
 )
-from .loading import load_weights
+from .loading import give_back_freed, keep_freed, load_weights
 from .runner import Runner
 from .share import Share, make_share
 from .stage_runner import NoDraws, StageRunner
@@ -153,7 +152,7 @@ def build(
     """Loads this rank's share, and on a GPU runs first steps. progress(done, total) in bytes of weights; tell: called
     with what it does afterwards; weights_file: of retained weights, see Built. Raises CheckpointError, CapacityError,
     ShapeError, StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
-    heap.give_back_freed()
+    give_back_freed()
     leads, keys, parallel = communicator.rank == 0, deployment.engine, deployment.parallel
     voice = _Voice(log.info if leads else _mute, log.warning if leads else _mute, tell)
     if device.type == "cpu":
@@ -168,7 +167,7 @@ def build(
         check_sums(communicator, share.config.hidden_size, keys.max_num_batched_tokens, share.dtype, device)
         if share.sharing.per_node > 1:
             check_sums(communicator, share.config.hidden_size, keys.max_num_batched_tokens, share.dtype, device, True)
-    heap.keep_freed()
+    keep_freed()
 
     cache, num_blocks = _cache(share, keys, communicator, device, working, voice)
     attention, why = make_attention(keys.attention, share.shard, cache, share.dtype, bool(parallel.deterministic))
@@ -315,7 +314,6 @@ def _runner(
     sampler: Any,
     num_blocks: int,
 ) -> Runner:
-    """The runner, with the draft model loaded where there is one."""
     pipeline, draft = communicator.pipeline, share.draft
     make = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank)
     return make(

@@ -32,7 +32,7 @@ from ...topology.comm.collectives import Alone
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
 from ..batch import Batch, Chunk, NewSequence, in_order
-from ..sampling.draft_draws import DraftDraws
+from ..sampling.drafts import DraftDraws
 from ..sampling.grammar import Grammars
 from .kv_capacity import CapacityError
 
@@ -61,7 +61,6 @@ class DraftWeights:
     ShapeError."""
 
     def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype, length: int) -> None:
-        """For the model of `config`, with sequences of up to `length`."""
         self.config, self.dtype = from_folder(folder), dtype
         check_draft(self.config, config, length)
         self._shard = RankShard(self.config, 1, 0)

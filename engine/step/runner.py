@@ -25,7 +25,7 @@ from ...models.transfer import upload
 from ..batch import Batch, Chunk, StepResult, in_order, streams
 from ..request import TokenLogprob
 from ..sampling.device_sampler import fed_by, feed
-from ..sampling.ngrams import look_up
+from ..sampling.drafts import look_up
 from ..sampling.sampler import Sampled, Sampler
 from ..schedule.sequence import end_position
 from .cuda_graphs import DecodeGraphs

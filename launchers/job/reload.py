@@ -67,7 +67,6 @@ def serving_in(folder: Path, pid: int) -> Serving | None:
 
 
 def different_keys(old: Deployment, new: Deployment) -> Iterator[str]:
-    """Keys that two deployments have different values of."""
     before, after = to_json(old), to_json(new)
     for section in before:
         yield from (f"{section}.{key}" for key, value in before[section].items() if value != after[section][key])

@@ -26,8 +26,6 @@ SHARED_WORK = 1 << 20
 
 
 class _Latents(ctypes.Structure):
-    """latent.c's struct latents."""
-
     _fields_ = [
         *((name, c_void_p) for name in ("out", "x", "cache", "norm", "cos", "sin", "table", "start", "length")),
         *((name, c_int64) for name in ("sequences", "heads", "rank", "rotary", "block_size", "table_stride")),

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..stages import RankShard
 from .checkpoint import CheckpointError, StoredTensor
-from .dummy import DummyReader
 from .fill import fill_target
 from .manifest import Verifier
 from .mapping import Source
@@ -18,7 +17,7 @@ from .parallel_reader import Readers, cut, reading_threads
 from .quantised import is_scale, scale_fills
 from .rank_files import sizes_of
 from .slices import Fill, plan_fills
-from .tensor_reader import Reader
+from .tensor_reader import DummyReader, Reader
 
 Progress = Callable[[int, int], None]
 

@@ -36,7 +36,7 @@ class Source:
     replicate_embedding: bool = False
     """What per-rank files hold."""
     seed: int | None = None
-    """Of weights that are drawn (dummy.py), None where they are read."""
+    """Of weights that are drawn (DummyReader), None where they are read."""
 
     def quantised_products(self, config: ModelConfig, first_layer: int = 0) -> frozenset[str]:
         """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …; of a stage whose

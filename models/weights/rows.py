@@ -14,8 +14,6 @@ from .slices import plan_fills
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows [row, row + count) of `tensor`."""
-
     tensor: str
     row: int
     count: int

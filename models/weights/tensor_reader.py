@@ -11,6 +11,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ DTYPES = {
 }
 CHUNK_BYTES = 16 << 20
 """What is converted at once, and how much of a file stays mapped behind a gather."""
+LENGTH = 1 << 20
+"""Normal numbers that a row begins at one of; as many again follow, for its length."""
+STRIDE = 48271
+"""Numbers between the beginnings of two neighbouring rows."""
 PREFETCH_BYTES = 256 << 20
 FP8 = torch.float8_e4m3fn
 
@@ -212,3 +217,31 @@ def widened(source: Tensor, scale: Tensor) -> Tensor:
 def _fp8_table() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """The value of each of the 256 codes."""
     return torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
+
+
+class DummyReader(Reader):
+    """Weights of `model.load_format: dummy`: norms are one, matrices keep the size of what they multiply. A weight
+    depends on the seed, its tensor's name and its place in it: every layout of ranks has the same model."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+
+    def prefetch(self, stored: StoredTensor, row: int, count: int) -> None:
+        """There is no file."""
+
+    def read(self, stored: StoredTensor, row: int, column: int, target: Tensor, scale: Tensor | None = None) -> None:
+        self.taken += target.nbytes
+        if len(stored.shape) == 1 or "norm" in stored.name:
+            target.fill_(0.0 if stored.name.endswith("bias") else 1.0)
+            return
+        table = _normal(self._seed, target.device, target.dtype)
+        places = torch.arange(row, row + len(target), device=target.device) * STRIDE + crc32(stored.name.encode())
+        windows = table.as_strided((LENGTH, target.shape[1]), (1, 1), column)
+        torch.index_select(windows, 0, places % LENGTH, out=target).mul_(stored.shape[1] ** -0.5)
+
+
+@cache
+def _normal(seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Of a standard distribution, the same on every device."""
+    return torch.randn(2 * LENGTH, generator=torch.Generator().manual_seed(seed)).to(device, dtype)

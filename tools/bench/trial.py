@@ -93,7 +93,6 @@ class Trial:
     prices: tuple[float, float] | None = None
 
     def ratios(self, figure: Callable[[Round], float]) -> Spread:
-        """Ours over theirs, round by round."""
         pairs = zip(self.ours, self.theirs, strict=True)
         return Spread.of([figure(mine) / max(figure(its), 1e-9) for mine, its in pairs])
 

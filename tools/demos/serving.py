@@ -35,7 +35,6 @@ class ServedDaemon:
 
 
 def free_port() -> int:
-    """A free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -94,7 +94,6 @@ def _needs(layout: Layout) -> str:
 
 
 def keys_of(layout: Layout) -> dict[str, int]:
-    """The keys of `parallel` that make the layout."""
     keys = {"tensor_parallel_size": layout.tp}
     keys |= {"pipeline_parallel_size": layout.stages} if layout.stages > 1 else {}
     return keys | ({"replicas": layout.replicas} if layout.replicas > 1 else {})

@@ -192,7 +192,6 @@ def _read_frame(file: BinaryIO, offset: int, size: int, after: int) -> tuple[_Fr
 
 
 def _next_frame(file: BinaryIO, start: int, size: int) -> int | None:
-    """Where the next whole frame begins."""
     while start < size:
         file.seek(start)
         block = file.read(_SCAN_BYTES)

@@ -11,8 +11,7 @@ import torch
 from laddertron.engine.batch import NewSequence
 from laddertron.engine.request import SamplingParams
 from laddertron.engine.sampling.decide import taken
-from laddertron.engine.sampling.draft_draws import DraftDraws
-from laddertron.engine.sampling.ngrams import LONGEST, SHORTEST, look_up
+from laddertron.engine.sampling.drafts import LONGEST, SHORTEST, DraftDraws, look_up
 from laddertron.engine.sampling.penalties import SlotEdits
 from laddertron.engine.sampling.sampler import Sampler
 

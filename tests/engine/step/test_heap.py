@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import resource
 import torch
-from laddertron.engine.step import malloc as heap
+from laddertron.engine.step import loading as heap
 
 def faults(rounds=20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -29,7 +29,7 @@ print(fresh, faults())
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator is what is told")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone has these limits")
 def test_a_steps_blocks_are_kept_and_a_loads_are_not() -> None:
     """20 blocks of 8 MiB, one after the other: all new pages while loading (one by one, or by 2 MiB), none in steps."""
     said = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout

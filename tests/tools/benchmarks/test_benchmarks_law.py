@@ -19,7 +19,7 @@ import cross_node  # noqa: E402
 import cross_wirings  # noqa: E402
 import lanes  # noqa: E402
 from cross_decode import steady  # noqa: E402
-from cross_law import Prices, of_the_law, predicted_step, prices  # noqa: E402
+from cross_wirings import Prices, of_the_law, predicted_step, prices  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
 

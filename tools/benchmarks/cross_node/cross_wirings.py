@@ -1,15 +1,20 @@
-"""The wirings among cross_node.py's measurements, several runs of each delay and batch: table and bars. Pure."""
+"""The wirings among cross_node.py's measurements, several runs of each delay and batch: the law with a run's own prices
+(a step in which all that a wiring can hide is hidden), table and bars. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common import spread, table
-from cross_law import Case, of_the_law, predicted_step, prices
+from laddertron.models.config.parts import make_wiring
+from laddertron.tools.plan.step_simulator import StepCost, Wire, simulate_step
 
 Line = Mapping[str, Any]
+Case = Mapping[str, Line]
+"""One run at one delay and batch: each wiring's line."""
 WIRINGS = ("standard", "parallel", "ladder", "carried", "no-communication")
 LATER = "delay-2"
 """Its outputs are read a sub-block later than ladder's: for delays that ladder cannot hide."""
@@ -17,6 +22,62 @@ LAW_BAR, FROM_RATIO = 0.85, 0.2
 """Of the law, wherever an all-reduce takes at least that share of a sub-block's computation."""
 SPEED_BAR, REST_BAR = 1.5, 0.98
 """Ladder over standard at 1 ms, and without a delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds of an attention's and an MLP's computation; of an all-reduce by itself (L), and of what one takes from
+    the core that computes, whether anybody waits or not; and of a step outside of its sub-blocks: embedding, head,
+    gather, sampling, planning."""
+
+    attention_s: float
+    mlp_s: float
+    all_reduce_s: float
+    carrying_s: float
+    outside_s: float
+    layers: int
+
+    @property
+    def compute_s(self) -> float:
+        """c: the mean sub-block's computation."""
+        return (self.attention_s + self.mlp_s) / 2
+
+    @property
+    def ratio(self) -> float:
+        """L/c."""
+        return self.all_reduce_s / self.compute_s
+
+
+def prices(case: Case) -> Prices:
+    """As the run measured them. Carrying: what the step in which every message is sent and taken and none is waited for
+    is slower by than the one without messages. Sub-blocks are timed in that step, from message to message."""
+    carried, silent = (float(case[name]["step_s"]) for name in ("carried", "no-communication"))
+    number = int(case["carried"]["sub_blocks"])
+    attention, mlp = map(float, case["carried"]["sub_blocks_s"])
+    carrying = max(0.0, (carried - silent) / number)
+    return Prices(
+        attention_s=attention - carrying,
+        mlp_s=mlp - carrying,
+        all_reduce_s=float(case["carried"]["all_reduce_s"]),
+        carrying_s=carrying,
+        outside_s=carried - number / 2 * (attention + mlp),
+        layers=number // 2,
+    )
+
+
+def predicted_step(p: Prices, wiring: str) -> float:
+    """Seconds of a step, by the simulator's clock. What an all-reduce takes from the core counts as computing, so only
+    the rest of it travels. With equal sub-blocks and nothing to carry a sub-block takes c + L, and max(c, (c + L) / 2)
+    with ladder."""
+    travels = Wire(0.0, max(0.0, p.all_reduce_s - p.carrying_s))
+    attention, mlp = [p.attention_s] * p.layers, [p.mlp_s] * p.layers
+    cost = StepCost(attention, mlp, travels, after_s=p.outside_s, start_s=p.carrying_s)
+    return simulate_step(cost, make_wiring(wiring, p.layers), 2).total_s
+
+
+def of_the_law(case: Case, wiring: str) -> float:
+    """The step that the law predicts over the one that was measured: 1.0 is the law itself."""
+    return predicted_step(prices(case), wiring) / float(case[wiring]["step_s"])
 
 
 def cases(lines: Sequence[Line]) -> dict[tuple[float, int], dict[str, Line]]:
@@ -100,9 +161,8 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
         "sub-block's computation, L is one all-reduce of the step's size by itself, carrying is what an all-reduce "
         "takes from the core in any case, outside is the step without its sub-blocks (embedding, head, gather, "
         "sampling). The law's step is ladder's if all is hidden that the wiring lets be hidden "
-        "(`tools/benchmarks/cross_node/cross_law.py`). Of the law: that step over ladder's, in brackets the worst and "
-        "the best run. "
-        "Standard, of c + L: the same for standard, which hides nothing.",
+        "(`tools/benchmarks/cross_node/cross_wirings.py`). Of the law: that step over ladder's, in brackets the worst "
+        "and the best run. Standard, of c + L: the same for standard, which hides nothing.",
         "",
         *table(
             "one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "

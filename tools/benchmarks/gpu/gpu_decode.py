@@ -27,23 +27,26 @@ from typing import Any
 import torch
 from bench_model import Size, make_model, make_runner
 from common import say, table, versions
-from gpu_predicted import ALONE, predicted_ms
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, drain
+from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import Case, random_prompt, run_case
 from laddertron.tools.bench.bench_rank import matmul_bytes
-from laddertron.tools.plan.roofline import Load
+from laddertron.tools.plan.roofline import Load, SimulatedGroup, gpu_rates, links
 from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
+from laddertron.topology.cost.cost import Shape
+from laddertron.topology.hardware.presets import GPU_BY_NAME
 from laddertron.topology.placement.layout import GroupLayout
 from peers.worker import run
 
 LLAMA_8B = {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
 TOY = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 256}
 STEP_TOKENS = 8192
+ALONE = Shape(1, 1, "nvlink", "ib", 1)
 
 Line = dict[str, Any]
 
@@ -131,6 +134,18 @@ def read_bytes(size: Size, batch: int, context: float, fp8: bool = False) -> flo
     a_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
     layers = matmul_bytes(config, item) - config.vocab_size * config.hidden_size * item
     return matmul_bytes(config, item) - layers * fp8 / 2 + batch * context * a_position
+
+
+def predicted_ms(
+    config: ModelConfig, shape: Shape, device: torch.device, load: Load, wiring: str, fp8: bool = False
+) -> float | None:
+    """Of one rank of a group of this shape; None on a device whose rates are not known."""
+    known = GPU_BY_NAME.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if known is None:
+        return None
+    rates = gpu_rates(known.device(0, "0000:00:00.0", 0), "fp8" if fp8 else "bfloat16")
+    group = SimulatedGroup(config, shape.size, rates, links("nccl", shape), 1.0 if fp8 else 2.0)
+    return round(group.step(load, make_wiring(wiring, config.num_layers)).total_s * 1e3, 4)
 
 
 def case_line(

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from bench_model import BLOCK, NAMES, fill, rewired
 from common import say
-from gpu_predicted import predicted_ms
+from gpu_decode import predicted_ms
 from gpu_shard_report import shard_table
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from laddertron.engine.step.share import DTYPES

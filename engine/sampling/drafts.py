@@ -1,6 +1,7 @@
-"""Draws drafts from a draft model's logits, of which every rank has whole rows: no gather.
+"""Drafts by prompt look-up (what followed the last time that a sequence ended as it does now), and drafts drawn from a
+draft model's logits, of which every rank has whole rows: no gather.
 
-By the rule, the edits, the grammar and the noise with which the sequence's own tokens will be drawn: with the same
+Drawn by the rule, edits, grammar and noise with which the sequence's own tokens will be drawn: with the same
 Gumbel noise added, two models that think alike draw the same id, so that sampled drafts agree nearly as often as greedy
 ones. Keeps a state a slot of its own, since those of engine/sampling/sampler.py hold a shard's columns alone.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +24,32 @@ from .logprobs import Scorer
 from .penalties import SlotEdits
 from .slots import SlotTable
 from .step import Step, StepContext
+
+SHORTEST, LONGEST = 2, 4
+"""Tokens that must match, and from where on a longer match is no better."""
+WINDOW = 1 << 15
+"""Tokens looked back."""
+
+
+def look_up(known: npt.NDArray[np.int32], most: int) -> list[int]:
+    """At most `most` ids to follow known [n]: those behind the latest of the longest matches of its end, gone through
+    again from there where they are too few. [] where nothing matches. A pure function: every rank derives the same."""
+    known = known[-WINDOW:]
+    count = len(known)
+    if most < 1 or count <= SHORTEST:
+        return []
+    found = np.flatnonzero((known[1:-1] == known[-1]) & (known[:-2] == known[-2])) + SHORTEST
+    for length in range(SHORTEST + 1, LONGEST + 1):
+        longer = found[found >= length]
+        longer = longer[known[longer - length] == known[count - length]]
+        if not len(longer):
+            break
+        found = longer
+    if not len(found):
+        return []
+    behind = known[found[-1] :]
+    drafts: list[int] = np.resize(behind, most).tolist()
+    return drafts
 
 
 class _Forks(Grammars):
