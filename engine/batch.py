@@ -1,12 +1,9 @@
-"""The plan of one step: plain ints, decided by rank 0, broadcast as one binary frame, obeyed by every rank.
+"""The plan of one step: plain ints, decided by rank 0 (the scheduler), broadcast as one binary frame, executed by every
+rank (`engine/step/runner.py`).
 
-The scheduler makes it, `engine/step/runner.py` obeys it, neither knows the other. Sequences live in *slots* (0 ..
-max_num_seqs - 1) of the runner; a slot's tokens and block table are mirrored on every rank and only ever changed by a
-Batch or by the token that the step sampled. KV lives in fixed-size *blocks*.
-
-A plan is made before the previous step's tokens are known. It is optimistic: it takes every running sequence to go on.
-A sequence that turns out to have ended costs one surplus token, which commit discards; its blocks are released by a
-later Batch.
+A sequence has a slot (0 .. max_num_seqs - 1); every rank mirrors a slot's tokens and block table, which only a Batch or
+the step's own sampled token changes. A plan is made before the previous step's tokens are known and assumes that every
+running sequence continues: one that has ended costs a surplus token, which commit discards.
 """
 
 from __future__ import annotations
@@ -37,15 +34,11 @@ class NewSequence:
 
 
 class Chunk(NamedTuple):
-    """Positions [start, start + count) of a slot are computed in this step; a slot has at most one chunk in a step.
-    Where `samples`, the logits of the last one yield the slot's next token. `prompt_logprobs`: the logits of every
-    position of the chunk that is followed by a prompt token are scored against that token.
-
-    `drafts`: a decode's rows beyond its first, at most. Each rank takes them from the tokens that it knows when the
-    step begins (engine/sampling/drafts.py), and with them the start: `start` is the least that it can be, since the
-    step before may yield several tokens.
-
-    A named tuple, because a step makes one for each running sequence and a frozen dataclass costs thrice as much."""
+    """Positions [start, start + count) of a slot, computed in this step; at most one chunk a slot. `samples`: the
+    last row's logits yield the next token. `prompt_logprobs`: rows followed by a prompt token are scored against it.
+    `drafts`: the most rows beyond a decode's first; each rank finds them itself (engine/sampling/drafts.py), and
+    with them the start, of which `start` is the least. A named tuple: a frozen dataclass costs three times as much a
+    step."""
 
     slot: int
     start: int

@@ -59,13 +59,11 @@ def _param(default: Any, kind: ParamKind, low: float = 0, high: float = MAX_TOKE
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens of one request are drawn; the words and defaults of the OpenAI API and of vLLM. A new parameter needs
-    its line here and its rule under engine/sampling/, nothing between.
-
-    `seed` is always set (the door derives a default from run or batch id and custom_id), so that a retry gives the
-    same answer. `top_k=0` means all, `temperature=0` means greedy. `logprobs=None` means none wanted, `0` the chosen
-    token's alone. `stop` strings never reach the engine: the door turns a match into `stop(request_id, n_tokens)`.
-    """
+    """How tokens of one request are drawn, with the names and defaults of the OpenAI API and of vLLM. A new
+    parameter needs its line here and its rule under engine/sampling/. `seed` is always set (derived from run or
+    batch id and custom_id by default), so that a retry gives the same answer. `top_k=0`: all; `temperature=0`:
+    greedy; `logprobs`: None for none, 0 for the chosen token's alone. `stop` strings become `stop(request_id,
+    n_tokens)` outside the engine."""
 
     max_tokens: Integer = _param(..., "integer")
     seed: Integer = _param(..., "integer", -(2**63), 2**64 - 1)
@@ -127,12 +125,11 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to go on from it. `request_id` is unique in the engine's life; `queue` is one of its owner's
-    (a batch id, or "" for interactive requests): owners take turns, and so do the queues of each; `order` is the
-    client's own priority among the requests of its queue, smaller first; `salt`, which begins with the owner, keeps
-    tenants apart in the prefix cache; `deadline` is unix seconds or None; `epoch` is the attempt that a result must
-    carry to be stored; `emitted`: what earlier attempts have put out of each choice, None for one that has ended: the
-    others go on there. Empty for a request that begins."""
+    """One prompt and where to resume. `request_id` is unique in the engine's life. Owners take turns, and so do an
+    owner's `queue`s (a batch id; "" for interactive requests); `order`: the client's priority within its queue,
+    smaller first. `salt` starts with the owner and separates tenants in the prefix cache; `deadline`: unix seconds
+    or None; `epoch`: the attempt that a result must carry. `emitted`: what earlier attempts put out of each choice,
+    None for one that has ended."""
 
     request_id: Name
     prompt: TokenIds

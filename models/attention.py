@@ -1,8 +1,6 @@
-"""Paged attention: keys and values in fixed-size blocks, one small interface over them, and its portable backend on
-torch alone. Which block belongs to which sequence is the scheduler's matter.
-
-A backend gets the step's layout once (`plan`) and is then called for every layer (`attend`) with the fused projection's
-output: it rotates, stores the new keys and values and attends over all of the sequence's. Right before fast.
+"""Paged attention: keys and values in fixed-size blocks, one small interface over them, and its portable backend in
+torch. A backend gets the step's layout once (`plan`) and is then called for every layer (`attend`) with the fused
+projection's output: it rotates, stores the new keys and values and attends over all of the sequence's.
 """
 
 from __future__ import annotations
@@ -91,14 +89,11 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where this step's T tokens belong. N sequences, in token order; `decode` of them, the first ones, have exactly
-    one token each. All tensors are int64 on the model's device.
-
-    positions [T]; query_start [N + 1] (host list); kv_len [N] (host list: positions known after this step);
-    block_table [N, most blocks of any], with anything behind a sequence's own blocks; blocks, offsets [T]: where each
-    token's keys go. chained: some decodes are tokens of one sequence that follow one another, so that all keys must be
-    stored before any of them attends.
-    """
+    """Where this step's T tokens belong. N sequences, in token order; `decode` of them, the first ones, have one
+    token each. All tensors are int64 on the model's device. positions [T]; query_start [N + 1] (host list); kv_len
+    [N] (host list: positions known after this step); block_table [N, most blocks of any], anything behind a
+    sequence's own blocks; blocks, offsets [T]: where each token's keys go. chained: some decodes are consecutive
+    tokens of one sequence, so that all keys must be stored before any of them attends."""
 
     positions: Tensor
     query_start: list[int]

@@ -1,7 +1,5 @@
-"""A mixture of experts on one rank: which experts a token goes through, and the portable product over them.
-
-Every rank computes the same choice from the same rows; the product yields what this rank's experts, or its share of
-each expert, add to the sum over all ranks. models/cpu/experts.py keeps the product's signature.
+"""A mixture of experts on one rank: which experts a token goes through, the same on every rank, and the portable
+product, which yields this rank's part of the sum. models/cpu/experts.py keeps the product's signature.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""A rank's share of the parallel layers, un-reduced: each yields its partial product, the all-reduce is the wiring's.
-
-Plain parameters here, for the operators of a CPU; Megatron-core's layers on GPUs (models/cuda/megatron_layers.py).
+"""A rank's share of the parallel layers, un-reduced: each yields its partial product. Plain parameters, for the
+operators of a CPU; Megatron-core's layers on GPUs (models/cuda/megatron_layers.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The operators of a layer behind one interface: what the model page calls, and what a faster set may fuse.
-
-`TorchOps` is portable and says what each operator means; models/cpu/ops.py keeps its signatures. Tensors: T tokens of
-a step, D hidden, H query heads, K key/value heads, C head dimension, F feed-forward (all this rank's).
+"""The operators of a layer behind one interface. `TorchOps` is portable and defines them; models/cpu/ops.py keeps its
+signatures. Tensors: T tokens of a step, D hidden, H query heads, K key/value heads, C head dimension, F feed-forward
+(all this rank's).
 """
 
 from __future__ import annotations

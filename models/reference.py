@@ -1,6 +1,5 @@
 """Every residual wiring in plain single-process torch: the oracle that the parallel code is tested against, and the
-model that tools/train/train.py trains. Shares ModelConfig and the checkpoints' tensor names with the rest, and no
-code: no groups, no cache, no paging. Speed is the trainer's concern only as far as readability allows.
+model that tools/train/train.py trains. Shares ModelConfig and the checkpoints' tensor names with the rest, and no code.
 """
 
 from __future__ import annotations
@@ -324,12 +323,9 @@ class _Decoder(nn.Module):
 
 
 class Reference(nn.Module):
-    """The model in one process. `state_dict()` carries the stock Hugging Face names (a tied head has none).
-
-    `tp` matters to two wirings alone: desync's residuals drift apart on tp ranks (default: the size the weights
-    declare), and no-communication never sums them (the output, rank 0's, is meaningless). With `fade` above 0 a
-    sub-block reads a mix of what it would read under the wiring `before` (that share) and under its own: annealing.
-    """
+    """The model in one process; `state_dict()` has the stock Hugging Face names (a tied head has none). `tp` matters
+    to desync (default: the size that the weights declare) and no-communication (the output is rank 0's). With `fade`
+    above 0 a sub-block reads that share of what it would under the wiring `before`: annealing."""
 
     def __init__(self, config: ModelConfig, tp: int | None = None, before: Wiring | None = None) -> None:
         super().__init__()

@@ -1,8 +1,6 @@
-"""Pipeline stages (which layers each holds, where a wiring lets one end), and what one rank of a stage's group holds:
-how many heads, which KV heads, which rows of the vocabulary. Pure; no torch.
-
-A stage is a model of its own layers: everything that a rank holds or computes goes by `Stage.config`. Layers are
-numbered from 0 in each; `first_layer` leads back to the checkpoint's numbers.
+"""Pipeline stages (which layers each holds, where a wiring lets one end), and one rank's share of a stage: heads, KV
+heads, rows of the vocabulary. Pure; no torch. A stage is a model of its own layers (`Stage.config`), numbered from 0;
+`first_layer` leads back to the checkpoint's numbers.
 """
 
 from __future__ import annotations

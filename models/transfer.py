@@ -1,7 +1,5 @@
-"""Small arrays between host and device while neither waits for the other: through pinned memory, either way.
-
-From pageable memory the driver may wait for all that the device has still to do, and `.cpu()` always does. Called by
-engine/step/runner.py, engine/sampling/device_sampler.py and the attention backends.
+"""Small arrays between host and device through pinned memory, either way, without waiting: from pageable memory the
+driver may wait for all the device's work, and `.cpu()` always does.
 """
 
 from __future__ import annotations

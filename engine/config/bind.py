@@ -1,6 +1,5 @@
 """Binds located values to the dataclasses of engine/config/schema.py by pydantic: all errors at once, each at its
-place. Where there are errors it reads once more without those keys, so that the rules between the others are still
-checked.
+place. After errors it reads once more without those keys, so that the rules between the others are still checked.
 """
 
 from __future__ import annotations

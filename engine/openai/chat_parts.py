@@ -1,9 +1,7 @@
-"""Splits a chat's text into reasoning, content and tool calls as it arrives. The result does not depend on the pieces.
-A call is emitted whole; where one is named, its arguments as they arrive.
-
-Formats: Hermes and Qwen write <tool_call>{"name", "arguments"}</tool_call> anywhere; Llama 3.1 to 3.3 answer with
-{"name", "parameters"} and nothing before it, several divided by semicolons; an answer that had to call (tools.py) is an
-array of such objects. Anything else stays content.
+"""Splits a chat's text into reasoning, content and tool calls as it arrives, independent of how it is cut. A call is
+emitted whole; where one is named, its arguments as they arrive. Formats: Hermes and Qwen (<tool_call>{"name",
+"arguments"}</tool_call> anywhere), Llama 3.1 to 3.3 ({"name", "parameters"} first, several divided by semicolons), and
+an array of such objects where the answer had to call (tools.py). Anything else stays content.
 """
 
 from __future__ import annotations

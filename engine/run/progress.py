@@ -68,12 +68,11 @@ class RankKind:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run did. `requests` are the file's lines, `skipped` those finished earlier; `reason` says why it stopped
-    before the end (`stopped`: it was asked to), `lost` how many lines were under way then. Communication: seconds, mean
-    over the ranks, None where no rank reported it; `layers` divides the all-reduces' share of it. `causes`: why
-    lines failed, the most frequent first. `computed`: what the ranks computed with, likewise. `drafted`:
-    drafts that were verified, of which `accepted` were right (engine.speculation). `changed`: lines redone as their
-    input changed since they were answered."""
+    """What a run did. `requests`: the file's lines; `skipped`: finished earlier; `changed`: redone as their input
+    changed; `lost`: under way when it ended early, for `reason` (`stopped`: on request). Seconds of communication
+    are means over the ranks, None where no rank reported; `layers` divides the all-reduces' share of it. `causes`:
+    of failed lines, the most frequent first; `computed`: what ranks computed with. `accepted` of the `drafted`
+    drafts were right."""
 
     requests: int
     ok: int

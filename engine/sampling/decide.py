@@ -1,9 +1,8 @@
-"""Which token, given what the ranks gathered: pure decisions over small arrays, the same on every rank.
-
-Every filter keeps a prefix of the ids in order of falling logit (equals: rising id): top_k its first k; top_p those
-before which less than top_p of the (top_k-filtered) probability lies; min_p those with at least min_p of the best one's
-probability. The drawn id is the kept one with the largest x / T + Gumbel(id). So a prefix of the merged candidates
-decides, or two numbers about one id do: how many ids and how much probability come before it.
+"""Which token, given what the ranks gathered: pure decisions over small arrays, the same on every rank. Every filter
+keeps a prefix of the ids by falling logit (equal: rising id): top_k its first k; top_p those before which there is less
+than top_p of the (top_k-filtered) probability; min_p those with at least min_p of the best one's. The drawn id is the
+kept one with the largest x / T + Gumbel(id), so a prefix of the merged candidates decides, or how many ids and how much
+probability precede one id.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The rule of engine/sampling/decide.py and penalties.py on a device's tensors: edits, filters, log-probabilities.
-
-The same decisions by the same arithmetic, over whole rows in place of candidates: the host does not look, so that no
-gather can depend on what the one before it brought.
+"""The rule of engine/sampling/decide.py and penalties.py on a device's tensors (edits, filters, log-probabilities): the
+same arithmetic over whole rows in place of candidates, without the host, so no gather depends on an earlier one's data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Rows drawn on the device: ids that feed the next step without having been on the host.
-
-Each rank's best goes through one small gather between the devices, and the winner is found there, by
-engine/sampling/decide.py's rule in torch. Rows with filters or log-probabilities are gathered whole before; filters and
-edits (device_rule.py) leave a rank those of its columns that may be drawn. The host gets a copy later, with the digests
-that the gather carried.
+"""Rows drawn on the device: ids that feed the next step without passing the host. A small gather between devices finds
+the winner by engine/sampling/decide.py's rule; rows with log-probabilities are gathered whole, those with filters or
+edits (device_rule.py) as the columns that may be drawn. The host gets a copy later, with the digests of the gather.
 """
 
 from __future__ import annotations

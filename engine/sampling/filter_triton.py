@@ -1,9 +1,7 @@
-"""The filters of sampling on a GPU without a sort: the last id that each one keeps is found digit by digit.
-
-Logit and id make one key of 52 bits that orders as engine/sampling/decide.py does, by falling logit and rising id; no
-two are equal. top_k and top_p keep the keys from some key on: the smallest one before which fewer than k ids, or less
-than top_p of the mass, lie. One launch for four bits of it sums up what each digit holds. Importing this needs Triton:
-engine/sampling/device_rule.py does so where there is one.
+"""The filters of sampling on a GPU without a sort: the last id that each keeps is found digit by digit. Logit and id
+make one unique key of 52 bits in engine/sampling/decide.py's order (falling logit, rising id); top_k and top_p keep the
+keys from the smallest one that fewer than k ids, or less than top_p of the mass, precede. One launch sums up four bits.
+Importing this needs Triton: engine/sampling/device_rule.py does so where there is one.
 """
 
 # Triton takes annotations of kernels for types of its own: there are none for others.

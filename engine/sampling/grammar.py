@@ -1,9 +1,7 @@
-"""Structured output through llguidance: the grammars of requests at work on one rank's shard of the logits.
-
-A grammar arrives in the library's own JSON (`{"grammars": [...]}`, made by engine/openai/structured_output.py); the
-door has it checked (`GrammarSlots.check`); every rank compiles it for its slot, masks its shard of the logits by it and
-advances it with each drawn id. An extra (`laddertron[grammar]`): without it `available` is False and any grammar is a
-ValueError that says so. No torch.
+"""Structured output through llguidance: the grammars of requests at work on one rank's shard of the logits. A grammar
+arrives in the library's JSON (engine/openai/structured_output.py), checked (`GrammarSlots.check`); every rank compiles
+it for its slot, masks its shard and advances it with each drawn id. Without the extra (`laddertron[grammar]`)
+`available` is False and any grammar is a ValueError. No torch.
 """
 
 from __future__ import annotations

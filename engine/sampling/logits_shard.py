@@ -1,7 +1,5 @@
-"""What one rank computes over its shard of the logits: peaks, masses, noisy bests, candidate lists.
-
-Two implementations of one small interface with the same results: C for logits on a CPU (engine/sampling/noise.c), torch
-for any device and for builds without a compiler. Knows nothing of other ranks, requests or filters.
+"""What one rank computes over its shard of the logits: peaks, masses, noisy bests, candidate lists. Two implementations
+with the same results: C for a CPU (engine/sampling/noise.c), torch for any device and builds without a compiler.
 """
 
 from __future__ import annotations

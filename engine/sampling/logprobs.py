@@ -1,7 +1,5 @@
-"""Log-probabilities of ids under the untouched logits, at temperature 1: of drawn ids and of prompts.
-
-As OpenAI and vLLM report them: before penalties, biases, masks and filters. Each rank sums up its shard, a gather
-brings the sums together; sums of exponentials are fp64.
+"""Log-probabilities of drawn ids and of prompts, as OpenAI and vLLM report them: at temperature 1, before penalties,
+biases, masks and filters. Each rank sums its shard in fp64; a gather adds the sums.
 """
 
 from __future__ import annotations

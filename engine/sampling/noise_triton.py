@@ -1,8 +1,6 @@
-"""The noise of sampling over a vocabulary shard, drawn and maximised in one Triton kernel, never written to memory.
-
-The same numbers as engine/sampling/philox.py and engine/sampling/noise.c to the last bit: only IEEE operations in one
-order, products and sums never contracted. Importing this needs Triton, which comes with CUDA builds of torch:
-engine/sampling/logits_shard.py does so when the logits are on a GPU.
+"""The noise of sampling over a vocabulary shard, drawn and maximised in one Triton kernel, never written to memory. The
+bits of engine/sampling/philox.py and engine/sampling/noise.c: IEEE operations in one order, never contracted. Importing
+this needs Triton: engine/sampling/logits_shard.py does so when the logits are on a GPU.
 """
 
 # Triton takes annotations of kernels for types of its own: there are none for others.

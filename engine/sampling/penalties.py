@@ -1,9 +1,7 @@
-"""What changes a sequence's logits before anything is drawn: penalties, biases, allowed and bad words, min_tokens.
-
-In this order, on fp32 copies of this rank's columns: repetition_penalty (positive logits divided, others multiplied,
-for ids of prompt or output), frequency_penalty x count and presence_penalty (ids of the output), logit_bias; then all
-but allowed_token_ids are forbidden, the id that would end a bad word, and the stop ids until min_tokens are out. Keeps
-one small state a slot; the sampler owns it.
+"""What changes a sequence's logits before anything is drawn, on fp32 copies of this rank's columns, in this order:
+repetition_penalty (positive logits divided, others multiplied, for ids of prompt or output), frequency_penalty x count
+and presence_penalty (ids of the output), logit_bias; then forbidden: all but allowed_token_ids, the id that would end a
+bad word, the stop ids until min_tokens are out. Keeps one small state a slot; the sampler owns it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The noise of sampling: a pure function of (seed, output position, choice, vocabulary id), the same everywhere.
-
 Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC'11). Key: the request's
-64-bit seed, low word first. Counter: (output position, global vocabulary id, choice index, lane); lane 0 is sampling's.
-The first two words of the block make a 52-bit uniform, and that a Gumbel value. In torch, for any device;
-engine/sampling/noise.c says the same to the last bit, because both only use IEEE operations in one order.
+64-bit seed, low word first. Counter: (output position, global vocabulary id, choice index, lane), lane 0 for sampling.
+Two words make a 52-bit uniform, and that a Gumbel value. The bits of engine/sampling/noise.c: IEEE operations in one
+order.
 """
 
 from __future__ import annotations

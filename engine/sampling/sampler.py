@@ -1,10 +1,7 @@
-"""logits -> ids: the same function on every rank, over one small all-gather a step.
-
-Every rank brings a few numbers about its vocabulary shard (engine/sampling/logits_shard.py), and decides alone what all
-decide alike (engine/sampling/decide.py). Order of a row's edits: penalties, logit_bias, min_tokens, grammar mask,
-temperature, top_k, top_p, min_p. Log-probabilities are those of the untouched logits at temperature 1. What crosses the
-network is O(rows x candidates); rows whose filters keep more than the candidates show are settled by further small
-gathers (engine/sampling/step.py). Knows the runner's slots, nothing of schedules, text or transport.
+"""logits -> ids: the same function on every rank, over one small all-gather a step. Every rank brings a few numbers
+about its vocabulary shard (logits_shard.py) and decides alone (decide.py). Order of a row's edits: penalties,
+logit_bias, min_tokens, grammar mask, temperature, top_k, top_p, min_p. O(rows x candidates) cross the network; rows
+whose filters keep more than the candidates take further small gathers (step.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""How each slot's sequence is drawn, and how far it is: the sampler's state, alike on every rank but for the columns.
-
-Turns SamplingParams into table entries once, at admission, and a step's slots into a SamplingPlan, kept as long as the
-same slots run: a steady decode pays for neither.
+"""The sampler's state: how each slot's sequence is drawn and how far it is, the same on every rank but for the columns.
+SamplingParams become table entries at admission; a SamplingPlan is kept while the same slots run.
 """
 
 from __future__ import annotations

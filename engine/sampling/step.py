@@ -1,7 +1,5 @@
-"""One step's draw: edit, sum up the shard, gather, decide, and settle by further small gathers what that left open.
-
-The effects of engine/sampling/sampler.py's rule between a SamplingPlan and its ids; the decisions are
-engine/sampling/decide.py's.
+"""One step's draw: edit, sum up the shard, gather, decide (engine/sampling/decide.py), and settle by further small
+gathers what that left open.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Who is on the ranks: slots, and the KV blocks behind them, taken, shared, copied and given back.
-
-Knows how a sequence's known tokens can be had without computing them (prefix cache, a sibling's prompt), not who
-deserves to run: that is engine/schedule/scheduler.py, its only caller. Everything given back may be handed out again at
-once, since plans run strictly in order: an earlier plan has finished with a block before a later one uses it.
+"""Who is on the ranks: slots, and the KV blocks behind them, allocated, shared, copied and freed. Knows how known
+tokens can be had without computing them (prefix cache, a sibling's prompt), not who deserves to run (scheduler.py). A
+freed block may be allocated again at once: plans run strictly in order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Who runs next: requests in, one Batch a step out, sampled tokens in, events out. No torch; data in and data out.
-
-Rank 0 alone has one. The same calls with the same times give the same plans. A plan may be made while the one before it
-is still unknown: it takes every running sequence to go on, and `commit` discards what that had too much. Admission is
-strict in its order (engine/schedule/waiting_queue.py): one that does not fit blocks those behind it, so that none
-starves.
+"""Who runs next: requests in, one Batch a step out, sampled tokens in, events out, on rank 0. No torch; the same calls
+with the same times give the same plans. A plan may be made while the one before it is unknown: it assumes that every
+running sequence continues, and `commit` discards the surplus. Admission is strict in its order (waiting_queue.py): one
+that does not fit blocks those behind it, so that none starves.
 """
 
 from __future__ import annotations

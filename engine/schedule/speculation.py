@@ -1,12 +1,9 @@
-"""How many drafts a decode gets: from how often its own were right, and from what a further row costs a step. Pure.
+"""How many drafts a decode gets, from how often its own were right and from what a further row costs a step. Pure.
 
-A draft is verified by a row of the same step, so that a step of N sequences gives more than N tokens where drafts are
-right. The j-th draft of a sequence whose drafts are right with probability a comes to count with a^j; its row takes
-the step t1 seconds, in which N t1 / T tokens would have come at the rate of steps without drafts. It pays while a^j is
-more. t1 is next to nothing while weights or the link between nodes bind the step: slow links draft further.
-
-A line through steps of all sizes does not know where one row more begins another pass of the products. So what decides
-whether there are drafts at all is measured: seconds a token of steps with and without them, among as many sequences.
+The j-th draft of a sequence whose drafts are right with probability a counts with a^j; its row takes t1 seconds, in
+which N t1 / T tokens would have come without drafts, and pays while a^j is more. Slow links make t1 small, so they
+draft further. A line through steps of all sizes misses where one more row begins another pass of the products, so
+whether to draft at all is measured: seconds a token with and without drafts among as many sequences.
 """
 
 from __future__ import annotations

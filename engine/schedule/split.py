@@ -1,11 +1,9 @@
-"""Whether a step is computed as two streams that take turns (models/residual.py), and where it is cut. Rank 0 decides,
-the plan says it to all.
+"""Whether a step is computed as two streams that take turns (models/residual.py), and where it is cut, decided by rank
+0. Pure: sizes and seconds are given.
 
-While one stream's all-reduce travels the other computes: sub-blocks then take max(2 c_half, c_half + L_half) in place
-of c + L, where half the rows cost c_half. That pays where L > 2 c_half - c: nearly always where products bind (c_half
-is half of c), seldom where reading weights does (c_half is c). Neither is known beforehand on another machine,
-so `auto` finds out: in each class of steps of a like size the two kinds take turns now and then, and the quicker one
-serves until the next such trial. Pure: sizes and seconds are given, it has no clock of its own.
+While one stream's all-reduce travels the other computes: max(2 c_half, c_half + L_half) in place of c + L. That pays
+where L > 2 c_half - c: nearly always where products bind, seldom where reading weights does. `auto` finds out: in each
+class of steps of a like size the two kinds take turns now and then, and the quicker one serves until the next trial.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The plan of one step: who decodes, whose prompt goes on, who enters and who makes room.
-
-Decides on the scheduler's books (engine/schedule/waiting_queue.py, engine/schedule/kv_manager.py) and changes them as
-if the plan had been run; knows nothing of tokens' values or of what is reported. engine/schedule/scheduler.py is its
-only caller.
+"""The plan of one step: who decodes, whose prompt goes on, who enters and who makes room. Changes the scheduler's books
+(waiting_queue.py, kv_manager.py) as if the plan had run; scheduler.py is its only caller.
 """
 
 from __future__ import annotations

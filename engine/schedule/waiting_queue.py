@@ -1,9 +1,6 @@
-"""The open requests, and the queues of those that wait: priorities with ageing, fair between owners and their queues,
-O(log n) a request.
-
-Only the scheduler calls it. Within a
-priority, sequences that ran before come first, oldest first; then the owner that was served fewest tokens has its turn,
-with that one of its queues that was, and the request whose `order` and arrival say so.
+"""The open requests, and the queues of those that wait, for the scheduler: O(log n) a request. Within a priority (with
+ageing) sequences that ran before come first, oldest first; then the owner that was served the fewest tokens, with its
+queue that was, and in that the request by `order` and arrival.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""From a deployment and a communicator to a loaded runner: share, memory check, model, cache, draws, warm-up.
-
-Every rank runs this with the same Deployment. What differs between ranks (free memory) is agreed on over the group
-before anything is allocated.
+"""From a deployment and a communicator to a loaded runner: share, memory check, model, cache, draws, warm-up. Every
+rank runs this with the same Deployment; what differs between ranks (free memory) is agreed on before anything is
+allocated.
 """
 
 from __future__ import annotations

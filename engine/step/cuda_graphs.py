@@ -1,8 +1,6 @@
-"""Decode steps as recorded graphs, one for each padded size: a replay costs the host one call instead of hundreds.
-
-What is captured is all of a decode step from token ids to logits, all-reduces included (their stream forks and joins by
-events). Outside stay the attention plan, the copy of the step's integers into buffers that never move, and everything
-else that a step may hold: prompts run eagerly. Knows no requests.
+"""Decode steps as recorded graphs, one for each padded size: a replay costs the host one call. A graph covers token ids
+to logits, all-reduces included (their stream forks and joins by events). The attention plan and the copy of the step's
+integers into fixed buffers stay outside; steps with prompts run eagerly.
 """
 
 from __future__ import annotations

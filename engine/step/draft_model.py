@@ -1,10 +1,7 @@
-"""A small model that drafts for the large one: whole on every rank, so that it needs no all-reduce.
-
-Its keys are in blocks of the same numbers as the large model's, so that block tables, shared prefixes and copies are
-one. It computes prompts along with the large model; of decodes it computes what is new when drafts are due, or a piece
-when enough is. Its drafts change no answer: the ordinary step verifies them. All ranks must draft alike, so it computes
-as under `deterministic`, by kernels whose bits depend on neither threads nor company; the step's digest holds the
-drafts.
+"""A small model that drafts for the large one: whole on every rank, so that it needs no all-reduce. Its keys share the
+large model's block numbers, tables and prefixes. It computes prompts along with the large model, and new decodes when
+drafts are due or a piece is full. The ordinary step verifies its drafts. All ranks must draft alike: it computes as
+under `deterministic`, and the step's digest covers the drafts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The step loop: schedule, run, commit on rank 0; receive and run on the others.
+"""The step loop: schedule, run, commit on rank 0 (launchers/rank/worker.py); receive and run on the others.
 
-Plan n+1 is made and broadcast while step n's first all-reduce travels, so planning costs no step time. Tokens of step n
-are released only when step n+1's gather has proved that every rank drew the same (an empty step does it when nothing
-else is left to run). Where the runner overlaps steps, step n's result comes while step n+1 computes, and plan n+2 is
-made then; of a pipeline, as many steps are on their way as it has micro-batches. What may be shown is the same. Knows
-requests and batches; neither text nor tensors nor processes. Called by launchers/rank/worker.py.
+Plan n+1 is made and broadcast while step n's first all-reduce travels. Tokens of step n are released only when step
+n+1's gather has shown that every rank drew the same. Where the runner overlaps steps, step n's result comes while step
+n+1 computes, and plan n+2 is made then; a pipeline has as many steps in flight as micro-batches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""How much KV a rank has room for: what is free, what steps will take of it, what is left, with the numbers in words.
-
-Before loading it refuses what cannot fit; after loading it counts the blocks.
+"""How much KV a rank has room for, with the numbers in words: refuses before loading what cannot fit, counts the blocks
+afterwards.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Whether a row's result depends on what else is in its step: `parallel.deterministic` says that it does not.
-
-Sequences are computed alone, then in random company: in chunks of random lengths, in random order, some preempted and
-computed again, some going on from full blocks as after a hit in the prefix cache, every other step in two streams.
-Whatever a sub-block yields, summed over the ranks, must be the same to the last bit. Every rank runs this with the same
-seed. Knows no scheduler: its schedules are wilder.
+"""Whether a row's result depends on what else is in its step, which `parallel.deterministic` excludes. Sequences are
+computed alone, then in random steps: chunks of random lengths and order, some preempted and recomputed, some resumed
+from full blocks, every other step in two streams. Every sub-block's sum must have the same bits. All ranks run this
+with the same seed.
 """
 
 from __future__ import annotations

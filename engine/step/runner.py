@@ -1,9 +1,6 @@
-"""One rank's model and cache: obeys a Batch, returns the ids that every rank drew.
-
-Mirrors the slots (tokens, block tables) that rank 0's plans speak of; decides nothing. Where the sampler draws on the
-device, a step is set off before the ids of the one before it are on the host: it finds them in the device's memory,
-and the host reads them meanwhile. All ranks see the same
-Batches in the same order.
+"""One rank's model and cache: executes a Batch, returns the ids that every rank drew; all ranks see the same Batches in
+the same order. Mirrors the slots (tokens, block tables) of rank 0's plans. Where the sampler draws on the device, a
+step starts before the previous one's ids are on the host.
 """
 
 from __future__ import annotations
@@ -95,13 +92,10 @@ class Runner:
         return self._graphs is not None
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
-        """Applies the Batch and computes its chunks. Returns their result, or None where it is still on the device:
-        then the next `run` gives it to its `ahead`, or `wait_result` returns it.
-
-        ahead is called once, when this step is on its way and the one before it is known: with that one's result if it
-        was pending, else with none. Host work that fits there costs nothing. Raises DesyncError if ranks disagreed
-        about ids: of the step before, or, where that one's result was pending, of the one before that.
-        """
+        """Applies the Batch and computes its chunks. Returns their result, or None while it is still on the device:
+        then the next `run` passes it to its `ahead`, or `wait_result` returns it. ahead is called once, when this
+        step is in flight, with the previous result if that was pending, else with none: host work there costs
+        nothing. Raises DesyncError if ranks disagreed about ids of the latest known step."""
         self._apply(batch)
         if not batch.chunks:
             pending = self.wait_result()

@@ -1,8 +1,6 @@
-"""One rank's part of a pipeline stage: obeys a Batch as runner.py does, but hands hidden rows on to the next stage, and
-what the last stage drew back to the first.
-
-The first stage embeds a sequence's next id, so it waits for those that a Batch needs before it computes, and for no
-others: their steps are on their way through the other stages. The stages between need no ids at all.
+"""One rank's part of a pipeline stage: executes a Batch as runner.py does, but passes hidden rows to the next stage,
+and sampled ids from the last back to the first. The first stage waits only for the ids that a Batch needs; the stages
+between need none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""A rank's first steps, before it reports ready: what compiles, loads or connects at first use does so now,
-and no user's request waits for it. All ranks of a job call it at once.
-
-Knows what kinds of steps there are, not what they compile: FlashInfer has a module of its own for prompts and one for
-decodes, Triton a kernel for each norm, gate, rotation and draw.
+"""A rank's first steps, before it reports ready: what compiles, loads or connects at first use does so now. All ranks
+of a job call it at once. FlashInfer has a module for prompts and one for decodes, Triton a kernel for each norm, gate,
+rotation and draw.
 """
 
 from __future__ import annotations

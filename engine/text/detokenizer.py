@@ -198,12 +198,9 @@ class _Window:
 
 
 class OutputText:
-    """The text of one choice, ended by the first of its stop strings to be complete.
-
-    Stop strings are matched on characters, so the result does not depend on how tokens cut the text. `matched` is the
-    stop string that ended it, `n_tokens` the tokens taken (up to the match, if there is one). A match that is complete
-    within the first `min_tokens` tokens does not count.
-    """
+    """The text of one choice, ended by the first of its stop strings to be complete, matched on characters.
+    `matched`: that stop string; `n_tokens`: the tokens taken, up to the match if there is one. A match within the
+    first `min_tokens` tokens does not count."""
 
     def __init__(
         self, detokeniser: Detokeniser, stops: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0

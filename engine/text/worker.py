@@ -1,8 +1,7 @@
-"""A process that renders chat templates and tokenises, for engine/text/pool.py.
-
-A frame is a 4-byte little-endian length and that much JSON; an item with `blob` has that many bytes after its frame, an
-answer with `ids` (how many each text has) a frame of 32-bit integers, one with `answer` a frame of bytes for a client.
-The process limits its address space and its processor time per item.
+"""A process that renders chat templates and tokenises, for engine/text/pool.py, with limits on its address space and
+its processor time per item. A frame is a 4-byte little-endian length and that much JSON; an item with `blob` has that
+many bytes after its frame, an answer with `ids` (how many each text has) a frame of 32-bit integers, one with `answer`
+a frame of bytes for a client.
 """
 
 from __future__ import annotations

@@ -51,13 +51,10 @@ def _end_process(reason: str) -> None:
 
 
 class ControlClient:
-    """Connected and authenticated once constructed; `config` is what the daemon wants run.
-
-    `beat` is called every second from another thread: it may only read plain attributes. `dump` (same rule) adds to the
-    stacks that a Dump asks for. `watchdog` arms faulthandler's timer, which ends the process even if some C code never
-    lets go of the interpreter's lock. `end` is called with a reason when the channel is lost (tests replace it).
-    Raises ConnectionError if the channel cannot be had, naming why.
-    """
+    """Connected and authenticated once constructed; `config` is what to run. `beat` is called every second from
+    another thread, so it may only read plain attributes; `dump` (same rule) adds to the stacks that a Dump asks for.
+    `watchdog` arms faulthandler's timer, which ends a process whose C code holds the interpreter's lock. `end` is
+    called with a reason when the channel is lost (tests replace it). Raises ConnectionError naming why."""
 
     def __init__(
         self,

@@ -226,12 +226,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Rank -> server, every second, from a thread of its own. Times in seconds.
-
-    `step` counts finished steps. `busy_s` is the time since the last progress, inside a step or between two, 0 when
-    waiting for work; `step_tokens` the tokens of the step under way, 0 outside one. `last_tokens` and `last_s` describe
-    the last finished step: step timeouts are derived from them. `collective` counts the collectives started, in program
-    order; `waiting` names the one that the rank waits in ("" if it computes)."""
+    """Rank -> server, every second, from a thread of its own. Times in seconds. `step` counts finished steps;
+    `last_tokens` and `last_s` describe the last one: step timeouts are derived from them. `busy_s`: since the last
+    progress, 0 when waiting for work; `step_tokens`: of the step under way, 0 outside one. `collective` counts those
+    started, in program order; `waiting` names the one that the rank waits in ("" if it computes)."""
 
     type: Literal["beat"] = field(default="beat", kw_only=True)
     step: Count = 0

@@ -83,12 +83,9 @@ FROM_STAGE = " from stage "
 
 
 class StepWatch:
-    """How long a step may go on without progress, learnt from the steps measured so far, by size of step: a long
-    prefill is no hang, a decode step that takes a hundred times as long as decode steps do is one.
-
-    `first_s` holds until a step was measured, `floor_s` is the least ever allowed, `factor` times the (slowly
-    forgotten) longest step of about that size the rule in between.
-    """
+    """How long a step may go on without progress, learnt from the steps measured so far, by size of step. `first_s`
+    holds until a step was measured, `floor_s` is the least allowed, `factor` times the (slowly forgotten) longest
+    step of about that size the rule in between."""
 
     def __init__(self, first_s: float = 120.0, floor_s: float = 10.0, factor: float = 20.0) -> None:
         self.first_s, self.floor_s, self.factor = first_s, floor_s, factor

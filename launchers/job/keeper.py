@@ -1,9 +1,9 @@
 """A small process between the daemon and one mpirun: no process of the launch outlives either.
 
 `python -P -m laddertron.launchers.job.keeper GRACE SCRATCH [INPUT] -- mpirun ...` runs the command in a session of its
-own and adopts its orphans; the command's standard input is the file descriptor INPUT, else empty. When the keeper's
-own standard input has a line or ends, the command gets SIGTERM (mpirun then ends its ranks on every node) and after
-GRACE seconds SIGKILL, with every descendant. The keeper exits when no descendant is left, with the command's status.
+own, with the descriptor INPUT as its standard input, and adopts its orphans. When the keeper's own standard input has a
+line or ends, the command gets SIGTERM and after GRACE seconds SIGKILL, with every descendant. The keeper exits when no
+descendant is left, with the command's status.
 """
 
 from __future__ import annotations

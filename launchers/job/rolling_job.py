@@ -98,10 +98,10 @@ class RollingJob:
         return await self.job.bundle()
 
     async def replace(self, new: HeldJob, restore: Callable[[], HeldJob]) -> str | None:
-        """Has `new`, made held and not started, take the place of the job: beside it where there is room, else after
-        it, and requests wait meanwhile. Returns once the job's own requests have ended and it is gone, or why it
-        stayed. `restore`: another of the job's kind, for the case that it had to go first; asked for while it serves.
-        Raises ValueError or OSError of `restore`'s, with the job as it was."""
+        """Replaces the job by `new`, held and not started: next to it where there is room, else after it, while
+        requests wait. Returns None once the old job's requests have ended and it is gone, else why it stayed.
+        `restore` makes another of the old kind, for the case that it had to go first. Raises its ValueError or
+        OSError, with the job unchanged."""
         old, member = self.job, _Member(self, new)
         self._others.append(new)
         new.before = old

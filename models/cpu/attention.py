@@ -1,7 +1,5 @@
-"""Attention on a CPU by the C kernels: models/cpu/attend.c for decodes, models/cpu/attend_prompts.c for prompts.
-
-What they do not serve (fp32 prompts, head dimensions off their grid, processors without AVX-512 BF16) is left to torch,
-and so are prompts on processors with AMX. Means what models/attention.py means.
+"""Attention on a CPU by the C kernels: models/cpu/attend.c for decodes, models/cpu/attend_prompts.c for prompts. Torch
+serves what they do not: fp32 prompts, other head dimensions, processors without AVX-512 BF16, prompts on AMX.
 """
 
 from __future__ import annotations

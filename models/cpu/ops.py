@@ -58,12 +58,10 @@ class OddInputsError(Refusal, ValueError):
 
 
 class Kernels:
-    """The built library in the tier in force. `threads` is torch's number when it is made; `served`: the types whose
-    products models/cpu/products.c is to compute; `int8`: it can on int8 weights; `vector_floats`: fp32 values of a
-    vector, by which weights are packed.
-
-    `deterministic`: a token's result must not depend on the step's other tokens, so that products.c serves every type;
-    otherwise torch's libraries do where they are faster: in the tier `generic`."""
+    """The built library in the tier in force. `threads`: torch's number when it is made; `served`: types whose
+    products models/cpu/products.c computes (under `deterministic` all, else those of the tier `generic`, where
+    torch's libraries are not faster); `int8`: it can on int8 weights; `vector_floats`: fp32 values of a vector, by
+    which weights are packed."""
 
     def __init__(self, library: ctypes.CDLL, deterministic: bool = False) -> None:
         self.library = library
@@ -129,11 +127,8 @@ def read_bandwidth(size: int = 256 << 20, rounds: int = 12) -> float | None:
 
 
 class CpuOps(TorchOps):
-    """Packed products; kernels for norm and gating where they were built.
-
-    int8: weights are held as 8-bit integers with a scale for each output row, rounded from what is given (bf16; wants
-    kernels.int8). Tokens stay bf16 and sums fp32: the weights' rounding is all that differs.
-    """
+    """Packed products; kernels for norm and gating where they were built. int8: weights are held as 8-bit integers
+    with a scale an output row (bf16 given; wants kernels.int8); tokens stay bf16 and sums fp32."""
 
     name = "cpu"
     repacks = True

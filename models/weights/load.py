@@ -34,15 +34,11 @@ def load(
     verify: tuple[int, int] | None = None,
     held: Set[str] = frozenset(),
 ) -> int:
-    """Fills every parameter (in its own dtype, on its own device), on a few threads (parallel_reader.py), and returns
-    the bytes of stored tensors that were read.
-
-    progress(done, total): in bytes of this rank's parameters. on_module("layers.3"): all parameters below that name are
-    filled, and may be repacked and given up before more than a few pieces of the next ones are read. verify (part,
-    parts): if the folder has a manifest, the part-th of `parts` equal shares of all files is verified; the ranks of a
-    node verify one each. held: parameters that are not filled, as this node holds what becomes of them, verified
-    before. Raises CheckpointError.
-    """
+    """Fills every parameter (in its own dtype, on its own device) on a few threads and returns the bytes that were
+    read. progress(done, total): bytes of this rank's parameters. on_module("layers.3"): all parameters below that
+    name are filled, and may be repacked and freed. verify (part, parts): with a manifest, the part-th of `parts`
+    shares of all files is verified; a node's ranks verify one each. held: parameters not to fill, as this node has
+    them repacked. Raises CheckpointError."""
     if source.sharded_over:
         fills, verify = _own_fills(source, shard, replicate_embedding, parameters), (0, 1)
     else:

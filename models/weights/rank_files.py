@@ -1,8 +1,6 @@
-"""Per-rank files, as `laddertron shard` writes them: found in the checkpoint's folder, refused when they are stale.
-
+"""Per-rank files of `laddertron shard`: found in the checkpoint's folder, refused when they are stale.
 `MODEL/laddertron-tp16/rank-0003.safetensors` (`laddertron-tp8-pp2` with stages, whose ranks count on) holds rank 3's
-parameters in the order of loading, and in its metadata what it was made from. A folder that holds them and config.json,
-but no checkpoint, is a model folder too.
+parameters in the order of loading, and in its metadata what it was made from. With config.json it is a model folder.
 """
 
 from __future__ import annotations

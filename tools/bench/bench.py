@@ -1,7 +1,5 @@
-"""What `laddertron bench` measures, on rank 0's engine: fixed batches for latency, a mix of requests for throughput.
-
-Times are of whole engine steps, prefill and decode apart. Knows no processes and prints nothing; the other ranks follow
-as ever.
+"""What `laddertron bench` measures on rank 0's engine: fixed batches for latency, a mix of requests for throughput.
+Times are of whole engine steps, prefill and decode apart.
 """
 
 from __future__ import annotations

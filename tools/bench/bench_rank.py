@@ -1,8 +1,7 @@
-"""`python -m laddertron.tools.bench.bench_rank DEPLOYMENT.json`: a rank that measures on demand.
-
-Rank 0 reads orders from its standard input, one JSON object a line, and prints one answer a line; the order "end" or
-the end of its input, which not every mpirun passes on, ends the job. Between orders all ranks sleep, so that several
-such jobs can take turns on one machine. Started by launchers/measure/rank_job.py.
+"""`python -m laddertron.tools.bench.bench_rank DEPLOYMENT.json`: a rank that measures on demand, for
+launchers/measure/rank_job.py. Rank 0 reads orders from its standard input and prints answers, one JSON object a line;
+"end" or the end of its input, which not every mpirun passes on, ends the job. Ranks sleep between orders, so that
+several such jobs can take turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A model with random weights, ready to step: what benchmarks run where a checkpoint would only cost time.
-
-Put together as engine/step/build.py does it, from the same parts; tokens mean nothing, times are real. Imported by rank
-programs alone (torch).
+"""A model with random weights, ready to step, assembled as engine/step/build.py does it: for benchmarks that need no
+checkpoint. Imported by rank programs alone (torch).
 """
 
 from __future__ import annotations

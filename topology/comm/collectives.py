@@ -30,11 +30,10 @@ class Collective(Protocol):
     """All-reduces over one group, in program order, the same on every rank, started and awaited by one thread."""
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
-        """Sets off the sum of x (contiguous, not empty; any shape; float32, bfloat16 or float16) over the group. x
-        belongs to the collective until `wait`, which gives it back holding the sum: do not read, write or free it
-        meanwhile. At most eight travel at once: a ninth `start` first waits for the oldest. `layer`: under which it is
-        accounted for (see ledger.Entry). `at_once`: the sum is waited for before anything else is computed; on a GPU it
-        may stay in line with the computation, without the way to another stream and back."""
+        """Starts the sum of x (contiguous, not empty; float32, bfloat16 or float16) over the group. x belongs to the
+        collective until `wait` returns it with the sum. At most eight are in flight: a ninth `start` first waits for
+        the oldest. `layer`: the ledger's account. `at_once`: the sum is waited for before anything else is computed,
+        so on a GPU it may stay on the computing stream."""
 
 
 class Later(Generic[T]):

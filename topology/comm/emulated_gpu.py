@@ -1,6 +1,6 @@
 """An emulated fabric on one GPU: a kernel on the communication stream (hold_kernel.py) takes the predicted time,
-occupies multiprocessors and moves the message's bytes. Capturable in a CUDA graph once a message of its kind was sent
-outside of one. It does not model the peers' memory and fabric traffic, nor late ranks.
+occupies multiprocessors and moves the message's bytes. Capturable in a CUDA graph once such a message was sent outside
+of one. Not modelled: the peers' traffic in memory and fabric, late ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Prices of fabrics without measurements, the cost model's defaults. Pure.
-
-NCCL's come from published end-to-end speeds on H100 (a flat all-reduce of 32 to 512 KiB over 2 x 8 in 48 to 85 us, of
-16 KiB to 1 MiB over 8 in 24 to 44 us, without peer access in 64 to 112 us); the rest from small measurements on CPUs.
+"""Prices of fabrics without measurements, the cost model's defaults. NCCL's come from published end-to-end speeds on
+H100 (flat all-reduce of 32 to 512 KiB over 2 x 8 in 48 to 85 us, of 16 KiB to 1 MiB over 8 in 24 to 44 us, without peer
+access in 64 to 112 us); the rest from small measurements on CPUs.
 """
 
 from __future__ import annotations

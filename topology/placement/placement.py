@@ -80,10 +80,9 @@ def place(
     ranks_per_node: int | None = None,
     suits: Suits | None = None,
 ) -> Placement:
-    """Lays `replicas` x `stages` groups of `tensor_parallel_size` ranks over the fabric, one rank a GPU; the stages of
-    a replica are on neighbouring nodes, or one. `slots` (by hostname) and
-    `ranks_per_node` bound the ranks of a host; without them a fabric of CPU hosts gets one rank a NUMA node, and more
-    only if that is too few. Raises PlacementError."""
+    """Lays `replicas` x `stages` groups of `tensor_parallel_size` ranks over the fabric, one rank a GPU, a replica's
+    stages on neighbouring nodes or one. `slots` (by hostname) and `ranks_per_node` bound the ranks of a host;
+    without them a CPU host gets one rank a NUMA node, and more only if that is too few. Raises PlacementError."""
     problem = Problem(fabric, replicas * stages, slots or {}, ranks_per_node, suits, stages)
     if min(tensor_parallel_size, replicas, stages) < 1:
         raise PlacementError(

@@ -77,11 +77,10 @@ def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
 
 
 class Transport:
-    """One group's connections on this rank. The mesh's data sockets and segment belong to it from now on.
-
-    small: bytes up to which a message goes whole, without the communication thread; larger ones travel in pieces of
-    `chunk` bytes. spin_us: how long `wait` looks before it sleeps.
-    tree: sums are a binary tree over the ranks, rounded at each node, for every strategy (2, 4, 8 … ranks)."""
+    """One group's connections on this rank; it takes over the mesh's data sockets and segment. small: bytes up to
+    which a message goes whole, without the communication thread; larger ones travel in pieces of `chunk` bytes.
+    spin_us: how long `wait` polls before it sleeps. tree: sums are a binary tree over the ranks (2, 4, 8 …), rounded
+    at each node."""
 
     def __init__(
         self,

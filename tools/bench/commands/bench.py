@@ -1,8 +1,6 @@
 """`laddertron bench`: how fast a deployment decodes, prefills and takes a mix of requests, against what this machine's
-memory allows.
-
-Variants (wiring, overlap, tp) are sets of ranks that are all loaded before anything is timed and then take turns;
-every case is warmed up, repeated and reported as a median with its spread.
+memory allows. Variants (wiring, overlap, tp) are sets of ranks that are loaded first and then take turns; every case is
+warmed up, repeated and reported as a median with its spread.
 """
 
 from __future__ import annotations

@@ -2,14 +2,12 @@
 engine, CUDA graphs on and off, against transformers. Prints a JSON line a case, then a table.
 
     python tools/benchmarks/gpu_day.py --only decode              with what else a GPU is measured by
-    PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_decode.py --batch 1,16 --attention torch --engines ours
     PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_decode.py --device cpu --tiny     a toy model
 
-share: bytes that a decode step must read (weights that are multiplied by, keys and values of the mean context) over its
-median time, of the copy bandwidth measured here (bytes read and written over time). Every case is run --repeat times
-with new prompts after a warm-up; the median is given, with the least and the most. transformers generates greedily with
-its own cache, the same lengths, in the same process when laddertron's memory has been given back. mixed_ms: a step of
-so many decodes and one more sequence's whole prompt. predicted_ms: what `plan` says of a step on this GPU.
+share: bytes that a decode step must read (weights multiplied by, keys and values of the mean context) over its median
+time, of the copy bandwidth measured here. Medians of --repeat runs with new prompts after a warm-up, with the least and
+the most. transformers generates greedily, the same lengths, afterwards in the same process. mixed_ms: a step of so many
+decodes and one whole prompt. predicted_ms: by `plan`.
 """
 
 from __future__ import annotations

@@ -2,13 +2,10 @@
 NVLink's and InfiniBand's untuned prices. Prints a JSON line a case, then a table with the published speeds.
 
     python tools/benchmarks/gpu_day.py --only shard             with what else a GPU is measured by
-    PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_shard.py --cases 70b --layers 16 --batch 1,16  by itself
-    PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_shard.py --device cpu --tiny  a toy model, a timer
-    for the fabric
+    PYTHONPATH=tools/benchmarks python tools/benchmarks/gpu/gpu_shard.py --device cpu --tiny    a toy model, a timer
 
-Emulated: every all-reduce of the other ranks (label in each line; k multiprocessors held, k = 0 a pure delay), and the
-gather of candidates, which no-communication keeps. Left out: sampling, the scheduler, ranks that come late. Every step
-decodes one token for each sequence at the same position.
+Emulated: the other ranks' all-reduces (k multiprocessors held, k = 0 a pure delay) and the gather of candidates. Left
+out: sampling, the scheduler, late ranks. Every step decodes one token for each sequence at the same position.
 """
 
 from __future__ import annotations
