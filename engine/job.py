@@ -12,7 +12,7 @@ from annotated_types import MaxLen
 from .request import Count, ModelLimits, Request, TokensEvent
 
 StandbyPhase = Literal["", "starting", "ready"]
-"""Of the hot standby; "": there is none."""
+"""Phase of the hot standby; "": there is none."""
 JobPhase = Literal[
     "starting", "loading", "ready", "suspect", "restarting", "draining", "stopped", "failed", "standby", "reloading"
 ]

@@ -32,7 +32,7 @@ class LaneNorm(nn.Module):
 
 
 class LaneLinear(nn.Module):
-    """Of each lane's input its output: weight [L, out, in]."""
+    """One linear layer a lane: weight [L, out, in]."""
 
     def __init__(self, lanes: int, outputs: int, inputs: int) -> None:
         super().__init__()

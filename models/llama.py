@@ -313,7 +313,7 @@ class LlamaModel(nn.Module):
         return self._logits(ends, [rows for _, _, rows in parts])
 
     def _logits(self, ends: Sequence[Tensor], rows: Sequence[Tensor | None]) -> Tensor:
-        """Of the wanted rows of each stream's complete residual."""
+        """Logits of the wanted rows of each stream's complete residual."""
         if self._head is None:
             raise RuntimeError("forward before load")
         wanted = [x if each is None else x[each] for x, each in zip(ends, rows, strict=True)]

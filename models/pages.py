@@ -23,7 +23,7 @@ class HugePages:
     whole = True
     """Set to False by who keeps a weight elsewhere."""
     order: Sequence[int] = ()
-    """Of layers, in which what is filled was taken."""
+    """The layers, in the order in which the filled pages were taken."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)

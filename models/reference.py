@@ -291,7 +291,7 @@ class Layer(nn.Module):
         return streams
 
     def _beside(self, streams: Streams, turn: Turn, fade: float) -> Streams:
-        """Of every other layer the experts read what its MLP reads, and are added behind the layer that follows."""
+        """In every other layer the experts read what its MLP reads, and are added behind the next layer."""
         late, x = streams
         x = x + self.attention_of(x, turn)
         y = x + self.mlp_of(x)
@@ -339,7 +339,7 @@ class Reference(nn.Module):
         both = [config.wiring, before or config.wiring]
         lags = [lag for wiring in both for index in range(config.num_layers) for lag in _lags(wiring, index)]
         self.copies = self.tp if self.drifts else 1 + max(lags) + (config.wiring.name == "shortcut")
-        """Of the embedded stream, at the start: how far back anyone reads, or one a rank."""
+        """Copies of the embedded stream at the start: the longest lag, or one a rank."""
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 

@@ -97,7 +97,7 @@ class SubBlocks(Protocol[R]):
         """What this rank's lanes send: their outputs, added, in memory of its own."""
 
     def of_others(self, total: R, output: R) -> R:
-        """Of the sum over all lanes, what each of these adds: without its own output."""
+        """What each of these lanes adds of the sum over all: without its own output."""
 
 
 class Arriving(Protocol[R_co]):

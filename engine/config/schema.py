@@ -142,7 +142,7 @@ class ParallelConfig:
 
     @property
     def ranks(self) -> int:
-        """Of one replica: its stages' groups together."""
+        """Ranks of one replica: its stages' groups together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -25,4 +25,4 @@ class Core:
     limits: LimitsConfig
     served_model_name: str
     model_digest: Callable[[], str]
-    """Of the model that answers now; "" while there are several or it is unknown."""
+    """Digest of the model that answers now; "" while there are several or it is unknown."""

@@ -15,8 +15,8 @@ APART_DEATHS = GUILTY_DEATHS = 2
 
 @dataclass(slots=True)
 class Suspicion:
-    """Of one request: `deaths` in a row at about one place, `alone` of them with nothing else in the step, `stood`: the
-    place, in tokens."""
+    """A request's deaths: `deaths` in a row at about one place, `alone` of them with nothing else in the step, `stood`:
+    the place, in tokens."""
 
     deaths: int = 0
     alone: int = 0

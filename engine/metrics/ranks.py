@@ -93,7 +93,7 @@ def _grown(first: _Mark, last: _Mark, labels: tuple[str, ...]) -> float:
 
 
 MAX_ROWS = 4096
-"""Of one rank; more come from no rank of this version."""
+"""Rows of one rank's heartbeat; this version sends fewer."""
 
 Labels = tuple[str, ...]
 Values = dict[str, dict[Labels, float]]

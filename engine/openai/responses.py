@@ -196,7 +196,7 @@ class Answer:
         return out
 
     def _parts_of(self, index: int) -> ChatParts:
-        """Of a stream, kept from delta to delta."""
+        """A stream's parts, kept from delta to delta."""
         choice = self._choices[index]
         if choice.chat is None:
             choice.chat = self._new_parts(index)

@@ -24,7 +24,7 @@ _BEGINNING = b'{"id":"batch_req_'
 _NAME = re.compile(r"batch_req_([0-9a-f]{14})-([0-9a-f]{10})")
 """An answer's id: digest of its line, digest of what answered it (`model_digest`)."""
 LINE_BYTES = 7
-"""Of a line's digest in its answer's id."""
+"""Bytes of a line's digest in its answer's id."""
 
 
 class RunFileError(ValueError):

@@ -29,7 +29,7 @@ WALK = np.dtype([("best", "<f8"), ("mass", "<f8"), ("count", "<i8"), ("x", "<f4"
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Of R rows: 1 / T, top_k (0: all), top_p, and log(min_p) (-inf: off)."""
+    """Filters of R rows: 1 / T, top_k (0: all), top_p, and log(min_p) (-inf: off)."""
 
     inv_temperature: Array
     top_k: Array

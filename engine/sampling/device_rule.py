@@ -97,7 +97,7 @@ class DeviceEdits:
 
     @staticmethod
     def make(slots: Sequence[SlotEdits], columns: int, device: torch.device) -> DeviceEdits:
-        """Of these slots, as far as the host knows them: all that they drew before."""
+        """The edits of these slots, as far as the host knows them: all that they drew before."""
         shape = len(slots), columns
 
         def dense(at: Sequence[Ints], values: Sequence[Floats] | None = None) -> Tensor:
@@ -121,7 +121,7 @@ class DeviceEdits:
         )
 
     def apply(self, x: Tensor, position: Tensor) -> Tensor:
-        """Of x [E, n], fp32; position [E]: ids that each row has put out."""
+        """Edits x [E, n], fp32; position [E]: ids that each row has put out."""
         repetition, frequency, presence = self.terms[:, :, None]
         scaled = torch.where(x > 0, x / repetition, x * repetition)
         penalised = scaled - frequency * self.counts - presence * (self.counts > 0)

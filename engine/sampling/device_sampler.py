@@ -160,7 +160,7 @@ class DeviceDraw:
         return self._last
 
     def _best(self, raw: Tensor, fixed: _Fixed, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row this shard's best score, noise added where it takes noise (float64), its column, and the peak of
+        """Each row's best score in this shard, noise added where it takes noise (float64), its column, and the peak of
         the logits (float64, NaN where one is NaN)."""
         count = len(position)
         if self._columns == 0:

@@ -69,7 +69,7 @@ class _Draw:
     step: int
     plan: SamplingPlan
     edits: list[SlotEdits]
-    """Of its edited rows; the slots may be others' when the ids come."""
+    """The edits of its rows; the slots may be reused when the ids come."""
     read: Arriving
 
 
@@ -111,7 +111,7 @@ class Sampler:
 
     @property
     def latest(self) -> Tensor | None:
-        """Of each slot the id that `start` drew last, int64 [max_slots] on the device; None where it never does."""
+        """Each slot's id that `start` drew last, int64 [max_slots] on the device; None where it never does."""
         return None if self._on_device is None else self._on_device.latest
 
     def admit(self, sequence: NewSequence) -> None:
@@ -206,7 +206,8 @@ class Sampler:
                 sampled.logprobs[row] = item._replace(digest=digest)
 
     def digests(self, logits_TV: Tensor) -> Digests:
-        """Of whole rows of logits, of which this rank holds [T, len(shard)]: the same on every rank. One gather."""
+        """Digests of whole rows of logits, of which this rank holds [T, len(shard)]: the same on every rank. One
+        gather."""
         own = row_digests(logits_TV[:, : self.columns], self._slots.first)
         whole: Digests = self._exchange([own])[0].sum(0)
         return whole
@@ -250,8 +251,8 @@ class Sampler:
 def _digest(
     step: int, slots: Array, ids: npt.NDArray[np.int32], fed: Array | None = None, routed: bytes = b""
 ) -> npt.NDArray[np.uint8]:
-    """Of what a step drew, of the drafts behind which it did, and of the experts that rows went through: ranks where
-    these differ computed no one row."""
+    """Digest of what a step drew, of the drafts behind which it did, and of the experts that rows went through: ranks
+    where these differ computed no one row."""
     behind = b"" if fed is None else fed.tobytes()
     drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes(), behind, routed))
     return np.frombuffer(blake2b(drawn, digest_size=8).digest(), np.uint8)

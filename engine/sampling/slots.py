@@ -109,8 +109,8 @@ class SlotTable:
         self._last = None
 
     def plan(self, slots: Sequence[int]) -> SamplingPlan:
-        """Of rows in the order of `slots`; those of one slot, several where it has drafts, are adjacent. Raises
-        ValueError for an empty slot."""
+        """The plan of rows in the order of `slots`; those of one slot, several where it has drafts, are adjacent.
+        Raises ValueError for an empty slot."""
         key = tuple(slots)
         if self._last is not None and self._last[0] == key:
             return self._last[1]

@@ -26,8 +26,9 @@ NOTHING_LEFT = "grammar, allowed_token_ids and min_tokens together forbid every 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Of the rows of one step, in order. `nonfinite`: the row's logits held NaN or +inf, or nothing above -inf (also:
-    its masks left no id); its id is 0 and means nothing. `failures`: for those of them whose grammar is to blame, why.
+    """Results of the rows of one step, in order. `nonfinite`: the row's logits held NaN or +inf, or nothing above -inf
+    (also: its masks left no id); its id is 0 and means nothing. `failures`: for those of them whose grammar is to
+    blame, why.
     """
 
     ids: npt.NDArray[np.int32]
@@ -89,7 +90,7 @@ class Step:
         return Sampled(self.ids.astype(np.int32), logprobs, bad, self._failures(bad, main) if bad.any() else {})
 
     def _failures(self, bad: npt.NDArray[np.bool_], main: Array) -> dict[int, str]:
-        """Of rows whose logits are sound: why what the request asks for leaves no id to draw."""
+        """Why rows with finite logits have no id to draw, by the request's own parameters."""
         slots, found = self.tools.slots, {}
         for row in np.flatnonzero(bad).tolist():
             slot = int(self.plan.at[row])
@@ -135,7 +136,7 @@ class Step:
             yield row, grammar
 
     def _edits(self, rows: list[int]) -> list[SlotEdits]:
-        """Of each row: the slot's, and behind a draft as if that had been drawn."""
+        """The edits of each row: the slot's, and behind a draft as if that had been drawn."""
         found: list[SlotEdits] = []
         for row in rows:
             if self.plan.offset[row] and self.fed is not None:

@@ -1,1 +1,1 @@
-"""Who runs next: scheduler, step planner, waiting queue, sequences, KV blocks and prefix hashes."""
+"""Scheduling: scheduler, step planner, waiting queue, sequences, KV blocks and prefix hashes."""

@@ -1,6 +1,6 @@
-"""Who is on the ranks: slots, and the KV blocks behind them, allocated, shared, copied and freed. Knows how known
-tokens can be had without computing them (prefix cache, a sibling's prompt), not who deserves to run (scheduler.py). A
-freed block may be allocated again at once: plans run strictly in order.
+"""Allocates what sequences hold on the ranks: slots, and the KV blocks behind them, allocated, shared, copied and
+freed. Knows how known tokens can be had without computing them (prefix cache, a sibling's prompt), not who deserves to
+run (scheduler.py). A freed block may be allocated again at once: plans run strictly in order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who runs next: requests in, one Batch a step out, sampled tokens in, events out, on rank 0. No torch; the same calls
+"""The scheduler: requests in, one Batch a step out, sampled tokens in, events out, on rank 0. No torch; the same calls
 with the same times give the same plans. A plan may be made while the one before it is unknown: it assumes that every
 running sequence continues, and `commit` discards the surplus. Admission is strict in its order (waiting_queue.py): one
 that does not fit blocks those behind it, so that none starves.

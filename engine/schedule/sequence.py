@@ -176,7 +176,7 @@ class Sequence:
         return len(self.tokens) - self.group.prompt_len
 
     def digests(self) -> list[bytes]:
-        """Of the full blocks of what it knows; none without a prefix cache."""
+        """Digests of the full blocks of its known tokens; none without a prefix cache."""
         if self.chain is None:
             return []
         full = len(self.tokens) // self.chain.block_size
@@ -208,7 +208,7 @@ def end_position(prompt_len: int, max_tokens: int, max_model_len: int) -> int:
 
 
 class Share:
-    """Who takes turns with others by the tokens it was served; `listed` while it waits."""
+    """One that takes turns with others by the tokens it was served; `listed` while it waits."""
 
     __slots__ = ("listed", "name", "number", "served")
 
@@ -242,7 +242,7 @@ class Flow(Share):
         heapq.heappush(self._order, (self._latest + ageing_s * group.request.order, sequence.number))
 
     def first(self) -> Sequence | None:
-        """Of those that wait."""
+        """The first of those that wait."""
         if not self.items:
             return None
         while self._order[0][1] not in self.items:

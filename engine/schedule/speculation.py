@@ -14,7 +14,7 @@ from math import inf, log
 MOST = 8
 """Drafts of a sequence in one step."""
 FIRST_ACCEPTANCE = 0.7
-"""Of a sequence that had no draft yet."""
+"""Assumed of a sequence that had no draft yet."""
 LIKELY = 0.3
 """To count: a model's draft less likely than this is not made."""
 MEMORY = 0.75
@@ -31,9 +31,10 @@ _FORGET, _LEAST = 0.98, 1e-9
 _NEWEST = 0.2
 """What the newest step of a kind weighs in its mean, at least."""
 _FIRST_PRICE = 0.3
-"""Of a row, until one is measured: dear, so that the first steps are not much slower where drafts do not pay."""
+"""The price of a row until one is measured: high, so that the first steps are not much slower where drafts do not
+pay."""
 _SPREAD = 0.01
-"""Of the rows' squares, that must be spread: from steps of like size a row's price cannot be fitted."""
+"""The least spread of the rows' squares: from steps of like size a row's price cannot be fitted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class Planner:
         return complete
 
     def _turn(self) -> frozenset[Sequence]:
-        """Of the sequences that decode, an even share for each micro-batch: those that have waited for the most plans.
+        """An even share of the decoding sequences for each micro-batch: those that have waited for the most plans.
         One whose last token is less than a round of micro-batches away would be waited for: it is not ready. So each
         stays with those that it was planned with, and where some have ended or begun, shares are even again within a
         round."""

@@ -22,7 +22,7 @@ AGED_TURN = 4
 
 
 class Turn(NamedTuple):
-    """Whose turn it is, with which rank (priority after ageing), and whether lines waited past the ageing time."""
+    """The next sequence, its rank (priority after ageing), and whether lines waited past the ageing time."""
 
     sequence: Sequence
     rank: int

@@ -72,7 +72,7 @@ class Built:
     scheduler_limits: SchedulerLimits
     warnings: tuple[str, ...]
     digest: str
-    """Of the checkpoint's tensors by name, type, shape and place (and bytes, with a manifest): ranks that read
+    """Digest of the checkpoint's tensors by name, type, shape and place (and bytes, with a manifest): ranks that read
     different files differ here."""
     weights_file: int
     """The descriptor of HeldPages that a hot standby may use; -1: there are none."""

@@ -77,7 +77,7 @@ class RowCheck:
             yield self._case(case, rows, random)
 
     def digests(self, sequence: int) -> list[tuple[str, list[int]]]:
-        """Of a sequence computed alone: the name of each sub-block, and the head, with its rows' digests: the same for
+        """Each sub-block's name, and the head, with its rows' digests, of a sequence computed alone: the same for
         every layout that promises the same bits. All ranks call it at once."""
         self._reference(sequence)
         return [(name, rows.tolist()) for name, rows in self._alone[sequence]]

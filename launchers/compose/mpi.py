@@ -25,8 +25,8 @@ CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
 """What a rank needs to find its supervisor and authenticate; set by the starter of the command
 (launchers/control/control.py)."""
 INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH", cpu_tier.VARIABLE)
-"""Of the launching shell, forwarded where set: without them other hosts may not find the same libraries, or compute
-otherwise."""
+"""Variables of the launching shell, forwarded where set: without them other hosts may not find the same libraries, or
+compute otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

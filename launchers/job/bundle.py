@@ -195,7 +195,7 @@ _PARTS = {
 
 
 def _readme(first: str, replica: int, job: Mapping[str, Any], parts: Iterable[str]) -> str:
-    """Who is to blame, what happened before, and what of the archive is there; logs/ and the like come on top."""
+    """The culprit, what happened before, and the archive's contents; logs/ and the like come on top."""
     state, failures = job.get("state") or {}, job.get("failures") or ()
     lines = [first, "", f"laddertron {__version__}, replica {replica}, {time.strftime('%F %T UTC', time.gmtime())}"]
     if state:

@@ -77,7 +77,8 @@ def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
 def device_memory(
     deployment: Deployment, wanted: Collection[int], in_use: dict[str, int] | None
 ) -> DeviceMemory | None:
-    """Of the GPUs of this host with these numbers; None where no rank uses one. in_use: DeviceMemory's `before`."""
+    """The memory of this host's GPUs with these numbers; None where no rank uses one. in_use: DeviceMemory's
+    `before`."""
     nvml = None if deployment.engine.device == "cpu" else load_nvml()
     if nvml is None:
         return None

@@ -118,7 +118,7 @@ class Launch:
         self.send(messages.Load())
 
     def weights_of(self, rank: int, boot_id: str) -> messages.HeldWeights | None:
-        """Of a rank that serves on this host."""
+        """The weights of a rank that serves on this host."""
         state = self._board.ranks.get(rank)
         if state is None or state.file < 0 or state.hello is None or state.hello.boot_id != boot_id:
             return None

@@ -62,9 +62,9 @@ class PreflightOutcome:
     tuning: Tuning | None
     carrier: str = ""
     group: int = 0
-    """Whose all-reduces `fitted` and `shape` are: the slowest of the groups."""
+    """The group of `fitted` and `shape`: the slowest."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of the libraries, the same on every rank."""
+    """The libraries' versions, the same on every rank."""
 
     @property
     def broken(self) -> bool:

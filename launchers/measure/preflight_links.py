@@ -42,7 +42,7 @@ def measure_links(
     nodes: Sequence[str] = (),
     watch: Watch | None = None,
 ) -> list[tuple[int, int, int | None, str, float, float]]:
-    """Of this rank's pairs those that it is the first of: both ranks, the rail, the path, seconds one way, bytes/s.
+    """Pairs whose first rank this is: both ranks, the rail, the path, seconds one way, bytes/s.
     Every rank calls it; all end a round before any begins the next. `nodes`: each rank's host, for the words of the
     watch."""
     watch = watch or Watch(inf, print)

@@ -30,7 +30,7 @@ SLOW_LINK = 1.5
 """A link whose round trip or transfer takes this many times the median of its class is one."""
 
 NOMINAL_SHARE = 1 / 3
-"""Of its port's nominal rate a link between nodes has at least this much, where nothing is wrong with it."""
+"""The least share of its port's nominal rate that a sound link between nodes has."""
 FAR_S, SLOW_BYTES_PER_S = 1e-3, 125e6
 """What a link between nodes of one site stays below (one way), and the port that is taken where no rate is known: of
 1 Gb/s."""
@@ -68,8 +68,9 @@ def plan(
     message_bytes: Sequence[int] = (),
     group: int = 0,
 ) -> PreflightPlan:
-    """Of every group: neighbours inside every node, then each rail from every node to the next. Of `group`, whose shape
-    is given: every strategy that the backend has for a size, over the model's own message sizes and 32 KiB to 8 MiB."""
+    """Pairs of every group: neighbours inside every node, then each rail from every node to the next. Sweep of `group`,
+    whose shape is given: every strategy that the backend has for a size, over the model's own message sizes and 32 KiB
+    to 8 MiB."""
     pairs = []
     for layout in placement.groups:
         for node in layout.nodes:

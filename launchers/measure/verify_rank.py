@@ -42,7 +42,7 @@ def verify(built: Any, communicator: Communicator) -> None:
 
 
 def _first(text: str, communicator: Communicator) -> str:
-    """Of the ranks' words, the first that says something; those of other ranks than 0 with their number."""
+    """The ranks' first message that is not empty; those of other ranks than 0 with their number."""
     for rank, words in enumerate(communicator.collect(text.encode())):
         if said := words.decode():
             return said if rank == 0 else f"{said}, on rank {rank}"

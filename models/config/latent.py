@@ -122,7 +122,8 @@ def _as_deepseek(words: ConfigFields) -> ConfigFields:
 
 
 def _scale(words: ConfigFields, latent: Latent) -> float:
-    """Of a query head's own width, also where it is absorbed; a stretched rotation has its mscale squared on it."""
+    """The scale by a query head's own width, also where it is absorbed; a stretched rotation has its mscale squared on
+    it."""
     scale = float((latent.plain + latent.rotated) ** -0.5)
     named = next((key for key in ("rope_scaling", "rope_parameters") if key in words), None)
     if named is None:

@@ -15,7 +15,7 @@ from .lanes import Lanes
 WiringKind = Literal["standard", "parallel", "ladder", "delay", "desync", "lanes", "shortcut", "none"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 MAX_DELAY = 7
-"""Of delay-d: our own transport carries eight all-reduces at once (topology/transport)."""
+"""The largest d of delay-d: the native transport carries eight all-reduces at once (topology/transport)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from .json_fields import ConfigFields, read_json
 
 Method = Literal["fbgemm_fp8", "compressed-tensors", "fp8"]
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
-"""Of an element in memory. fp8's scales (one a row) are left out: under a thousandth."""
+"""Bytes of an element in memory. fp8's scales (one a row) are left out: under a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)

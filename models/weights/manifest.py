@@ -154,7 +154,7 @@ def _file_sums(entry: Mapping[str, Any], block: int) -> FileSums:
 
 
 def _block(file: int, buffer: bytearray, at: int, size: int) -> tuple[int, int]:
-    """Of up to `size` bytes from `at`: how many there are (fewer only at the file's end), and their CRC-32."""
+    """Reads up to `size` bytes from `at`: how many there are (fewer only at the file's end), and their CRC-32."""
     view, done, total = memoryview(buffer), 0, 0
     sums = crc32()
     while done < size:
@@ -169,7 +169,7 @@ class Verifier:
     """A context manager: a thread verifies one share of a folder's blocks against its manifest."""
 
     def __init__(self, folder: Path, tensors: Collection[StoredTensor], share: tuple[int, int]) -> None:
-        """Of the files that hold the tensors, and of what is read besides them, block i is verified where
+        """Verifies block i of the files that hold the tensors, and of what is read besides them, where
         i % parts == part. Raises CheckpointError at once if a file is unlisted or of another size."""
         self._folder = next(iter(tensors)).file.parent if tensors else folder
         self._tensors, self._stop, self._pool = tensors, threading.Event(), ThreadPoolExecutor(1, "verify")

@@ -29,14 +29,14 @@ class Source:
     folder: Path
     tensors: Mapping[str, StoredTensor]
     digest: str
-    """Of names, types, shapes and places (and of the bytes, where there is a manifest): ranks must agree on it."""
+    """Digest of names, types, shapes and places (and of the bytes, with a manifest): ranks must agree on it."""
     quantisation: Quantisation | None = None
     sharded_over: int = 0
     """Ranks that per-rank files were written for; 0: the checkpoint itself."""
     replicate_embedding: bool = False
     """What per-rank files hold."""
     seed: int | None = None
-    """Of weights that are drawn (DummyReader), None where they are read."""
+    """The seed of weights that are drawn (DummyReader), None where they are read."""
 
     def quantised_products(self, config: ModelConfig, first_layer: int = 0) -> frozenset[str]:
         """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …; of a stage whose

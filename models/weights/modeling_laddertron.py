@@ -66,7 +66,8 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Of `tp` ranks at once, each with its own input and heads: desync's residuals differ; elsewhere tp is 1."""
+    """Attention of `tp` ranks at once, each with its own input and heads: desync's residuals differ; elsewhere tp is
+    1."""
 
     def __init__(self, m, index, tp):
         super().__init__()

@@ -19,7 +19,7 @@ from .tensor_reader import Reader
 _Piece = TypeVar("_Piece")
 PIECE_BYTES = 16 << 20
 MOST_THREADS = 4
-"""Of each rank: the ranks of a node read at the same time."""
+"""Threads of each rank: the ranks of a node read at the same time."""
 
 
 def reading_threads() -> int:

@@ -62,7 +62,7 @@ def sizes_of(shard: RankShard) -> str:
 
 
 def config_digest(folder: Path) -> str:
-    """Of config.json, which decides on wiring, family and type."""
+    """Digest of config.json, which decides on wiring, family and type."""
     return hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16).hexdigest()
 
 

@@ -243,5 +243,5 @@ class DummyReader(Reader):
 
 @cache
 def _normal(seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Of a standard distribution, the same on every device."""
+    """Standard normal numbers, the same on every device."""
     return torch.randn(2 * LENGTH, generator=torch.Generator().manual_seed(seed)).to(device, dtype)

@@ -126,7 +126,7 @@ def fabric_part(found: PreflightOutcome) -> Part:
 
 
 def memory_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limits: AcceptanceConfig) -> Part:
-    """Of bench's rows: bytes in use of each rank after loading."""
+    """Bytes in use of each rank after loading, from bench's rows."""
     m, gpu = plan.memory, plan.question.keys.gpu
     held = rows[0]["rank_bytes"]
     fullest = max(range(len(held)), key=held.__getitem__)
@@ -142,7 +142,7 @@ def memory_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limit
 
 
 def speed_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limits: AcceptanceConfig) -> Part:
-    """Of bench's rows, a batch each: prefill, decode, and what of the all-reduces was hidden."""
+    """Prefill, decode and the hidden share of the all-reduces, from bench's rows, a batch each."""
     wiring, cells, checks = rows[0]["wiring"], [], list[Check]()
     decoding = {p.batch: p for p in plan.predictions if p.wiring == wiring}
     (prompt,) = (p for p in plan.prefills if (p.wiring, p.tokens) == (wiring, rows[0]["prompt"]))

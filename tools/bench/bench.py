@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of one run of a case. prefill_s: steps that computed prompts; decode_s and decode_tokens: steps in which every
+    """One run of a case. prefill_s: steps that computed prompts; decode_s and decode_tokens: steps in which every
     sequence took one token; step_s: the median of these."""
 
     prefill_s: float
@@ -72,8 +72,8 @@ def run_case(engine: Engine, case: Case, vocab: int, seed: int, top_p: float = 1
 
 
 def _by_tokens(engine: Engine, case: Case) -> Timing:
-    """Of a pipeline, whose steps are parts of the batch and overlap: prompts until every sequence has a token, decoding
-    from then until the first one has all. step_s: between two tokens of a sequence."""
+    """Times a pipeline, whose steps are parts of the batch and overlap: prompts until every sequence has a token,
+    decoding from then until the first one has all. step_s: between two tokens of a sequence."""
     came: dict[str, list[float]] = defaultdict(list)
     began = time.perf_counter()
     while engine.has_work:
@@ -110,7 +110,7 @@ def random_mix(
 
 @dataclass(frozen=True, slots=True)
 class MixTiming:
-    """Of one run of a mix, in seconds: the whole, and of each request the time to its first token, between its tokens
+    """One run of a mix, in seconds: the whole, and of each request the time to its first token, between its tokens
     (mean) and to its end."""
 
     total_s: float

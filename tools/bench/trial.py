@@ -119,7 +119,7 @@ def percentiles(rounds: Sequence[Round]) -> tuple[float, float]:
 
 
 def cost(rates: Spread, price: float) -> float:
-    """Of a million tokens, at a price an hour."""
+    """The cost of a million tokens, at a price an hour."""
     return price / 3600 / rates.middle * 1e6
 
 
@@ -162,7 +162,7 @@ def play(sets: Sequence[Sequence[Request]], ours: Ask, theirs: Ask, at_once: int
 
 
 def winner(ratios: Spread) -> Winner:
-    """Of ratios in which more is better for ours: who is noticeably better in every round."""
+    """The server that is noticeably better in every round; larger ratios are better for ours."""
     return "ours" if ratios.low > NOTICEABLE else "theirs" if ratios.high < 1 / NOTICEABLE else "none"
 
 

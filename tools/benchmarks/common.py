@@ -17,7 +17,7 @@ def say(**line: Any) -> None:
 
 
 def to_and_fro(lanes: Iterable[T], turn: int) -> list[T]:
-    """Who comes first is last in the next turn."""
+    """The lanes, in reverse order every other turn."""
     return list(lanes)[:: -1 if turn % 2 else 1]
 
 
@@ -40,7 +40,7 @@ def renewed(page: str, lines: Iterable[str]) -> str:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Of each package; None where it is not installed."""
+    """Each package's version; None where it is not installed."""
     found: dict[str, str | None] = dict.fromkeys(packages)
     for package in packages:
         try:

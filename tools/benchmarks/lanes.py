@@ -140,10 +140,10 @@ class Unawaited:
 
 
 def sub_blocks(records: Sequence[Record], awaited: bool) -> tuple[float, float]:
-    """Of the last steps' all-reduces, attention and MLP in turns, a gather after each step: seconds between one
-    all-reduce and the next, which completes an attention or an MLP. From its end on where it is awaited (nothing but
-    computation is between then: standard wiring), else from start to start. Each step's mean, of these the median;
-    noughts where there is nothing to see."""
+    """Seconds of a sub-block, from the last steps' all-reduces, attention and MLP in turns, a gather after each step:
+    between one all-reduce and the next, which completes an attention or an MLP. From its end on where it is awaited
+    (nothing but computation is between then: standard wiring), else from start to start. Each step's mean, of these the
+    median; noughts where there is nothing to see."""
     steps: list[list[Record]] = [[]]
     for record in records:
         if record.op == "all_reduce":

@@ -22,7 +22,7 @@ layout of two nodes, and beyond which a pipeline of stock weights is: measured, 
 
 
 def fastest(ratio: float, batch: int) -> str:
-    """Of ladder and the stock layouts over two nodes."""
+    """The fastest of ladder and the stock layouts over two nodes."""
     return "ladder" if ratio <= next(up_to for most, up_to in LADDER_UP_TO if batch <= most) else "pipeline"
 
 

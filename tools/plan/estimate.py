@@ -61,7 +61,7 @@ class Question:
     threads: int | None = None
     notes: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
-    """Of each stage, where they were configured."""
+    """Layers of each stage, where they were configured."""
     sharing: Sharing = WHOLE
 
     @property

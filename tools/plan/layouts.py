@@ -29,9 +29,9 @@ class Devices:
     memory_bytes: int
     fp8: bool
     rates: Callable[[str], ComputeRates]
-    """Of a rank whose weights are stored so."""
+    """Rates of a rank whose weights are stored so."""
     links: Callable[[int, int], Links]
-    """Of a group on so many nodes x ranks a node."""
+    """Links of a group on so many nodes x ranks a node."""
     shape: Callable[[int, int], Shape]
 
     @property
@@ -70,7 +70,7 @@ class Speed:
 
 
 MOST_SEQUENCES = 512
-"""Of one replica, however many more its KV cache would hold."""
+"""Most sequences of one replica, even if its KV cache would hold more."""
 
 
 @dataclass(frozen=True, slots=True)

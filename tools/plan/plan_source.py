@@ -66,7 +66,8 @@ def question(
     overrides: Sequence[str] = (),
     **named: Any,
 ) -> Question:
-    """Of a deployment file, a model's folder or a known architecture (`named`). Raises UsageError and theirs."""
+    """The question about a deployment file, a model's folder or a known architecture (`named`). Raises UsageError and
+    theirs."""
     if (config is None) == (model is None):
         raise click.UsageError("give a CONFIG or --model NAME|FOLDER, one of the two")
     if model is not None and (Path(model) / "config.json").is_file():

@@ -15,7 +15,7 @@ from .layouts import Layout, Work
 
 _REQUESTS, _SHOWN = 2000, 8
 _HALVINGS = 9
-"""Of the interval from no load to saturation: the rate is known to 0.2 % of that."""
+"""Halvings of the interval from no load to saturation: the rate is known to 0.2 % of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class HeldRate:
 
 
 def held_rates(layouts: Sequence[Layout], slo: Slo, work: Work) -> tuple[HeldRate, ...]:
-    """Of every layout that runs, the highest rate first. Raises ValueError where no layout holds the limits at any
+    """The rates of every layout that runs, the highest first. Raises ValueError where no layout holds the limits at any
     rate."""
     if not layouts:
         raise ValueError("layouts are compared on several GPUs: name them, such as --nodes 2x8xH100")

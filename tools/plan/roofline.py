@@ -39,7 +39,7 @@ class Contention:
     moving: float
 
     def of(self, idle_s: float, whole_s: float) -> float:
-        """Of a collective of `whole_s`, `idle_s` of which are latency."""
+        """The slowdown by a collective of `whole_s`, `idle_s` of which are latency."""
         if whole_s <= 0:
             return 0.0
         share = min(1.0, idle_s / whole_s)
@@ -82,7 +82,8 @@ class ComputeRates:
 
 
 def gpu_rates(device: Device, weight_dtype: str = "bfloat16") -> ComputeRates:
-    """Of a rank with a GPU to itself. Raises ValueError where the fabric does not say what the device can do."""
+    """The rates of a rank with a GPU to itself. Raises ValueError where the fabric does not say what the device can
+    do."""
     flops = device.fp8_flops if weight_dtype == "fp8" and device.fp8_flops else device.bf16_flops
     if not flops or not device.memory_bandwidth:
         raise ValueError(f"{device.name}: bf16_flops and memory_bandwidth are not known: write them into the fabric")
@@ -98,7 +99,7 @@ def gpu_rates(device: Device, weight_dtype: str = "bfloat16") -> ComputeRates:
 
 
 def cpu_rates(node: Node, ranks_on_node: int, threads: int | None = None) -> ComputeRates:
-    """Of a rank that has `threads` cores (None: its share of the node's)."""
+    """The rates of a rank that has `threads` cores (None: its share of the node's)."""
     cores = min(threads or max(1, len(node.cores) // ranks_on_node), len(node.cores))
     stream = min(cores * CPU_BYTES_PER_CORE, CPU_BYTES_PER_NODE / ranks_on_node)
     return ComputeRates(
@@ -218,14 +219,14 @@ class SimulatedGroup:
     """A step may be computed in two streams, and is where that is quicker."""
     sharing: Sharing = WHOLE
     node_links: Links | None = None
-    """Of the ranks that `sharing` cuts the dense path over."""
+    """Links of the ranks that `sharing` cuts the dense path over."""
 
     @property
     def shard(self) -> RankShard:
         return RankShard(self.config, self.size, 0, None, *self.sharing)
 
     def message_bytes(self, load: Load) -> int:
-        """Of one sub-block's all-reduce."""
+        """Bytes of one sub-block's all-reduce."""
         return int(load.tokens * self.config.hidden_size * self.value_bytes)
 
     def cost(self, load: Load) -> StepCost:

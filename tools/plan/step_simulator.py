@@ -49,7 +49,7 @@ class StepCost:
     mixed: tuple[bool, ...] = ()
     """The layers whose MLP is a mixture of experts."""
     beside_s: Sequence[float] = ()
-    """Of a shortcut's experts, one entry a layer."""
+    """Seconds of a shortcut's experts, one entry a layer."""
     node: Wire | None = None
     """A sum inside the node, where all but experts are added there; None: every sum is over the group."""
 

@@ -132,7 +132,7 @@ class SerialExecutor:
 
 
 def end_all(*executors: SerialExecutor) -> None:
-    """Who waited in vain closes next, and has an error to report: a hanging thread is not waited for long."""
+    """Called after a time-out, with an error to report: a hanging thread is not waited for long."""
     threads, until = [executor.end() for executor in executors], time.monotonic() + _JOIN_S
     for thread in threads:
         if thread is not None:

@@ -292,7 +292,7 @@ def differences(made_for: tuple[dict[str, str], ...], fabric: Fabric) -> list[st
 
 
 def _distance(path: str) -> int:
-    """Of two paths the nearer has less; NVLinks are nearest."""
+    """A path's rank by distance: less is nearer; NVLinks are nearest."""
     return PATHS.index(path) if path in PATHS else -1
 
 

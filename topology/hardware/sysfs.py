@@ -80,7 +80,7 @@ def available_bytes(fs: Sysfs) -> int:
 
 
 def resident_bytes(fs: Sysfs) -> int:
-    """Of this process; 0 where the kernel does not say."""
+    """Resident bytes of this process; 0 where the kernel does not say."""
     words = fs.text("proc/self/statm").split()
     return int(words[1]) * 4096 if len(words) > 1 else 0
 

@@ -1,1 +1,1 @@
-"""Who sits where: identity, layout, grid and mapping of ranks."""
+"""Placement of ranks: identity, layout, grid and mapping of ranks."""

@@ -1,4 +1,4 @@
-"""Who sits where inside the chosen nodes: devices near one another, the nearest HCA, a share of the NUMA node's cores,
+"""Assigns ranks inside the chosen nodes: devices near one another, the nearest HCA, a share of the NUMA node's cores,
 and the network interface that all nodes can meet on. Pure; placement.py asks.
 """
 

@@ -116,7 +116,7 @@ class Guard:
         return most
 
     def _identify(self, keys: KeyRing, path: str, headers: Headers, state: dict[str, Any]) -> None:
-        """Whose request it is, and whether their kind of key may ask this. Raises ApiError."""
+        """Finds the request's key, and checks that its kind may ask this. Raises ApiError."""
         given = headers.getlist("authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         holder = keys.holder(key.strip()) if scheme.lower() == "bearer" else None

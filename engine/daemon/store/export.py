@@ -34,7 +34,7 @@ class ExportGone(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who wrote a generation. `claim` is drawn at random for each."""
+    """The writer of a generation. `claim` is drawn at random for each."""
 
     store: int
     generation: int

@@ -196,7 +196,7 @@ def day_name(day: int) -> str:
 
 
 def stored_bytes(db: sqlite3.Connection, owner: str) -> int:
-    """Of an owner's files."""
+    """Bytes of an owner's files."""
     return int(db.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
 
 
@@ -216,7 +216,7 @@ def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int
 
 
 def _readable(row: sqlite3.Row) -> bool:
-    """Of a row whose last column is _READABLE."""
+    """The _READABLE column, the last of the row."""
     return bool(row[-1]) and isinstance(row["line"], str) and isinstance(row["custom_id"], str)
 
 

@@ -29,7 +29,7 @@ limit_option = click.option("--limit", default=20, show_default=True, type=click
 
 
 def client_of(url: str | None) -> BatchClient:
-    """Of the server that --url or the environment names, with the environment's key."""
+    """The client of the server that --url or the environment names, with the environment's key."""
     environ = os.environ
     key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
     with ended_by(ApiError):

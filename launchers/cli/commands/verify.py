@@ -16,7 +16,7 @@ from .check import read_model
 
 WIDTH = 80
 Digests = list[list[tuple[str, list[int]]]]
-"""Of each request, each sub-block's name and its rows' digests."""
+"""For each request, each sub-block's name and its rows' digests."""
 
 
 def compare(one: Digests, other: Digests) -> str:

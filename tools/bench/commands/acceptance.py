@@ -93,7 +93,7 @@ class Steps:
 
 
 def busy_share(seconds: float) -> float:
-    """Of this host's processors, in use during the next `seconds`."""
+    """The share of this host's processors in use during the next `seconds`."""
 
     def ticks() -> tuple[int, int]:
         user, nice, system, idle, iowait, *rest = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
@@ -158,7 +158,7 @@ class Served:
         self._steps.wait(self._process, "serve", what, condition)
 
     def _readiness(self) -> dict[str, Any]:
-        """Of /ready; {} while the daemon does not answer."""
+        """The body of /ready; {} while the daemon does not answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready", timeout=5) as answer:
                 found: dict[str, Any] = json.load(answer)

@@ -46,7 +46,7 @@ class Answers:
         self._known: dict[bytes, NDArray[np.int32]] = {}
 
     def record(self, runner: runners.Runner) -> None:
-        """Of every slot that the runner empties."""
+        """Keeps the tokens of every slot that the runner frees."""
         apply = runner._apply
 
         def keep(batch: Batch) -> None:

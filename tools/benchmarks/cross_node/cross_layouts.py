@@ -125,7 +125,7 @@ def points(rows: Sequence[Row]) -> list[Row]:
 
 
 def crossing(mine: Sequence[Row]) -> str:
-    """Of one batch: the L/c from which on stock weights are faster than ladder, between two points by a line."""
+    """The L/c of one batch from which on stock weights are faster than ladder, between two points by a line."""
     gaps = sorted((p["ratio"], p["rates"]["ladder"] / max(p["rates"][kind] for kind in STOCK) - 1) for p in mine)
     for (left, before), (right, after) in pairwise(gaps):
         if before > 0 >= after:

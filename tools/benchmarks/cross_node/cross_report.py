@@ -18,7 +18,7 @@ SMALL = 16384
 REDUCE_BARS = {"2 x 1": 1.5e-3, "4 x 1": 2.6e-3}
 TWO_LEVEL_BAR = 1.3
 LARGE_BAR = 1.0
-"""Of gloo's time with a prompt's message, at most."""
+"""The largest share of gloo's time with a prompt's message."""
 
 
 # all-reduces

@@ -19,7 +19,7 @@ WIRINGS = ("standard", "parallel", "ladder", "carried", "no-communication")
 LATER = "delay-2"
 """Its outputs are read a sub-block later than ladder's: for delays that ladder cannot hide."""
 LAW_BAR, FROM_RATIO = 0.85, 0.2
-"""Of the law, wherever an all-reduce takes at least that share of a sub-block's computation."""
+"""The least share of the law, wherever an all-reduce takes at least that share of a sub-block's computation."""
 SPEED_BAR, REST_BAR = 1.5, 0.98
 """Ladder over standard at 1 ms, and without a delay."""
 

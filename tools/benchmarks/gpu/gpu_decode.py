@@ -137,7 +137,7 @@ def read_bytes(size: Size, batch: int, context: float, fp8: bool = False) -> flo
 def predicted_ms(
     config: ModelConfig, shape: Shape, device: torch.device, load: Load, wiring: str, fp8: bool = False
 ) -> float | None:
-    """Of one rank of a group of this shape; None on a device whose rates are not known."""
+    """The step of one rank of a group of this shape, by `plan`; None on a device whose rates are not known."""
     known = GPU_BY_NAME.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if known is None:
         return None

@@ -34,7 +34,8 @@ def _published(key: tuple[str, str, int]) -> list[str]:
 
 
 def row(lines: Sequence[Line]) -> list[object]:
-    """Of one model, fabric, batch and k: standard, parallel and ladder lines, and the one of no communication."""
+    """The row of one model, fabric, batch and k, from the standard, parallel and ladder lines, and the one of no
+    communication."""
     by = {line["wiring"]: line for line in lines}
     four = standard, ladder, parallel, silent = [by[w] for w in ("standard", "ladder", "parallel", "no-communication")]
     # Embedding and head are counted in: c is a sub-block's share of the whole silent step.

@@ -101,7 +101,7 @@ def _scan(source: Path, o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
 
 
 def _speed_ups(source: Path, o: dict[str, Any], layers: int) -> list[float | None]:
-    """Of each suffix over standard, as `plan` predicts it; None for an unknown architecture."""
+    """The speed-up of each suffix over standard, as `plan` predicts it; None for an unknown architecture."""
     from ....models.config.known_models import by_folder, known
     from ....models.config.parts import make_wiring
     from ....topology.hardware.presets import preset
