@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..topology.comm.collectives import Boundary, Later, Pending
+from ..topology.comm.collectives import Boundary, DeviceGather, Later, Pending
 from .config.lanes import Lanes
 from .config.model_config import ModelConfig
 from .layers import Layers, Scale, VocabEmbedding, prepare, prepare_lanes
@@ -157,14 +157,24 @@ class LaneModel(LlamaModel):
         if self._lanes.head == "replicate":
             mixed = self._sum(self.ops.sum_lanes(x))
             return self._head(mixed if self._lanes.sum_first else mixed / self._lanes.count).float()
-        return self._head(self._beside(x)).float()
+        return self._head(self._all_lanes(x)).float()
 
     def _sum(self, x: Tensor) -> Tensor:
         return self.all_reduce.start(x, "head", self._at_once).wait() if self._communicates and len(x) else x
 
-    def _beside(self, x: Tensor) -> Tensor:
-        """This rank's lanes [k, R, D] -> all lanes one behind the other [R, L * D]. A gather as a sum with zeros: once
-        a step, of the rows that are sampled."""
-        whole = x.new_zeros((x.shape[1], self._lanes.count, x.shape[2]))
-        whole[:, self.shard.first_lane : self.shard.first_lane + len(x)] = x.transpose(0, 1)
-        return self._sum(whole.flatten(1))
+    def _all_lanes(self, x: Tensor) -> Tensor:
+        """This rank's lanes [k, R, D] -> all lanes, each row's concatenated [R, L * D]."""
+        if self._communicates and x.numel():
+            x = self._gathered(x.contiguous()).flatten(0, 1)
+        elif self.shard.size > 1:  # without communication: the other lanes are zeros
+            whole = x.new_zeros((self._lanes.count, *x.shape[1:]))
+            whole[self.shard.first_lane : self.shard.first_lane + len(x)] = x
+            x = whole
+        return x.transpose(0, 1).flatten(1)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """x of every rank, in rank order: [size, *x.shape]."""
+        if isinstance(self.gathers, DeviceGather):
+            return self.gathers.gather_tensor(x.flatten()).view(-1, *x.shape)
+        ranks = self.gathers.start(x.flatten().view(torch.uint8).cpu().numpy()).wait()
+        return torch.from_numpy(ranks).view(x.dtype).view(-1, *x.shape).to(x.device)

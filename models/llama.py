@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..topology.comm.collectives import Boundary, Collective, Done, Pending
+from ..topology.comm.collectives import AloneGather, Boundary, Collective, Done, Gather, Pending
 from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
@@ -102,15 +102,17 @@ class LlamaModel(nn.Module):
         boundary: Boundary | None = None,
         sharing: Sharing = WHOLE,
         node_reduce: Collective | None = None,
+        gathers: Gather | None = None,
     ) -> None:
         """positions: the longest sequence. Shapes must have passed models/config/shapes.py. stored: products that keep
         quantised weights, and how they are computed. everywhere: the same bits at every group size; all_reduce
         must then add in a tree. boundary: to the stages before and after a stage. sharing: of a model with experts;
-        node_reduce: sums the dense path where that is cut over a node's ranks."""
+        node_reduce: sums the dense path where that is cut over a node's ranks. gathers: the group's."""
         super().__init__()
         stage = config if isinstance(config, Stage) else Stage(config)
         self.config = config = stage.config
         self.ops, self.all_reduce, self.boundary, self.stage = ops, all_reduce, boundary, stage
+        self.gathers = gathers or AloneGather()
         self.dtype = dtype
         self.shard = RankShard.of(stage, group.size(), group.rank(), sharing)
         self.dense_reduce = all_reduce if node_reduce is None else node_reduce

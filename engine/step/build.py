@@ -263,6 +263,7 @@ def _model(share: Share, parallel: ParallelConfig, communicator: Communicator, d
         boundary=None if communicator.pipeline is None else communicator.pipeline.boundary,
         sharing=share.sharing,
         node_reduce=communicator.node_reduce,
+        gathers=communicator.gathers,
     )
 
 
