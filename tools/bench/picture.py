@@ -49,12 +49,12 @@ def picture(path: Path) -> Iterator[Any]:
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
     """Writes the picture of the timelines. Raises PlotError, ValueError for an unknown suffix."""
-    lanes = [2 + max((bar.lane for bar in one.bars if bar.kind == "flight"), default=0) for one in timelines]
-    figure = _figure(11, 0.9 + sum(0.75 + 0.42 * count for count in lanes))
+    tracks = [2 + max((bar.track for bar in one.bars if bar.kind == "flight"), default=0) for one in timelines]
+    figure = _figure(11, 0.9 + sum(0.75 + 0.42 * count for count in tracks))
     from matplotlib.patches import Patch
 
     axes = figure.subplots(
-        len(timelines), 1, sharex=True, squeeze=False, height_ratios=[0.75 + 0.42 * n for n in lanes]
+        len(timelines), 1, sharex=True, squeeze=False, height_ratios=[0.75 + 0.42 * n for n in tracks]
     )
     longest = max(one.length for one in timelines)
     unit, factor = ("ms", 1e3) if longest >= 2e-3 else ("µs", 1e6)
@@ -70,21 +70,21 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def _draw_one(axis: Axes, one: Timeline, factor: float) -> None:
-    lanes = 1 + max((bar.lane for bar in one.bars if bar.kind == "flight"), default=0)
+    tracks = 1 + max((bar.track for bar in one.bars if bar.kind == "flight"), default=0)
     for bar in one.bars:
         left, width = bar.start * factor, bar.length * factor
         if bar.kind == "flight":
             axis.barh(
-                -1 - bar.lane, width, left=left, height=0.62, color=COLOURS["flight"], edgecolor="white", linewidth=0.5
+                -1 - bar.track, width, left=left, height=0.62, color=COLOURS["flight"], edgecolor="white", linewidth=0.5
             )
         elif bar.kind == "wait":
             axis.barh(0, width, left=left, height=0.72, facecolor="white", edgecolor=WAIT, hatch="////", linewidth=0.6)
         else:
             axis.barh(0, width, left=left, height=0.72, color=COLOURS[bar.kind], edgecolor="white", linewidth=0.5)
             _number(axis, bar, left, width, one.length * factor)
-    axis.set_yticks([0, -1 - (lanes - 1) / 2], ["computes", "travels"])
+    axis.set_yticks([0, -1 - (tracks - 1) / 2], ["computes", "travels"])
     axis.tick_params(axis="y", length=0)
-    axis.set_ylim(-lanes - 0.55, 0.6)
+    axis.set_ylim(-tracks - 0.55, 0.6)
     share = "no all-reduce" if one.hidden is None else f"{one.hidden:.0%} of the all-reduces' time is hidden"
     axis.set_title(f"{one.title}: a step takes {one.step_s * 1e3:.2f} ms, {share}", loc="left", fontsize=10)
     for side in ("top", "right", "left"):

@@ -177,13 +177,13 @@ def chrome_trace(
     zero = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
     for rank, (node, offset, spans) in ranks.items():
-        lanes: list[float] = []
+        busy_until: list[float] = []
         for span in sorted(spans, key=lambda s: (s.start, -s.end)):
             tid = COMPUTE_TID
             if span.category == "all_reduce":
-                lane = next((i for i, free in enumerate(lanes) if free <= span.start), len(lanes))
-                lanes[lane : lane + 1] = [span.end]
-                tid = FLIGHT_TID + lane
+                track = next((i for i, free in enumerate(busy_until) if free <= span.start), len(busy_until))
+                busy_until[track : track + 1] = [span.end]
+                tid = FLIGHT_TID + track
             events.append(
                 {
                     "ph": "X",
@@ -197,7 +197,7 @@ def chrome_trace(
                 }
             )
         tracks = {COMPUTE_TID: "compute and waits"}
-        tracks |= {FLIGHT_TID + i: f"all-reduce in flight ({i})" for i in range(len(lanes))}
+        tracks |= {FLIGHT_TID + i: f"all-reduce in flight ({i})" for i in range(len(busy_until))}
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {node}"}})
         events += [
             {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}

@@ -20,14 +20,14 @@ class TimelineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`start` and `length` in seconds since the first bar; `kind`: attention, mlp, both, other, wait or flight; `lane`
+    """`start` and `length` in seconds since the first bar; `kind`: attention, mlp, both, other, wait or flight; `track`
     counts from 0 within its kind's row."""
 
     start: float
     length: float
     kind: str
     layer: int
-    lane: int = 0
+    track: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ def timeline(
     if layers is None:
         zero = steps[step]["ts"]
         chosen += _rest(steps[step], chosen)
-    first_lane = min((e["tid"] for e in chosen if e["cat"] == "all_reduce"), default=0)
-    bars = tuple(_bar(event, zero, first_lane) for event in sorted(chosen, key=lambda e: float(e["ts"])))
+    first_track = min((e["tid"] for e in chosen if e["cat"] == "all_reduce"), default=0)
+    bars = tuple(_bar(event, zero, first_track) for event in sorted(chosen, key=lambda e: float(e["ts"])))
     return Timeline(_title(trace.get("otherData", {})), bars, _hidden(chosen), steps[step]["dur"] * 1e-6)
 
 
@@ -103,10 +103,10 @@ def _rest(step: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[
     return [{"cat": "compute", "ts": start, "dur": stop - start, "args": args} for start, stop in spans]
 
 
-def _bar(event: Mapping[str, Any], zero: float, first_lane: int) -> Bar:
+def _bar(event: Mapping[str, Any], zero: float, first_track: int) -> Bar:
     kind = {"wait": "wait", "all_reduce": "flight"}.get(event["cat"]) or _KINDS.get(event["args"]["sub_block"], "other")
-    lane = event["tid"] - first_lane if kind == "flight" else 0
-    return Bar((event["ts"] - zero) * 1e-6, event["dur"] * 1e-6, kind, event["args"]["layer"], lane)
+    track = event["tid"] - first_track if kind == "flight" else 0
+    return Bar((event["ts"] - zero) * 1e-6, event["dur"] * 1e-6, kind, event["args"]["layer"], track)
 
 
 def _hidden(events: Sequence[Mapping[str, Any]]) -> float | None:

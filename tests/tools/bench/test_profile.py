@@ -206,7 +206,7 @@ def test_the_timeline_is_of_the_median_step() -> None:
     assert drawn[-1][1] == pytest.approx(one.step_s)
     assert max(b.start + b.length for b in timeline(trace(), layers=range(2)).bars) < 0.2
     assert [bar.kind for bar in one.bars].count("flight") == 2
-    assert {bar.lane for bar in one.bars if bar.kind == "flight"} == {0, 1}
+    assert {bar.track for bar in one.bars if bar.kind == "flight"} == {0, 1}
     assert timeline(trace(), step="shortest").step_s == pytest.approx(0.1)
     assert timeline(trace(), step=1).step_s == pytest.approx(0.3)
     assert {bar.layer for bar in timeline(trace(), layers=range(1, 2)).bars} == {1}

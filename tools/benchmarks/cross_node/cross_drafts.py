@@ -20,9 +20,9 @@ from laddertron.engine.step.engine import Ahead
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import spread
 from laddertron.topology.comm.groups import Communicator
-from lanes import Driver, Lane
 from numpy.typing import NDArray
 from rank_task import Spec, be_rank, in_turns
+from variants import Driver, Variant
 
 PROMPTS = 5
 ALL, PAYING = SpeculationRule(priced=False), SpeculationRule()
@@ -76,7 +76,7 @@ class Answers:
         runner.run_through = at_rate  # type: ignore[method-assign]
 
 
-def kinds(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:
+def kinds(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Variant]:
     """spec: size, batches, delays_s, prompt, answer (tokens), steps (a turn), turns."""
     seats, answers = max(spec["batches"]), Answers(spec["prompt"])
     vars(runners)["look_up"] = answers.look_up
@@ -85,7 +85,7 @@ def kinds(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator
         answers.behind(runner, rate)
         if index == 0:
             answers.record(runner)
-        yield Lane(index, kind, runner, replace(limits, speculation=rule))
+        yield Variant(index, kind, runner, replace(limits, speculation=rule))
 
 
 def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicator, switch: Control) -> None:
@@ -105,7 +105,7 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
                 for driver in to_and_fro(drivers, turn):
                     began, before = time.perf_counter(), driver.tokens
                     driver.turn(spec["steps"])
-                    found[driver.lane.name].append((driver.tokens - before) / (time.perf_counter() - began))
+                    found[driver.variant.name].append((driver.tokens - before) / (time.perf_counter() - began))
             for driver in drivers:
                 driver.cancel(batch)
             say(model=size.name, delay_s=delay, batch=batch, **{kind: spread(each) for kind, each in found.items()})

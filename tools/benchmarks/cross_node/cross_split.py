@@ -14,15 +14,15 @@ from laddertron.engine.schedule.split import TRIAL, SplitRule
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import spread
 from laddertron.topology.comm.groups import Communicator
-from lanes import Driver, Lane, Unawaited
 from rank_task import Spec, be_rank, in_turns
+from variants import Driver, Unawaited, Variant
 
 WARM = len(TRIAL) + 2
 """Steps until `auto` has made its choice."""
 KINDS = {"whole": None, "split": SplitRule(always=True), "auto": SplitRule(), "carried": None}
 
 
-def kinds(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:
+def kinds(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Variant]:
     """spec: size, delays_s, seats; prompts ([batch, tokens] each) and their repeats, decodes (batches) and their turns
     (of four decode steps)."""
     seats = spec["seats"]
@@ -30,11 +30,11 @@ def kinds(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator
     for index, (kind, rule) in enumerate(KINDS.items()):
         carrier = Unawaited(communicator.all_reduce) if kind == "carried" else None
         runner, limits = make_runner(rewired(model, "standard", carrier), communicator, seats, tokens)
-        yield Lane(index, kind, runner, replace(limits, split=rule), awaited=carrier is None)
+        yield Variant(index, kind, runner, replace(limits, split=rule), awaited=carrier is None)
 
 
 def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicator, switch: Control) -> None:
-    auto = next(driver for driver in drivers if driver.lane.name == "auto")
+    auto = next(driver for driver in drivers if driver.variant.name == "auto")
     for delay in spec["delays_s"]:
         switch.link(delay)
         auto.forget()
@@ -48,7 +48,7 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
                 for driver in to_and_fro(drivers, again):
                     driver.begin(batch, prompt, 2)
                     driver.finish()
-            seconds = {driver.lane.name: driver.end().prefills_s for driver in drivers}
+            seconds = {driver.variant.name: driver.end().prefills_s for driver in drivers}
             said = {name: spread(taken) for name, taken in seconds.items()}
             say(model=size.name, delay_s=delay, case=f"prefill {batch} x {prompt}", **said)
         for batch in spec.get("decodes", ()):
@@ -58,7 +58,7 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
             for turn in range(spec["turns"]):
                 for driver in to_and_fro(drivers, turn):
                     driver.turn(4)
-            seconds = {driver.lane.name: driver.end().decode_s[WARM:] for driver in drivers}
+            seconds = {driver.variant.name: driver.end().decode_s[WARM:] for driver in drivers}
             said = {name: (steady(taken), min(taken), max(taken)) for name, taken in seconds.items()}
             say(model=size.name, delay_s=delay, case=f"decode {batch}", **said)
 

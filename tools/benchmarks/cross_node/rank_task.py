@@ -20,8 +20,8 @@ from laddertron.topology.connect import connect
 from laddertron.topology.hardware.interfaces import address_of
 from laddertron.topology.placement.identity import identify
 from laddertron.topology.placement.layout import GroupLayout, observed_layout
-from lanes import Driver, Lane, play
 from numpy.typing import NDArray
+from variants import Driver, Variant, play
 
 Spec = dict[str, Any]
 Task = Callable[[Spec, MpiBootstrap, GroupLayout, str], None]
@@ -33,22 +33,22 @@ def of_all(communicator: Communicator, values: NDArray[np.float64]) -> NDArray[n
 
 
 def in_turns(
-    make: Callable[[Spec, LlamaModel, Communicator], Iterable[Lane]],
+    make: Callable[[Spec, LlamaModel, Communicator], Iterable[Variant]],
     lead: Callable[[Spec, Size, list[Driver], Communicator, Control], None],
 ) -> Task:
-    """Lanes of one random model, of spec["size"] (bench_model.Size), and what rank 0 does with them."""
+    """Variants of one random model, of spec["size"] (bench_model.Size), and what rank 0 does with them."""
 
     def task(spec: Spec, bootstrap: MpiBootstrap, layout: GroupLayout, address: str) -> None:
         torch.set_grad_enabled(False)
         size = Size(**spec["size"])
         with connect(bootstrap, layout, CommOptions(address=address)) as communicator:
-            lanes = list(make(spec, make_model(size, communicator), communicator))
+            variants = list(make(spec, make_model(size, communicator), communicator))
 
-            def lead_lanes() -> None:
-                drivers = [Driver(lane, communicator) for lane in lanes]
+            def lead_variants() -> None:
+                drivers = [Driver(variant, communicator) for variant in variants]
                 lead(spec, size, drivers, communicator, Control(os.environ[CONTROL]))
 
-            play(lanes, communicator, lead_lanes)
+            play(variants, communicator, lead_variants)
 
     return task
 

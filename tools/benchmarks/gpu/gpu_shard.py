@@ -138,7 +138,7 @@ class Rank:
         return lambda: model.forward(tokens, layout, self.attention, rows)
 
 
-class Lane:
+class Variant:
     """One wiring over one emulated fabric."""
 
     def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: GraphRecorder | None) -> None:
@@ -202,25 +202,25 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
 def _batch(
     rank: Rank, batch: int, args: argparse.Namespace, recorder: GraphRecorder | None, whole: int
 ) -> Iterator[dict[str, Any]]:
-    """All lanes of one batch, in turns."""
+    """All variants of one batch, in turns."""
     config, case = rank.model.config, rank.case
-    lanes = [Lane(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in args.k]
-    lanes.append(Lane(rank, "no-communication", 0, batch, recorder))
-    for lane in lanes:
+    variants = [Variant(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in args.k]
+    variants.append(Variant(rank, "no-communication", 0, batch, recorder))
+    for variant in variants:
         for _ in range(WARM_UP):
-            lane.step()
+            variant.step()
     for _ in range(args.rounds):
-        for lane in lanes:
-            lane.seconds += [lane.step() for _ in range(args.steps)]
+        for variant in variants:
+            variant.seconds += [variant.step() for _ in range(args.steps)]
     message = torch.zeros((batch, config.hidden_size), dtype=DTYPES[config.dtype], device=rank.device)
-    alone = {lane.held: lane.alone_s(message, recorder) for lane in lanes[: len(args.k)]}
-    for lane in lanes:
-        step_s = statistics.median(lane.seconds)
+    alone = {variant.held: variant.alone_s(message, recorder) for variant in variants[: len(args.k)]}
+    for variant in variants:
+        step_s = statistics.median(variant.seconds)
         yield {
             "model": "tiny" if args.tiny else case.paper[0],
             "interconnect": case.paper[1],
             "device": device_name(rank.device),
-            "fabric": lane.emulation.label,
+            "fabric": variant.emulation.label,
             "timed_by": "kernel" if rank.device.type == "cuda" else "host timer",
             "tp": case.ranks,
             "layers": config.num_layers,
@@ -229,20 +229,20 @@ def _batch(
             "recorded": recorder is not None and isinstance(rank.attention, Capturable),
             "batch": batch,
             "context": rank.context,
-            "wiring": lane.wiring,
+            "wiring": variant.wiring,
             "plan_ms": predicted_ms(
                 config,
                 SHAPES[case.paper[1]],
                 rank.device,
                 Load(decodes=batch, context=rank.context),
-                NAMES.get(lane.wiring, lane.wiring),
+                NAMES.get(variant.wiring, variant.wiring),
             ),
-            "k": lane.held,
-            "all_reduces": lane.all_reduces,
-            "predicted_us": round(lane.emulation.seconds(message.nbytes) * 1e6, 2),
-            "alone_us": round(alone[lane.held] * 1e6, 2),
+            "k": variant.held,
+            "all_reduces": variant.all_reduces,
+            "predicted_us": round(variant.emulation.seconds(message.nbytes) * 1e6, 2),
+            "alone_us": round(alone[variant.held] * 1e6, 2),
             "step_ms": round(step_s * 1e3, 4),
-            "fastest_ms": round(min(lane.seconds) * 1e3, 4),
+            "fastest_ms": round(min(variant.seconds) * 1e3, 4),
             "tokens_s": round(batch / step_s, 2),
         }
 

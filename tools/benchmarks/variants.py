@@ -1,8 +1,8 @@
-"""Lanes: several runners in one set of ranks that take turns, so that other load on the machine affects all alike; and
-their drivers, which time each step, prefill and all-reduce.
+"""Variants: several runners in one set of ranks that take turns, so that other load on the machine affects all alike;
+and their drivers, which time each step, prefill and all-reduce.
 
-Rank 0 leads and has each lane's engine; the other ranks follow. Frames on the plan channel: a lane's plan, "run a
-lane's next plans", all-reduces alone, the end. Imported by rank programs alone.
+Rank 0 leads and has each variant's engine; the other ranks follow. Frames on the plan channel: a variant's plan, "run a
+variant's next plans", all-reduces alone, the end. Imported by rank programs alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLAN, _STEP, _PROBE, _END = b"P", b"S", b"A", b"E"
 
 
 @dataclass(slots=True)
-class Lane:
+class Variant:
     """One model on one rank; `awaited`: whether its all-reduces are waited for."""
 
     index: int
@@ -43,30 +43,30 @@ class Lane:
 
 
 class Turns:
-    """The plan channel and the runner of one lane on rank 0, as its engine sees them."""
+    """The plan channel and the runner of one variant on rank 0, as its engine sees them."""
 
-    def __init__(self, lane: Lane, communicator: Communicator) -> None:
-        self._lane, self._plans, self._announced = lane, communicator.plans, 0
-        self.engine = Engine(Scheduler(lane.limits), self, self, StepProgress())
+    def __init__(self, variant: Variant, communicator: Communicator) -> None:
+        self._variant, self._plans, self._announced = variant, communicator.plans, 0
+        self.engine = Engine(Scheduler(variant.limits), self, self, StepProgress())
 
     def announce(self, steps: int) -> None:
-        """Lets the other ranks run that many plans of this lane, each as soon as it is there: in the engine, too, no
+        """Lets the other ranks run that many plans of this variant, each as soon as it is there: in the engine, too, no
         rank waits until rank 0 begins a step."""
-        self._plans.send(_STEP + struct.pack("<BI", self._lane.index, steps))
+        self._plans.send(_STEP + struct.pack("<BI", self._variant.index, steps))
         self._announced = steps
 
     def send(self, frame: bytes) -> None:
-        self._plans.send(_PLAN + bytes([self._lane.index]) + frame)
+        self._plans.send(_PLAN + bytes([self._variant.index]) + frame)
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
         if not self._announced:
             self.announce(1)
         self._announced -= 1
-        result: StepResult = self._lane.runner.run_through(batch, ahead)
+        result: StepResult = self._variant.runner.run_through(batch, ahead)
         return result
 
     def wait_result(self) -> None:
-        """Nothing is ever pending: the lanes share a device."""
+        """Nothing is ever pending: the variants share a device."""
 
 
 def probe(communicator: Communicator, nbytes: int, count: int) -> list[float]:
@@ -85,10 +85,10 @@ def _all_reduces(communicator: Communicator, nbytes: int, count: int) -> list[fl
     return times
 
 
-def play(lanes: Sequence[Lane], communicator: Communicator, lead: Callable[[], object]) -> None:
+def play(variants: Sequence[Variant], communicator: Communicator, lead: Callable[[], object]) -> None:
     """Rank 0 leads; the others follow until it is done, however that ends."""
     if communicator.rank != 0:
-        _follow(lanes, communicator)
+        _follow(variants, communicator)
         return
     try:
         lead()
@@ -96,24 +96,26 @@ def play(lanes: Sequence[Lane], communicator: Communicator, lead: Callable[[], o
         communicator.plans.send(_END)
 
 
-def _follow(lanes: Sequence[Lane], communicator: Communicator) -> None:
+def _follow(variants: Sequence[Variant], communicator: Communicator) -> None:
     while (frame := communicator.plans.receive())[:1] != _END:
         kind, rest = frame[:1], frame[1:]
         if kind == _PLAN:
-            lanes[rest[0]].waiting.append(decode(rest[1:]))
+            variants[rest[0]].waiting.append(decode(rest[1:]))
         elif kind == _STEP:
             index, steps = struct.unpack("<BI", rest)
             for _ in range(steps):
-                if not lanes[index].waiting:  # nothing but this lane's plans is sent before the last of these steps
-                    lanes[index].waiting.append(decode(communicator.plans.receive()[2:]))
-                lanes[index].runner.run_through(lanes[index].waiting.popleft())
+                if not variants[
+                    index
+                ].waiting:  # nothing but this variant's plans is sent before the last of these steps
+                    variants[index].waiting.append(decode(communicator.plans.receive()[2:]))
+                variants[index].runner.run_through(variants[index].waiting.popleft())
         else:
             _all_reduces(communicator, *struct.unpack("<II", rest))
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a lane did: seconds of each decode step and of each prefill, seconds of communication hidden and exposed,
+    """What a variant did: seconds of each decode step and of each prefill, seconds of communication hidden and exposed,
     processor seconds of all threads but the main one; seconds of an attention and of an MLP, see `sub_blocks`."""
 
     decode_s: tuple[float, ...]
@@ -126,14 +128,14 @@ class Steps:
 
 class Unawaited:
     """A Collective that sends, carries and takes every message, and never makes anyone wait: `start` gives back its own
-    part, the sum is taken three starts later. What communicating costs the core that computes."""
+    part, the sum is taken six starts later (eight may travel). What communicating costs the core that computes."""
 
     def __init__(self, inner: Collective) -> None:
         self._inner = inner
         self._in_flight: deque[Pending] = deque()
 
     def start(self, x: torch.Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
-        if len(self._in_flight) == 3:
+        if len(self._in_flight) == 6:
             self._in_flight.popleft().wait()
         self._in_flight.append(self._inner.start(x, layer))
         return Done(x)
@@ -162,11 +164,11 @@ def sub_blocks(records: Sequence[Record], awaited: bool) -> tuple[float, float]:
 
 
 class Driver:
-    """Rank 0's side of a lane."""
+    """Rank 0's side of a variant."""
 
-    def __init__(self, lane: Lane, communicator: Communicator) -> None:
-        self.lane, self._communicator = lane, communicator
-        self._turns = Turns(lane, communicator)
+    def __init__(self, variant: Variant, communicator: Communicator) -> None:
+        self.variant, self._communicator = variant, communicator
+        self._turns = Turns(variant, communicator)
         self._engine = self._turns.engine
         self._runs = 0
         self._new()
@@ -182,7 +184,7 @@ class Driver:
         number of the prompts; others in each run unless it is given."""
         self._runs += 1
         prompts = self._runs if prompts is None else prompts
-        vocab = self.lane.runner.model.config.vocab_size
+        vocab = self.variant.runner.model.config.vocab_size
         for number in range(batch):
             ids = tuple((7 + 31 * (number + 1) * (i + prompts)) % vocab for i in range(prompt))
             params = SamplingParams(max_tokens=gen, seed=number, temperature=0.0)
@@ -205,7 +207,7 @@ class Driver:
         main, every = time.thread_time() - main, time.process_time() - every
         after = communication(self._communicator.ledger.entries())
         records = [r for r in self._communicator.ledger.history() if r.start_s >= began]
-        self._sub_blocks.append(sub_blocks(records, self.lane.awaited))
+        self._sub_blocks.append(sub_blocks(records, self.variant.awaited))
         for index, value in enumerate((after[0] - hidden, after[1] - exposed, every - main)):
             self._sums[index] += value
 
@@ -220,7 +222,7 @@ class Driver:
 
     def forget(self) -> None:
         """What `auto` has learned of split steps."""
-        scheduler, rule = self._engine.scheduler, self.lane.limits.split
+        scheduler, rule = self._engine.scheduler, self.variant.limits.split
         scheduler._split = None if rule is None else SplitChoice(rule)
 
     def cancel(self, batch: int) -> None:
