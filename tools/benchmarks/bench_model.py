@@ -20,9 +20,11 @@ from laddertron.models import ops_choice
 from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import architecture
-from laddertron.models.config.model_config import Dtype, ModelConfig, make_wiring
+from laddertron.models.config.lanes import Lanes
+from laddertron.models.config.model_config import Dtype, ModelConfig, Wiring, make_wiring
 from laddertron.models.config.shapes import check_shapes, replicates_embedding
 from laddertron.models.cuda.fp8 import LARGEST, Fp8, multiplies_fp8
+from laddertron.models.lanes import model_class
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
 from laddertron.models.stages import RankShard
@@ -31,12 +33,12 @@ from laddertron.topology.comm.collectives import Collective
 from laddertron.topology.comm.groups import Communicator
 
 BLOCK = 16
-NAMES = {"no-communication": "none", "carried": "standard"}  # carried: behind Unawaited (lanes.py)
+NAMES = {"no-communication": "none", "carried": "standard"}  # carried: behind Unawaited (variants.py)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A Llama's shape, as JSON carries it to the ranks."""
+    """A Llama's shape, as JSON carries it to the ranks; with `lanes`, of a model whose residual has so many copies."""
 
     name: str
     hidden: int
@@ -48,11 +50,13 @@ class Size:
     dtype: Dtype
     tied: bool = True
     positions: int = 1024
+    lanes: int = 0
 
     def config(self) -> ModelConfig:
+        lanes = Wiring(("lanes",) * self.layers, lanes=Lanes(self.lanes, 1, self.layers))
         return architecture(
-            "llama", self.layers, self.hidden, self.heads, self.kv_heads, self.ffn, self.vocab, self.positions,
-            tied=self.tied, dtype=self.dtype,
+            "laneformer_tp" if self.lanes else "llama", self.layers, self.hidden, self.heads, self.kv_heads, self.ffn,
+            self.vocab, self.positions, tied=self.tied, dtype=self.dtype, wiring=lanes if self.lanes else "standard",
         )  # fmt: skip
 
 
@@ -84,7 +88,7 @@ def make_model(
     config, dtype = size.config(), DTYPES[size.dtype]
     device = device or torch.device("cpu")
     check_shapes(config, communicator.size)
-    model = LlamaModel(
+    model = model_class(config)(
         config,
         communicator.tp,
         communicator.all_reduce,
@@ -102,9 +106,17 @@ def make_model(
 def rewired(model: LlamaModel, wiring: str, all_reduce: Collective | None = None) -> LlamaModel:
     """The same weights, in place, behind another wiring and another collective."""
     twin = copy.copy(model)
-    twin.config = replace(model.config, wiring=make_wiring(NAMES.get(wiring, wiring), model.config.num_layers))
+    twin.config = replace(model.config, wiring=_wiring(model.config, NAMES.get(wiring, wiring)))
     twin.all_reduce = all_reduce or model.all_reduce
     return twin
+
+
+def _wiring(config: ModelConfig, kind: str) -> Wiring:
+    """Of lanes delay-d is that of their sums, in layers; standard: 1."""
+    plain, lanes = make_wiring(kind, config.num_layers), config.lanes
+    if lanes is None or kind == "none":
+        return replace(plain, lanes=lanes)
+    return replace(config.wiring, lanes=replace(lanes, delay=plain.delay or 1))
 
 
 def make_runner(

@@ -176,3 +176,23 @@ def test_each_layout_is_a_deployment_that_check_accepts(report: Any, tmp_path: P
         **dict.fromkeys(STOCK, "standard"),
         **{kind: kind for kind in ("ladder", "delay-2", "lanes", "no-communication")},
     }
+
+
+def test_longcat_s_layouts_are_deployments_that_check_accepts(report: Any, tmp_path: Path) -> None:
+    """293M; its experts spread, its dense path inside each node; and the bar is of the median share."""
+    import trained
+    from cross_layouts import on_two_nodes
+    from laddertron.engine.config.rules import broken_rules
+    from laddertron.engine.config.schema import ParallelConfig
+    from laddertron.engine.step.share import model_config
+
+    (tmp_path / "longcat").mkdir()
+    (tmp_path / "longcat" / "config.json").write_text(json.dumps(trained.LONGCAT))
+    for kind, words in trained.LAYOUTS.items():
+        d = on_two_nodes(tmp_path, "agent", "longcat", "auto", ParallelConfig(**words))
+        assert not list(broken_rules(d)), kind
+        config = model_config(d.model, d.parallel)[0]
+        assert (d.world_size, config.wiring.name, config.num_parameters // 10**6) == (2, "shortcut", 293)
+    runs = [{"spread": 9.0, "carried": 10.0, "flat": 5.0, "pp 2": 7.0}, *[{**dict.fromkeys(trained.LAYOUTS, 1.0)}] * 2]
+    (row,) = trained.longcat_table([{"batch": 1, "rates": rates} for rates in runs])[2:]
+    assert row.endswith("| 1.00 (0.90 to 1.00) | met |")

@@ -17,9 +17,9 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "cross_node"), str(BENCHMARKS.
 
 import cross_node  # noqa: E402
 import cross_wirings  # noqa: E402
-import lanes  # noqa: E402
+import variants  # noqa: E402
 from cross_decode import steady  # noqa: E402
-from cross_wirings import Prices, of_the_law, predicted_step, prices  # noqa: E402
+from cross_wirings import Prices, lanes_of_the_law, of_the_law, predicted_step, prices  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
 
@@ -108,6 +108,17 @@ def test_of_the_law_is_one_where_the_step_is_the_law_s() -> None:
     assert of_the_law(only(case(standard=6 + 4 * 2.2 + 1.4)), "standard") == pytest.approx(1.0)
 
 
+def test_lanes_of_the_law_by_hand() -> None:
+    """Two layers with a delay of 1; L = 2.2, outside 1.4, nothing to carry. The first layer waits for both sums, 0 to
+    1 + 2.2 and on to 7.4; the second sends nothing, to 10.4; the head's sum, to 12.6. Without delays to hide behind a
+    step twice as long is half of the law. Sub-blocks are as much longer as the silent step is."""
+    steps = {"lanes no-communication": 7.4, "lanes carried": 7.4, "lanes delay-1": 14.0}
+    assert lanes_of_the_law(only(case(**steps)), 2, 1) == pytest.approx(1.0)
+    assert lanes_of_the_law(only(case(**steps | {"lanes delay-1": 28.0})), 2, 1) == pytest.approx(0.5)
+    longer = {"lanes no-communication": 13.4, "lanes carried": 13.4, "lanes delay-1": 20.0}
+    assert lanes_of_the_law(only(case(**longer)), 2, 1) == pytest.approx(1.0)
+
+
 def test_the_table_has_the_median_run_with_its_spread() -> None:
     """Three runs; a delay that was aimed at an L/c is one cell although it differed."""
     lines = [one for run, ladder in ((1, 11.0), (2, 12.5), (3, 20.0)) for one in case(run=run, ladder=ladder)]
@@ -164,13 +175,13 @@ def messages(wait: float) -> Iterator[Record]:
 
 def test_sub_blocks_are_read_from_the_ledger() -> None:
     """Whether their messages are waited for or not."""
-    assert lanes.sub_blocks(list(messages(0.5)), awaited=True) == pytest.approx((1.0, 3.0))
-    assert lanes.sub_blocks(list(messages(0.0)), awaited=False) == pytest.approx((1.0, 3.0))
-    assert lanes.sub_blocks(list(messages(0.0))[:2], awaited=True) == (0.0, 0.0)
+    assert variants.sub_blocks(list(messages(0.5)), awaited=True) == pytest.approx((1.0, 3.0))
+    assert variants.sub_blocks(list(messages(0.0)), awaited=False) == pytest.approx((1.0, 3.0))
+    assert variants.sub_blocks(list(messages(0.0))[:2], awaited=True) == (0.0, 0.0)
 
 
 def test_nobody_waits_for_what_is_carried() -> None:
-    """Each sum is taken three starts later, in order, and the last three with the next step's."""
+    """Each sum is taken six starts later, in order, and the last six with the next step's."""
     log: list[str] = []
 
     class Travels:
@@ -188,7 +199,7 @@ def test_nobody_waits_for_what_is_carried() -> None:
             log.append(f"start {self.started}")
             return Travels(self.started)
 
-    carried = lanes.Unawaited(Wire())  # type: ignore[arg-type]
-    tensors = [torch.ones(1) for _ in range(5)]
+    carried = variants.Unawaited(Wire())  # type: ignore[arg-type]
+    tensors = [torch.ones(1) for _ in range(8)]
     assert all(carried.start(x).wait() is x for x in tensors)
-    assert log == ["start 1", "start 2", "start 3", "wait 1", "start 4", "wait 2", "start 5"]
+    assert log == [*(f"start {n}" for n in range(1, 7)), "wait 1", "start 7", "wait 2", "start 8"]

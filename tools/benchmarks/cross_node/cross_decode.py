@@ -8,23 +8,27 @@ import time
 from collections.abc import Iterator, Sequence
 
 import torch
-from bench_model import Size, make_runner, rewired
+from bench_model import Size, make_model, make_runner, rewired
 from cluster.nodes import Control
 from common import say, to_and_fro
 from laddertron.models.llama import LlamaModel
 from laddertron.topology.comm.groups import Communicator
-from lanes import Driver, Lane, Steps, Unawaited, probe
 from rank_task import Spec, be_rank, in_turns
+from variants import Driver, Steps, Unawaited, Variant, probe
 
 
-def wirings(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Lane]:
+def wirings(spec: Spec, model: LlamaModel, communicator: Communicator) -> Iterator[Variant]:
     """spec: size, wirings, batches, delays_s, ratios (L/c of batch 1 to aim at), prompt, steps (decode steps a case),
-    turn (steps a lane takes in a row)."""
-    seats = max(spec["batches"])
-    for index, wiring in enumerate(spec["wirings"]):
+    turn (steps a variant takes in a row); lanes: of the model whose wirings are called "lanes ..."."""
+    seats, lanes = max(spec["batches"]), None
+    if "lanes" in spec:
+        lanes = make_model(Size(**spec["size"], lanes=spec["lanes"]), communicator)
+    for index, name in enumerate(spec["wirings"]):
+        wiring = name.removeprefix("lanes ")
         carrier = Unawaited(communicator.all_reduce) if wiring == "carried" else None
-        runner, limits = make_runner(rewired(model, wiring, carrier), communicator, seats, seats * spec["prompt"])
-        yield Lane(index, wiring, runner, limits, awaited=carrier is None)
+        of = model if lanes is None or wiring == name else lanes
+        runner, limits = make_runner(rewired(of, wiring, carrier), communicator, seats, seats * spec["prompt"])
+        yield Variant(index, name, runner, limits, awaited=carrier is None)
 
 
 def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicator, switch: Control) -> None:
@@ -66,7 +70,7 @@ def lead(spec: Spec, size: Size, drivers: list[Driver], communicator: Communicat
 
 
 def _case(spec: Spec, drivers: list[Driver], batch: int, nbytes: int, alone: list[float]) -> dict[str, Steps]:
-    """Every lane's prefill, then its steps, in turns of a few; between these, all-reduces of nbytes by
+    """Every variant's prefill, then its steps, in turns of a few; between these, all-reduces of nbytes by
     themselves (the mean of each eight into `alone`: a rank that begins a delay earlier waits twice as long for every
     other one, and not at all between): the machine that they are compared with is that of the same minute."""
     turns = max(1, spec["steps"] // spec["turn"])
@@ -78,7 +82,7 @@ def _case(spec: Spec, drivers: list[Driver], batch: int, nbytes: int, alone: lis
             driver.turn(spec["turn"])
         if nbytes:
             alone.append(statistics.fmean(drivers[0].probe(nbytes, 8)))
-    return {driver.lane.name: driver.end() for driver in drivers}
+    return {driver.variant.name: driver.end() for driver in drivers}
 
 
 def steady(seconds: Sequence[float]) -> float:

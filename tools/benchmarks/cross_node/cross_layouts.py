@@ -57,14 +57,17 @@ Row = dict[str, Any]
 def deployment(folder: Path, agent: str, kind: str) -> keys.Deployment:
     wiring = {"split": "standard", "pipeline": "standard", "lanes": "auto"}.get(kind, kind)
     stages = 2 if kind == "pipeline" else 1
+    parallel = keys.ParallelConfig(
+        2 // stages, pipeline_parallel_size=stages, split_steps="always" if kind == "split" else "never"
+    )
+    return on_two_nodes(folder, agent, "lanes" if kind == "lanes" else "llama", wiring, parallel)
+
+
+def on_two_nodes(folder: Path, agent: str, model: str, wiring: str, parallel: keys.ParallelConfig) -> keys.Deployment:
+    """Of a folder's model, on the nodes of its host file."""
     return keys.Deployment(
-        keys.ModelSection(
-            str(folder / ("lanes" if kind == "lanes" else "llama")),
-            wiring=wiring, load_format="dummy", max_model_len=256,
-        ),
-        keys.ParallelConfig(
-            2 // stages, pipeline_parallel_size=stages, split_steps="always" if kind == "split" else "never"
-        ),
+        keys.ModelSection(str(folder / model), wiring=wiring, load_format="dummy", max_model_len=256),
+        parallel,
         keys.LaunchConfig(hostfile=str(folder / "hosts"), rsh_agent=agent, interface="eth0"),
         keys.EngineConfig(
             device="cpu", threads=1, max_num_seqs=max(BATCHES), max_num_batched_tokens=256, speculation=False,
@@ -100,16 +103,18 @@ def inside(folder: Path, agent: str, todo: list[list[Any]], tokens: int) -> None
             )
 
 
-def measure(todo: list[list[Any]], tokens: int, nice: int) -> Iterator[Row]:
+def measure(script: str, models: dict[str, Any], words: list[Any], nice: int = 0) -> Iterator[Row]:
+    """What `script --inside` says on the first of two nodes of a core each, behind a folder with these models'
+    configurations, the agent and `words`."""
     cores = sorted(os.sched_getaffinity(0))
     with Cluster(2, cores=[[cores[0]], [cores[-1]]], mtu=MTU, nice=nice) as cluster:
-        for name, fields in (("llama", SHAPE), ("lanes", LANES)):
+        for name, fields in models.items():
             (cluster.scratch / name).mkdir()
             (cluster.scratch / name / "config.json").write_text(json.dumps(fields))
         (cluster.scratch / "hosts").write_text("".join(f"{name} slots=1\n" for name in cluster.names))
-        words = [sys.executable, "-W", "ignore", __file__, "--inside"]
-        words.append(json.dumps([str(cluster.scratch), str(cluster.agent), todo, tokens]))
-        process = cluster.start(0, words, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}, stdout=-1)
+        command = [sys.executable, "-W", "ignore", script, "--inside"]
+        command.append(json.dumps([str(cluster.scratch), str(cluster.agent), *words]))
+        process = cluster.start(0, command, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}, stdout=-1)
         yield from lines_of(process, "the ranks")
 
 
@@ -170,7 +175,7 @@ def main() -> int:
         if (why := why_not()) is not None:
             print(f"no emulated cluster here: {why}", file=sys.stderr)
             return 2
-        for row in measure(todo, args.tokens, args.nice):
+        for row in measure(__file__, {"llama": SHAPE, "lanes": LANES}, [todo, args.tokens], args.nice):
             rows.append(row)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import spread, table
-from laddertron.models.config.parts import make_wiring
+from laddertron.models.config.lanes import Lanes
+from laddertron.models.config.parts import Wiring, WiringKind, make_wiring
+from laddertron.models.residual import collectives_per_step
 from laddertron.tools.plan.step_simulator import StepCost, Wire, simulate_step
 
 Line = Mapping[str, Any]
@@ -78,6 +80,22 @@ def predicted_step(p: Prices, wiring: str) -> float:
 def of_the_law(case: Case, wiring: str) -> float:
     """The step that the law predicts over the one that was measured: 1.0 is the law itself."""
     return predicted_step(prices(case), wiring) / float(case[wiring]["step_s"])
+
+
+def lanes_of_the_law(case: Case, lanes: int, delay: int) -> float:
+    """The same of a model of lanes, "lanes delay-d": its early layers and its head wait for a sum, its last layers send
+    nothing. Outside and L are the Llama's beside it; a sub-block is longer by what its silent step is."""
+    p, silent, carried = prices(case), *(float(case[f"lanes {w}"]["step_s"]) for w in ("no-communication", "carried"))
+    kinds: tuple[WiringKind, ...] = ("lanes",) * p.layers
+    one, wiring = (Wiring(kinds, lanes=Lanes(lanes, d, p.layers)) for d in (1, delay))
+    carrying = max(0.0, (carried - silent) / (collectives_per_step(one) + 1))
+    longer = (silent - p.outside_s) / (p.layers * (p.attention_s + p.mlp_s))
+    travels = Wire(0.0, max(0.0, p.all_reduce_s - carrying))
+    cost = StepCost(
+        [p.attention_s * longer] * p.layers, [p.mlp_s * longer] * p.layers, travels, after_s=p.outside_s + carrying,
+        after=travels, start_s=carrying,
+    )  # fmt: skip
+    return simulate_step(cost, wiring, 2).total_s / float(case[f"lanes delay-{delay}"]["step_s"])
 
 
 def cases(lines: Sequence[Line]) -> dict[tuple[float, int], dict[str, Line]]:
