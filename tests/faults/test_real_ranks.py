@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import lane_checkpoints
 import pytest
 from job_tools import MPIRUN
 from laddertron.launchers.control import processes
@@ -234,18 +235,28 @@ def test_a_mixed_batch_outlives_a_rank_of_either_stage(tmp_path: Path, rank: int
         night.close()
 
 
+TENSOR, SPREAD = ("parallel.expert_layout=tensor",), ("parallel.expert_layout=spread",)
+STANDBY = ("daemon.standby=1", "engine.kv_cache_memory=16MiB")
+
+
 @pytest.mark.parametrize(
-    ("family", "layout", "rank"),
+    ("family", "sets", "rank"),
     [
-        *[("qwen3_moe", layout, rank) for layout in ("tensor", "spread") for rank in (0, 1)],
-        *[("deepseek_v3", "spread", 1), ("longcat_flash", "tensor", 0), ("longcat_flash", "spread", 1)],
+        *[("qwen3_moe", layout, rank) for layout in (TENSOR, SPREAD) for rank in (0, 1)],
+        *[("deepseek_v3", SPREAD, 1), ("longcat_flash", TENSOR, 0), ("longcat_flash", SPREAD, 1), ("lanes", (), 1)],
+        *[("deepseek_v3", STANDBY, 0), ("longcat_flash", SPREAD + STANDBY, 1), ("lanes", STANDBY, 0)],
     ],
+    ids=lambda value: "-".join(word.rpartition("=")[2] for word in value) if isinstance(value, tuple) else None,
 )
-def test_streams_and_a_batch_outlive_a_rank_with_experts(tmp_path: Path, family: str, layout: str, rank: int) -> None:
-    """A rank with experts is killed while three streams and a batch run: each stream has the text and the digests of an
-    undisturbed run, each line one answer, and lines with equal prompts the same one before the loss and after it."""
-    folder = checkpoints.save(tmp_path / "experts", family, max_position_embeddings=512)
-    keys = (f"parallel.expert_layout={layout}", "parallel.deterministic=true", f"model.path={folder}")
+def test_streams_and_a_batch_outlive_a_rank_of_a_family(
+    tmp_path: Path, family: str, sets: tuple[str, ...], rank: int
+) -> None:
+    """A rank with experts, latents or lanes is killed while three streams and a batch run; a standby, if there is one,
+    takes over. Each stream has the text and the digests of an undisturbed run, each line one answer, and lines with
+    equal prompts the same one before the loss and after it."""
+    save = lane_checkpoints.save if family == "lanes" else partial(checkpoints.save, recipe=family)
+    folder = save(tmp_path / "model", max_position_embeddings=512)
+    keys = (*sets, "parallel.deterministic=true", f"model.path={folder}")
     night = Night(tmp_path, real=True, sets=keys)
     prompts = ("def f(", "class A", "import ", "x = ")
     asked = {
@@ -254,6 +265,8 @@ def test_streams_and_a_batch_outlive_a_rank_with_experts(tmp_path: Path, family:
     }
     try:
         a_start(night)
+        if STANDBY[0] in sets:
+            night.stands()
         calm = {name: Stream(night.port, *one) for name, one in asked.items()}
         for stream in calm.values():
             stream.join()
@@ -264,7 +277,7 @@ def test_streams_and_a_batch_outlive_a_rank_with_experts(tmp_path: Path, family:
         until("tokens", partial(gone_on, list(streams.values()), [5] * len(streams)), 120)
         assert not any(stream.whole for stream in streams.values())
         assert night.batch(batch)["status"] == "in_progress"
-        victim = next(p for p in night.victims("rank") if struck_rank(p) == rank)
+        victim = next(p for p in night.victims("rank", night.launches()[:1]) if struck_rank(p) == rank)
         assert processes.kill(victim, signal.SIGKILL)
         for name, stream in streams.items():
             stream.join()
@@ -273,6 +286,7 @@ def test_streams_and_a_batch_outlive_a_rank_with_experts(tmp_path: Path, family:
         until("the batch's end", lambda: night.batch(batch)["status"] == "completed", 180, 0.1)
         (failure,) = failures(night)
         assert failure["rank"] == rank
+        assert [event["standby"] for event in night.events("recovered")] == [STANDBY[0] in sets]
         rows = night.rows(night.batch(batch), "output")
         assert sorted(row["custom_id"] for row in rows) == sorted(f"line-{n}" for n in range(LINES))
         texts = {row["custom_id"]: row["response"]["body"]["choices"][0]["text"] for row in rows}
