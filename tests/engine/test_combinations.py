@@ -33,6 +33,7 @@ def answers(run_seed: int, ranks: Ranks, folder: Path, **how: Any) -> dict[str, 
 SPLIT: dict[str, Any] = {"split": "always"}
 NGRAM: dict[str, Any] = {"speculation": "ngram"}
 MODEL: dict[str, Any] = {"speculation": "model"}
+LATENT = {"deepseek_v3": (SPLIT, NGRAM, SPLIT | NGRAM, MODEL), "longcat_flash": (NGRAM, MODEL)}
 
 
 @needs_kernels
@@ -53,14 +54,16 @@ MODEL: dict[str, Any] = {"speculation": "model"}
         ("ladder", MODEL),
         ("llama", NGRAM | {"overlap": False}),
         ("llama", MODEL | {"overlap": False}),
+        *[pytest.param(family, how, marks=pytest.mark.slow) for family, pairs in LATENT.items() for how in pairs],
     ],
     ids=str,
 )
 def test_a_pair_that_works(ranks: Ranks, family: str, how: dict[str, Any], tmp_path: Path, run_seed: int) -> None:
-    """It is at work, and no answer is another."""
+    """It is at work, and no answer is another. DeepSeek's draft model has latents as well."""
     folder = checkpoints.save(tmp_path / "m", family)
+    drafts = "deepseek_v3_plain" if family == "deepseek_v3" else "llama"
     if how.get("speculation") == "model":
-        how = how | {"draft": str(checkpoints.save(tmp_path / "d", "llama"))}
+        how = how | {"draft": str(checkpoints.save(tmp_path / "d", drafts))}
     plain, paired = answers(run_seed, ranks, folder), answers(run_seed, ranks, folder, **how)
     assert paired["answers"] == plain["answers"]
     assert paired["split"] >= paired["large"] > 0 if "split" in how else paired["split"] == 0
