@@ -50,7 +50,7 @@ def random_config(family: str, chance: random.Random) -> dict[str, Any]:
             "moe_topk": chance.choice((2, 3)),
         }
         return sizes | own | {"head_dim": rotated, "expert_ffn_hidden_size": 40}
-    dense, shared = chance.choice((0, 1, 3)), chance.choice((1, 2))
+    dense, shared = chance.choice((0, 1, 2)), chance.choice((1, 2))
     sizes["q_lora_rank"] = made = chance.choice((None, sizes["q_lora_rank"]))
     sizes |= {"attention_bias": made is not None and chance.random() < 0.5, "rope_interleave": chance.random() < 0.5}
     sizes |= {"n_group": groups, "topk_group": chance.randrange(1, groups + 1), "num_experts_per_tok": 2}
