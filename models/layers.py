@@ -137,7 +137,7 @@ def prepare(
         and (quantised := stored.product_of(layer, bias, norm, gated=gated, hands_on=hands_on)) is not None
     ):
         return quantised
-    if gated and norm is not None:
+    if gated:
         product = ops.gated_product(weight, bias, norm)
     else:
         product = ops.product(weight, bias, norm, tree)

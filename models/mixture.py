@@ -30,7 +30,7 @@ class Mixture:
     local: Tensor
     experts: ExpertProduct
     shared: Product | None
-    """This rank's share of the shared experts, from the residual on."""
+    """This rank's share of the shared experts, of the same rows."""
     identities_from: int | None = None
     """The first expert that returns its input; None on ranks that do not add these."""
 
@@ -44,7 +44,7 @@ class Mixture:
         if self.identities_from is not None:
             own = weight.masked_fill(chosen < self.identities_from, 0.0).sum(-1, keepdim=True)
             partial = (partial.float() + x.float() * own).to(x.dtype)
-        return partial if self.shared is None else partial + self.shared(residual)
+        return partial if self.shared is None else partial + self.shared(x)
 
 
 class MixtureWeights(nn.Module):
@@ -76,7 +76,7 @@ class MixtureWeights(nn.Module):
         gate_up, down = (
             part.weight.detach().view(len(held), -1, part.weight.shape[1]) for part in (self.gate_up, self.down)
         )
-        router, shared = self.router.weight.detach(), self._shared(ops, norm)
+        router, shared = self.router.weight.detach(), self._shared(ops)
         packed = pack_experts(ops, gate_up, down) if isinstance(ops, CpuOps) else None
         mixture = Mixture(
             self._experts.router,
@@ -94,8 +94,8 @@ class MixtureWeights(nn.Module):
                 part.weight.data = part.weight.new_empty(0)
         return mixture
 
-    def _shared(self, ops: TorchOps, norm: Norm) -> Product | None:
+    def _shared(self, ops: TorchOps) -> Product | None:
         if self.shared_gate_up is None:
             return None
-        up, down = prepare(self.shared_gate_up, ops, norm, gated=True), prepare(self.shared_down, ops)
+        up, down = prepare(self.shared_gate_up, ops, gated=True), prepare(self.shared_down, ops)
         return lambda x: down(up(x))

@@ -173,7 +173,7 @@ class TorchOps:
         """x -> norm(x) @ weight.T + bias; weight [out, in]. A tree has no norm."""
         return self.around(self._matmul(weight, bias) if tree is None else tree_product(weight, bias, tree), norm)
 
-    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
+    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None) -> Product:
         """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
         return self.around(self._matmul(weight, bias), norm, gated=True)
 
@@ -184,7 +184,7 @@ class TorchOps:
     def lane_products(self, weights: Sequence[Tensor], norms: Sequence[Norm | None], gated: bool) -> Product:
         """x [k, T, in] -> y [k, T, out]: each of k inputs by a weight and behind a norm of its own."""
         each = [
-            self.gated_product(weight, None, norm) if gated and norm is not None else self.product(weight, None, norm)
+            self.gated_product(weight, None, norm) if gated else self.product(weight, None, norm)
             for weight, norm in zip(weights, norms, strict=True)
         ]
         return lambda x: torch.stack([product(one) for product, one in zip(each, x, strict=True)])

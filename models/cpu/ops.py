@@ -311,16 +311,11 @@ class CpuOps(TorchOps):
         if tree is not None:
             return super().product(weight, bias, norm, tree)
         matmul = self._matmul(weight, bias)
-        if norm is None:
-            return matmul
-        normed = self._norm(norm)
-        return lambda x: matmul(normed(x))
+        return matmul if norm is None else self.around(matmul, norm)
 
-    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm) -> Product:
-        if fused := self._fused(weight, bias, norm, gated=True):
-            return fused
-        matmul, normed, gated = self._matmul(weight, bias), self._norm(norm), self._gate()
-        return lambda x: gated(matmul(normed(x)))
+    def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None) -> Product:
+        fused = self._fused(weight, bias, norm, gated=True)
+        return fused or self.around(self._matmul(weight, bias), norm, gated=True)
 
     def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
         """One packed table serves both: of a row, each input (bf16: pair of inputs) is a panel's width apart."""
