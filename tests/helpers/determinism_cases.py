@@ -16,6 +16,7 @@ from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.build import Built, build
 from laddertron.engine.step.engine import Engine, StepProgress, follow
 from laddertron.engine.step.row_check import RowCheck
+from laddertron.models.experts import ExpertProduct
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from rank_pool import Rank
 from torch import Tensor
@@ -163,7 +164,12 @@ def scores(rank: Rank, folder: str, dtype: str, seed: int, vocab: int) -> dict[s
 
 
 def plant(built: Built) -> None:
+    """Layer 1's MLP is summed in another order from 7 rows on; of experts, what an expert adds has another last bit
+    from 7 of its rows on."""
     layers = built.runner.model._layers
+    if (mixture := layers[1].mixture) is not None:
+        layers[1] = replace(layers[1], mixture=replace(mixture, experts=crowded(mixture.experts)))
+        return
     right = layers[1].down
     assert right is not None
 
@@ -175,3 +181,13 @@ def plant(built: Built) -> None:
         return right(low) + right(x - low)
 
     layers[1] = replace(layers[1], down=halves)
+
+
+def crowded(right: ExpertProduct) -> ExpertProduct:
+    def experts(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        y = right(x, chosen, weight)
+        crowd = (chosen[chosen >= 0].bincount() >= 7).nonzero()
+        hit = torch.isin(chosen, crowd).any(1, keepdim=True)
+        return torch.where(hit, y.nextafter(torch.full_like(y, torch.inf)), y)
+
+    return experts

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of ranks alone: layer 1's MLP is summed in another order from 7 rows on."""
+"""On PYTHONPATH of ranks alone: layer 1's MLP, or its experts' product, depends on its number of rows."""
 
 from __future__ import annotations
 

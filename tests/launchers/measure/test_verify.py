@@ -14,12 +14,19 @@ from laddertron.models.cpu.ops import Kernels
 PLANTED = Path(__file__).parents[2] / "helpers" / "planted"
 
 
-def deployment(folder: Path, name: str, size: int, deterministic: str, env: str = "{}", stages: int = 1) -> str:
+def deployment(
+    folder: Path, name: str, size: int, deterministic: str, env: str = "{}", stages: int = 1, recipe: str = "ladder"
+) -> str:
     if not (folder / "model").exists():
-        checkpoints.save(folder / "model", "ladder")
+        checkpoints.save(folder / "model", recipe)
+    layout = "spread" if recipe in checkpoints.MIXED else "auto"
     (folder / name).write_text(f"""\
 model: {{path: ./model}}
-parallel: {{tensor_parallel_size: {size}, pipeline_parallel_size: {stages}, deterministic: {deterministic}}}
+parallel:
+  tensor_parallel_size: {size}
+  pipeline_parallel_size: {stages}
+  deterministic: {deterministic}
+  expert_layout: {layout}
 launch: {{env: {env}}}
 engine: {{device: cpu, threads: 1, max_num_seqs: 40, kv_cache_memory: 16MiB, block_size: 4}}
 """)
@@ -62,7 +69,8 @@ def test_stages_have_the_same_bits(verify: Any, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
 def test_a_planted_product_is_found_with_its_layer_and_step(verify: Any, tmp_path: Path) -> None:
-    planted = deployment(tmp_path, "planted.yaml", 2, "true", f"{{PYTHONPATH: '{PLANTED}'}}")
+    """An expert's, which depends on how many rows chose it."""
+    planted = deployment(tmp_path, "planted.yaml", 2, "true", f"{{PYTHONPATH: '{PLANTED}'}}", recipe="moe_ladder")
     code, said = verify(planted, *SHORT, "--seed", "5")
     assert code == 1, said
     assert "bits differ in" in said
