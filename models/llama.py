@@ -130,7 +130,7 @@ class LlamaModel(nn.Module):
         self._attention: AttentionBackend | None = None
         self._at_once = False
         self._chosen: list[Tensor] = []
-        self._routing = blake2b(digest_size=8)
+        self._routing, self._earlier = blake2b(digest_size=8), b""
 
     def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
@@ -310,6 +310,8 @@ class LlamaModel(nn.Module):
         if self._chosen:
             self._routing.update(torch.cat([c.flatten() for c in self._chosen]).to(torch.int16).numpy().tobytes())
             self._chosen.clear()
+        if self.boundary is not None and self.shard.per_node:
+            self._pass_routing(self.boundary)
         if not self.shard.samples:
             return ends[0] if len(ends) == 1 else torch.cat(ends)
         return self._logits(ends, [rows for _, _, rows in parts])
@@ -401,8 +403,16 @@ class LlamaModel(nn.Module):
 
     def routed(self) -> bytes:
         """A digest of the experts that all rows so far went through: the same on every rank, or an expert's rows were
-        computed twice or not at all."""
-        return self._routing.digest()
+        computed twice or not at all. Where nodes of a stage may differ, those of the stages before come first."""
+        return self._earlier + self._routing.digest()
+
+    def _pass_routing(self, boundary: Boundary) -> None:
+        """The last stage's ranks compare what their peers in each stage chose."""
+        if not self.shard.embeds:
+            (earlier,) = boundary.receive((self.stage.index, 2), torch.float32, 1, own=True)
+            self._earlier = earlier.wait().numpy().tobytes()
+        if not self.shard.samples:
+            boundary.send(torch.frombuffer(bytearray(self.routed()), dtype=torch.float32), own=True)
 
     def attention_and_mlp(self, layer: int, residual: Tensor) -> Tensor:
         if self.tree is None:

@@ -38,14 +38,18 @@ class DesyncError(RuntimeError):
     """Ranks drew different ids. `ranks` are those to blame (all, if no majority says which), `step` the sampling
     step, counted from 0, whose ids differ."""
 
-    def __init__(self, ranks: tuple[int, ...], majority: bool, step: int, tp: int, per_node: int = 0) -> None:
-        """per_node: the ranks of a node, where it is experts that they chose differently."""
+    def __init__(
+        self, ranks: tuple[int, ...], majority: bool, step: int, tp: int, per_node: int = 0, stage: int | None = None
+    ) -> None:
+        """per_node: the ranks of a node, where it is experts that they chose differently; stage: of a pipeline, whose
+        ranks these are."""
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         if per_node:
             nodes = sorted({rank // per_node for rank in ranks})
             last = f" to {{}} of {tp}" if per_node > 1 else f" of {tp}"
             each = [f"node {n} (rank {n * per_node}{last.format((n + 1) * per_node - 1)})" for n in nodes]
             what = f"{' and '.join(each)} chose other experts for the same rows {'than the others' * majority}".rstrip()
+            what = what if stage is None else f"of stage {stage}, {what}"
         elif majority:
             what = f"{who} of {tp} drew other ids than the majority"
         else:
@@ -93,7 +97,8 @@ class Sampler:
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
         self.step, self.grammars = 0, grammars
         self.routed: Callable[[], bytes] = bytes
-        """A digest of the experts that rows went through, of eight bytes; none for a model without."""
+        """A digest of the experts that rows went through, of eight bytes, or one for each stage of a pipeline; none for
+        a model without."""
         self.per_node, self._routed = 1, b""
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
@@ -232,8 +237,10 @@ class Sampler:
             return
         if self._routed:
             (routed,) = self._exchange([np.frombuffer(self._routed, "<u8")])
-            if (other := rule.disagreement(routed[:, 0])) is not None:
-                raise DesyncError(*other, step=step - 1, tp=len(digests), per_node=self.per_node)
+            for number, each in enumerate(routed.T):  # of a stage
+                if (other := rule.disagreement(each)) is not None:
+                    stage = number if len(routed.T) > 1 else None
+                    raise DesyncError(*other, step - 1, len(digests), self.per_node, stage)
         raise DesyncError(*found, step=step - 1, tp=len(digests))
 
     def _exchange(self, parts: list[Array]) -> list[Array]:

@@ -64,9 +64,7 @@ def model_config(
         keys.allow_untrained_ladder or keys.load_format == "dummy",
     )
     size = parallel.tensor_parallel_size
-    sharing = share(
-        config, parallel.expert_layout, parallel.dense_path, nodes, size // nodes, parallel.pipeline_parallel_size
-    )
+    sharing = share(config, parallel.expert_layout, parallel.dense_path, nodes, size // nodes)
     check_shapes(config, size, sharing)
     check_split(config.wiring, parallel.split_steps)
     if parallel.deterministic == "everywhere":

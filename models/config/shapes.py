@@ -87,7 +87,7 @@ def check_shapes(config: ModelConfig, tp: int, sharing: Sharing = WHOLE) -> None
         )
 
 
-def share(config: ModelConfig, layout: str, dense_path: str, nodes: int, per_node: int, stages: int = 1) -> Sharing:
+def share(config: ModelConfig, layout: str, dense_path: str, nodes: int, per_node: int) -> Sharing:
     """What `parallel.expert_layout` and `parallel.dense_path` mean for a group of `nodes` x `per_node` ranks. Raises
     ShapeError for what cannot be, with the arithmetic."""
     e, ranks, apart = config.experts, nodes * per_node, dense_path == "node" and nodes > 1
@@ -110,11 +110,6 @@ def share(config: ModelConfig, layout: str, dense_path: str, nodes: int, per_nod
         raise ShapeError(
             f"parallel.expert_layout=spread: the {config.wiring.name} wiring gives each rank a residual of its own, by "
             "which ranks choose other experts: use tensor"
-        )
-    if apart and stages > 1:
-        raise ShapeError(
-            f"parallel.dense_path=node with {stages} pipeline stages: only the last stage compares the experts that "
-            "its nodes choose: use pipeline_parallel_size 1, or whole"
         )
     if apart and (config.wiring.desync_every or "parallel" in config.wiring.kinds):
         raise ShapeError(

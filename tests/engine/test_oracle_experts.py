@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 """Ranks, ranks a node, keys."""
 OFTEN = {
     *[("qwen3_moe_mixed", layout) for layout in LAYOUTS],
-    *[("mixtral", "spread_2"), ("glm4_moe", "node_2x1"), ("moe_ladder", "node_2x1"), ("moe_hybrid", "node_2x2")],
+    *[("mixtral", "spread_2"), ("moe_ladder", "node_2x1"), ("moe_hybrid", "node_2x2")],
     *[("deepseek_v3", "node_2x2"), ("longcat_flash", "node_2x2"), ("longcat_flash", "spread_2")],
 }
 """Pairwise; the others are in `make slow-test`."""
@@ -128,17 +128,62 @@ def test_what_the_engine_does_else_works_over_experts(
     ask(ranks, checkpoint(recipe), recipe, layout, tmp_path, **more)
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_moe_mixed", "moe_ladder", "deepseek_v3", "longcat_flash"])
+@pytest.mark.parametrize(
+    ("recipe", "size", "per_node", "parallel"),
+    [
+        ("qwen3_moe_mixed", 2, 1, {}),
+        ("moe_ladder", 4, 2, SPREAD),
+        ("deepseek_v3", 4, 1, NODE | {"split_steps": "always"}),
+        ("longcat_flash", 2, 1, {}),
+    ],
+)
 def test_stages_answer_as_the_oracle_does(
-    ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, tmp_path: Path
+    ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int, per_node: int, parallel: dict[str, Any]
 ) -> None:
-    """Two stages of one and of two ranks: each has the experts of its own layers."""
+    """Two stages: of one rank, of two ranks with whole experts each, and of two nodes each with a dense path of its
+    own. Each has the experts of its own layers."""
     folder, prompts = checkpoint(recipe), checkpoints.prompts(6)
     logits = transformers_logits(folder) if recipe in checkpoints.STOCK else reference_logits(folder)
-    for size in (2, 4) if recipe == "moe_ladder" else (2,):
-        args: dict[str, Any] = {"folder": str(folder), "prompts": prompts, "parallel": {"pipeline_parallel_size": 2}}
-        with torch.inference_mode():
-            assert_greedy(logits, prompts, ranks(size, "engine_cases:generate", args)[0], 32)
+    args = {
+        "folder": str(folder),
+        "prompts": prompts,
+        "per_node": per_node,
+        "parallel": {"pipeline_parallel_size": 2, **parallel},
+        "comm": {"node_group": parallel.get("dense_path") == "node"},
+    }
+    with torch.inference_mode():
+        assert_greedy(logits, prompts, ranks(size, "engine_cases:generate", args)[0], 32)
+
+
+def test_a_planted_bit_in_an_earlier_stage_is_named(ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
+    """The last stage compares what its peers chose in each stage; the first one's ranks see it end."""
+    args = {"folder": str(checkpoint("qwen3_moe")), "prompt": [7, 9, 20, 41], "per_node": 1, "culprit": 1}
+    args["parallel"] = NODE | {"pipeline_parallel_size": 2}
+    said = "of stage 0, node 0 (rank 0 of 2) and node 1 (rank 1 of 2) chose other experts for the same rows"
+    found = ranks(4, "expert_cases:planted", args | {"at": 4})
+    assert all(said in error for error, _ in found[2:]), found
+    assert found[0][1] <= 4
+    assert ranks(4, "expert_cases:planted", args | {"at": 1 << 20})[0] == ["", 32]
+
+
+def test_a_router_that_sends_all_rows_to_one_rank(
+    ranks: Ranks, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its bias puts expert 0 first for each row and expert 4 second, of one rank where four hold two each; then
+    experts 0 and 1, of which neither is on the second node."""
+    folder = checkpoints.save(tmp_path / "m", "glm4_moe", n_group=1, topk_group=1)
+    for pair, layouts in (((0, 4), ("spread_4", "node_2x2")), ((0, 1), ("node_2x2",))):
+
+        def skew(tensors: dict[str, torch.Tensor], pair: tuple[int, int] = pair) -> dict[str, torch.Tensor]:
+            biases = [tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias")]
+            assert biases
+            for bias in biases:
+                bias.fill_(0.0)[list(pair)] = torch.tensor([200.0, 100.0])
+            return tensors
+
+        checkpoints.edit_tensors(folder, skew)
+        for layout in layouts:
+            ask(ranks, folder, "glm4_moe", layout, tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["spread_2", "node_2x1"])

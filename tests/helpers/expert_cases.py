@@ -14,6 +14,7 @@ from laddertron.engine.request import SamplingParams
 from laddertron.engine.sampling.sampler import DesyncError
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, drain, follow
+from laddertron.topology.comm.collectives import PeerLost
 from laddertron.topology.comm.groups import CommOptions
 from rank_pool import Rank
 from safetensors.torch import load_file
@@ -61,11 +62,14 @@ def planted(
 ) -> tuple[str, int]:
     """One bit of one router's logits, the sign of the largest, is flipped on `culprit` in the forward pass `at`.
     Returns the error, and how many tokens were released before."""
-    with rank.connect(per_node, options(parallel)) as communicator:
-        d = engine_cases.deployment(folder, rank.size)
-        d = replace(d, parallel=ParallelConfig(tensor_parallel_size=rank.size, **parallel))
+    stages = parallel.get("pipeline_parallel_size", 1)
+    rank.close_kept()
+    with rank.connect(per_node, options(parallel), stages) as communicator:
+        size = rank.size // stages
+        d = engine_cases.deployment(folder, size)
+        d = replace(d, parallel=ParallelConfig(tensor_parallel_size=size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
-        mixture = built.runner.model._layers[1].mixture
+        mixture = built.runner.model._layers[0].mixture
         assert mixture is not None
         inner, count = mixture.product, iter(range(1 << 30))
 
@@ -90,7 +94,7 @@ def planted(
             for event in drain(engine):
                 released += len(event.tokens)
             engine.close()
-        except DesyncError as error:
+        except (DesyncError, PeerLost) as error:
             return str(error), released
     return "", released
 

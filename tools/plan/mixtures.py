@@ -67,7 +67,7 @@ def mixture_layouts(
     for name, nodes, stages, layout, dense in wanted:
         said = f"tp {nodes * each}{f' x pp {stages}' if stages > 1 else ''}, {layout}, {dense}"
         try:
-            sharing = share(config, layout, dense, nodes, each, stages)
+            sharing = share(config, layout, dense, nodes, each)
             check_shapes(config, nodes * each, sharing)
         except ShapeError as error:
             found.append(MixtureLayout(name, said, refused=str(error)))

@@ -107,7 +107,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         fabric, placement = lay_out(d, fabric, {})
     shape, p = shape_of(fabric, placement), d.parallel
     try:
-        sharing = share(config, p.expert_layout, p.dense_path, shape.nodes, shape.per_node, p.pipeline_parallel_size)
+        sharing = share(config, p.expert_layout, p.dense_path, shape.nodes, shape.per_node)
         check_shapes(config, p.tensor_parallel_size, sharing)
     except ShapeError as error:
         raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None

@@ -220,7 +220,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
         layout = p.expert_layout, p.dense_path
         nodes = nodes_of_group(d)
         key = "parallel.dense_path" if layout[0] == "auto" else "parallel.expert_layout"
-        cut = partial(share, model, *layout, nodes, size // nodes, p.pipeline_parallel_size)
+        cut = partial(share, model, *layout, nodes, size // nodes)
         faults = [*refused(loaded, key, cut, taken)]
         yield from faults or refused(
             loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size, cut()), taken

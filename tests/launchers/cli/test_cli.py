@@ -173,12 +173,7 @@ def test_check_asks_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     [
         ("[a:2, b:2]", "{tensor_parallel_size: 4, expert_layout: spread}", "expert_layout", "would cross 2 nodes"),
         ("[a:8]", "{tensor_parallel_size: 8, expert_layout: spread}", "expert_layout", "4 experts < 8 ranks"),
-        (
-            "[a:1, b:1, c:1, d:1]",
-            "{tensor_parallel_size: 2, pipeline_parallel_size: 2, dense_path: node}",
-            "dense_path",
-            "with 2 pipeline stages",
-        ),
+        ("[a:1, b:1, c:1, d:1]", "{tensor_parallel_size: 2, pipeline_parallel_size: 2, dense_path: node}", "", ""),
         ("[a:4]", "{tensor_parallel_size: 4, expert_layout: spread}", "", ""),
         ("[a:2, b:2]", "{tensor_parallel_size: 4, dense_path: node}", "", ""),
         ("[a:1, b:1, c:1]", "{tensor_parallel_size: 3, dense_path: node}", "", ""),

@@ -156,7 +156,6 @@ def test_what_the_layouts_of_experts_mean(
         (LLAMA_8B, ("auto", "node", 2, 2), "dense_path=node: this model has no experts: use whole"),
         (EXPERTS, ("spread", "node", 2, 8), "8 experts < 16 ranks, which leaves 8 without one: use tensor"),
         (EXPERTS, ("spread", "whole", 2, 2), "every all-reduce would cross 2 nodes"),
-        (EXPERTS, ("auto", "node", 2, 2, 2), "with 2 pipeline stages"),
         (replace(EXPERTS, wiring=Wiring(("parallel",) * 2)), ("auto", "node", 2, 2), "the parallel wiring adds"),
         (replace(EXPERTS, wiring=Wiring(("desync",) * 2, 2, 4)), ("auto", "node", 2, 2), "the desync-2 wiring adds"),
         (replace(EXPERTS, wiring=Wiring(("desync",) * 2, 2, 4)), ("spread", "whole", 1, 4), "residual of its own"),
