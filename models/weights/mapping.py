@@ -78,8 +78,7 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
     config.json is read. Raises CheckpointError."""
     if seed is not None:
         return _open_dummy(folder, config or shard.config, seed)
-    # Those files hold every matrix cut over all ranks.
-    own = None if shard.spread or shard.per_node else open_shards(folder, shard)
+    own = open_shards(folder, shard)
     if own is None:
         return open_checkpoint(folder, config or shard.config)
     return Source(folder, own.tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)

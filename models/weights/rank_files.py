@@ -1,6 +1,7 @@
 """Per-rank files of `laddertron shard`: found in the checkpoint's folder, refused when they are stale.
-`MODEL/laddertron-tp16/rank-0003.safetensors` (`laddertron-tp8-pp2` with stages, whose ranks count on) holds rank 3's
-parameters in the order of loading, and in its metadata what it was made from. With config.json it is a model folder.
+`MODEL/laddertron-tp16/rank-0003.safetensors` holds rank 3's parameters in the order of loading, and in its metadata
+what it was made from; `laddertron-tp8-pp2`: with stages, whose ranks count on; `laddertron-tp16-spread-node8`: whole
+experts, and the dense path cut over 8 ranks of a node. With config.json it is a model folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...topology.json_codec import build
+from ..config.shapes import WHOLE, Sharing
 from ..stages import RankShard
 from .checkpoint import CheckpointError, StoredTensor, inside, read_annotated
 
@@ -37,9 +39,15 @@ class OwnFile:
     replicate_embedding: bool
 
 
-def shards_folder(folder: Path, size: int, stages: int = 1) -> Path:
+def shards_folder(folder: Path, size: int, stages: int = 1, sharing: Sharing = WHOLE) -> Path:
     """The folder of the files for `size` ranks in each of so many stages."""
-    return folder / (f"laddertron-tp{size}" + (f"-pp{stages}" if stages > 1 else ""))
+    names = [f"laddertron-tp{size}", *[f"pp{stages}"] * (stages > 1), *["spread"] * sharing.spread]
+    return folder / "-".join((*names, *[f"node{sharing.per_node}"] * (sharing.per_node > 0)))
+
+
+def folder_of(folder: Path, shard: RankShard) -> Path:
+    sharing = Sharing(shard.spread, shard.per_node)
+    return shards_folder(folder, shard.size, 1 if shard.stage is None else shard.stage.count, sharing)
 
 
 def file_name(shard: RankShard) -> str:
@@ -58,7 +66,9 @@ def layers_of(shard: RankShard) -> dict[str, str]:
 def sizes_of(shard: RankShard) -> str:
     """The options of `laddertron shard` that write this shard."""
     stages = "" if shard.stage is None else f" --pipeline-parallel-size {shard.stage.count}"
-    return f"--tensor-parallel-size {shard.size}{stages}"
+    node = f" --dense-path node --ranks-per-node {shard.per_node}" if shard.per_node else ""
+    layout = f" --expert-layout {'spread' if shard.spread else 'tensor'}" if shard.spread or node else ""
+    return f"--tensor-parallel-size {shard.size}{stages}{layout}{node}"
 
 
 def config_digest(folder: Path) -> str:
@@ -74,7 +84,7 @@ def stamps(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
 
 def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
     """This rank's file; None without per-rank files. Raises CheckpointError if they are stale or incomplete."""
-    home = shards_folder(folder, shard.size, 1 if shard.stage is None else shard.stage.count)
+    home = folder_of(folder, shard)
     if not home.is_dir():
         return None
     file = inside(home, file_name(shard))

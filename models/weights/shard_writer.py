@@ -20,7 +20,7 @@ from .fill import fill_target
 from .load import module_of
 from .mapping import Source
 from .quantised import is_quantised, is_scale, scale_fills
-from .rank_files import METADATA, ShardOrigin, config_digest, file_name, layers_of, shards_folder, stamps
+from .rank_files import METADATA, ShardOrigin, config_digest, file_name, folder_of, layers_of, stamps
 from .slices import Fill, plan_fills
 from .tensor_reader import DTYPES, Reader
 
@@ -50,8 +50,7 @@ def write_shards(
 
     Raises CheckpointError where files for as many ranks are there already.
     """
-    size, stages = shards[0].size, len(shards) // shards[0].size
-    target = shards_folder(home, size, stages)
+    size, target = shards[0].size, folder_of(home, shards[0])
     if target.exists():
         raise CheckpointError(f"{target}: is there already: remove it, or say --overwrite")
     part = target.with_name(f"{target.name}.part")

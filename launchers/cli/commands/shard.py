@@ -20,14 +20,20 @@ from ..errors import ended_by
     "--pipeline-parallel-size", "--pp", "stages", type=click.IntRange(1, 256), default=1, help="parallel's key."
 )
 @click.option("--pipeline-layers", metavar="N,N,…", default="", help="parallel.pipeline_layers, if that is set.")
+@click.option(
+    "--expert-layout", type=click.Choice(["auto", "tensor", "spread"]), default="auto", help="parallel's key."
+)
+@click.option("--dense-path", type=click.Choice(["whole", "node"]), default="whole", help="parallel's key.")
+@click.option("--ranks-per-node", type=click.IntRange(1), help="Of a group, for --dense-path node.")
 @click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="A folder of its own instead.")
 @click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
 @click.option("--overwrite", is_flag=True, help="Overwrite existing files.")
 @ended_by(Refusal, ValueError)
 @ended_by(OSError, end=click.ClickException)
 def command(
-    model: Path, size: int, stages: int, pipeline_layers: str, output: Path | None, embedding: str, overwrite: bool
-) -> None:
+    model: Path, size: int, stages: int, pipeline_layers: str, expert_layout: str, dense_path: str,
+    ranks_per_node: int | None, output: Path | None, embedding: str, overwrite: bool,
+) -> None:  # fmt: skip
     """Write MODEL/laddertron-tpN/rank-*.safetensors: each rank's slices, in the order of loading.
 
     A deployment with as many ranks uses them automatically; they are refused once MODEL has changed. With -o they go to
@@ -37,11 +43,12 @@ def command(
       laddertron shard /models/Llama-3.1-70B --tp 8
       laddertron shard /models/Llama-3.1-405B --tp 8 --pp 2
       laddertron shard /models/Llama-3.1-405B --tp 16 -o /nvme/llama-405b-tp16
+      laddertron shard /models/DeepSeek-V3 --tp 16 --dense-path node --ranks-per-node 8
     """
     from rich.console import Console
 
     from ....models.config.model_config import from_folder
-    from ....models.config.shapes import check_shapes
+    from ....models.config.shapes import check_shapes, share
     from ....models.stages import RankShard, choose_layers, make_stages
     from ....models.weights.mapping import open_checkpoint
     from ....models.weights.rank_files import shards_folder
@@ -50,16 +57,20 @@ def command(
 
     start, home = time.monotonic(), output or model
     config = from_folder(model)
-    check_shapes(config, size)
+    per_node = ranks_per_node or size
+    if size % per_node:
+        raise ValueError(f"--ranks-per-node {per_node}: {size} ranks % {per_node} = {size % per_node}: use a divisor")
+    sharing = share(config, expert_layout, dense_path, size // per_node, per_node)
+    check_shapes(config, size, sharing)
     wanted = tuple(int(n) for n in pipeline_layers.split(",") if n)
     parts = make_stages(config, choose_layers(config, stages, wanted))
     source = open_checkpoint(model, config)
     if overwrite:
-        shutil.rmtree(shards_folder(home, size, stages), ignore_errors=True)
+        shutil.rmtree(shards_folder(home, size, stages, sharing), ignore_errors=True)
     with byte_bar(Console(stderr=True), counted(size * stages, "rank")) as progress:
         folder = write_shards(
             source,
-            [RankShard.of(stage, size, rank) for stage in parts for rank in range(size)],
+            [RankShard.of(stage, size, rank, sharing) for stage in parts for rank in range(size)],
             home,
             replicate_embedding=embedding == "replicate",
             progress=progress,

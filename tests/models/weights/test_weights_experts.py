@@ -8,10 +8,12 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
+from laddertron.launchers.cli.__main__ import main
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.stages import RankShard
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.mapping import open_checkpoint, open_source
+from laddertron.models.weights.rank_files import sizes_of
 from laddertron.models.weights.slices import expected_shapes, plan_fills
 from safetensors.torch import load_file, save_file
 from weights_cases import loaded
@@ -45,6 +47,33 @@ def test_every_rank_has_its_share(tmp_path: Path, recipe: str, spread: bool, per
         once = "experts." in name or name == "lm_head.weight"
         if name.endswith("proj.weight") or once or "embed" in name:
             assert count == stored[name].numel() * (1 if once else copies), name
+
+
+@pytest.mark.parametrize(
+    ("words", "spread", "per_node"),
+    [
+        (("--expert-layout", "spread"), True, 0),
+        (("--dense-path", "node", "--ranks-per-node", "2"), True, 2),
+        (("--dense-path", "node", "--ranks-per-node", "1", "--expert-layout", "tensor"), False, 1),
+    ],
+)
+def test_per_rank_files_hold_the_share_of_each_layout(
+    tmp_path: Path, words: tuple[str, ...], spread: bool, per_node: int
+) -> None:
+    """And no other layout of as many ranks takes them."""
+    folder = checkpoints.save(tmp_path / "m", "glm4_moe", dtype="bfloat16", tokenizer=False)
+    c = from_folder(folder)
+    assert main(["shard", str(folder), "--tp", "4", *words]) == 0
+    for rank in range(4):
+        shard = RankShard(c, 4, rank, None, spread, per_node)
+        source = open_source(folder, shard)
+        got, want = loaded(source, shard), loaded(open_checkpoint(folder, c), shard)
+        assert source.sharded_over == 4
+        assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert open_source(folder, RankShard(c, 4, 0)).sharded_over == 0
+    shard = RankShard(c, 4, 0, None, spread, per_node)
+    assert main(["shard", str(folder), *sizes_of(shard).split()]) == 2, "the files are there"
+    assert main(["shard", str(folder), *sizes_of(shard).split(), "--overwrite"]) == 0
 
 
 def fuse(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
