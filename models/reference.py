@@ -191,7 +191,7 @@ class Mixture(nn.Module):
         self.config = experts
         self.gate = nn.Linear(config.hidden_size, experts.routed, bias=False)
         if experts.router.biased:
-            self.gate.register_parameter("e_score_correction_bias", nn.Parameter(torch.zeros(experts.routed)))
+            self.gate.register_buffer("e_score_correction_bias", torch.zeros(experts.routed))  # not trained by a loss
         self.experts = nn.ModuleList(Mlp(config, experts.ffn_size) for _ in range(experts.count))
         self.shared_experts = Mlp(config, experts.shared_ffn_size) if experts.shared_ffn_size else None
 
@@ -201,7 +201,7 @@ class Mixture(nn.Module):
         wide = router.wide
         logits = F.linear(x_ND.float(), self.gate.weight.float()) if wide else self.gate(x_ND)
         scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
-        ranked = scores + self.gate.get_parameter("e_score_correction_bias") if router.biased else scores
+        ranked = scores + self.gate.get_buffer("e_score_correction_bias") if router.biased else scores
         groups = ranked.reshape(len(ranked), router.groups, -1)
         best = groups.topk(min(2, groups.shape[2]), -1).values.sum(-1)  # [N, groups]
         dropped = _ranking(best)[:, router.chosen_groups :]

@@ -83,6 +83,8 @@ def load(model: Reference, folder: Path, ranks: DataParallel) -> None:
                 fill_target(reader, source.tensors, fill, target[at : at + part.count])
                 at += part.count
 
+        for name, buffer in model.named_buffers():
+            read(name, range(len(buffer)), buffer)
         for name, parameter in model.named_parameters():
             mine, target = ranks.rows(parameter.shape[0]), local(parameter.detach())
             from_name = name
@@ -150,6 +152,8 @@ def adapted(config: ModelConfig, wiring: Wiring) -> ModelConfig:
     """The model under another wiring, as stock names say it. Raises ValueError for what annealing or saving cannot."""
     if config.lanes is not None:
         raise ValueError("a model of lanes belongs to its own wiring: other ones are not trained from it")
+    if config.latent is not None:
+        raise ValueError("latent attention has no words in the format that is written: refused")
     scaled = (config.residual_multiplier, config.embedding_multiplier, config.logits_divisor)
     if set(scaled) != {1.0} or config.attention_scale not in (None, config.head_dim**-0.5):
         raise ValueError("a ladder_residual model with multipliers has no words in the format that is written: refused")

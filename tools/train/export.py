@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...models.config.dialects import dialect_of, to_dialect
 from ...models.config.model_config import Wiring
@@ -31,7 +31,7 @@ def export(
     """Rank 0 writes; all ranks call it, and give their rows of one tensor after the other. `data`: the keys that a
     stock config.json has of this model. config.json comes last: a folder without one is not whole."""
     ranks, config = ranks or DataParallel(), model.config
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     dtype: torch.dtype = getattr(torch, save_dtype)
     if ranks.rank != 0:
         for parameter in parameters.values():
@@ -44,7 +44,9 @@ def export(
         def fill(name: str, out: Tensor) -> None:
             out.copy_(whole(parameters[name].detach()))
 
-        write_model(folder, words, {n: (tuple(p.shape), dtype) for n, p in parameters.items()}, fill)
+        # A router's bias decides between scores that are close: it keeps its type.
+        types = {n: dtype if isinstance(p, nn.Parameter) else p.dtype for n, p in parameters.items()}
+        write_model(folder, words, {n: (tuple(p.shape), types[n]) for n, p in parameters.items()}, fill)
     ranks.barrier()
 
 

@@ -23,7 +23,7 @@ from laddertron.models.config.model_config import from_folder, make_wiring
 from laddertron.models.config.wiring import RECORD
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.tools.train import state
-from laddertron.tools.train.adapt import adapt
+from laddertron.tools.train.adapt import adapt, write
 from laddertron.tools.train.build import build, load
 from laddertron.tools.train.commands.adapt import command
 from laddertron.tools.train.data_parallel import DataParallel, local
@@ -32,17 +32,19 @@ from laddertron.tools.train.loss import Distil, divergence, held_out
 from laddertron.tools.train.tokens import UNTAUGHT, Batches, read_tokens, write_tokens
 from laddertron.tools.train.training_text import TrainingTextError, pieces
 from rank_pool import Rank
+from safetensors.torch import load_file
 
 SHORT = Settings(tokens=50 * 4 * 16, batch=4, context=16, learning_rate=3e-3, save_dtype="float32")
+FEW = replace(SHORT, tokens=5 * 2 * 8, batch=2, context=8)
 IDS = np.random.default_rng(5).integers(6, 60, 2000).astype(np.uint32)
 
 
 def run(
-    folder: Path, wiring: str, settings: Settings, ranks: DataParallel, saving: Saving | None = None
+    folder: Path, wiring: str, settings: Settings, ranks: DataParallel, saving: Saving | None = None, held: int = 200
 ) -> dict[str, Any]:
     losses: list[float] = []
     found = adapt(
-        folder, make_wiring(wiring, checkpoints.LAYERS), settings, IDS, IDS[:200], ranks, saving=saving,
+        folder, make_wiring(wiring, checkpoints.LAYERS), settings, IDS, IDS[:held], ranks, saving=saving,
         on_step=lambda progress: losses.append(progress.loss),
     )  # fmt: skip
     return {"losses": losses, "after": found.trained.loss, "before": found.untrained.loss}
@@ -91,6 +93,48 @@ def test_ranks_lose_what_one_rank_loses(
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)
         assert found["after"] == pytest.approx(alone["after"], rel=1e-4)
     assert alone["after"] < alone["before"] - 0.5
+
+
+def test_a_mixture_is_adapted(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """To ladder, with more experts than a rank's eight rows choose: two ranks lose what one does, until rounding lets a
+    row choose another expert."""
+    folder = checkpoints.save(tmp_path / "m", "qwen3_moe", num_local_experts=16)
+    found, other = ranks(2, "test_adapt:mixture_on", {"folder": str(folder)})
+    assert found["losses"] == other["losses"]
+    alone = run(folder, "ladder", FEW, DataParallel(), held=17)
+    assert found["losses"][:3] == pytest.approx(alone["losses"][:3], rel=1e-4)
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-2)
+    assert found["after"] < found["before"]
+
+
+@torch.enable_grad()
+def mixture_on(rank: Rank, folder: str) -> Any:
+    rank.close_kept()
+    with DataParallel(rank.bootstrap) as ranks:
+        return run(Path(folder), "ladder", FEW, ranks, held=17)
+
+
+def test_an_adapted_mixture_is_read_again(tmp_path: Path) -> None:
+    """Its wiring and its experts; rounded to bfloat16 but for a router's biases, which decide between near scores."""
+    folder, out, one = checkpoints.save(tmp_path / "m", "glm4_moe"), tmp_path / "out", DataParallel()
+    adapt(
+        folder, make_wiring("ladder", checkpoints.LAYERS), replace(FEW, save_dtype="bfloat16"), IDS, IDS[:40], one,
+        on_model=lambda model: write(out, folder, model, "bfloat16", one),
+    )  # fmt: skip
+    read = from_folder(out)
+    assert (read.wiring.name, read.experts) == ("ladder", from_folder(folder).experts)
+    stored, before = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
+    biases = {name for name in before if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2
+    assert {tensor.dtype for name, tensor in stored.items() if name not in biases} == {torch.bfloat16}
+    assert all(torch.equal(stored[name], before[name]) for name in biases)
+
+
+def test_latent_attention_is_refused_before_training(tmp_path: Path) -> None:
+    for recipe in ("deepseek_v3", "longcat_flash"):
+        folder = checkpoints.save(tmp_path / recipe, recipe, tokenizer=False)
+        with pytest.raises(ValueError, match="latent attention has no words in the format that is written"):
+            adapt(folder, make_wiring("ladder", 3), SHORT, IDS, IDS[:200], DataParallel())
 
 
 def test_each_rank_holds_its_share(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
@@ -172,7 +216,11 @@ def test_resuming_on_one_rank_is_bitwise_and_refuses_another_run(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "wiring"), [("llama", "parallel"), ("llama", "desync-2"), ("dolomite_bias", "standard")]
+    ("recipe", "wiring"),
+    [
+        *[("llama", "parallel"), ("llama", "desync-2"), ("dolomite_bias", "standard")],
+        *[("glm4_moe", "parallel"), ("mixtral", "standard")],
+    ],
 )
 def test_weights_are_carried_over(recipe: str, wiring: str, tmp_path: Path) -> None:
     """A parallel layer of a sequential one's weights reads the same normed inputs (both norms moved into products):
