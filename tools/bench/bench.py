@@ -8,12 +8,15 @@ import random
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
+from typing import Any
 
 from ...engine.request import Request, SamplingParams
 from ...engine.step.engine import Engine
+from ..plan.roofline import distinct_experts
 
 FIRST_ID = 3
 
@@ -159,9 +162,14 @@ def run_mix(engine: Engine, items: Sequence[Item], name: str) -> MixTiming:
     )
 
 
-def step_bytes(weights: int, kv_per_token: int, case: Case) -> float:
-    """Bytes that a decode step of the case must read, on average over its generation."""
-    return weights + kv_per_token * case.batch * (case.prompt + case.generate / 2)
+def step_bytes(about: Mapping[str, Any], case: Case) -> float:
+    """Bytes that a decode step of the case must read, on average over its generation: the weights in each micro-batch
+    of a pipeline, of experts those that its rows are expected to choose, and keys and values."""
+    parts, weights, kept = min(about["microbatches"], case.batch), float(about["weights"]), int(about["kv_per_token"])
+    if about["experts"]:
+        held, count, chosen = about["experts"]
+        weights -= held * (1.0 - distinct_experts(count, chosen, ceil(case.batch / parts)) / count)
+    return parts * weights + kept * case.batch * (case.prompt + case.generate / 2)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -95,10 +95,7 @@ def _row(name: str, job: Job, case: Case, runs: Sequence[Row], floor: float | No
     decode = spread([r["decode_tokens"] / r["decode_s"] if r["decode_s"] else 0.0 for r in runs])
     limit = None
     if floor is not None:
-        # the micro-batches of a pipeline read the weights one after another
-        weights = job.about["weights"] * min(job.about["microbatches"], case.batch)
-        read_s = step_bytes(weights, job.about["kv_per_token"], case) / (floor * job.about["nodes"])
-        limit = case.batch / read_s
+        limit = case.batch * floor * job.about["nodes"] / step_bytes(job.about, case)
     return {
         "variant": name,
         "tp": job.about["tp"],

@@ -47,6 +47,7 @@ class Bench:
         return {
             "ready": True,
             "weights": self._weights,
+            "experts": expert_bytes(config, model.dtype.itemsize),
             "kv_per_token": per_token,
             "rank_bytes": self.held,
             "wiring": config.wiring.name,
@@ -109,6 +110,13 @@ def matmul_bytes(config: Any, item: int) -> int:
     table = config.vocab_size * config.hidden_size
     looked_up = 0 if config.tied_embeddings else table
     return int((config.num_parameters - looked_up) * item)
+
+
+def expert_bytes(config: Any, item: int) -> tuple[int, int, float] | None:
+    """Bytes of all experts, how many a layer has, and how many of them a token goes through; None without any."""
+    if (e := config.experts) is None:
+        return None
+    return sum(e.layers) * e.count * 3 * config.hidden_size * e.ffn_size * item, e.count, e.chosen * e.count / e.routed
 
 
 def read_floor(size: int) -> float | None:

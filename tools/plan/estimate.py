@@ -255,7 +255,8 @@ def devices_of(q: Question) -> Devices:
     if not q.keys.gpu:
         node, per_node = used[0], max(count for _, count in q.placement.hosts)
         rates = cpu_rates(node, per_node, q.threads)
-        return Devices(len(used), per_node, node.memory_bytes // per_node, False, lambda kind: rates, linked, shape)
+        room = node.memory_bytes // per_node
+        return Devices(len(used), per_node, room, False, lambda kind: rates, linked, shape, gpu=False)
     gpus = [d for n in used for d in n.devices]
     slowest = min(gpus, key=lambda d: d.memory_bandwidth or 0.0)
     return Devices(

@@ -33,6 +33,7 @@ class Devices:
     links: Callable[[int, int], Links]
     """Links of a group on so many nodes x ranks a node."""
     shape: Callable[[int, int], Shape]
+    gpu: bool = True
 
     @property
     def total(self) -> int:
@@ -252,13 +253,15 @@ def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int, sta
     gathers it; of lanes it sends its own copies whole, and the sums that are pending."""
     if stages == 1:
         return lambda rows: 0.0
-    shape = devices.shape(2, 1)
-    costs, share = reference("nccl", shape), 1.0
+    shape, share = devices.shape(2, 1), 1.0
     if (lanes := config.lanes) is not None:
         share = lanes.count * (1 + max(part.pending for part in make_stages(config, choose_layers(config, stages))))
 
     def seconds(rows: int) -> float:
-        return predict(costs, shape, "p2p", max(1, int(share * rows * config.hidden_size * BYTES[stored.values] / tp)))
+        size = max(1, int(share * rows * config.hidden_size * BYTES[stored.values] / tp))
+        if not devices.gpu:  # two ranks' all-reduce is one message each way at once
+            return devices.links(2, 1).wire(size).seconds
+        return predict(reference("nccl", shape), shape, "p2p", size)
 
     return seconds
 

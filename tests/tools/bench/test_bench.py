@@ -175,7 +175,17 @@ def test_small_statistics() -> None:
     assert spread([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
     assert percentile([1.0, 2.0, 3.0, 4.0], 0.5) == 3.0
     assert math.isnan(percentile([], 0.5))
-    assert step_bytes(1000, 10, Case(2, 8, 4)) == 1200.0
+    about = {"weights": 1000, "kv_per_token": 10, "microbatches": 1, "experts": None}
+    assert step_bytes(about, Case(2, 8, 4)) == 1200.0
+    assert step_bytes(about | {"microbatches": 4}, Case(2, 8, 4)) == 2200.0
+
+
+def test_experts_that_a_step_reads() -> None:
+    """Of four experts with 200 bytes each in all layers a row chooses one: two rows read 1.75 of them; in two
+    micro-batches, one each."""
+    about = {"weights": 1000, "kv_per_token": 0, "microbatches": 1, "experts": [800, 4, 1.0]}
+    assert step_bytes(about, Case(2, 8, 4)) == pytest.approx(200 + 1.75 * 200)
+    assert step_bytes(about | {"microbatches": 2}, Case(2, 8, 4)) == pytest.approx(2 * 400)
 
 
 def test_a_sweep_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

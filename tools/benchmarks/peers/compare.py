@@ -1,12 +1,13 @@
 """laddertron against other engines on this machine, in turns: ratios, and each one's share of the memory's floor.
 
     python tools/benchmarks/peers/compare.py --peers transformers,openvino --tp 1,2 --repeats 5
+    python tools/benchmarks/peers/compare.py --model qwen3-moe --peers vllm,transformers --tp 1 --repeats 3
     LADDERTRON_CPU_TIER=avx2 python tools/benchmarks/peers/compare.py --peers transformers --tp 1 --dtypes
     bfloat16,float32
 
 Figures are medians with the least and the most. A CPU tier that is forced holds laddertron's and torch's kernels alike.
 Each peer gets an environment of its own under --environments (made at the first call, from its official wheels) and
-the same random Llama. A peer that cannot be installed or does not run is named with its reason, and the rest goes on.
+the same random model. A peer that cannot be installed or does not run is named with its reason, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from common import spread, table  # noqa: E402
+from peers.model import SIZES  # noqa: E402
 
 BUILD = HERE.parents[2] / "build" / "peers"
 NEEDS = {
@@ -144,6 +146,7 @@ def environment(folder: Path, needs: list[str]) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=SIZES, default="llama")
     parser.add_argument("--peers", default="transformers,vllm,openvino,deepspeed")
     parser.add_argument("--tp", default="1,2", help="of laddertron")
     parser.add_argument("--dtypes", default="bfloat16", help=f"of {', '.join(get_args(Dtype))}; commas between them")
@@ -154,8 +157,8 @@ def main() -> int:
     parser.add_argument("--environments", type=Path, default=BUILD)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
-    folder = BUILD / "llama"
-    if not (folder / "model.safetensors").exists():
+    folder = BUILD / args.model
+    if not (folder / "tokenizer.json").exists():  # written last
         subprocess.run([sys.executable, str(HERE / "model.py"), str(folder)], check=True)
     cases = [Case(int(batch), args.prompt, args.generate) for batch in args.batch.split(",")]
     with ExitStack() as stack:
@@ -191,8 +194,7 @@ def compare(racers: list[Ours | Peer], first: Ours, cases: list[Case], repeats: 
     rows = []
     for (case, racer), runs in zip(pairs, found, strict=True):
         prefill, decode = zip(*runs, strict=True)
-        about, middle = first.about, statistics.median(decode)
-        limit = case.batch * floor / step_bytes(about["weights"], about["kv_per_token"], case)
+        middle, limit = statistics.median(decode), case.batch * floor / step_bytes(first.about, case)
         ratio = best.setdefault(case.batch, middle) / middle
         share = f"{middle / limit:.0%}" if racer.dtype == first.dtype else "-"
         rows.append((racer.name, case.batch, spread(prefill, ",.0f"), spread(decode, ",.0f"), share, f"{ratio:.2f}"))

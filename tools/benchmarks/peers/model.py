@@ -1,14 +1,15 @@
 """A Hugging Face folder of random weights, which every peer and laddertron load alike.
 
-python tools/benchmarks/peers/model.py build/peers/llama
+python tools/benchmarks/peers/model.py build/peers/llama         by the folder's name one of SIZES
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
-LLAMA_150M = {
+LLAMA_150M: dict[str, Any] = {
     "hidden_size": 1024,
     "num_hidden_layers": 12,
     "num_attention_heads": 16,
@@ -17,19 +18,28 @@ LLAMA_150M = {
     "vocab_size": 8192,
     "max_position_embeddings": 2048,
 }
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-1b": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192
+    },
+    "qwen3-moe": {
+        "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 352,
+        "norm_topk_prob": True,
+    },
+}  # fmt: skip
+"""In place of LLAMA_150M's; with experts, of Qwen3-MoE's form."""
 
 
-def write(folder: Path, **other: int) -> None:
-    """bf16, untied, in files of a gigabyte at most, the same each time. other: LlamaConfig's sizes in place of
-    LLAMA_150M's."""
+def write(folder: Path, **other: Any) -> None:
+    """bf16, untied, in files of a gigabyte at most, the same each time. other: sizes in place of LLAMA_150M's."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **LLAMA_150M | other, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, dtype=torch.bfloat16
-    )
+    kind = transformers.Qwen3MoeConfig if "num_experts" in other else transformers.LlamaConfig
+    config = kind(**LLAMA_150M | other, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1, dtype=torch.bfloat16)
     model = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="1GB")
     words = {f"t{number}": number for number in range(config.vocab_size)}
@@ -39,4 +49,4 @@ def write(folder: Path, **other: int) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), **SIZES[Path(sys.argv[1]).name])
