@@ -92,7 +92,7 @@ def streams(chunks: Sequence[Chunk], split: int) -> list[list[Chunk]]:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave, on the host. `tokens` is aligned with the batch's chunks that sample, in their order; the rest
+    """A step's results, on the host. `tokens` is aligned with the batch's chunks that sample, in their order; the rest
     goes by slot and is empty unless asked for (`params.logprobs`, `Chunk.prompt_logprobs`) or something went wrong."""
 
     tokens: Sequence[int]

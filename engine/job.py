@@ -65,7 +65,7 @@ class RankHeartbeat:
 
 
 class JobListener(Protocol):
-    """What the job tells its owner."""
+    """Callbacks of a job's owner."""
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
         """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: what

@@ -36,7 +36,7 @@ MAX_TOKENS, MAX_ID = 2**31 - 1, 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """What is known of a sampling parameter besides its name and default: the field of request bodies, its bounds and
+    """Properties of a sampling parameter besides its name and default: the field of request bodies, its bounds and
     its JSON form follow from this. `low` and `high` bound a client's value, or each item of a list of `least` to
     `most`; `api=False`: no field of a body."""
 
@@ -186,7 +186,7 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the door must know of the running engine to refuse a request with the right message."""
+    """Limits of the running engine, by which the API refuses requests."""
 
     max_model_len: Size
     vocab_size: Size

@@ -73,7 +73,7 @@ def make_attention(
 
 
 def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """What the model's attention caches."""
+    """The cache of the model's attention."""
     kind = KVCache if shard.config.latent is None else LatentCache
     return kind(shard, num_blocks, block_size, dtype, device)
 

@@ -31,9 +31,10 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How a row-parallel product is summed under `deterministic: everywhere`. This rank's inputs are `leaves` equal
-    shares. A share's sum, in fp32, with the bias in the first, times `factor`, is rounded to x's type; two neighbours
-    are added and rounded, until one is left. Ranks hold subtrees of one tree: its upper levels the all-reduce adds."""
+    """The summation tree of a row-parallel product under `deterministic: everywhere`. This rank's inputs are `leaves`
+    equal shares. A share's sum, in fp32, with the bias in the first, times `factor`, is rounded to x's type; two
+    neighbours are added and rounded, until one is left. Ranks hold subtrees of one tree: its upper levels the
+    all-reduce adds."""
 
     leaves: int
     factor: float = 1.0
@@ -56,7 +57,7 @@ class RunningSum:
         return self._whole
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
-        """What is summed up, and what is still to be added."""
+        """The sum so far, and the summand still to be added."""
         return self._whole, self._added
 
     def settle(self, whole: Tensor) -> None:
@@ -65,7 +66,7 @@ class RunningSum:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """What other lanes computed: the sum [T, D] of all, and the own outputs [k, T, D] that are in it."""
+    """The other lanes' outputs: the sum [T, D] of all, and the own outputs [k, T, D] that are in it."""
 
     total: Tensor
     own: Tensor
@@ -148,7 +149,7 @@ class TorchOps:
     repacks = False
     """Whether products hold a repacked copy, so that the caller may drop its own weight."""
     matrix_bytes: int | None = None
-    """What an element of a layer's matrix takes there; None: what it takes in the model's type."""
+    """Bytes of a matrix element there; None: as in the model's type."""
     sums_late = False
     """Whether products behind a norm take a RunningSum."""
     pages: HugePages | None = None

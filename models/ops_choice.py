@@ -60,7 +60,7 @@ def make_ops(
 def make_stored_products(
     source: Source, shard: RankShard, device: torch.device, deterministic: Deterministic = False
 ) -> Fp8 | None:
-    """How quantised weights are computed; None where they are widened while loading, as on CPUs: there a widened copy
+    """The product over quantised weights; None where they are widened while loading, as on CPUs: there a widened copy
     is quicker than widening at each use by far, and memory is what there is most of. Raises WeightsError."""
     if source.quantisation is None or device.type != "cuda":
         return None

@@ -66,7 +66,7 @@ class Plan:
 
 
 class Summand(Protocol):
-    """What a residual is made of: tensors [T, D] in the engine."""
+    """A summand of the residual: a tensor [T, D] in the engine."""
 
     def __add__(self, other: Self, /) -> Self: ...
 
@@ -234,7 +234,7 @@ def _lane_plan(lanes: Lanes, num_layers: int) -> Plan:
 
 
 def pending_at(wiring: Wiring, layer: int) -> int:
-    """How many outputs are not yet in the residual where `layer` begins: 0 before the first and behind the last."""
+    """The number of outputs not yet in the residual where `layer` begins: 0 before the first and behind the last."""
     blocks = plan(wiring).sub_blocks
     first = next((index for index, block in enumerate(blocks) if block.layer == layer), 0)
     return sum(index + 1 + max(block.lag, block.others) > first for index, block in enumerate(blocks[:first]))

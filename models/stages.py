@@ -77,7 +77,7 @@ def choose_layers(config: ModelConfig, count: int, wanted: Sequence[int] = ()) -
 
 
 def head_in_layers(config: ModelConfig) -> float:
-    """What the head reads in a step, in layers."""
+    """The head's reads in a step, in layers."""
     head = config.vocab_size * config.hidden_size
     rest = config.num_parameters - head * (1 if config.tied_embeddings else 2)
     return head / max(1.0, rest / config.num_layers)

@@ -1,1 +1,1 @@
-"""What is built on the engine and serves no token: plans, benchmarks, training and demos. No floor imports it."""
+"""Tools on top of the engine that serve no token: plans, benchmarks, training and demos. No floor imports it."""

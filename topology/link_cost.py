@@ -23,7 +23,7 @@ class LinkCost:
 
 @dataclass(frozen=True, slots=True)
 class Emulation:
-    """What one all-reduce of n bytes costs: latency_s + n / bytes_per_s, or by one of `others` where that is cheaper
+    """The cost of one all-reduce of n bytes: latency_s + n / bytes_per_s, or by one of `others` where that is cheaper
     (a library has protocols for small and for large messages). The wire carries one message at a time; the latencies of
     several overlap. `name` says which fabric is meant. On a GPU alone: `multiprocessors` that a message holds while it
     travels (0: none, a pure delay), and `ranks` of the group that is meant, which say how many of the bytes pass

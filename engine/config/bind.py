@@ -63,7 +63,7 @@ def bind(tree: Table, base: Path, cwd: Path) -> tuple[Deployment, dict[str, str]
 
 
 def _plain(tree: Tree, hint: Any, path: str, places: dict[str, str]) -> Any:
-    """What pydantic takes in the tree's place: numbers that are not written as ours are stay text."""
+    """Plain values for pydantic: numbers in YAML's other notations stay text."""
     if isinstance(tree, Items):
         return [_plain(item, None, path, places) for item in tree.items]
     if isinstance(tree, Table):
@@ -174,7 +174,7 @@ def _refused(kind: str, tree: Tree, hint: Any) -> str:
 
 
 def allowed(hint: Any) -> str:
-    """What a key may hold, in words."""
+    """Describes the values that a key allows."""
     variants = _variants(hint)
     if len(variants) > 1:
         return " or ".join(map(allowed, variants))
@@ -233,6 +233,6 @@ def _split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _variants(hint: Any) -> tuple[Any, ...]:
-    """What a key may hold besides null."""
+    """The variants of a hint without null."""
     union = get_origin(hint) in (Union, types.UnionType)
     return tuple(v for v in get_args(hint) if v is not type(None)) if union else (hint,)

@@ -36,7 +36,7 @@ _OUTCOMES: dict[str, tuple[str, str]] = {
 
 
 def _error(code: str, message: str | None) -> dict[str, Any]:
-    """What a batch that failed as a whole says."""
+    """The error object of a failed batch."""
     return {"errors": [{"code": code, "message": message, "param": None, "line": None}]}
 
 

@@ -1,4 +1,4 @@
-"""What batches and routes work with: made once by the daemon (service.py), or a test."""
+"""The services that batches and routes use: made once by the daemon (service.py), or a test."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _DAYS = 8
 
 
 def tokens_of(answer: Answer) -> Tokens:
-    """What was computed of an answer, whole or not: nothing where it ended before its first token."""
+    """Tokens computed of an answer, complete or not: none where it ended before its first token."""
     if not answer.place and (answer.error is not None or not answer.done):
         return Tokens()
     return Tokens(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
@@ -92,7 +92,7 @@ class Usage:
             self._refuse(owner, "stored_bytes", message, 60)
 
     def add(self, owner: str, tokens: Tokens, requests: int = 1, stored: bool = False) -> None:
-        """What was computed. `stored`: it is in the store already."""
+        """Adds computed tokens. `stored`: it is in the store already."""
         day = self._turn()
         self._today[owner] += tokens.prompt + tokens.completion
         self._observer.used(owner, requests, tokens.prompt, tokens.completion)

@@ -94,7 +94,7 @@ class Collector:
         return encoder(self._registry), content_type
 
     def figures(self) -> tuple[Values, Histograms]:
-        """What a scrape would show now."""
+        """The current values of all series."""
         with self._lock:
             values = {name: dict(found) for name, found in self._values.items()}
             histograms = {

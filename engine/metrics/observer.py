@@ -218,7 +218,7 @@ class Observer:
         self.series.set("dispatch_requests", max(0, in_flight - waiting), "in_flight")
 
     def batches(self, view: BatchView) -> None:
-        """How far the batches under way are; about once a second."""
+        """Progress of the running batches; about once a second."""
         now, series = self._clock(), self.series
         for status in ("left", "completed", "failed"):
             series.set("batch_requests", getattr(view, status), status)

@@ -218,7 +218,7 @@ def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int
 
 @dataclass(slots=True)
 class FileCheck:
-    """What the whole of a batch file is: how many lines, and by their numbers the first MAX_ERRORS that are bad, and of
+    """Checks a whole batch file: how many lines, and by their numbers the first MAX_ERRORS that are bad, and of
     the `unserved`, which are good but for their model."""
 
     lines: int = 0

@@ -26,7 +26,7 @@ _FAILURES: dict[FinishReason, tuple[str, str, int | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one event added to one choice. `finish` is set on the choice's last."""
+    """The addition of one event to one choice. `finish` is set on the choice's last."""
 
     choice: int
     text: str
@@ -40,7 +40,7 @@ class Delta:
 
 @dataclass(slots=True)
 class Choice:
-    """What the engine's events have made of it so far."""
+    """One choice, assembled from the engine's events."""
 
     body: Body
     text: TextModel

@@ -74,7 +74,7 @@ class Answer:
 
     @property
     def place(self) -> int:
-        """How far it has come: the tokens that the engine has reported of all its choices."""
+        """Tokens that the engine has reported of all its choices."""
         return sum(choice.seen for choice in self._choices)
 
     def emitted(self, prompt: int) -> tuple[tuple[int, ...] | None, ...]:

@@ -162,7 +162,7 @@ def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int,
 
 
 def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param: str) -> int:
-    """What is asked for, or what is left of the model's length. Raises ApiError if it does not fit."""
+    """The wanted number of tokens, or what is left of the model's length. Raises ApiError if it does not fit."""
     if not prompt:
         raise ApiError("the prompt is empty: the model needs at least one token", param=param)
     if max(prompt) >= limits.vocab_size:

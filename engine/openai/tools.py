@@ -43,7 +43,7 @@ _WORDS = ("none", "auto", "required")
 
 
 def _choice(value: Any) -> tuple[Choice, str]:
-    """What is asked for, and the tool's name where one is named."""
+    """The choice, and the tool's name where one is named."""
     if type(value) is dict:
         return "named", _CHOICE.validate_python(value).function.name
     if type(value) is not str:

@@ -1,4 +1,4 @@
-"""What this folder's pydantic models share, and pydantic's errors as an ApiError with field, value and rule."""
+"""Shared by this folder's pydantic models, and pydantic's errors as an ApiError with field, value and rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is and what it did, as data: for those who show it. Made by engine/run/run.py; knows no terminal."""
+"""Progress and outcome of a run, as data, for display. Made by engine/run/run.py; knows no terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How far a run is. `total` counts the file's lines that are not blank."""
+    """Progress of a run. `total` counts the file's lines that are not blank."""
 
     phase: str
     total: int
@@ -68,7 +68,7 @@ class RankKind:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run did. `requests`: the file's lines; `skipped`: finished earlier; `changed`: redone as their input
+    """The outcome of a run. `requests`: the file's lines; `skipped`: finished earlier; `changed`: redone as their input
     changed; `lost`: under way when it ended early, for `reason` (`stopped`: on request). Seconds of communication
     are means over the ranks, None where no rank reported; `layers` divides the all-reduces' share of it. `causes`:
     of failed lines, the most frequent first; `computed`: what ranks computed with. `accepted` of the `drafted`

@@ -72,7 +72,7 @@ async def run_batch(
 
 
 class _Run(LineFlights):
-    """What feeds the dispatcher, observes it (DispatchObserver) and takes its answers to the files."""
+    """Feeds the dispatcher, observes it (DispatchObserver) and writes its answers to the files."""
 
     def __init__(
         self,

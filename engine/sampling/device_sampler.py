@@ -40,7 +40,7 @@ def fed_by(slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What a plan's steps have in common, on the device. `noisy`: indices of the rows that take noise; `searched`:
+    """Tensors that all steps of a plan share, on the device. `noisy`: indices of the rows that take noise; `searched`:
     whether any row has a top_k, a top_p."""
 
     plan: SamplingPlan

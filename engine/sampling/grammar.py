@@ -92,7 +92,7 @@ class _Blanks:
 
 
 class GrammarState:
-    """Where one sequence is in its grammar, by a matcher of the library. A failed one (a spec that slipped through the
+    """One sequence's position in its grammar: a matcher of the library. A failed one (a spec that slipped through the
     door, a resource limit of the library) allows nothing."""
 
     def __init__(self, matcher: Any, blanks: _Blanks | None = None, run: int = 0, last: int = -1) -> None:
@@ -141,7 +141,7 @@ class GrammarState:
                 self._run, self._last = self._blanks.run(self._run, token), token
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, one behind the other."""
+        """How many of these tokens, in order, the grammar accepts."""
         if self._matcher.is_error() or self._matcher.is_stopped():
             return 0
         return int(self._matcher.validate_tokens(list(tokens)))

@@ -41,7 +41,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a step works with: `first_exchange` carries the digest too and comes once, `exchange` as often as needed."""
+    """A step's context: `first_exchange` carries the digest too and comes once, `exchange` as often as needed."""
 
     shard: LogitsShard
     scorer: Scorer

@@ -140,7 +140,7 @@ class Reuse:
     start: int = 0
     copied: int | None = None
     cached: bool = False
-    """What the prefix cache said, not what a sibling holds."""
+    """Whether it is a hit of the prefix cache, not a sibling's blocks."""
 
 
 class Residency:
@@ -177,7 +177,8 @@ class Residency:
         return Reuse(tuple(shared), len(shared) * size, None, True)
 
     def need(self, sequence: Sequence, reuse: Reuse) -> int:
-        """What entering takes from `pool.available`: blocks for all known tokens, so that a prompt never stalls."""
+        """Blocks that admission takes from `pool.available`: blocks for all known tokens, so that a prompt never
+        stalls."""
         fresh = self.blocks_for(len(sequence.tokens)) - len(reuse.shared)
         return fresh + self.pool.unheld(reuse.shared)
 

@@ -1,4 +1,4 @@
-"""What one replica can hold; a request that could never run is refused before it waits."""
+"""Limits of one replica; a request that could never run is refused before it waits."""
 
 from __future__ import annotations
 

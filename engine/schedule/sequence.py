@@ -202,7 +202,7 @@ class Sequence:
 
 
 def end_position(prompt_len: int, max_tokens: int, max_model_len: int) -> int:
-    """How many positions a choice computes at most. The last token drawn is never computed; with max_tokens=0 the
+    """The most positions that a choice computes. The last token drawn is never computed; with max_tokens=0 the
     prompt is, for its logprobs."""
     return prompt_len + max(min(max_tokens, max_model_len - prompt_len), 1) - 1
 

@@ -18,7 +18,7 @@ FIRST_ACCEPTANCE = 0.7
 LIKELY = 0.3
 """To count: a model's draft less likely than this is not made."""
 MEMORY = 0.75
-"""What a draft's outcome weighs against the one after it."""
+"""The weight of a draft's outcome against the next one's."""
 RECOVERY = 0.01
 """By which share of what is missing the acceptance rises in a step without drafts: a sequence that gave them up tries
 again."""
@@ -29,7 +29,7 @@ STALL = 4.0
 """A step that takes so many times the one of its kind before it is no measure."""
 _FORGET, _LEAST = 0.98, 1e-9
 _NEWEST = 0.2
-"""What the newest step of a kind weighs in its mean, at least."""
+"""The least weight of the newest step of a kind in its mean."""
 _FIRST_PRICE = 0.3
 """The price of a row until one is measured: high, so that the first steps are not much slower where drafts do not
 pay."""

@@ -208,7 +208,7 @@ class Planner:
         self.waiting.push_back(victim)
 
     def _invite(self, plan: StepPlan, alone: bool) -> None:
-        """Where the next in line is of a better rank than some who run and lacks a slot or blocks, they make room."""
+        """Preempts running sequences of a lower rank where the next in line lacks a slot or blocks."""
         residency = self.residency
         running, pool = residency.running, residency.pool
         turn = self.waiting.peek(plan.now)
@@ -242,7 +242,7 @@ class Planner:
         return max(self._reserve, running) if running else 0
 
     def _prefill(self, plan: StepPlan, prefills: list[Sequence]) -> None:
-        """What is left of the budget goes to prompts begun, then to those who wait; a better rank goes first."""
+        """Gives the rest of the budget to prompts begun, then to those that wait, by rank."""
         for sequence in prefills:
             self._admit(plan, sequence.rank)
             if plan.budget == 0:

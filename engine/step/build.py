@@ -133,7 +133,7 @@ def make_grammars(folder: Path, config: ModelConfig, max_whitespace: int) -> Gra
 
 @dataclass(frozen=True, slots=True)
 class _Voice:
-    """Where a start reports: the log (rank 0's alone) and the start's progress."""
+    """Reports of a start: the log (rank 0's alone) and the start's progress."""
 
     say: Callable[[str], None]
     warn: Callable[[str], None]

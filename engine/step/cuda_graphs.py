@@ -65,7 +65,7 @@ def collectives_refuse(backend: str, size: int, emulated: bool) -> str | None:
 
 
 class GraphRecorder(Protocol):
-    """What records device work: CudaRecorder, or a stand-in on the CPU in the tests."""
+    """Records device work: CudaRecorder, or a stand-in on the CPU in the tests."""
 
     def record(self, compute: Callable[[], None]) -> Replay:
         """Runs `compute` (at least once), recorded; what is returned repeats its device work on the same memory."""
@@ -135,7 +135,7 @@ class FixedBoundary:
         self._next = (self._next + 1) % len(self._left)
 
     def take(self, count: int) -> None:
-        """What the stage before sends for a step of so many rows."""
+        """Receives the stage before's rows of a step."""
         if self._received:
             shape, dtype = (self._copies * count, self._received[0].shape[2]), self._received[0].dtype
             coming = self._inner.receive(shape, dtype, len(self._received), self._own)

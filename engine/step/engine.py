@@ -24,7 +24,7 @@ PATIENCE = 30.0
 """Times the longest step: a rank ten times slower than it was is for an alert, not for a timeout."""
 LEAST_S = 10.0
 FORGET = 0.98
-"""What is left of a longest step after another one of its size: one hiccup does not count for ever."""
+"""Decay of the longest step's time at each step of its size: an outlier is forgotten."""
 
 
 class CollectiveTimeouts:

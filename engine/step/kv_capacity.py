@@ -111,7 +111,7 @@ def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[s
 def agreed_budget(
     keys: EngineKeys, communicator: Communicator, device: torch.device, working: Mapping[str, int]
 ) -> Budget:
-    """What every rank of the group has room for, measured now."""
+    """The least room of the group's ranks, measured now."""
     gpu = device.type == "cuda"
     if gpu:
         communicator.gather(np.zeros(1, np.uint8))  # what the group's first collective allocates is not free any more

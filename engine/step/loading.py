@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_MOST = 32 << 20
-"""What glibc takes at most: blocks beyond always come from the system. Zeroing their pages costs little against the
-work done on a tensor of that size."""
+"""The largest value that glibc takes: blocks beyond always come from the system. Zeroing their pages costs little
+against the work done on a tensor of that size."""
 _KEPT = 256 << 20
 
 
 def held_weights(
     source: Source, model: ModelSection, p: ParallelConfig, communicator: Communicator, file: int
 ) -> HeldPages | None:
-    """Where this rank's packed weights go, or lie: in `file` (-1: none), if they are what this rank would make of the
+    """The pages of this rank's packed weights: those in `file` (-1: none), if they are what this rank would make of the
     checkpoint now. None where the system has no such files."""
     files = sorted({stored.file for stored in source.tensors.values()})
     stats = [(str(path), (found := path.stat()).st_size, found.st_ctime_ns, found.st_ino) for path in files]

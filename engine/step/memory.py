@@ -1,4 +1,4 @@
-"""Where a rank's memory goes, before any is allocated: weights by part, activations, buffers, reserve, and what is left
+"""A rank's memory, before any is allocated: weights by part, activations, buffers, reserve, and what is left
 for keys and values. Pure arithmetic over shapes; no torch.
 """
 
@@ -19,10 +19,10 @@ from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 GIB, MIB = 1 << 30, 1 << 20
 
 GPU_CONTEXT, NCCL_BUFFERS = 600 * MIB, 512 * MIB
-"""What a CUDA context with its libraries and NCCL's channels take, about: not derived from shapes, and small against
-the weights."""
+"""About the memory of a CUDA context with its libraries, and of NCCL's channels: not derived from shapes, and small
+against the weights."""
 STANDBY_RANK = 300 * MIB
-"""What a standby rank holds of its host's memory, at most: Python, torch and its group, without weights."""
+"""The most host memory of a standby rank: Python, torch and its group, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class StoredTypes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKeys:
-    """What of a deployment decides about memory."""
+    """The keys of a deployment that decide about memory."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -66,7 +66,7 @@ class MemoryKeys:
     drafts: int = 0
     """Drafts of a sequence in one step, at most: each is a row of logits more."""
     draft_model: ModelConfig | None = None
-    """What makes them, whole on every rank; None: prompt look-up, or nothing."""
+    """The draft model, whole on every rank; None: prompt look-up, or no drafts."""
     deterministic: bool = False
     """Whether all-reduces have one order of summation."""
     standby: bool = False

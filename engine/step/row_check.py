@@ -22,7 +22,7 @@ from ..sampling.digest import Digests, row_digests
 from .runner import Runner
 
 NAMED_ROWS = (1, 2, 7, 64, 65, 300)
-"""Where code paths change: every other case has one of these as its limit of rows a step."""
+"""Row counts at which code paths change: every other case has one of these as its limit of rows a step."""
 _PREEMPTED, _HITS = 0.05, 0.3
 
 Trace = list[tuple[str, Digests]]

@@ -31,7 +31,7 @@ KV_DTYPES = DTYPES | {"fp8": FP8}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank is to hold. `length`: the longest sequence served; `draft`: the draft model, if there is one;
+    """A rank's share of the model. `length`: the longest sequence served; `draft`: the draft model, if there is one;
     `needed`: bytes of the weights of both that are not in memory yet."""
 
     config: ModelConfig

@@ -35,7 +35,7 @@ class Detokeniser(Protocol):
         """The characters that these ids complete; may be empty."""
 
     def finish(self) -> str:
-        """What was held back, as the library decodes it; nothing may be pushed afterwards."""
+        """The text held back, as the library decodes it; nothing may be pushed afterwards."""
 
 
 class Pieces:

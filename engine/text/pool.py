@@ -32,7 +32,7 @@ class PromptError(ValueError):
 
 
 class Encoder(Protocol):
-    """What the doors need of a text pool."""
+    """The interface of a text pool for daemon and `run`."""
 
     async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
         """Ids of a plain prompt, `longer` times the tokens otherwise taken at most. Raises PromptError."""
@@ -82,7 +82,7 @@ class _Item:
 
 
 class _Queues:
-    """What waits, by owner, stream and whether it is large. Owners take turns, and so do the streams of each."""
+    """Waiting items by owner, stream and whether they are large. Owners take turns, and so do the streams of each."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, OrderedDict[tuple[str, bool], deque[_Item]]] = OrderedDict()
@@ -188,8 +188,8 @@ class TextPool:
                 await worker.kill()
 
     async def _take(self) -> list[_Item]:
-        """What one worker is to do next: a fair share of what waits, so that it does not queue what another could do
-        now. A large item goes alone, and one worker is kept for the small ones."""
+        """The next items of one worker: a fair share of those that wait, so that it does not queue what another could
+        do now. A large item goes alone, and one worker is kept for the small ones."""
         while (first := self._waiting.next(self._large >= max(1, self._limits.workers - 1))) is None:
             self._arrived.clear()
             await self._arrived.wait()

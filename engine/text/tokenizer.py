@@ -21,7 +21,7 @@ MAX_CONFIG_BYTES = 1 << 24
 MAX_ID = 1 << 24
 """The library walks through all ids up to the largest: one of two thousand million holds it up for 12 s."""
 ToolFormat = Literal["hermes", "llama", "array"]
-"""How calls stand in a text; see engine/openai/chat_parts.py."""
+"""How calls are written in a text; see engine/openai/chat_parts.py."""
 _LLAMA_CLASSES = {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
 
 

@@ -1,4 +1,4 @@
-"""How far a load or a copy of weights is, in words and as a bar: bytes, GB/s and time left."""
+"""Progress of a load or a copy of weights, in words and as a bar: bytes, GB/s and time left."""
 
 from __future__ import annotations
 

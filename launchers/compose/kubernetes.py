@@ -36,7 +36,7 @@ _PATHS = (
 
 
 def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
-    """What the manifests leave out that the deployment counts on, each with its fix."""
+    """Settings of the deployment that the manifests leave out, each with its fix."""
     kube, daemon = deployment.launch.kubernetes, deployment.daemon
     serves = arguments[0] == "serve"
     found = []
@@ -60,7 +60,7 @@ def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
 
 
 def changed(deployment: Deployment) -> dict[str, Any]:
-    """What the deployment says beyond the defaults, as a deployment file would."""
+    """The deployment's keys that differ from the defaults, as in a deployment file."""
     found: dict[str, Any] = _said(unbuild(deployment))
     return found
 

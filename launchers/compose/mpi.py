@@ -22,7 +22,7 @@ WORKER = "laddertron.launchers.rank.worker"
 ENV_LISTEN = "LADDERTRON_LISTEN"
 TORCHRUN_PORT = 29500
 CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
-"""What a rank needs to find its supervisor and authenticate; set by the starter of the command
+"""Variables by which a rank finds its supervisor and authenticates; set by the starter of the command
 (launchers/control/control.py)."""
 INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH", cpu_tier.VARIABLE)
 """Variables of the launching shell, forwarded where set: without them other hosts may not find the same libraries, or
@@ -31,7 +31,7 @@ compute otherwise."""
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What composing must know of the launching machine. `version` of the launcher's program; `cores` of this host,
+    """The launching machine, as far as composing needs it. `version` of the launcher's program; `cores` of this host,
     `fabric` the other hosts'; `shell` the names in its environment."""
 
     kind: Kind

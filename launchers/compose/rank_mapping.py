@@ -30,7 +30,7 @@ def seats_text(hosts: Sequence[Host]) -> str:
 
 
 def expected(text: str) -> Placement:
-    """What ENV_SEATS says, as a placement of one group. Raises MappingError on a value that is none of ours."""
+    """ENV_SEATS as a placement of one group. Raises MappingError on a malformed value."""
     seats: list[Seat] = []
     nodes: list[tuple[int, ...]] = []
     for part in text.split(","):

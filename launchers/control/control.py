@@ -19,7 +19,7 @@ from .frames import FrameError
 log = logging.getLogger(__name__)
 
 ENV_ADDRESS = "LADDERTRON_CONTROL"
-"""Where a rank finds the channel, as host:port."""
+"""The channel's address, as host:port."""
 ENV_SECRET = "LADDERTRON_SECRET"
 """The launch's secret as hex. Never on a command line: those can be read by everyone on a node."""
 
@@ -42,7 +42,7 @@ def new_secret() -> bytes:
 
 
 class ControlHandler(Protocol):
-    """What the server tells its owner, on the event loop."""
+    """Callbacks of the server's owner, on the event loop."""
 
     def on_message(self, rank: int, message: messages.RankMessage) -> None:
         """A checked message of an authenticated rank; Hello is its first."""

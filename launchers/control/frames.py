@@ -27,7 +27,7 @@ Side = Literal["server", "rank"]
 
 
 class FrameError(ValueError):
-    """What arrived is not a frame of this channel: the connection must end."""
+    """Not a frame of this channel: the connection must end."""
 
 
 def _mac(secret: bytes, label: str, *parts: bytes) -> bytes:

@@ -265,7 +265,7 @@ class DumpReply:
 StateMessage = Announce | Loading | Standing | Ready | Running
 """A rank's state."""
 Command = Load | HeldWeights | Submit | Cancel | StopChoice | Drain | Shutdown
-"""What `ControlClient.poll` returns."""
+"""Messages that `ControlClient.poll` returns."""
 ServerMessage = Welcome | Load | HeldWeights | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
 RankMessage = Hello | Announce | Loading | Standing | Ready | Tokens | Running | Beat | Failure | DumpReply
 Message = ServerMessage | RankMessage

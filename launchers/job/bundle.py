@@ -103,7 +103,7 @@ def parts_of(
 
 
 def nccl_records(environ: Mapping[str, str]) -> list[Path]:
-    """What NCCL's flight recorder has written on this host (copied as bytes, never opened)."""
+    """Files of NCCL's flight recorder on this host (copied as bytes, never opened)."""
     start = Path(environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "/tmp/nccl_trace_rank_"))
     try:
         return sorted(path for path in start.parent.glob(f"{start.name}*") if path.is_file())[:64]

@@ -29,7 +29,7 @@ class JobFailure:
     rank: int | None = None
     node: str | None = None
     collective: str = ""
-    """What the rank to blame last waited in, or the collective it had started last."""
+    """The collective that the culprit last waited in, or had started last."""
     stage: int | None = None
     device: str = ""
     exit_code: int | None = None

@@ -116,7 +116,7 @@ class Fleet:
         return _address_towards((*hosts, *self._spares)[0])
 
     def options(self, replica: int, *, restart: bool) -> JobOptions:
-        """What MpiJob needs to know of times, sizes and addresses."""
+        """MpiJob's options: times, sizes and addresses."""
         daemon, parallel = self.deployment.daemon, self.deployment.parallel
         usual = JobTimeouts()
         timeouts = replace(

@@ -40,7 +40,7 @@ class InFlight:
         self._idle.clear()
 
     def note(self, running: Running) -> None:
-        """What entered a step, and what was put back to wait."""
+        """Notes requests that entered a step, and those put back to wait."""
         for request_id in running.parked:
             if request_id in self._held:
                 self._held[request_id].entered = 0

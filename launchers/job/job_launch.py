@@ -169,7 +169,7 @@ class Launch:
         return dict(self._dumps)
 
     def describe(self) -> dict[str, Any]:
-        """What is known of every rank, as JSON values."""
+        """Every rank's state, as JSON values."""
         return {"ranks": self._board.describe(time.monotonic()), "output": [line for _, line in self._output]}
 
     async def end(self, *, orderly: bool) -> str | None:

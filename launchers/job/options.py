@@ -56,4 +56,4 @@ class JobOptions:
     """Whether the first launch waits without weights until `load`."""
     longest_backoff_s: float = 30.0
     words: RankWords = field(default_factory=RankWords)
-    """Where ranks' output goes: one for all replicas of a deployment, so that none repeats what another said."""
+    """The log of ranks' output: one for all replicas of a deployment, so that lines are not repeated."""

@@ -147,7 +147,7 @@ class RankBoard:
         return evidence
 
     def _standing(self) -> list[Standing]:
-        """What the ranks said; [] until each has."""
+        """The ranks' Standing messages; [] until each has sent one."""
         found = [state.standing for state in self.ranks.values() if state.standing is not None]
         return found if len(found) == len(self.ranks) else []
 
@@ -175,7 +175,7 @@ class RankBoard:
             state.beat_at += seconds
 
     def look(self, now: float, spoke: Mapping[int, float] = MappingProxyType({})) -> list[News]:
-        """What the clock alone says; to be asked a few times a second. `spoke`: when ranks said what has not been taken
+        """News by the clock alone; to be called a few times a second. `spoke`: when ranks said what has not been taken
         yet, because this process was busy; that is no silence of theirs."""
         timeouts, greeted = self._timeouts, [rank for rank, state in self.ranks.items() if state.hello is not None]
         news: list[News] = []

@@ -36,8 +36,8 @@ Outcome = Literal["done", "refused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What a daemon was started with, and reads again: its file, `--set` and working directory. In daemon.data_dir,
-    for `laddertron reload` to compare with."""
+    """The arguments of a daemon's start, which it reads again: its file, `--set` and working directory. In
+    daemon.data_dir, for `laddertron reload` to compare with."""
 
     pid: int
     config: str
@@ -57,7 +57,7 @@ class Serving:
 
 
 def serving_in(folder: Path, pid: int) -> Serving | None:
-    """What that process serves; None where it has not said so."""
+    """The arguments of that process's start; None where it has not written them."""
     try:
         with (folder / SERVING).open("rb") as file:
             found = build(Serving, json.loads(file.read(_MAX_SERVING)))
@@ -104,7 +104,7 @@ class Reloader:
     ) -> None:
         self._began, self._jobs = loaded.deployment, jobs
         self.deployments = [loaded.deployment] * len(jobs)
-        """What each replica serves."""
+        """The deployment of each replica."""
         self._read, self._make, self._on_outcome = read, make, on_outcome
         self._models = [model_digest(loaded.deployment)] * len(jobs)
         self._text = text_digest(Path(loaded.deployment.text_folder))

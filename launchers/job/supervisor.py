@@ -37,8 +37,9 @@ CommandFactory = Callable[[frozenset[str]], LaunchCommand]
 
 @dataclass(frozen=True, slots=True)
 class JobHooks:
-    """What the owner may add. `failed` gets every failure (metrics, log, bundle). `devices_free` is awaited before
-    every relaunch: it returns once the devices' memory is seen to be free, or raises RuntimeError saying what is not.
+    """Optional callbacks of the owner. `failed` gets every failure (metrics, log, bundle). `devices_free` is awaited
+    before every relaunch: it returns once the devices' memory is seen to be free, or raises RuntimeError saying what is
+    not.
     """
 
     failed: Callable[[JobFailure], object] = field(default=lambda failure: None)

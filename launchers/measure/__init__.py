@@ -1,1 +1,1 @@
-"""What measures on ranks: benchmarks, preflight and profiles."""
+"""Measurements on ranks: benchmarks, preflight and profiles."""

@@ -49,8 +49,9 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class PreflightOutcome:
-    """What rank 0 knows at the end. `fitted` is None where ranks have nothing to reduce with one another; `tuning`
-    there too, and where something is wrong with the fabric. `carrier`: whose messages the links were measured with."""
+    """The results of preflight, on rank 0. `fitted` is None where ranks have nothing to reduce with one another;
+    `tuning` there too, and where something is wrong with the fabric. `carrier`: whose messages the links were measured
+    with."""
 
     fabric: Fabric
     shape: Shape

@@ -40,7 +40,7 @@ def sign(rank: int, what: str) -> None:
 
 
 class Signs:
-    """What was heard of the ranks on these hosts (one a rank), and until when to wait for more. Pure."""
+    """Progress of the ranks on these hosts (one a rank), and the deadline for more. Pure."""
 
     def __init__(self, hosts: Sequence[str], now: float) -> None:
         self._hosts = hosts

@@ -1,4 +1,4 @@
-"""What a rank measures in preflight: its reach, clock and speed, point-to-point links, all-reduces of every strategy
+"""A rank's measurements in preflight: its reach, clock and speed, point-to-point links, all-reduces of every strategy
 and size. Every rank calls with the same plan; a watchdog ends what does not answer.
 """
 

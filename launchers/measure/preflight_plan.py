@@ -1,5 +1,5 @@
-"""What preflight measures and how it judges. Pure: a `Setup` from every rank gives a `PreflightPlan`, measurements give
-findings, each with the culprit, what is wrong and the fix.
+"""The measurements of preflight and their judgement. Pure: a `Setup` from every rank gives a `PreflightPlan`,
+measurements give findings, each with the culprit, what is wrong and the fix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SLOW_LINK = 1.5
 NOMINAL_SHARE = 1 / 3
 """The least share of its port's nominal rate that a sound link between nodes has."""
 FAR_S, SLOW_BYTES_PER_S = 1e-3, 125e6
-"""What a link between nodes of one site stays below (one way), and the port that is taken where no rate is known: of
+"""The most latency of a link between nodes of one site (one way), and the port assumed where no rate is known: of
 1 Gb/s."""
 
 MIN_SHM_BYTES = 256 << 20
@@ -104,7 +104,7 @@ def _path(fabric: Fabric, placement: Placement, a: int, b: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeTransport:
-    """How a rank's traffic to other nodes goes, and what it would need to go by RDMA. `used`: NET/IB, NET/Socket or a
+    """The transport of a rank's traffic to other nodes, and what RDMA would need. `used`: NET/IB, NET/Socket or a
     plugin's name from NCCL, else the backend's own name; empty where there is one node. `memlock_bytes` None:
     unlimited."""
 

@@ -81,7 +81,7 @@ class BenchJob:
         return self._process
 
     def answer(self) -> dict[str, Any]:
-        """What the ranks say next. Raises BenchError if they end instead."""
+        """The ranks' next answer. Raises BenchError if they end instead."""
         process = self._running()
         assert process.stdout is not None
         for line in process.stdout:

@@ -45,9 +45,9 @@ class DeviceError(Refusal, ValueError):
 
 
 def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
-    """What this rank binds to for its group: loopback on one node, else the deployment's interface, the placement's for
-    this host as the launcher said it, or the address that this host's own name has. Raises ValueError where none leads
-    anywhere but to loopback."""
+    """The address that this rank binds for its group: loopback on one node, else the deployment's interface, the
+    placement's for this host as the launcher said it, or the address that this host's own name has. Raises ValueError
+    where none leads anywhere but to loopback."""
     if len(set(nodes)) == 1:
         return "127.0.0.1"
     if deployment.launch.interface is not None:

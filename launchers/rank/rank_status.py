@@ -59,7 +59,7 @@ def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
 
 @dataclass(slots=True)
 class Status:
-    """What the heartbeat reports, in plain attributes that another thread reads at any moment."""
+    """The heartbeat's values, in plain attributes that another thread reads at any moment."""
 
     progress: StepProgress = field(default_factory=StepProgress)
     communicator: Communicator | None = None

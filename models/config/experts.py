@@ -13,7 +13,7 @@ from .json_fields import ConfigFields
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """How a token's experts are chosen and weighed. wide: the product is computed in fp32, not in the model's type;
+    """The choice and weights of a token's experts. wide: the product is computed in fp32, not in the model's type;
     rounds: weights are rounded to the model's type; biased: a stored bias is added to the scores for the choice alone;
     groups, chosen_groups: experts are chosen from the groups whose two best scores have the largest sums; normalises:
     weights are divided by their sum + epsilon; scale: weights are multiplied by it."""
@@ -144,7 +144,7 @@ MISSING = {
     "qwen3_next": "linear attention",
     "qwen3_vl_moe": "its vision tower",
 }
-"""What other families of experts need that is not computed here."""
+"""Features of other families of experts that are not supported."""
 _WORDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 

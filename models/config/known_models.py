@@ -161,7 +161,7 @@ def published_fp8(name: str) -> tuple[tuple[str, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What a folder's name says: the architecture, how its weights are stored, and how layers are wired."""
+    """Guessed from a folder's name: the architecture, how its weights are stored, and how layers are wired."""
 
     name: str
     config: ModelConfig

@@ -92,7 +92,7 @@ class ModelConfig:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """How names of tensors begin that are for prediction of several tokens."""
+        """Prefixes of tensors for prediction of several tokens."""
         if self.layout == "shortcut":
             return ("model.mtp.",)
         return tuple(f"model.layers.{self.num_layers + i}." for i in range(self.ignored_layers))

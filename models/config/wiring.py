@@ -14,7 +14,7 @@ from .parts import MAX_DELAY
 
 WIRINGS = ("auto", "standard", "parallel", "ladder", "hybrid", *(f"delay-{d}" for d in range(2, MAX_DELAY + 1)))
 WIRINGS = (*WIRINGS, "no-communication")
-"""What a deployment may ask for."""
+"""The wirings that a deployment may name."""
 
 
 class WiringError(Refusal, ValueError):
@@ -114,7 +114,7 @@ def record(found: Mapping[str, Any], original: str | None, text_sha256: str) -> 
 
 
 def missing_record(folder: Path, config: ModelConfig) -> str | None:
-    """What to warn of: weights under another wiring than their family has that were not evaluated."""
+    """A warning of weights under another wiring than their family's that were not evaluated."""
     if config.wiring.name in ("standard", "shortcut") or (folder / RECORD).is_file():
         return None
     return (

@@ -20,7 +20,7 @@ HEAD_DIMS = (64, 128, 256)
 """Head dimensions that it has kernels for."""
 _MIB = 1 << 20
 WRAPPER_BYTES = 8 * _MIB
-"""What each wrapper allocates for its plan; that is fixed in the library."""
+"""Bytes that each wrapper allocates for its plan, fixed in the library."""
 
 
 def kernels_missing(

@@ -24,9 +24,9 @@ from .checkpoint import CheckpointError, StoredTensor, inside, read_folder, read
 NAME = "laddertron.manifest.json"
 BLOCK = 8 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""What `sampled_digest` reads of each file."""
+"""Samples of each file that `sampled_digest` reads, and their bytes."""
 PART = 1 << 20
-"""What is read and summed at once: small enough to be still in the processor's cache."""
+"""Bytes read and summed at once: small enough to be still in the processor's cache."""
 MAX_BYTES = 64 << 20
 BESIDE = (
     "config.json",
@@ -36,7 +36,7 @@ BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""What is read besides the weights."""
+"""Files that are read besides the weights."""
 
 
 @dataclass(frozen=True, slots=True)

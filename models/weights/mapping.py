@@ -1,4 +1,4 @@
-"""What a model folder holds, checked against the model before anything is allocated: a Source, which
+"""The contents of a model folder, checked against the model before anything is allocated: a Source, which
 models/weights/load.py reads a rank's parameters from.
 """
 
@@ -144,7 +144,7 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
 
 
 def _idle(config: ModelConfig) -> tuple[str, ...]:
-    """How names of tensors begin that transformers writes for experts that return their input."""
+    """Prefixes of tensors that transformers writes for experts that return their input."""
     e = config.experts
     if e is None or not e.identities:
         return ()

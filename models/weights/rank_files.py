@@ -23,7 +23,7 @@ METADATA = "laddertron"
 
 @dataclass(frozen=True, slots=True)
 class ShardOrigin:
-    """What per-rank files were made from. `files`: size in bytes and time of change (ns) of each file of weights."""
+    """The origin of per-rank files. `files`: size in bytes and time of change (ns) of each file of weights."""
 
     source: str
     config: str
@@ -56,7 +56,7 @@ def file_name(shard: RankShard) -> str:
 
 
 def layers_of(shard: RankShard) -> dict[str, str]:
-    """What the metadata says of a stage's layers, numbered as the checkpoint does."""
+    """A stage's layers in the metadata, numbered as the checkpoint does."""
     if shard.stage is None:
         return {}
     first = shard.stage.first_layer

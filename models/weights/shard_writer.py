@@ -34,7 +34,7 @@ BESIDE = (
 )
 """Files of a model folder that do not depend on how the weights are written."""
 COPIED = ("config.json", MODELING_FILE, *BESIDE)
-"""What makes a folder of per-rank files a model folder of its own."""
+"""Files that make a folder of per-rank files a model folder."""
 
 
 def write_shards(

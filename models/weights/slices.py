@@ -299,7 +299,7 @@ def _named(config: ModelConfig, tensor: str, layer: int, *expert: int) -> str:
 
 
 def _stored_layer(shard: RankShard, layer: int) -> int:
-    """What the checkpoint calls a stage's own layer."""
+    """The checkpoint's number of a stage's layer."""
     return layer if shard.stage is None else shard.stage.first_layer + layer
 
 

@@ -27,7 +27,7 @@ DTYPES = {
     "I8": torch.int8,
 }
 CHUNK_BYTES = 16 << 20
-"""What is converted at once, and how much of a file stays mapped behind a gather."""
+"""Bytes converted at once, and those of a file that stay mapped behind a gather."""
 LENGTH = 1 << 20
 """Normal numbers that a row begins at one of; as many again follow, for its length."""
 STRIDE = 48271

@@ -1,4 +1,4 @@
-"""What `laddertron bench` does with its sets of ranks: variants of a deployment, cases that take turns, rows.
+"""`laddertron bench` on its sets of ranks: variants of a deployment, cases that take turns, rows.
 
 Everything is warmed up, repeated and reported as median, lowest and highest.
 """

@@ -1,4 +1,4 @@
-"""What `laddertron bench` prints and draws of its measurements. Takes plain rows, the same that --json writes."""
+"""Prints and draws the measurements of `laddertron bench`. Takes plain rows, the same that --json writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `laddertron bench paper` does: the published sweep of Ladder Residual with dummy weights, by the ranks of an
+"""`laddertron bench paper`: the published sweep of Ladder Residual with dummy weights, by the ranks of an
 mpirun, and its rows next to the published and the simulated ones.
 
 The ranks of one group measure, the others of the mpirun wait; every variant is loaded, timed and freed in its turn.

@@ -1,4 +1,4 @@
-"""What benchmarks share: JSON lines, turns, medians with their spread, Markdown. The standard library alone."""
+"""Shared by benchmarks: JSON lines, turns, medians with their spread, Markdown. The standard library alone."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def parameters(count: int) -> str:
 
 
 def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
-    """What decides, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
+    """The decisive figures, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
     m, q = plan.memory, plan.question
     rest = m.device_bytes - m.weight_bytes - m.kv_bytes
     parts = (("weights", m.weight_bytes), ("KV cache", m.kv_bytes), ("buffers, reserve, not used", rest))

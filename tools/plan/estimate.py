@@ -40,8 +40,8 @@ from .step_simulator import StepTime, law
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is planned. `fabric` is the part of it that is used; `shape` the group's links; `costs` of a tuning file, or
-    None for untuned prices; `notes` what the asker had to assume."""
+    """The input of a plan. `fabric` is the part of it that is used; `shape` the group's links; `costs` of a tuning
+    file, or None for untuned prices; `notes` what the asker had to assume."""
 
     name: str
     config: ModelConfig

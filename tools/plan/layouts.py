@@ -22,7 +22,7 @@ from .step_simulator import StepTime
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What there is, all devices alike: `nodes` x `per_node`, memory of each, whether products can be fp8."""
+    """The devices, all alike: `nodes` x `per_node`, memory of each, whether products can be fp8."""
 
     nodes: int
     per_node: int

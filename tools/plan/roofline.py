@@ -110,7 +110,7 @@ def cpu_rates(node: Node, ranks_on_node: int, threads: int | None = None) -> Com
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one step computes: `decodes` sequences with one token each that attend to `context` positions, and
+    """One step's computation: `decodes` sequences with one token each that attend to `context` positions, and
     `prompt` tokens of prompts, each attending to `prompt_context` on average; `prompts` of them end here."""
 
     decodes: int = 0
@@ -140,7 +140,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What collectives of a group cost: `wire(bytes)` an all-reduce by `strategy(bytes)`."""
+    """The cost of a group's collectives: `wire(bytes)` an all-reduce by `strategy(bytes)`."""
 
     wire: Callable[[int], Wire]
     strategy: Callable[[int], str]

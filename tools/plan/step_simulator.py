@@ -61,12 +61,12 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """What the clock says of one step: `total_s` = compute_s + slowed_s + waited_s."""
+    """One step's times: `total_s` = compute_s + slowed_s + waited_s."""
 
     total_s: float
     compute_s: float
     slowed_s: float
-    """What contention added to computing."""
+    """Computing time added by contention."""
     waited_s: float
     """How long computation waited for an all-reduce."""
     flight_s: float

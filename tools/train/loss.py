@@ -1,4 +1,4 @@
-"""What a model is taught by: the next token, and another model's distribution over it (distillation)."""
+"""Training losses: the next token, and another model's distribution over it (distillation)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands that train share: the ranks they run on, options, the bar, and text as token files."""
+"""Shared by the commands that train: the ranks they run on, options, the bar, and text as token files."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ class Collective(Protocol):
 
 
 class Later(Generic[T]):
-    """What is under way: `finish` waits for it, until it did so without an error; a Pending where it gives a sum."""
+    """An operation in flight: `finish` waits for it, until it did so without an error; a Pending where it gives a
+    sum."""
 
     __slots__ = ("_finish", "_found")
 

@@ -33,7 +33,7 @@ _POLL_S = 20e-6
 _ASK_S = 0.25
 """How often NCCL is asked for errors while the host waits."""
 GRACE_S = 2.0
-"""How long ranks that waited in vain wait for one another's word: they began to wait at about the same time."""
+"""How long ranks that timed out wait for one another's report: they began to wait at about the same time."""
 _PATH = re.compile(r" (\d+)\[\w*\] -> (\d+)\[\w*\] (?:\[\w+\] )?via (\S+)")
 
 
@@ -93,7 +93,7 @@ def nccl_log(subsystems: str) -> Iterator[Path | None]:
 
 
 def describe_paths(logs: Sequence[str]) -> str:
-    """What carries messages between which ranks, by NCCL's own logs of all ranks: "P2P/CUMEM 0-1 1-2; NET/IB/0 2-3"."""
+    """The transport between ranks, by NCCL's own logs of all ranks: "P2P/CUMEM 0-1 1-2; NET/IB/0 2-3"."""
     carried: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for log in logs:
         for a, b, path in _PATH.findall(log):
@@ -104,7 +104,7 @@ def describe_paths(logs: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """Where the ranks of a group stand when one waits in vain: each writes its place under its key. `store`: torch's;
+    """The progress of a group's ranks when one times out: each writes its place under its key. `store`: torch's;
     None where there is none. `hosts`: of each rank of the group. `name`: of the group, since a pipeline's share a
     store."""
 

@@ -1,1 +1,1 @@
-"""What a message takes: prices of links, fits and tuning."""
+"""The cost of a message: prices of links, fits and tuning."""

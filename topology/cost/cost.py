@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What one all-reduce of one rank consists of: dependent calls, message latencies in a row and bytes on the wire
+    """The parts of one all-reduce on one rank: dependent calls, message latencies in a row and bytes on the wire
     inside the node and between nodes."""
 
     calls: float
@@ -159,7 +159,7 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
 
 
 def sent_bytes(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> tuple[float, float]:
-    """What a rank sends of an all-reduce, inside its node and between nodes, in bytes and on the mean of the ranks.
+    """Bytes that a rank sends of an all-reduce, inside its node and between nodes: means over the ranks.
     `terms` prices the narrowest link: there ranks that share a port count one another's bytes, and a ring's whole
     volume passes the link between nodes, which one in `per_node` of its links is."""
     t = terms(backend, replace(shape, rails=max(shape.rails, shape.per_node)), strategy, nbytes)

@@ -1,1 +1,1 @@
-"""What there is: hosts, devices, links and interfaces."""
+"""Hardware: hosts, devices, links and interfaces."""

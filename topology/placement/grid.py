@@ -17,7 +17,7 @@ MAX_MIXED_REPLICAS = 16
 
 
 class Problem:
-    """What may be laid out on a fabric: capacities, the search, and the words for what cannot."""
+    """A layout problem on a fabric: capacities, the search, and the words for what cannot."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Problem:
         return None
 
     def _attempts(self, shares: Sequence[int], mixed: bool) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
-        """What to try: each group as whole as it fits; all in parts of one size; among mixed hosts, some in parts of
-        one size and the rest of a smaller one."""
+        """Attempts in order: each group as whole as it fits; all in parts of one size; among mixed hosts, some in parts
+        of one size and the rest of a smaller one."""
         count = self.replicas
         yield [shares] * count, True
         for share in shares:

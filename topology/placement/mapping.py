@@ -47,7 +47,7 @@ def verify(placement: Placement, observed: Sequence[Observed], launcher: Launche
 
 
 def mapping_option(placement: Placement, launcher: Launcher) -> str:
-    """What to tell the launcher so that ranks fill the hosts in the placement's order."""
+    """The launcher's option by which ranks fill the hosts in the placement's order."""
     counts = [count for _, count in placement.hosts]
     names = ",".join(host for host, _ in placement.hosts)
     listed = " ".join(f"{host} slots={count}" for host, count in placement.hosts)

@@ -29,7 +29,7 @@ _RETRY_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What a connection may do. Seconds, bytes."""
+    """Limits of a connection. Seconds, bytes."""
 
     max_connections: int = 1024
     max_per_address: int = 512
@@ -39,7 +39,7 @@ class ServerOptions:
     tls_key: str | None = None
     write_timeout: float = 60.0
     gives_way: float = 1.0
-    """How long a connection that asks nothing is kept though there is no room: what it has sent may not be read yet."""
+    """How long an idle connection is kept when there is no room: its request may not be read yet."""
 
 
 class Slot:

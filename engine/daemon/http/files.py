@@ -78,7 +78,7 @@ class _Lines:
 
 
 class _Upload:
-    """What has come and not been written yet; written in large pieces, off the loop."""
+    """Bytes received and not yet written; written in large pieces, off the loop."""
 
     def __init__(self, services: Services, file: NewFile) -> None:
         self._services, self._file = services, file

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 audit_log = logging.getLogger("laddertron.audit")
 
 OPEN = ("/health", "/ready", "/", "/ping")
-"""What needs no key, and says no more than a status without one; the page at / holds no data."""
+"""Paths that need no key: without one they return a status alone; the page at / holds no data."""
 _METRICS = ("/metrics",)
-"""What keys of the kind metrics read, and no other kind."""
+"""Paths for keys of the kind metrics alone."""
 _USAGE = "/v1/usage"
 _FILES = "/v1/files"
 _MULTIPART = 64 << 10  # what a form adds to the file in it
@@ -39,7 +39,7 @@ _LEAST_BYTES = 4096  # a body that brings less in `body_timeout` is too slow
 _GRACE_SECONDS, _GRACE_BYTES = 0.02, 64 << 10  # for the rest of a refused request's body
 _AUDITED = ("POST", "DELETE")
 _POLLED = ("/v1/batches/{batch_id}", "/v1/overview", "/load", "/version")
-"""What clients ask again and again; logged where it fails."""
+"""Polled paths: logged where they fail."""
 _REASON_BYTES = 4096
 _UNKNOWN_LINES = 120  # a minute, of requests without a key that were refused
 
@@ -92,7 +92,7 @@ class Guard:
             self._tell(scope, exchange, time.perf_counter() - began)
 
     def _admit(self, scope: Scope) -> int:
-        """How many bytes the body may have. Raises ApiError."""
+        """The most bytes that the body may have. Raises ApiError."""
         headers = Headers(scope=scope)
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > self._limits.max_header_bytes:
             raise ApiError(f"headers of more than {self._limits.max_header_bytes} bytes", None, status=431, close=True)

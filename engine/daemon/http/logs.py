@@ -20,7 +20,7 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "task
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """What the caller added, as JSON values."""
+    """The record's extra fields, as JSON values."""
     return {k: v for k, v in vars(record).items() if k not in _OWN and not k.startswith("_") and v is not None}
 
 

@@ -18,7 +18,7 @@ from ...openai.errors import ApiError
 from .connections import Acceptor, Room, ServerOptions, Slot
 
 _FRAMING_BYTES, _FRAMING = 256 << 10, 16
-"""What may come beyond a body, and how often a body's size may: chunks have headers, whose extensions have no end."""
+"""Framing allowed beyond a body: bytes, and multiples of its size, since a chunk's header may have extensions."""
 _LEAVING_SECONDS = 1.0
 _GRACEFUL_SECONDS = 3  # requests have been drained by then: what is left are clients that do not read
 
@@ -62,7 +62,7 @@ class _Bounded(H11Protocol):
             self.transport.abort()
 
     def _dress(self) -> None:
-        """What a request gets besides uvicorn's, before its task begins."""
+        """Adds our fields to a request's scope, before its task begins."""
         if self.cycle is not None:
             self.cycle.transport = _Closer(self.transport, self._leave)  # type: ignore[assignment]
             self.cycle.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]

@@ -1,4 +1,4 @@
-"""What every route is given, and the little they share: the services, who asks, the audit line."""
+"""What routes share: the services, the caller's key, the audit line."""
 
 from __future__ import annotations
 

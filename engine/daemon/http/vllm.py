@@ -1,5 +1,4 @@
-"""What clients of vLLM ask in addition to the OpenAI API: /tokenize, /detokenize, /version, /load (/ping is a
-probe)."""
+"""vLLM's endpoints beyond the OpenAI API: /tokenize, /detokenize, /version, /load (/ping is a probe)."""
 
 from __future__ import annotations
 

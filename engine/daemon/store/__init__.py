@@ -1,1 +1,1 @@
-"""What the daemon keeps: batches, files and results in SQLite and on disk."""
+"""The daemon's store: batches, files and results in SQLite and on disk."""

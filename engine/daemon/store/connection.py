@@ -39,7 +39,7 @@ def set_meta(db: sqlite3.Connection, key: str, value: int) -> None:
 
 
 def note_position(db: sqlite3.Connection, export: Export) -> None:
-    """What the store has of the export; within the transaction that commits it."""
+    """Records how much of the export the store has; within the transaction that commits it."""
     set_meta(db, f"export:{export.claim}", export.position)
 
 

@@ -126,7 +126,7 @@ def count_batches(db: sqlite3.Connection) -> dict[str, int]:
 
 
 def batch_view(db: sqlite3.Connection) -> BatchView:
-    """How far the batches under way are."""
+    """Progress of the running batches."""
     query = f"SELECT total, completed, failed, created_at, expires_at FROM batches WHERE NOT {_HAS_ENDED}"
     rows = [tuple(row) for row in db.execute(query)]
     windows = tuple((max(0, total - completed - failed), expiry) for total, completed, failed, _, expiry in rows)

@@ -28,7 +28,7 @@ def new_id(kind: str) -> str:
 
 
 class Tokens(NamedTuple):
-    """What was computed for an answer, as its usage counts it; `cached` of the `prompt` were not computed again."""
+    """Tokens computed for an answer, as its usage counts it; `cached` of the `prompt` were not computed again."""
 
     prompt: int = 0
     cached: int = 0

@@ -20,7 +20,7 @@ SUM_TOKENS = "".join(
     """
     for name, said in _TOKENS
 )
-"""What batches of earlier versions used, out of their answers: their rows, and exports of them, do not say it."""
+"""Usage of batches of earlier versions, from their answers: their rows and exports do not have it."""
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -81,7 +81,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "repeats": ("owner", "key"),
     "usage": ("owner", "day"),
 }
-"""What names a row of each table that is exported (`meta` belongs to one data folder alone)."""
+"""The key of each table that is exported (`meta` belongs to one data folder alone)."""
 
 
 class SchemaVersionError(RuntimeError):
@@ -139,7 +139,7 @@ class Rows:
                 raise ValueError(f"not a change of a row: {str(change)[:80]}")
 
     def _change(self, verb: str, table: str, row: Mapping[str, Any], statement: str) -> int:
-        """How many rows a statement changed. Names stand in it: only the schema's own may."""
+        """Executes a statement, which may contain names of the schema alone; returns the rows changed."""
         known = self._columns.get(table)
         if known is None or not set(row) <= set(known) or not row:
             raise ValueError(f"{table!r} has no such columns: {sorted(row)[:20]}")

@@ -263,7 +263,7 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
 
 
 class BatchPace:
-    """How fast a watched batch goes, from its counts since it was first seen in progress."""
+    """The speed of a watched batch, from its counts since it was first seen in progress."""
 
     def __init__(self) -> None:
         self._first: tuple[float, int, int] | None = None

@@ -52,7 +52,7 @@ def refused(loaded: LoadedDeployment, key: str, ask: Callable[[], object], taken
 
 
 def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
-    """What a start would refuse of the tokenizer, where the model's folder is one."""
+    """Faults of the tokenizer by which a start would be refused, where the model's folder is one."""
     from ....engine.text.tokenizer import TextModel
 
     d = loaded.deployment
@@ -65,8 +65,8 @@ def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 
 def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
-    """What ranks would refuse of the weights' headers, for a model that passed model_faults; and of a sample of their
-    values those that are NaN or infinite."""
+    """Faults of the weights' headers by which ranks would refuse, for a model that passed model_faults; and of a sample
+    of their values those that are NaN or infinite."""
     from ....models.config.model_config import from_folder
     from ....models.stages import RankShard, choose_layers, make_stages
     from ....models.weights.checkpoint import check_finite
@@ -118,7 +118,7 @@ def kernels_warning(deployment: Deployment) -> str | None:
 
 
 def stack_warnings(deployment: Deployment) -> tuple[str, ...]:
-    """What this host's GPUs lack to be used, unless the deployment computes on CPUs."""
+    """What this host's GPUs need to be usable, unless the deployment computes on CPUs."""
     if deployment.engine.device == "cpu":
         return ()
     found, launch = look(), deployment.launch
@@ -128,7 +128,7 @@ def stack_warnings(deployment: Deployment) -> tuple[str, ...]:
 
 
 def tls_faults(loaded: LoadedDeployment) -> Iterator[str]:
-    """What is wrong with the daemon's certificate and key, where both are there."""
+    """Faults of the daemon's certificate and key, where both exist."""
     daemon = loaded.deployment.daemon
     if daemon.tls_cert and daemon.tls_key and Path(daemon.tls_cert).exists() and Path(daemon.tls_key).exists():
         try:

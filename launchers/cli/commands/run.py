@@ -112,7 +112,7 @@ def open_files(arguments: Arguments, deployment: Deployment, console: Console) -
 
 
 def bundles_of(deployment: Deployment) -> FailureBundles:
-    """Where the daemon's would go too, and `laddertron bundle` looks."""
+    """The folder of the daemon's bundles, which `laddertron bundle` reads."""
     return FailureBundles(deployment, Path(deployment.daemon.data_dir) / "bundles")
 
 

@@ -1,4 +1,4 @@
-"""What cross_node.py's rank programs share: who they are, how they start and fail, models that take turns."""
+"""Shared by cross_node.py's rank programs: identity, how they start and fail, models that take turns."""
 
 from __future__ import annotations
 
