@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 
 from .config.json_fields import Refusal
 from .config.model_config import ModelConfig, Wiring
-from .config.shapes import WHOLE, Sharing
+from .config.shapes import LEAVES, WHOLE, Sharing
 from .residual import pending_at
 
 
@@ -239,17 +239,17 @@ class RankShard:
 
     @property
     def padded_vocab(self) -> int:
-        return -(-self.config.vocab_size // self.size) * self.size
+        return len(self.vocab) * self.size
 
     @property
     def vocab(self) -> range:
         """Global ids of this rank's rows of the head; ids from vocab_size on are padding."""
-        return _part(self.config.vocab_size, self.size, self.rank)
+        return _vocabulary(self.config, self.size, self.rank)
 
     @property
     def embedded(self) -> range:
         """The same of the embedding."""
-        return _part(self.config.vocab_size, self.dense_size, self.dense_rank)
+        return _vocabulary(self.config, self.dense_size, self.dense_rank)
 
     @property
     def expert_ids(self) -> range:
@@ -273,3 +273,12 @@ def _part(whole: int, parts: int, index: int) -> range:
     """Share `index` of equal parts, the last ones beyond `whole` where it does not divide."""
     each = -(-whole // parts)
     return range(index * each, (index + 1) * each)
+
+
+def _vocabulary(config: ModelConfig, size: int, rank: int) -> range:
+    """A rank's rows: equally many of LEAVES shares, so that a rank has those of two ranks of a group twice as large.
+    Lanes divide it otherwise."""
+    if size == 1 or LEAVES % size or config.lanes is not None:
+        return _part(config.vocab_size, size, rank)
+    each = -(-config.vocab_size // LEAVES) * (LEAVES // size)
+    return range(rank * each, (rank + 1) * each)

@@ -242,10 +242,10 @@ class NativeShard:
 
 class SharedShard:
     """A shard in equal shares, each summed up by itself: what all shares of the vocabulary come to does not depend on
-    how many of them a rank has. `columns`: the shard's, the padding among them."""
+    how many of them a rank has. `columns`: the shard's, with its padding; the last share may be shorter."""
 
     def __init__(self, first: int, columns: int, shares: int, device: torch.device) -> None:
-        self._whole, self._each = make_shard(first, device), columns // shares
+        self._whole, self._each = make_shard(first, device), -(-columns // shares)
         self._shares = [make_shard(first + at * self._each, device) for at in range(shares)]
         self.top, self.gumbel = self._whole.top, self._whole.gumbel
 

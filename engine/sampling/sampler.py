@@ -90,10 +90,10 @@ class Sampler:
         device: torch.device,
         grammars: Grammars | None = None,
         on_device: OnDevice | None = None,
-        shares: int = 1,
+        shares: int = 0,
     ) -> None:
         """on_device: how `start` draws; without it every draw passes through the host. shares: of the shard, each of
-        which is summed by itself."""
+        which is summed by itself, so that every number of ranks draws and reports the same; 0: this does not matter."""
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
         self.step, self.grammars = 0, grammars
         self.routed: Callable[[], bytes] = bytes
@@ -102,10 +102,10 @@ class Sampler:
         self.per_node, self._routed = 1, b""
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
-        one = shares == 1
+        one = shares < 2
         work = make_shard(shard.start, device) if one else SharedShard(shard.start, len(shard), shares, device)
         scorer = Scorer(vocab_size, shard.start, self.columns, work, self._exchange)
-        self._tools = StepContext(work, scorer, self._slots, self._first_exchange, self._exchange)
+        self._tools = StepContext(work, scorer, self._slots, self._first_exchange, self._exchange, shares > 0)
         self._digest = np.zeros(8, np.uint8)
         self._under_way: _Draw | None = None
         self._on_device: DeviceDraw | None = None

@@ -48,6 +48,8 @@ class StepContext:
     slots: SlotTable
     first_exchange: Exchange
     exchange: Exchange
+    nested: bool = False
+    """Whether every number of ranks draws the same: from the same candidates."""
 
 
 class Step:
@@ -207,6 +209,8 @@ class Step:
         while len(rows):
             filters = self.plan.filters.take(rows)
             merged, safe, complete = rule.merge(lists)
+            if self.tools.nested:
+                merged, safe, complete = merged[:, :k], np.minimum(safe, k), merged["id"][:, k - 1] == NO_ID
             kept, certain = rule.prefix(merged["x"], self.peak[rows], self.mass[rows], filters, safe, complete)
             self._draw(rows[certain], merged[certain], kept[certain])
             # Without top_k, or without top_p, an id can be judged alone; with both, the k-th must be seen.

@@ -175,8 +175,7 @@ def build(
     on_device, why = drawn_on_device(communicator, device, attention, bool(parallel.deterministic))
     if device.type == "cuda":
         voice.say(f"drawn ids: {why}")
-    nests = parallel.deterministic == "everywhere" and share.config.vocab_size % LEAVES == 0
-    shares = LEAVES // communicator.size if nests else 1
+    shares = LEAVES // communicator.size if parallel.deterministic == "everywhere" else 0
     sampler = _sampler(share, Path(deployment.text_folder), keys, communicator, device, on_device, shares)
     if share.config.experts is not None and share.shard.samples:
         sampler.routed, sampler.per_node = model.routed, communicator.layout.per_node

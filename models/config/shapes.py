@@ -14,7 +14,8 @@ REPLICATED_LIMIT = 64 << 20
 
 
 LEAVES = 16
-"""Equal shares of a row-parallel product's inputs under `deterministic: everywhere`: the most ranks it serves."""
+"""Equal shares of the vocabulary, and of a row-parallel product's inputs under `deterministic: everywhere`: the most
+ranks it serves."""
 
 
 class Sharing(NamedTuple):

@@ -68,8 +68,8 @@ class Ranks:
 
 
 def width(vocab_size: int, tp: int) -> int:
-    """Columns of a rank: the vocabulary padded to a multiple of tp."""
-    return -(-vocab_size // tp)
+    """Columns of a rank, as models/stages.py pads the vocabulary."""
+    return -(-vocab_size // 16) * (16 // tp) if tp in (2, 4, 8, 16) else -(-vocab_size // tp)
 
 
 def make(
@@ -79,7 +79,7 @@ def make(
     gather: Gather,
     slots: int,
     grammars: Grammars | None = None,
-    shares: int = 1,
+    shares: int = 0,
 ) -> Sampler:
     n = width(vocab_size, tp)
     shard = range(rank * n, (rank + 1) * n)

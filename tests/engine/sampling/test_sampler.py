@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from laddertron.engine.request import PARAMS, SamplingParams, TokenLogprob
 from laddertron.engine.sampling.sampler import DesyncError, Gather, Sampled
 from laddertron.topology.transport import native
-from sampling_ranks import Bytes, Ranks, cut, draw, edited, kept, make, sequence
+from sampling_ranks import Bytes, Ranks, cut, draw, edited, kept, make, noise, sequence
 
 Rows = list[torch.Tensor]
 EXCUSED = 1e-6  # scores or cumulative probabilities that lie closer may fall either way
@@ -460,22 +461,34 @@ def test_no_number_that_clients_may_send_makes_logits_nonfinite(scale: float) ->
     assert Ranks(1).run(task)[0] == []
 
 
+def at_the_border(x: npt.NDArray[np.float32], rng: np.random.Generator) -> SamplingParams:
+    """What draws the id at which the sum reaches top_p, if it is kept: rounding decides."""
+    order = np.lexsort((np.arange(len(x)), -x))[: rng.integers(40, 60) + 1]
+    weight = np.exp(x.astype(np.float64) - x.max())
+    asked = (params(seed=seed, top_p=float(weight[order[:-1]].sum() / weight.sum()), logprobs=0) for seed in count())
+    return next(p for p in asked if (x[order] + noise(p, 0, 0, order)).argmax() == len(order) - 1)
+
+
 @pytest.mark.parametrize("without", [(), ("laddertron.engine.sampling._noise",)])
 def test_in_sixteen_shares_every_size_reports_the_same_bits(
     run_seed: int, without: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawn ids, their log-probabilities, those of prompts and the borders of top_p and min_p, by C and by torch: one
-    rank against 2, 4, 8 and 16. Of the rows some are masked almost whole, one is flat and one has a NaN."""
+    rank against 2, 4, 8 and 16. Of the rows some are masked almost whole, one is flat, one has a NaN, and the last ones
+    draw the id at top_p's border."""
     load = native.load
     monkeypatch.setattr(native, "load", lambda name: None if name in without else load(name))
     rng = np.random.default_rng(run_seed)
-    vocab, rows, steps = 1600, 12, 2
+    vocab, rows, steps = 1009, 18, 2
     logits = torch.from_numpy(rng.standard_normal((steps, rows, vocab)).astype(np.float32) * 3)
     logits[:, 1], logits[1:, 2, 700] = 0.0, torch.nan
+    likely = rng.permutation(vocab)[:100]
+    logits[:, 12:, likely] = logits[:, 12:, likely] / 30 + 12
     filters: tuple[dict[str, Any], ...]
     filters = ({}, {"top_p": 0.99}, {"top_p": 0.5}, {"min_p": 1e-3}, {"top_p": 0.9, "top_k": 700}, {"top_p": 0.999})
-    asked = [params(seed=row, logprobs=row % 5, **filters[row % 6]) for row in range(rows)]
-    asked[7] = replace(asked[7], allowed_token_ids=(3, 1599))
+    asked = [params(seed=row, logprobs=row % 5, **filters[row % 6]) for row in range(12)]
+    asked[7] = replace(asked[7], allowed_token_ids=(3, vocab - 1))
+    asked += [at_the_border(x, rng) for x in logits[0, 12:].numpy()]
 
     def answers(tp: int) -> list[Any]:
         def task(rank: int, gather: Gather) -> list[Any]:
@@ -483,7 +496,7 @@ def test_in_sixteen_shares_every_size_reports_the_same_bits(
             for row, one in enumerate(asked):
                 sampler.admit(sequence(row, one))
             drawn = [sampler.sample(cut(step, tp, rank), range(rows)) for step in logits]
-            scores = sampler.score(cut(logits[0], tp, rank), np.arange(rows) * 60, 3)
+            scores = sampler.score(cut(logits[0], tp, rank), np.arange(rows) * 40, 3)
             return [[(step.ids.tolist(), step.logprobs, step.nonfinite.tolist()) for step in drawn], scores]
 
         found = Ranks(tp).run(task)

@@ -41,12 +41,17 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**fields)
 
 
+def rows(vocab: int, size: int) -> int:
+    """Of the vocabulary on a rank: shares of sixteen, where so many can be dealt out evenly."""
+    return -(-vocab // 16) * 16 // size if size in (2, 4, 8, 16) else -(-vocab // size)
+
+
 def shapes(shard: RankShard, replicate_embedding: bool = False) -> dict[str, tuple[int, ...]]:
     """Of every parameter of a rank, from the arithmetic of tensor parallelism alone."""
     c, d = shard.config, shard.config.hidden_size
     size = shard.per_node or shard.size
     heads, kv, ffn = c.num_heads // size, max(1, c.num_kv_heads // size), c.ffn_size // size
-    vocab, embedded = -(-c.vocab_size // shard.size), -(-c.vocab_size // size)
+    vocab, embedded = rows(c.vocab_size, shard.size), rows(c.vocab_size, size)
     out: dict[str, tuple[int, ...]] = {"embedding.weight": (c.vocab_size if replicate_embedding else embedded, d)}
     out["norm.weight"] = (d,)
     if not c.tied_embeddings or replicate_embedding:
