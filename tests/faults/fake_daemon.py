@@ -50,7 +50,11 @@ def main() -> int:
 
     vars(serve)["replicas_of"] = replicas
     text, folder = read_text(loaded)
-    return serve.serve(loaded, text, folder)
+    try:
+        return serve.serve(loaded, text, folder)
+    except serve.ServeError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -119,14 +119,18 @@ class Night:
 
         return until("ready", is_ready, seconds)
 
-    def replica(self) -> dict[str, Any]:
-        """The only one, as /ready tells of it."""
+    def readiness(self) -> dict[str, Any]:
+        """The body of /ready."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=5) as answer:
-                body = json.load(answer)
+                found: dict[str, Any] = json.load(answer)
         except urllib.error.HTTPError as error:
-            body = json.load(error)
-        found: dict[str, Any] = body["replicas"][0]
+            found = json.load(error)
+        return found
+
+    def replica(self) -> dict[str, Any]:
+        """The only one, as /ready tells of it."""
+        found: dict[str, Any] = self.readiness()["replicas"][0]
         return found
 
     def stands(self, seconds: float = 120) -> None:
