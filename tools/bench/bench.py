@@ -168,7 +168,7 @@ def step_bytes(about: Mapping[str, Any], case: Case) -> float:
     parts, weights, kept = min(about["microbatches"], case.batch), float(about["weights"]), int(about["kv_per_token"])
     if about["experts"]:
         held, count, chosen = about["experts"]
-        weights -= held * (1.0 - distinct_experts(count, chosen, ceil(case.batch / parts)) / count)
+        weights -= float(held * (1.0 - distinct_experts(count, chosen, ceil(case.batch / parts)) / count))
     return parts * weights + kept * case.batch * (case.prompt + case.generate / 2)
 
 
