@@ -3,6 +3,8 @@
     python tools/benchmarks/cross_node/cross_node.py    everything, about a quarter of an hour; as root
         --only reduce                             or wirings
         --only wirings --repeat 1 --more          one more run of the wirings, two minutes
+        --only split-prefill                      two streams against whole steps: prompts; or split-decode; minutes
+        --only drafts                             speculation with drafts of a stated hit rate, five minutes
         --write                                   and renews docs/cross_node.md and its picture
 
 Prints a JSON line a measurement and, at the end, tables with the bars that they are held to. The wirings are measured
@@ -18,7 +20,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +125,24 @@ def wiring_runs(nice: int) -> list[dict[str, Any]]:
     return on_cluster(2, 1, spec, nice)
 
 
-RUNS = {"reduce": reduce_runs, "wirings": wiring_runs}
+SPLIT: dict[str, dict[str, Any]] = {
+    "split-prefill": {"positions": 1040, "seats": 8, "prompts": [(8, 128), (1, 1024)], "repeats": 5},
+    "split-decode": {"positions": 128, "seats": 64, "decodes": [1, 8, 64], "turns": 3},
+    "drafts": {"positions": 720, "batches": [1, 8], "prompt": 16, "answer": 700, "steps": 24, "turns": 5},
+}
+
+
+def split_runs(name: str, nice: int) -> list[dict[str, Any]]:
+    spec = {**SPLIT[name], "task": name.partition("-")[0], "delays_s": [0.0, 0.1 * MS, 1 * MS]}
+    spec["size"] = {**LLAMA150M, "positions": spec.pop("positions")}
+    return on_cluster(2, 1, spec, nice)
+
+
+RUNS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
+    "reduce": reduce_runs,
+    "wirings": wiring_runs,
+    **{name: partial(split_runs, name) for name in SPLIT},
+}
 
 
 def measured(name: str, args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
@@ -153,7 +173,7 @@ def main() -> int:
         if (why := why_not()) is not None:
             print(f"no emulated cluster here: {why}", file=sys.stderr)
             return 2
-        for name in args.only or RUNS:
+        for name in args.only or ("reduce", "wirings"):
             results[name] = measured(name, args, results.get(name))
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ SMALL = 16384
 """Bytes of a decode step's message; larger ones are a prompt's."""
 REDUCE_BARS = {"2 x 1": 1.5e-3, "4 x 1": 2.6e-3}
 TWO_LEVEL_BAR = 1.3
+SPLIT_KINDS = ("whole", "split", "auto", "carried")
 LARGE_BAR = 1.0
 """The largest share of gloo's time with a prompt's message."""
 
@@ -66,6 +67,29 @@ def reduce_tables(results: Results) -> list[str]:
     return rows
 
 
+def split_table(lines: Sequence[Line]) -> list[str]:
+    """Milliseconds a step: medians with the least and the most, and the share of the gap between whole and carried
+    (every message sent and taken, none waited for) that splitting closes."""
+    rows = []
+    for line in lines:
+        cells = [f"{line[k][0] * 1e3:.1f} ({line[k][1] * 1e3:.1f} to {line[k][2] * 1e3:.1f})" for k in SPLIT_KINDS]
+        whole, split, carried = (line[k][0] for k in ("whole", "split", "carried"))
+        closed = f"{(whole - split) / (whole - carried):.0%}" if whole > carried else "-"
+        rows.append((f"{line['delay_s'] * 1e3:g} ms, {line['case']}", *cells, f"{whole / split:.2f}", closed))
+    return table("one way, case | whole | split | auto | carried | whole / split | gap closed", rows)
+
+
+def drafts_table(lines: Sequence[Line]) -> list[str]:
+    """Tokens/s, and how many times as many as without drafts."""
+    kinds = [name for name, value in lines[0].items() if isinstance(value, list)]
+    rows = []
+    for line in lines:
+        off = line["off"][0]
+        cells = [f"{line[k][0]:.1f} ({line[k][1]:.1f} to {line[k][2]:.1f}), {line[k][0] / off:.2f}x" for k in kinds]
+        rows.append((f"{line['delay_s'] * 1e3:g} ms, {line['batch']}", *cells))
+    return table(f"one way, sequences | {' | '.join(kinds)}", rows)
+
+
 TABLES: dict[str, Callable[[Results], list[str]]] = {
     "reduce": reduce_tables,
     "wirings": lambda results: [
@@ -73,6 +97,9 @@ TABLES: dict[str, Callable[[Results], list[str]]] = {
         "",
         *later_table(results["wirings"]["lines"]),
     ],
+    "split-prefill": lambda results: ["### Split prompts", "", *split_table(results["split-prefill"]["lines"])],
+    "split-decode": lambda results: ["### Split decodes", "", *split_table(results["split-decode"]["lines"])],
+    "drafts": lambda results: ["### Drafts", "", *drafts_table(results["drafts"]["lines"])],
 }
 
 
