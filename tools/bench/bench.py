@@ -165,11 +165,11 @@ def run_mix(engine: Engine, items: Sequence[Item], name: str) -> MixTiming:
 def step_bytes(about: Mapping[str, Any], case: Case) -> float:
     """Bytes that a decode step of the case must read, on average over its generation: the weights in each micro-batch
     of a pipeline, of experts those that its rows are expected to choose, and keys and values."""
-    parts, weights, kept = min(about["microbatches"], case.batch), float(about["weights"]), int(about["kv_per_token"])
+    parts, weights, kept = min(int(about["microbatches"]), case.batch), float(about["weights"]), about["kv_per_token"]
     if about["experts"]:
         held, count, chosen = about["experts"]
         weights -= float(held * (1.0 - distinct_experts(count, chosen, ceil(case.batch / parts)) / count))
-    return parts * weights + kept * case.batch * (case.prompt + case.generate / 2)
+    return parts * weights + float(kept * case.batch * (case.prompt + case.generate / 2))
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

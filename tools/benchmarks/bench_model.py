@@ -22,6 +22,7 @@ from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import architecture
 from laddertron.models.config.lanes import Lanes
 from laddertron.models.config.model_config import Dtype, ModelConfig, Wiring, make_wiring
+from laddertron.models.config.parts import WiringKind
 from laddertron.models.config.shapes import check_shapes, replicates_embedding
 from laddertron.models.cuda.fp8 import LARGEST, Fp8, multiplies_fp8
 from laddertron.models.lanes import model_class
@@ -53,7 +54,8 @@ class Size:
     lanes: int = 0
 
     def config(self) -> ModelConfig:
-        lanes = Wiring(("lanes",) * self.layers, lanes=Lanes(self.lanes, 1, self.layers))
+        kind: WiringKind = "lanes"
+        lanes = Wiring((kind,) * self.layers, lanes=Lanes(self.lanes, 1, self.layers))
         return architecture(
             "laneformer_tp" if self.lanes else "llama", self.layers, self.hidden, self.heads, self.kv_heads, self.ffn,
             self.vocab, self.positions, tied=self.tied, dtype=self.dtype, wiring=lanes if self.lanes else "standard",

@@ -86,8 +86,8 @@ def lanes_of_the_law(case: Case, lanes: int, delay: int) -> float:
     """The same of a model of lanes, "lanes delay-d": its early layers and its head wait for a sum, its last layers send
     nothing. Outside and L are the Llama's beside it; a sub-block is longer by what its silent step is."""
     p, silent, carried = prices(case), *(float(case[f"lanes {w}"]["step_s"]) for w in ("no-communication", "carried"))
-    kinds: tuple[WiringKind, ...] = ("lanes",) * p.layers
-    one, wiring = (Wiring(kinds, lanes=Lanes(lanes, d, p.layers)) for d in (1, delay))
+    kind: WiringKind = "lanes"
+    one, wiring = (Wiring((kind,) * p.layers, lanes=Lanes(lanes, d, p.layers)) for d in (1, delay))
     carrying = max(0.0, (carried - silent) / (collectives_per_step(one) + 1))
     longer = (silent - p.outside_s) / (p.layers * (p.attention_s + p.mlp_s))
     travels = Wire(0.0, max(0.0, p.all_reduce_s - carrying))
