@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .counter import LOG_KEPT_BYTES
+from .counter import LOG_KEPT_BYTES, count_file
 from .export import Export
 from .frames import Change
 from .schema import KEYS, columns
@@ -21,6 +21,8 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
     db.execute("PRAGMA secure_delete = ON")
     db.execute("PRAGMA cache_size = -2048")  # KiB: it fills up with results, on every connection
     db.execute(f"PRAGMA journal_size_limit = {LOG_KEPT_BYTES}")
+    if count_file(folder).exists():
+        db.execute("PRAGMA wal_autocheckpoint = 0")  # copy_log does it, and marks it beside the count
     db.row_factory = sqlite3.Row
     db.text_factory = _text  # one damaged text must not fail the query that meets it
     return db

@@ -16,6 +16,7 @@ from .disk import DiskError, Files, NewFile
 _SLOT = struct.Struct("<4sQI")  # magic, count, CRC-32 of both
 _MAGIC = b"LTC1"
 _SLOT_BYTES = 512  # a sector each: a torn write damages the newer one alone
+_COPYING = 2 * _SLOT_BYTES, b"LTCP"  # where, and what is there while the log is copied into the store
 LOG_KEPT_BYTES = 64 << 20  # SQLite itself cuts a longer log to this
 COUNT = "SELECT value FROM meta WHERE key = 'commits'"
 
@@ -51,10 +52,41 @@ def reset_count(folder: Path, count: int, files: Files) -> None:
         file.commit()
 
 
+def copy_log(db: sqlite3.Connection, folder: Path) -> None:
+    """Copies the log into store.db, page by page: a store that is killed meanwhile may have the newest count and not what
+    it counts, except in its log. A mark beside the count says so. Raises OSError or sqlite3.Error."""
+    at, mark = _COPYING
+    descriptor = os.open(count_file(folder), os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, mark, at)
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        os.pwrite(descriptor, bytes(len(mark)), at)
+    finally:
+        os.close(descriptor)
+
+
+def interrupted(folder: Path) -> bool:
+    """Whether the store was killed while its log was copied: it is incomplete without the log."""
+    at, mark = _COPYING
+    path = count_file(folder)
+    return path.exists() and path.read_bytes()[at : at + len(mark)] == mark
+
+
+def _frames(head: bytes) -> int:
+    """Pages in the log that store.db may lack, from the first bytes of SQLite's index of its log."""
+    return int(struct.unpack_from("=I", head, 16)[0] - struct.unpack_from("=I", head, 96)[0])
+
+
 def check_count(folder: Path, export_dir: Path | None) -> None:
     """Whether the store has what was acknowledged; leaves it and its log unchanged. Raises DiskError or
     sqlite3.Error."""
-    wanted = read_count(folder)
+    wanted, marked, log = read_count(folder), interrupted(folder), folder / "store.db-wal"
+    incomplete = (
+        f"{folder}: the daemon was killed while store.db-wal was copied into store.db, which is incomplete without it, "
+        f"and the log was removed or damaged: {_ways(folder, export_dir)}"
+    )
+    if marked and not (log.exists() and log.stat().st_size):
+        raise DiskError(incomplete)
     # a connection that only reads recovers what the log has, and neither checkpoints nor deletes it when it is closed
     with contextlib.closing(sqlite3.connect(f"{(folder / 'store.db').resolve().as_uri()}?mode=ro", uri=True)) as db:
         try:
@@ -68,6 +100,8 @@ def check_count(folder: Path, export_dir: Path | None) -> None:
         raise DiskError(
             f"{count_file(folder)} is missing, the store has counted {have} commits: {_ways(folder, export_dir)}"
         )
+    if marked and not _frames((folder / "store.db-shm").read_bytes()):  # the index of what was just recovered
+        raise DiskError(incomplete)
     if wanted is not None and have < wanted:
         raise DiskError(
             f"{folder}: store.db and store.db-wal have {have} of {wanted} acknowledged commits (the log was removed, "
@@ -111,6 +145,8 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self._log = folder / "store.db-wal"
         self._descriptor = os.open(self._log, os.O_RDONLY | os.O_CLOEXEC)  # SQLite has no locks on this file
+        # it has on this one, and closing a descriptor gives them up: `close` comes after the last connection's
+        self._index = os.open(folder / "store.db-shm", os.O_RDONLY | os.O_CLOEXEC)
         places = (folder, folder / "files", folder / "store.db", self._log, count_file(folder))
         self._inodes = {path: _inode(path) for path in places}
         self._least = 0
@@ -130,8 +166,12 @@ class Watched:
         self._least = size
         return None
 
+    def frames(self) -> int:
+        return _frames(os.pread(self._index, 100, 0))
+
     def close(self) -> None:
         os.close(self._descriptor)
+        os.close(self._index)
 
 
 def _inode(path: Path) -> tuple[int, int]:

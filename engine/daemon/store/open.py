@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from .connection import connect_store
-from .counter import COUNT, check_count, count_file, reset_count
+from .counter import COUNT, check_count, copy_log, count_file, reset_count
 from .disk import DiskError, NewFile, prepare_folder
 from .export import Export
 from .frames import ExportError, generations
@@ -70,6 +70,7 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
             detach(db)
         else:
             continue_export(db, folder, export, options)
+        copy_log(db, folder)  # else closing it does, unmarked
     finally:
         db.close()
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from .clock import TrustedClock
 from .connection import connect_store, newest_time, note_position, snapshot
-from .counter import COUNT, Counter, Watched
+from .counter import COUNT, Counter, Watched, copy_log
 from .disk import Files as DiskFiles
 from .disk import FolderLock
 from .export import Export, Fenced
@@ -31,6 +31,7 @@ from .schema import Rows
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_LOG_PAGES = 1000
 _GROUP = 512
 _TRIAL_SECONDS = 1.0
 _EXPORT_SECONDS = 0.5  # between looks at the export's folder
@@ -233,6 +234,8 @@ class Store:
         unsure = StoreUnavailable(f"{self.failure}: what was written may be stored")
         self._answer([(work, None, unsure) for work, _, _ in self._owed])
         self._note_time(db)
+        if not self.fenced:
+            self._copy_log(db)
         db.close()
 
     def _note_time(self, db: sqlite3.Connection) -> None:
@@ -274,7 +277,17 @@ class Store:
         self._owed += [(work, work.outcome, work.error) for work in works]
         if self._acknowledge():
             self._options.observe_commit(time.perf_counter() - began)
+        if self._watched.frames() >= _LOG_PAGES:
+            self._copy_log(db)
         return db
+
+    def _copy_log(self, db: sqlite3.Connection) -> None:
+        """Where that fails, it is done after the next commit."""
+        try:
+            copy_log(db, self.folder)
+        except (sqlite3.Error, OSError) as error:
+            self._options.observe_error()
+            log.warning("the log cannot be copied into store.db: %s", error, extra={"event": "store"})
 
     def _acknowledge(self) -> bool:
         """Answers what is committed, once its count is on the disk; until then it waits, since it cannot be undone."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from laddertron.engine.daemon.store import records
-from laddertron.engine.daemon.store.counter import read_count
+from laddertron.engine.daemon.store.counter import interrupted, read_count
 from laddertron.engine.daemon.store.disk import DiskError
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
 from test_store import WRITER, BadFiles, batch, numbers, put, result, with_store
@@ -49,6 +49,19 @@ def flip(log: Path) -> None:
     log.write_bytes(data)
 
 
+def flip_first(log: Path) -> None:
+    """In its first page: nothing of it is read."""
+    with log.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+
+
+def empty(log: Path) -> None:
+    os.truncate(log, 0)
+
+
 @pytest.mark.parametrize("damage", [remove, cut, flip])
 def test_a_damaged_log_is_refused_untouched_and_the_export_has_the_rest(
     tmp_path: Path, damage: Callable[[Path], None]
@@ -76,13 +89,42 @@ def test_a_damaged_log_is_refused_untouched_and_the_export_has_the_rest(
     assert with_store(data, numbers, options) >= printed
 
 
+COPIER = """
+    import resource, signal, sqlite3, sys
+    from pathlib import Path
+    from laddertron.engine.daemon.store.counter import copy_log
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+    db = sqlite3.connect(folder / "store.db")
+    db.execute("SELECT count(*) FROM results").fetchone()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    copy_log(db, folder)
+"""
+
+
+def test_a_store_that_was_killed_while_its_log_was_copied_needs_the_log(tmp_path: Path) -> None:
+    """The kernel kills the copier at the first page beyond the limit: the pages before are written, the one with the
+    count among them, and no new page of results."""
+    options = StoreOptions(export_dir=tmp_path / "export")
+    data = tmp_path / "data"
+    printed = crash_after(data, 390, tmp_path / "export")
+    with_store(data, numbers, options)
+    printed |= crash_after(data, 1, tmp_path / "export")
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(COPIER), data, str(12 * 4096)], check=False)
+    assert done.returncode == -signal.SIGXFSZ
+    for damage in (remove, empty, flip_first):
+        broken = shutil.copytree(data, tmp_path / damage.__name__)
+        damage(broken / "store.db-wal")
+        with pytest.raises(DiskError, match=r"killed while store.db-wal was copied.*rebuild the store from the export"):
+            with_store(broken, numbers, options)
+    assert with_store(data, numbers) >= printed
+    (broken / "store.db").rename(tmp_path / "store.db.lost")
+    assert with_store(broken, numbers, options) >= printed
+
+
 def replace(log: Path) -> None:
     log.rename(log.with_suffix(".old"))
     log.touch()
-
-
-def empty(log: Path) -> None:
-    os.truncate(log, 0)
 
 
 @pytest.mark.parametrize("name", ["store.db-wal", "store.count"])
@@ -145,7 +187,7 @@ def test_a_good_store_is_never_refused(tmp_path: Path, run_seed: int) -> None:
         match rng.randrange(4):
             case 0:
                 with_store(data, numbers)
-            case 1:
+            case 1 if not interrupted(data):
                 other = sqlite3.connect(data / "store.db")
                 other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
                 other.close()
