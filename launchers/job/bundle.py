@@ -111,13 +111,13 @@ def nccl_records(environ: Mapping[str, str]) -> list[Path]:
         return []
 
 
-def log_tails(folder: Path, most: int = 256 << 10) -> dict[str, bytes]:
-    """The ends of the log files of a data folder."""
+def log_tails(folder: Path) -> dict[str, bytes]:
+    """The last 256 KiB of each log file of a data folder."""
     out = {}
     for path in sorted((*folder.glob("*.log"), *folder.glob("*.jsonl"))):
         try:
             with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - most))
+                file.seek(max(0, path.stat().st_size - (256 << 10)))
                 out[f"logs/{path.name}"] = redacted(file.read().decode(errors="replace")).encode()
         except OSError as error:
             out[f"logs/{path.name}"] = f"cannot be read: {error}\n".encode()

@@ -156,12 +156,12 @@ def report(
     )
 
 
-def matmul_s(device: torch.device, rounds: int = 100) -> float:
-    """Seconds of a short matrix product, the best of some: the rate of an idle device."""
+def matmul_s(device: torch.device) -> float:
+    """Seconds of a short matrix product, the best of a hundred: the rate of an idle device."""
     side, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (384, torch.float32)
     a = torch.ones(side, side, dtype=dtype, device=device)
     best = float("inf")
-    for _ in range(rounds):
+    for _ in range(100):
         began = time.perf_counter()
         a @ a
         if device.type == "cuda":

@@ -90,10 +90,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def tabulate(choose: Chooser, sizes: Sequence[int] = SIZES) -> tuple[tuple[int, str], ...]:
+def tabulate(choose: Chooser) -> tuple[tuple[int, str], ...]:
     """(largest bytes, strategy), rising, neighbours of one strategy joined; the last holds for all above. Pure."""
     table: list[tuple[int, str]] = []
-    for size in sizes:
+    for size in SIZES:
         strategy = choose.strategy(size)
         if table and table[-1][1] == strategy:
             table[-1] = (size, strategy)

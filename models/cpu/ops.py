@@ -111,15 +111,15 @@ def _share_pool(library: ctypes.CDLL) -> bool:
     return False
 
 
-def read_bandwidth(size: int = 256 << 20, rounds: int = 12) -> float | None:
-    """Bytes a second that torch's threads together read of `size` bytes: the best of some rounds, None without kernels.
-    The floor of a decode step is what it must read divided by this."""
+def read_bandwidth(size: int) -> float | None:
+    """Bytes a second that torch's threads together read of `size` bytes: the best of twelve rounds, None without
+    kernels. The floor of a decode step is what it must read divided by this."""
     kernels = Kernels.find()
     if kernels is None:
         return None
     data = HugePages().take(size).fill_(1)
     best = float("inf")
-    for _ in range(rounds):
+    for _ in range(12):
         started = time.perf_counter()
         kernels.read(data.data_ptr(), size, kernels.threads)
         best = min(best, time.perf_counter() - started)

@@ -60,9 +60,9 @@ def batches(most: int) -> tuple[int, ...]:
     return tuple(sorted({1, 2 ** round(steps), 2 ** round(2 * steps), most}))
 
 
-def at_least(what: str, measured: float, limit: float, form: str = "{:.0%}") -> tuple[Check, ...]:
+def at_least(what: str, measured: float, limit: float) -> tuple[Check, ...]:
     """No check where the limit is 0."""
-    return (Check(what, form.format(measured), "≥ " + form.format(limit), measured >= limit),) if limit else ()
+    return (Check(what, f"{measured:.0%}", f"≥ {limit:.0%}", measured >= limit),) if limit else ()
 
 
 def load_part(load: float, limits: AcceptanceConfig) -> Part:

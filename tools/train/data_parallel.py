@@ -19,6 +19,7 @@ from ...topology.hardware.interfaces import interface_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_TIMEOUT_S = 600.0
 _PATIENCE = timedelta(days=1)
 """How long the others wait while rank 0 reads text: an end of it ends the job, by way of the launcher."""
 
@@ -32,7 +33,6 @@ class DataParallel:
         address: str = "127.0.0.1",
         device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
         shards: int | None = None,
-        timeout_s: float = 600.0,
     ) -> None:
         """All ranks at once; `address` is this rank's own. Raises ValueError where shards do not divide the ranks."""
         self.rank, self.size = (0, 1) if bootstrap is None else (bootstrap.rank, bootstrap.size)
@@ -43,16 +43,16 @@ class DataParallel:
         self._mesh: DeviceMesh | None = None
         self._firsts = 0
         if bootstrap is not None and self.size > 1:
-            self._open(bootstrap, address, timeout_s)
+            self._open(bootstrap, address)
 
-    def _open(self, bootstrap: Bootstrap, address: str, timeout_s: float) -> None:
+    def _open(self, bootstrap: Bootstrap, address: str) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._store = store_at(bootstrap, 0, address, timeout_s)
+        self._store = store_at(bootstrap, 0, address, _TIMEOUT_S)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         with environment(GLOO_SOCKET_IFNAME=interface_of(address)):
             dist.init_process_group(
-                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_s)
+                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=_TIMEOUT_S)
             )
             replicas = self.size // self.shards
             names = ("replicate", "shard")

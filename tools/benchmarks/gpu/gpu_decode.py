@@ -94,11 +94,11 @@ def main() -> int:
     return 0
 
 
-def copy_bandwidth(device: torch.device, size: int, rounds: int = 12) -> float:
+def copy_bandwidth(device: torch.device, size: int) -> float:
     """Bytes a second of a large copy within the device's memory, read and written ones together: the best round."""
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     best = float("inf")
-    for _ in range(rounds):
+    for _ in range(12):
         best = min(best, timed(device, lambda: target.copy_(source)))
     return 2 * size / best
 
