@@ -103,12 +103,11 @@ def _follow(variants: Sequence[Variant], communicator: Communicator) -> None:
             variants[rest[0]].waiting.append(decode(rest[1:]))
         elif kind == _STEP:
             index, steps = struct.unpack("<BI", rest)
+            variant = variants[index]
             for _ in range(steps):
-                if not variants[
-                    index
-                ].waiting:  # nothing but this variant's plans is sent before the last of these steps
-                    variants[index].waiting.append(decode(communicator.plans.receive()[2:]))
-                variants[index].runner.run_through(variants[index].waiting.popleft())
+                if not variant.waiting:  # only this variant's plans are sent before the last of these steps
+                    variant.waiting.append(decode(communicator.plans.receive()[2:]))
+                variant.runner.run_through(variant.waiting.popleft())
         else:
             _all_reduces(communicator, *struct.unpack("<II", rest))
 
