@@ -53,8 +53,8 @@ def reset_count(folder: Path, count: int, files: Files) -> None:
 
 
 def copy_log(db: sqlite3.Connection, folder: Path) -> None:
-    """Copies the log into store.db, page by page: a store that is killed meanwhile may have the newest count and not what
-    it counts, except in its log. A mark beside the count says so. Raises OSError or sqlite3.Error."""
+    """Copies the log into store.db, page by page: a store that is killed meanwhile may have the newest count and not
+    what it counts, except in its log. A mark next to the count says so. Raises OSError or sqlite3.Error."""
     at, mark = _COPYING
     descriptor = os.open(count_file(folder), os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
     try:
