@@ -238,8 +238,9 @@ def test_histograms_are_those_of_the_conventions() -> None:
 
 
 @pytest.mark.parametrize("export", [export_spans, export_histograms])
-def test_a_collector_that_is_gone_costs_no_request(export: Any) -> None:
+def test_a_collector_that_is_gone_costs_no_request(export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process listens there: requests go on as if nothing were exported; the telemetry of that time is lost."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")  # seconds that the exporter tries for
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `otel` is not installed")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

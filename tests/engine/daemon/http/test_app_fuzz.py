@@ -49,6 +49,8 @@ def test_generated_requests_are_answered_as_described(daemon: Served, mode: Gene
         def send(case: schemathesis.Case) -> None:
             nonlocal sent
             sent += 1
+            if case.path == "/v1/overview":
+                case.query.pop("stream", None)  # events that go on until their reader leaves
             case.validate_response(case.call(timeout=300), checks=CHECKS)
 
         try:
