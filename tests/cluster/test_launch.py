@@ -223,7 +223,9 @@ for name in filter(str.isdecimal, os.listdir("/proc")):
 ANY = ("00000000", "0" * 32)
 
 
-@pytest.mark.parametrize(("launcher", "narrow"), [("openmpi", True), ("openmpi", False), ("mpich", True)])
+@pytest.mark.parametrize(
+    ("launcher", "narrow"), [("openmpi", True), pytest.param("openmpi", False, marks=pytest.mark.slow), ("mpich", True)]
+)
 def test_a_job_over_nodes_listens_on_the_chosen_interface_alone(
     nodes: Callable[[int], Cluster], tmp_path: Path, launcher: str, narrow: bool
 ) -> None:

@@ -117,6 +117,7 @@ def quiet_preflight(cluster: Cluster, config: Path, tuning: Path) -> subprocess.
     return done
 
 
+@pytest.mark.slow
 def test_preflight_tunes_a_run_over_nodes(link: Cluster, tmp_path: Path) -> None:
     """1. preflight over two nodes measures the link's delay and writes a tuning file.
     2. A run with that file answers every line, each rank on its node, and warns of nothing."""
@@ -162,6 +163,7 @@ def test_preflight_names_who_cannot_have_rdma(link: Cluster, tmp_path: Path) -> 
     assert not tuning.exists()
 
 
+@pytest.mark.slow
 def test_preflight_ends_on_a_cut_link(link: Cluster, tmp_path: Path) -> None:
     """Pulled while ranks measure: an error that names the other end, exit 1, and nothing is left on any node."""
     config, before = deployment(link, tmp_path), link.control.stats().bytes

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_preflight_measures_the_link_without_mpi(link: Cluster, tmp_path: Path) -> None:
     """One rank a node; rank 0 keeps the store that MASTER_ADDR names. The report has the rail between the two nodes,
     with the link's own delay, and the tuning file says two nodes."""

@@ -36,8 +36,11 @@ def near(run_seed: int, folder: Path, whole: Path, blur: float = 0.04) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(2, "float32"), (1, "bfloat16")]
+    + [pytest.param(*how, marks=pytest.mark.slow) for how in ((1, "float32"), (2, "bfloat16"), (4, "float32"))],
+)
 def test_speculation_changes_no_answer(ranks: Ranks, size: int, dtype: str, tmp_path: Path, run_seed: int) -> None:
     """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids,
     grammars; with prefixes in the cache and chunked prompts beside decodes: every id, every score and every end is the
@@ -68,7 +71,14 @@ def test_a_draft_model_survives_preemption(ranks: Ranks, tmp_path: Path, run_see
     assert drafted["accepted"] > 0.9 * drafted["drafts"]
 
 
-@pytest.mark.parametrize("family", ["ladder", "parallel", "hybrid", "mistral", "desync2_tp2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "ladder",
+        "mistral",
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ("parallel", "hybrid", "desync2_tp2")),
+    ],
+)
 def test_every_wiring_takes_drafts(ranks: Ranks, family: str, tmp_path: Path, run_seed: int) -> None:
     folder = checkpoints.save(tmp_path / "m", family)
     plain, drafted = (answers(run_seed, ranks, 2, folder, speculation=kind) for kind in (False, "ngram"))

@@ -142,7 +142,7 @@ def test_stages_answer_as_the_oracle_does(
 ) -> None:
     """Two stages: of one rank, of two ranks with whole experts each, and of two nodes each with a dense path of its
     own. Each has the experts of its own layers."""
-    folder, prompts = checkpoint(recipe), checkpoints.prompts(6)
+    folder, prompts = checkpoint(recipe), checkpoints.prompts(4)
     logits = transformers_logits(folder) if recipe in checkpoints.STOCK else reference_logits(folder)
     args = {
         "folder": str(folder),

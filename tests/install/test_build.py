@@ -36,6 +36,7 @@ def test_compiles_for_aarch64_without_a_warning(source: str, arguments: list[str
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_compiler_torch_takes_over(tmp_path: Path) -> None:
     """Installed by a build whose compiler fails: no library is there, and a run answers as one with them does, and as
     transformers."""

@@ -302,6 +302,7 @@ def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path
     assert len(verdicts(tmp_path / "data")) == 1
 
 
+@pytest.mark.slow
 def test_four_ranks_that_mpirun_maps_as_it_likes(tmp_path: Path) -> None:
     """Open MPI 5 maps four ranks by core and numbers them so on their node, rank 1 as local rank 2: all lines are
     answered as by one rank. The summary counts the ranks, though rank 0 alone reports."""

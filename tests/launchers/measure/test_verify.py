@@ -58,6 +58,7 @@ def test_two_layouts_with_the_same_bits(verify: Any, tmp_path: Path) -> None:
     assert said.count("all bits are equal") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
 def test_stages_have_the_same_bits(verify: Any, tmp_path: Path) -> None:
     """Each stage checks its own layers; together they are the model's, by its numbers."""

@@ -233,6 +233,7 @@ def test_the_table_of_a_mix_has_its_title_in_one_line_and_no_empty_row() -> None
     assert "drafts" not in said.get()
 
 
+@pytest.mark.slow
 def test_a_pipeline_on_real_ranks(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     words = ["bench", "sweep", str(CONFIG), *QUICK, *ALONE, "--set", "parallel.pipeline_parallel_size=2"]

@@ -401,6 +401,7 @@ def test_slower_links_leave_less_to_tensor_parallelism_across_nodes() -> None:
     assert all(counts[0][f"{form}, ladder"] > counts[0][f"{form}, stock"] for form in ("bf16", "fp8"))
 
 
+@pytest.mark.slow
 def test_regions_are_drawn_with_a_panel_for_each_link_and_kind_of_weights(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one.svg", "two.svg"):

@@ -79,7 +79,9 @@ def memory_on(rank: Rank, folder: str) -> list[int]:
         return [sum(local(t).nbytes for t in part) for part in parts]
 
 
-@pytest.mark.parametrize(("size", "shards"), [(2, None), (4, None), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "shards"), [(2, None), *(pytest.param(4, shards, marks=pytest.mark.slow) for shards in (None, 2))]
+)
 def test_ranks_lose_what_one_rank_loses(
     ranks: Callable[..., list[Any]], tmp_path: Path, size: int, shards: int | None
 ) -> None:
@@ -351,6 +353,7 @@ def test_a_killed_command_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_adapts_a_folder(tmp_path: Path) -> None:
     """From a stock folder to one that declares its wiring, with card and record; under mpirun, too."""
     folder = checkpoints.save(tmp_path / "m", "llama")

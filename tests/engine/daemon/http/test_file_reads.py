@@ -42,7 +42,7 @@ def finished(daemon: Served) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("damage", ["removed", "truncated"])
+@pytest.mark.parametrize("damage", ["removed", pytest.param("truncated", marks=pytest.mark.slow)])
 def test_150_clients_read_a_file_that_has_to_be_made_again(tmp_path: Path, damage: str) -> None:
     files = SlowFiles()
     limits = LimitsConfig(max_connections_per_address=400)

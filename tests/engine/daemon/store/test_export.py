@@ -390,11 +390,13 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 STRIDES = [13, pytest.param(1, marks=pytest.mark.slow)]
 """One step of so many is tried."""
+EVERY_START = [(legacy, fresh) for legacy in (False, True) for fresh in (False, True)]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize(
+    ("stride", "legacy", "fresh"),
+    [(13, True, False), (13, False, True), *(pytest.param(1, *how, marks=pytest.mark.slow) for how in EVERY_START)],
+)
 def test_a_start_that_ends_at_any_step_leaves_everything(
     tmp_path: Path,
     template: Path,
@@ -620,8 +622,14 @@ def put_back(export: Path) -> None:
     export.with_name("away").rename(export)
 
 
-@pytest.mark.parametrize("lose", [move_away, replace_empty, replace_by_copy])
-@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(
+    ("lose", "idle"),
+    [(move_away, True), (replace_empty, False), (replace_by_copy, True)]
+    + [
+        pytest.param(*how, marks=pytest.mark.slow)
+        for how in [(move_away, False), (replace_empty, True), (replace_by_copy, False)]
+    ],
+)
 def test_without_its_export_folder_nothing_is_acknowledged(
     tmp_path: Path, lose: Callable[[Path], None], idle: bool
 ) -> None:
