@@ -11,6 +11,7 @@ import torch
 from ..topology.hardware.cuda_stack import triton_missing
 from .attention import AttentionBackend, KVCache, TorchAttention
 from .config.json_fields import Refusal
+from .config.latent import Expansion
 from .config.model_config import ModelConfig
 from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kernels
 from .cpu.latent import MOST_WIDTH, CpuLatentAttention
@@ -34,7 +35,7 @@ def make_attention(
     deterministic is wanted and cannot be had."""
     config, device = shard.config, cache.keys[0].device
     if isinstance(cache, LatentCache):
-        return _make_latent(wanted, cache, dtype, _scale(config), deterministic)
+        return _make_latent(wanted, shard, cache, dtype, deterministic)
     windows, scale = _windows(config), _scale(config)
     if deterministic and device.type == "cpu":
         kernels = Kernels.find(deterministic)
@@ -79,11 +80,14 @@ def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.
 
 
 def _make_latent(
-    wanted: str, cache: LatentCache, dtype: torch.dtype, scale: float, deterministic: bool
+    wanted: str, shard: RankShard, cache: LatentCache, dtype: torch.dtype, deterministic: bool
 ) -> tuple[AttentionBackend, str]:
+    scale, sizes, expansion = _scale(shard.config), shard.config.latent, None
     kernels = Kernels.find(deterministic) if cache.latents[0].device.type == "cpu" else None
     if wanted == "auto" and kernels is not None and fits_latents(cache, dtype):
-        return CpuLatentAttention(cache, scale, kernels), "cpu kernels, on latents"
+        if not deterministic and sizes is not None:
+            expansion = Expansion(sizes, shard.num_heads, dtype.itemsize)
+        return CpuLatentAttention(cache, scale, kernels, expansion=expansion), "cpu kernels, on latents"
     if deterministic:
         raise AttentionError(
             f"parallel.deterministic with engine.attention={wanted}, latents {cache.latents[0].dtype}: attention on "

@@ -1,18 +1,38 @@
 """Latent attention (arXiv 2405.04434, MLA): a token's cache is one latent and one rotated key, the same for all heads.
 
 In absorbed form: the part of the key's projection that belongs to a head is multiplied into its query, that of the
-value's into its output, so that heads attend to latents. R: the latent's width, r: the rotated key's.
+value's into its output, so that heads attend to latents. In expanded form each head's keys and values are made of the
+latents, which long chunks of prompts gain by. R: the latent's width, r: the rotated key's.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention import KVCache, TorchAttention
+from .attention import KVCache, StepLayout, TorchAttention
+from .config.latent import Expansion
 from .ops import Norm, rms_norm, rotate
 from .stages import RankShard
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk in expanded form: its `rows` of the step, its sequence's positions and blocks, its tokens' places in the
+    cache and angles; mask [T, length], None: causal."""
+
+    rows: slice
+    length: int
+    table: Tensor
+    blocks: Tensor
+    offsets: Tensor
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
 
 
 class LatentCache(KVCache):
@@ -38,9 +58,37 @@ class LatentAttention(TorchAttention):
 
     name = "torch, latent"
 
-    def __init__(self, cache: LatentCache, scale: float) -> None:
+    def __init__(self, cache: LatentCache, scale: float, expansion: Expansion | None = None) -> None:
+        """expansion: None where every token is computed in absorbed form."""
         super().__init__(cache, (None,) * len(cache.latents), scale)
-        self.latents = cache
+        self.latents, self._expansion = cache, expansion
+        self.expanded: list[Chunk] = []
+        self.absorbed = torch.empty(0, dtype=torch.int64)
+        """Rows of the step that are in no expanded chunk, if there is one: those that `attend` takes."""
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        start, each = layout.query_start, range(layout.decode, len(layout.kv_len))
+        rule = self._expansion
+        chosen = [i for i in each if rule and rule.pays(start[i + 1] - start[i], layout.kv_len[i])]
+        self.expanded = [self._chunk(layout, i, cos, sin) for i in chosen]
+        if chosen:
+            layout, self.absorbed = _without(layout, set(chosen))
+            cos, sin = cos[self.absorbed], sin[self.absorbed]
+        super().plan(layout, cos, sin)
+
+    def _chunk(self, layout: StepLayout, i: int, cos: Tensor, sin: Tensor) -> Chunk:
+        rows, length = slice(layout.query_start[i], layout.query_start[i + 1]), layout.kv_len[i]
+        begins = rows.stop - rows.start == length
+        mask = None if begins else self._seen(layout.positions[rows, None], length, None)
+        table, where = layout.block_table[i : i + 1], (layout.blocks[rows], layout.offsets[rows])
+        return Chunk(rows, length, table, *where, cos[rows], sin[rows], mask)
+
+    def extend(self, layer: int, chunk: Chunk, own: Tensor, norm: Norm) -> Tensor:
+        """Stores the chunk's latents and keys, of its rows own [T, R + r]; returns its sequence's [length, R + r]."""
+        rank = norm.weight.numel()
+        key = rotate(own[:, None, rank:], chunk.cos, chunk.sin)[:, 0]
+        self.latents.store(layer, chunk.blocks, chunk.offsets, torch.cat((rms_norm(own[:, :rank], norm), key), -1))
+        return self._gathered(layer, chunk.table, chunk.length, own.dtype)[0]
 
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         assert k_norm is not None
@@ -73,7 +121,30 @@ class LatentAttention(TorchAttention):
             parts.append(out[..., :rank].transpose(0, 1))
         return torch.cat(parts)
 
+    def expanded_attend(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [H, T, C], its last r not yet rotated, k and v [H, length, C] -> [T, H, C]."""
+        rotated = 2 * chunk.cos.shape[-1]
+        q[..., -rotated:] = rotate(q[..., -rotated:].transpose(0, 1), chunk.cos, chunk.sin).transpose(0, 1)
+        causal = chunk.mask is None
+        out = scaled_dot_product_attention(q[None], k[None], v[None], chunk.mask, is_causal=causal, scale=self.scale)
+        return out[0].transpose(0, 1)
+
     def _gathered(self, layer: int, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """The latents and keys [N, length, R + r] of the sequences in table [N, blocks]."""
         table = table[:, : -(-length // self.cache.block_size)]
         return self.latents.latents[layer][table].flatten(1, 2)[:, :length].to(dtype)
+
+
+def _without(layout: StepLayout, left: set[int]) -> tuple[StepLayout, Tensor]:
+    """The step without these sequences, and which of its rows remain."""
+    start, kept = layout.query_start, [i for i in range(len(layout.kv_len)) if i not in left]
+    rows = torch.tensor([row for i in kept for row in range(start[i], start[i + 1])], dtype=torch.int64)
+    return replace(
+        layout,
+        positions=layout.positions[rows],
+        query_start=[0, *accumulate(start[i + 1] - start[i] for i in kept)],
+        kv_len=[layout.kv_len[i] for i in kept],
+        block_table=layout.block_table[kept],
+        blocks=layout.blocks[rows],
+        offsets=layout.offsets[rows],
+    ), rows

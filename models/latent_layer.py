@@ -1,5 +1,5 @@
-"""A layer's latent attention: the parameters of this rank, and what the forward pass calls. Keys and values are never
-expanded: their projections are multiplied into queries and outputs.
+"""A layer's latent attention: the parameters of this rank, and what the forward pass calls. The projections of keys and
+values are multiplied into queries and outputs (absorbed); chunks that gain by it have their keys and values expanded.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from .attention import AttentionBackend
 from .config.latent import Latent
 from .cpu.ops import CpuOps
+from .latent import Chunk, LatentAttention
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
 from .stages import RankShard
@@ -20,7 +22,8 @@ from .stages import RankShard
 @dataclass(frozen=True, slots=True)
 class LatentProducts:
     """A layer's attention between its first product, of queries, or what they are made of, then latent and key, and
-    its last. queries: of what they are made of; keys, values: [H, T, in] -> [H, T, out], a matrix each head."""
+    its last. queries: of what they are made of; keys, values: [H, T, in] -> [H, T, out], a matrix each head; expand: a
+    head's keys of latents, None where no chunk is expanded."""
 
     sizes: Latent
     heads: int
@@ -28,9 +31,36 @@ class LatentProducts:
     keys: Product
     values: Product
     norm: Norm
+    expand: Product | None = None
 
     def __call__(self, attention: AttentionBackend, layer: int, x: Tensor) -> Tensor:
         """The first product's output -> [T, H * value]."""
+        assert isinstance(attention, LatentAttention)
+        if not attention.expanded:
+            return self._absorbed(attention, layer, x)
+        out = x.new_empty((len(x), self.heads * self.sizes.value))
+        if len(rest := attention.absorbed):
+            out[rest] = self._absorbed(attention, layer, x[rest])
+        for chunk in attention.expanded:
+            out[chunk.rows] = self._expanded(attention, layer, chunk, x[chunk.rows])
+        return out
+
+    def _expanded(self, attention: LatentAttention, layer: int, chunk: Chunk, x: Tensor) -> Tensor:
+        sizes, heads = self.sizes, self.heads
+        assert self.expand is not None
+        tokens, plain, key = len(x), heads * sizes.plain, sizes.plain + sizes.rotated
+        q = x[:, : -sizes.width]
+        q = q if self.queries is None else self.queries(q)
+        latents = attention.extend(layer, chunk, x[:, -sizes.width :], self.norm)
+        shared = latents[:, : sizes.rank].expand(heads, -1, -1)
+        queries, keys = (x.new_empty((heads, n, key)) for n in (tokens, len(latents)))
+        queries[..., : sizes.plain] = q[:, :plain].view(tokens, heads, -1).transpose(0, 1)
+        queries[..., sizes.plain :] = q[:, plain:].view(tokens, heads, -1).transpose(0, 1)
+        keys[..., : sizes.plain], keys[..., sizes.plain :] = self.expand(shared), latents[:, sizes.rank :]
+        values = pad(self.values(shared), (0, key - sizes.value))  # SDPA's kernel for CPUs needs one width
+        return attention.expanded_attend(chunk, queries, keys, values)[..., : sizes.value].flatten(1)
+
+    def _absorbed(self, attention: AttentionBackend, layer: int, x: Tensor) -> Tensor:
         sizes, heads = self.sizes, self.heads
         tokens, plain = len(x), heads * sizes.plain
         q, own = x[:, : -sizes.width], x[:, -sizes.width :]
@@ -74,9 +104,10 @@ class LatentWeights(nn.Module):
         keys, values = (part.weight.detach().view(heads, -1, sizes.rank) for part in (self.keys, self.values))
         scale = self.norm.weight.detach()
         scale = scale if sizes.scale == 1.0 else (scale.float() * sizes.scale).to(scale.dtype)
+        expands = isinstance(ops, CpuOps) and ops.kernels is not None and not ops.kernels.deterministic
         products = LatentProducts(
             sizes, heads, queries, _by_head(ops, keys.transpose(1, 2)), _by_head(ops, values),
-            Norm(scale, sizes.norm_eps),
+            Norm(scale, sizes.norm_eps), _by_head(ops, keys) if expands else None,
         )  # fmt: skip
         if ops.repacks:
             for part in (self.keys, self.values):

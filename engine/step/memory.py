@@ -4,10 +4,12 @@ for keys and values. Pure arithmetic over shapes; no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
+from ...models.config.latent import EXPANDED_SPACE, Expansion
 from ...models.config.model_config import ModelConfig
 from ...models.config.quantisation import BYTES
 from ...models.config.shapes import WHOLE, Sharing
@@ -149,6 +151,9 @@ def working_memory(
     if keys.standby:
         parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
     if not keys.gpu:
+        if config.latent is not None and not keys.deterministic:
+            made = Expansion(config.latent, shard.num_heads, math.ceil(value_bytes)).bytes_for(keys.max_model_len)
+            parts["activations"] += min(EXPANDED_SPACE, made)
         return parts
     if keys.deterministic and size > 1:
         # One message at a time is gathered from every rank and added up in fp32.
@@ -185,6 +190,10 @@ def memory(
     outputs = shard.attention_outputs
     elements = {**shard.attention_elements, "gate_up": 2 * d * shard.ffn_size, "down": d * shard.ffn_size}
     expanded = elements.pop("kv_b", 0)
+    if (
+        c.latent is not None and not keys.gpu and not keys.deterministic
+    ):  # a second copy of the keys', the other way round
+        expanded += shard.num_heads * c.latent.plain * c.latent.rank
     wide = _fullest_part([sum(elements[p] for p in layer) for layer in stored.kept()], stored.kept(), layers)
     wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
     has = () if c.experts is None else c.experts.layers

@@ -81,6 +81,36 @@ class Latent:
         return hidden * (self.shared + heads * self.value) + queries + expanded + norms
 
 
+LEAST_EXPANDED = 16
+"""Tokens of a chunk that may be expanded: drafts and short chunks never are."""
+EXPANDED_SPACE = 256 << 20
+"""Bytes that expanded keys and values may take: those of one sequence in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Which chunks attend in expanded form, on a rank with `heads` heads and numbers of `item` bytes."""
+
+    sizes: Latent
+    heads: int
+    item: int
+
+    def bytes_for(self, length: int) -> int:
+        """Keys, values as made and as wide as keys, and a copy of the latents, of a sequence of `length` positions."""
+        s = self.sizes
+        return length * self.item * (self.heads * (3 * s.plain + 2 * s.rotated + s.value) + s.width)
+
+    def pays(self, tokens: int, length: int) -> bool:
+        """Whether the last `tokens` of `length` positions take fewer multiplications so: all positions' keys and values
+        are made, and every token goes through all of them, but heads are narrower than latents."""
+        s, key = self.sizes, self.sizes.plain + self.sizes.rotated
+        if tokens < LEAST_EXPANDED or s.value > key or self.bytes_for(length) > EXPANDED_SPACE:
+            return False
+        made = s.rank * (s.plain + s.value)
+        absorbed = tokens * made + tokens * (length - tokens / 2) * (s.width + s.rank)
+        return length * made + tokens * length * 2 * key < absorbed
+
+
 def read_latent(fields: ConfigFields, family: str) -> tuple[ConfigFields, Latent, float]:
     """The words that describe the rest of the model, with attention in absorbed form: heads of one width over one key
     head; its latents; and the scale of its scores. Raises ValueError."""

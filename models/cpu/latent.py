@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...topology.transport.native import bind
 from ..attention import StepLayout
+from ..config.latent import Expansion
 from ..latent import LatentAttention, LatentCache
 from ..ops import Norm
 from .ops import TYPES, Kernels
@@ -43,8 +44,16 @@ class CpuLatentAttention(LatentAttention):
     name = "cpu, latent"
     _masks_prompts = _masks_decodes = False
 
-    def __init__(self, cache: LatentCache, scale: float, kernels: Kernels, *, space: int = SPACE) -> None:
-        super().__init__(cache, scale)
+    def __init__(
+        self,
+        cache: LatentCache,
+        scale: float,
+        kernels: Kernels,
+        *,
+        space: int = SPACE,
+        expansion: Expansion | None = None,
+    ) -> None:
+        super().__init__(cache, scale, expansion)
         self._kernels, self._space = kernels, space
         self._call = bind(kernels.library.kernels_latents, c_int, c_void_p)
         self._lengths = self._starts = torch.empty(0, dtype=torch.int64)
@@ -52,7 +61,8 @@ class CpuLatentAttention(LatentAttention):
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         super().plan(layout, cos, sin)
-        self._lengths, self._starts = torch.tensor(layout.kv_len), torch.tensor(layout.query_start)
+        layout = self._layout()  # without the expanded chunks
+        self._lengths, self._starts = (torch.tensor(x, dtype=torch.int64) for x in (layout.kv_len, layout.query_start))
         self._read = int((layout.positions + 1).sum())
 
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from test_oracle import TOLERANCE, reference_logits, transformers_logits
+from laddertron.models.config.latent import Expansion
+from laddertron.models.config.model_config import from_folder
+from test_oracle import TOLERANCE, assert_greedy, reference_logits, transformers_logits
 from test_oracle_experts import LAYOUTS, ask, checkpoint
 
 __all__ = ["checkpoint"]
@@ -75,11 +77,25 @@ def test_random_configurations_answer_as_transformers_does(
     ask(ranks, folder, family, layout, tmp_path)
 
 
+@pytest.mark.parametrize("most", [64, 24])
+def test_prompts_in_expanded_form_answer_as_transformers_does(ranks: Ranks, most: int, tmp_path: Path) -> None:
+    """Of sizes that are quicker expanded: whole prompts beside decodes, and chunks of what an earlier step began."""
+    words = {"kv_lora_rank": 64, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    folder = checkpoints.save(tmp_path / "m", "deepseek_v3", **words)
+    config = from_folder(folder)
+    assert config.latent is not None
+    assert Expansion(config.latent, 4, 4).pays(17, 24)
+    prompts = [*checkpoints.prompts(6), *([7 + i, *range(20, 60)] for i in range(3))]
+    args = {"folder": str(folder), "prompts": prompts, "engine": {"max_num_batched_tokens": most}}
+    with torch.inference_mode():
+        assert_greedy(transformers_logits(folder), prompts, ranks(2, "engine_cases:generate", args)[0], 32)
+
+
 @pytest.mark.parametrize(
     ("family", "speculation", "count"),
     [
-        ("deepseek_v3_plain", False, 5),
-        ("longcat_flash", "ngram", 5),
+        ("deepseek_v3_plain", False, 20),
+        ("longcat_flash", "ngram", 20),
         *[
             pytest.param(family, speculation, 1000, marks=pytest.mark.slow)
             for family in ("deepseek_v3_plain", "longcat_flash")

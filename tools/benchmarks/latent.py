@@ -1,6 +1,7 @@
 """A decode step of a model of 200M with latent attention on this machine's cores, with its floors and transformers.
 
     python tools/benchmarks/latent.py --contexts 1024,8192 --batches 1,8
+    python tools/benchmarks/latent.py --prompts 256,1024,2048 --contexts 0,4096     prompts, absorbed and expanded
 
 Floors of a step: its bytes (weights and latents, read by a bare loop), and its products at the rate that a packed
 product of 48 rows reaches from the second cache. Bar: 1.5 of the larger. One thread is measured by its CPU time.
@@ -55,24 +56,34 @@ class Alone:
         return Done(x)
 
 
-def make_step(config: ModelConfig, ops: CpuOps, batch: int, context: int) -> Callable[[], Tensor]:
-    """One token of each sequence behind `context` others."""
+def make_step(
+    config: ModelConfig, ops: CpuOps, batch: int, context: int, tokens: int = 1, absorbed: bool = False
+) -> Callable[[], Tensor]:
+    """`tokens` of each sequence behind `context` others. absorbed: prompts too."""
     group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    model = LlamaModel(config, group, Alone(), ops, dtype=DTYPE, device=CPU, positions=context + 1)
+    model = LlamaModel(config, group, Alone(), ops, dtype=DTYPE, device=CPU, positions=context + tokens)
     for parameter in model.parameters():
         parameter.data.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
     model.prepare()
-    shard, each = RankShard(config, 1, 0), -(-(context + 1) // BLOCK)
+    length = context + tokens
+    shard, each = RankShard(config, 1, 0), -(-length // BLOCK)
     cache = cache_for(shard, batch * each, BLOCK, DTYPE, CPU)
     for latents in cache.keys:
         latents.normal_()
-    attention, why = make_attention("auto", shard, cache, DTYPE)
-    table, rows = torch.randperm(batch * each).view(batch, each), torch.arange(batch)
-    at = torch.full((batch,), context)
-    last = table[:, context // BLOCK]
-    layout = StepLayout(at, [*range(batch + 1)], [context + 1] * batch, table, last, at % BLOCK, batch)
+    attention, why = make_attention("auto", shard, cache, DTYPE, deterministic=absorbed)
+    table, rows = torch.randperm(batch * each).view(batch, each), torch.arange(1, batch + 1) * tokens - 1
+    ids, at = torch.arange(batch * tokens) % config.vocab_size, torch.arange(context, length).repeat(batch)
+    blocks = table[:, at[:tokens] // BLOCK].flatten()
+    starts, decode = [*range(0, batch * tokens + 1, tokens)], batch if tokens == 1 else 0
+    layout = StepLayout(at, starts, [length] * batch, table, blocks, at % BLOCK, decode)
     print(f"attention: {why}", flush=True)
-    return lambda: model.forward(rows, layout, attention, rows)
+    return lambda: model.forward(ids, layout, attention, rows)
+
+
+def config_of(stock: Any) -> ModelConfig:
+    with tempfile.TemporaryDirectory(prefix="laddertron-latent-") as folder:
+        stock.save_pretrained(folder)
+        return from_folder(folder)
 
 
 def transformers_step(config: Any, batch: int, context: int) -> Callable[[], Any]:
@@ -86,10 +97,30 @@ def transformers_step(config: Any, batch: int, context: int) -> Callable[[], Any
     return step
 
 
+def in_turns(calls: dict[str, Callable[[], Any]], args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of each."""
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(args.rounds):
+        for name, call in calls.items():
+            started = clock()
+            call()
+            took[name].append(clock() - started)
+    return {name: statistics.median(times) for name, times in took.items()}
+
+
+def prompts(config: ModelConfig, kernels: Kernels, tokens: int, context: int, args: argparse.Namespace) -> None:
+    calls: dict[str, Callable[[], Any]] = {
+        name: make_step(config, CpuOps(kernels), 1, context, tokens, name == "absorbed")
+        for name in ("absorbed", "expanded")
+    }
+    absorbed, expanded = in_turns(calls, args).values()
+    said = f"absorbed {absorbed * 1e3:.0f} ms, expanded {expanded * 1e3:.0f} ms, {absorbed / expanded:.2f}x"
+    print(f"{kernels.tier}, {tokens} tokens behind {context}: {said}", flush=True)
+
+
 def measure(stock: Any, kernels: Kernels, batch: int, context: int, args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(prefix="laddertron-latent-") as folder:
-        stock.save_pretrained(folder)
-        config = from_folder(folder)
+    config = config_of(stock)
     assert config.latent is not None
     matrices = config.num_parameters - config.vocab_size * config.hidden_size  # a token reads one row of the embedding
     seen, width = batch * config.num_layers * (context + 1), config.latent.width
@@ -106,14 +137,7 @@ def measure(stock: Any, kernels: Kernels, batch: int, context: int, args: argpar
     }
     if not args.no_transformers:
         calls["transformers"] = transformers_step(stock, batch, context)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
-    took: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(args.rounds):
-        for name, call in calls.items():
-            started = clock()
-            call()
-            took[name].append(clock() - started)
-    median = {name: statistics.median(times) for name, times in took.items()}
+    median = in_turns(calls, args)
     median["products"] *= products / (48 * 512 * 512)
     floor = max(median["bytes"], median["products"])
     size = f"{nbytes / 1e6:.0f} MB, {products / 1e9:.2f} G products"
@@ -127,6 +151,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--contexts", default="1024,8192")
     parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--prompts", help="measures prompts of so many tokens, not decodes")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--no-transformers", action="store_true", help="whose keys and values take 8 GB at 8 x 8192")
     args = parser.parse_args()
@@ -135,9 +160,13 @@ def main() -> None:
     kernels = Kernels.find()
     if kernels is None:
         raise SystemExit("the kernels were not built")
+    stock = transformers.DeepseekV3Config(**SIZES)
     for context in map(int, args.contexts.split(",")):
-        for batch in map(int, args.batches.split(",")):
-            measure(transformers.DeepseekV3Config(**SIZES), kernels, batch, context, args)
+        for count in map(int, (args.prompts or args.batches).split(",")):
+            if args.prompts:
+                prompts(config_of(stock), kernels, count, context, args)
+            else:
+                measure(stock, kernels, count, context, args)
 
 
 if __name__ == "__main__":

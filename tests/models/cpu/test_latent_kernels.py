@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from laddertron.models.attention import StepLayout
+from laddertron.models.config.latent import EXPANDED_SPACE, Expansion, Latent
 from laddertron.models.cpu.latent import CpuLatentAttention, fits_kernels
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.ops import CpuOps, Kernels
 from laddertron.models.latent import LatentAttention, LatentCache
+from laddertron.models.latent_layer import LatentProducts, _by_head
 from laddertron.models.ops import Norm
 from laddertron.topology.hardware import cpu_tier
 from torch import Tensor
@@ -174,3 +176,47 @@ def test_what_the_kernels_serve() -> None:
     assert fits_kernels(step.cache(), torch.bfloat16)
     assert not fits_kernels(step.cache(), torch.float32)
     assert not fits_kernels(make_step([(0, 1)], (2048, 2, 1), torch.bfloat16).cache(), torch.bfloat16)
+
+
+SIZES = Latent(rank=64, rotated=8, plain=12, value=10, query_rank=0, interleaved=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [CHUNKS, [(0, 61), (100, 291)]], ids=["mixed", "prompts"])
+def test_expanded_chunks_mean_what_absorbed_ones_do(dtype: torch.dtype, chunks: list[tuple[int, int]]) -> None:
+    """A layer's products over a step with a whole prompt and a later chunk in expanded form: the same outputs and the
+    same cache as with every token in absorbed form."""
+    heads, kernels = 5, Kernels.find()
+    assert kernels is not None
+    decode = sum(last - first == 1 for first, last in chunks)
+    layout, width = make_layout(chunks, 16, decode), SIZES.width
+    tokens, scale = layout.query_start[-1], (SIZES.plain + SIZES.rotated) ** -0.5
+    ops, keys = CpuOps(kernels), torch.randn(heads, SIZES.plain, SIZES.rank).to(dtype) / 8
+    values = torch.randn(heads, SIZES.value, SIZES.rank).to(dtype) / 8
+    by_head = [_by_head(ops, weights) for weights in (keys.transpose(1, 2), values)]
+    norm, angle = Norm(torch.randn(SIZES.rank).to(dtype), 1e-6), torch.randn(tokens, 1, SIZES.rotated // 2)
+    products = LatentProducts(SIZES, heads, None, *by_head, norm, _by_head(ops, keys))
+    x = torch.randn(tokens, heads * (SIZES.plain + SIZES.rotated) + width).to(dtype)
+    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=width), num_kv_heads=1)
+    past, found = torch.randn(int(layout.block_table.max()) + 1, 16, width), []
+    for expansion in (None, Expansion(SIZES, heads, dtype.itemsize)):
+        cache = LatentCache(shard, len(past), 16, dtype, torch.device("cpu"))
+        cache.latents[0].copy_(past)
+        attention = CpuLatentAttention(cache, scale, kernels, expansion=expansion)
+        attention.plan(layout, angle.cos(), angle.sin())
+        assert len(attention.expanded) == (2 if expansion else 0)
+        found.append((products(attention, 0, x).float(), cache.latents[0].float()))
+    for absorbed, expanded in zip(*found, strict=True):
+        bits = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+        assert (absorbed - expanded).abs().max() < bits * absorbed.abs().max()
+
+
+def test_the_form_with_fewer_multiplications_is_chosen() -> None:
+    """DeepSeek-V3 on 16 ranks: whole prompts, chunks of 170 tokens and more, however long the context; never drafts,
+    nor what has no room. The measured ratio of both forms crosses one at the same places."""
+    v3 = Expansion(Latent(512, 64, 128, 128, 1536, True), 8, 2)
+    cases = {(64, 64): True, (64, 1024): False, (128, 4096): False, (256, 1024): True, (256, 4096): True}
+    cases |= {(1024, 4096): True, (8, 8): False, (1024, 1 << 17): False}
+    assert {case: v3.pays(*case) for case in cases} == cases
+    assert v3.bytes_for(4096) < EXPANDED_SPACE < v3.bytes_for(1 << 17)
+    assert not Expansion(Latent(64, 2, 4, 8, 0, True), 8, 2).pays(64, 64), "values wider than keys"

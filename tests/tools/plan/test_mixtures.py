@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -84,6 +85,17 @@ def test_latent_attention_by_hand() -> None:
     assert parts["weights: attention"] == layers * (shared + queries + out + 2 * heads * 256 * 512)
     for ranks in (1, 16):
         assert memory(known("deepseek-v3"), ranks, stored, MemoryKeys(), 85 << 30).kv_bytes_per_token == 70_272
+
+
+def test_a_cpu_has_room_for_expanded_prompts() -> None:
+    """The keys' projection a second time, and one sequence's keys and values in a layer; none under `deterministic`."""
+    keys = MemoryKeys(gpu=False, max_model_len=8192)
+    expanding, absorbed = (
+        memory(known("deepseek-v3"), 16, StoredTypes(), replace(keys, deterministic=on), 1 << 40).parts
+        for on in (False, True)
+    )
+    more = {name: expanding[name] - absorbed[name] for name in expanding if expanding[name] != absorbed[name]}
+    assert more == {"weights: attention": 2 * 61 * 8 * 128 * 512, "activations": 8192 * 2 * (8 * 640 + 576)}
 
 
 def test_deepseek_v3_needs_two_nodes_and_fp8() -> None:
