@@ -129,9 +129,9 @@ def environment(folder: Path, needs: list[str]) -> Path:
         [sys.executable, "-m", "venv", str(folder)],
         [str(python), "-m", "pip", "install", "--quiet", "setuptools", "wheel"],
         [str(python), "-m", "pip", "install", "--quiet", "--prefer-binary", *needs],
-        # A dependency that nothing here uses; the index's wheel may belong to another build of torch, and then
+        # Dependencies that nothing here uses; their wheels on the index may belong to another build of torch, and then
         # transformers cannot be imported.
-        [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"],
+        [str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
     ]
     for command in commands:
         try:
