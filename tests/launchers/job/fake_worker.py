@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from laddertron.engine.job import MetricRow
-from laddertron.engine.request import FinishReason, ModelLimits, Request, TokensEvent
+from laddertron.engine.request import FinishReason, ModelLimits, Request, TokenLogprob, TokensEvent
 from laddertron.launchers.control.control_client import ControlClient, address_and_secret
 from laddertron.launchers.control.messages import (
     Announce,
@@ -56,6 +56,10 @@ VOCAB = 50000
 def fake_token(seed: int, choice: int, position: int) -> int:
     """The token that this fake model "computes"."""
     return (seed * 2654435761 + choice * 40503 + position * 97) % VOCAB
+
+
+def scored(token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(token, -1.0, tuple((number, -1.0 - number) for number in range(top)))
 
 
 def fake_tokens(request: Request, choice: int = 0) -> list[int]:
@@ -142,7 +146,10 @@ class FakeEngine:
                     tokens = (fake_token(request.params.seed, choice, position) % self.vocab,)
                     sequence.produced[choice] += 1
                     finish = "length" if position + 1 >= request.params.max_tokens else None
-                events.append(TokensEvent(request_id, choice, position, tokens, finish, epoch=request.epoch))
+                top = request.params.logprobs
+                scores = None if top is None else tuple(scored(token, top) for token in tokens)
+                event = TokensEvent(request_id, choice, position, tokens, finish, scores, epoch=request.epoch)
+                events.append(event)
                 if finish:
                     del sequence.produced[choice]
             if not sequence.produced:

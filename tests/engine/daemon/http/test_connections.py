@@ -113,6 +113,17 @@ def test_refused_requests_do_not_hold_the_probe_port(folder: Path, tmp_path: Pat
                 assert ninetieth(probed) < PROBE_S
 
 
+def test_the_probe_port_answers_during_its_own_flood(folder: Path, tmp_path: Path) -> None:
+    """Idle connections to it, more than it takes: each probe gets the place of the longest idle one."""
+    with served(deployment(tmp_path, PATIENT), folder, probes=True) as daemon:
+        for _ in range(3):
+            with held(daemon.probe_port, 3 * LINGERING):
+                until(lambda: ask(daemon.probe_port)[0] == 200)
+                probed = [ask(daemon.probe_port) for _ in range(30)]
+                assert [status for status, _ in probed] == [200] * 30
+                assert ninetieth(probed) < PROBE_S
+
+
 def test_requests_without_a_key_do_not_shut_out_their_address(folder: Path, tmp_path: Path) -> None:
     """The same after a 401 on the API, with fewer connections an address than there are of them."""
     keys = tmp_path / "keys.json"
