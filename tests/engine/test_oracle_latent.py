@@ -77,16 +77,31 @@ def test_random_configurations_answer_as_transformers_does(
     ask(ranks, folder, family, layout, tmp_path)
 
 
-@pytest.mark.parametrize("most", [64, 24])
-def test_prompts_in_expanded_form_answer_as_transformers_does(ranks: Ranks, most: int, tmp_path: Path) -> None:
-    """Of sizes that are quicker expanded: whole prompts beside decodes, and chunks of what an earlier step began."""
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {},
+        {"max_num_batched_tokens": 24},
+        {"kv_cache_memory": 160 << 10, "speculation": "ngram"},
+    ],
+    ids=["whole", "chunks", "small cache, drafts"],
+)
+def test_prompts_in_expanded_form_answer_as_transformers_does(
+    ranks: Ranks, engine: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of sizes that are quicker expanded: whole prompts together with decodes, chunks of what an earlier step began,
+    prefixes from the cache; in a cache that is too small for all, with drafts."""
     words = {"kv_lora_rank": 64, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
     folder = checkpoints.save(tmp_path / "m", "deepseek_v3", **words)
     config = from_folder(folder)
     assert config.latent is not None
     assert Expansion(config.latent, 4, 4).pays(17, 24)
-    prompts = [*checkpoints.prompts(6), *([7 + i, *range(20, 60)] for i in range(3))]
-    args = {"folder": str(folder), "prompts": prompts, "engine": {"max_num_batched_tokens": most}}
+    prompts = [
+        *checkpoints.prompts(6),
+        *([7 + i, *range(20, 60)] for i in range(3)),
+        [7, *range(20, 40), *range(90, 120)],
+    ]
+    args: dict[str, Any] = {"folder": str(folder), "prompts": prompts, "engine": engine, "model": {"max_model_len": 96}}
     with torch.inference_mode():
         assert_greedy(transformers_logits(folder), prompts, ranks(2, "engine_cases:generate", args)[0], 32)
 

@@ -7,11 +7,13 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
+import lane_checkpoints
 import pytest
 import torch
 from engine_cases import CPU, deployment, forward_all
@@ -94,6 +96,9 @@ def case_held(rank: Rank, folder: str, weights: str, deterministic: Any) -> dict
         ("llama", "float16", "stored", False),
         ("llama", "float32", "stored", False),
         ("glm4_moe", "bfloat16", "stored", True),
+        ("deepseek_v3", "bfloat16", "stored", False),
+        pytest.param("longcat_flash", "bfloat16", "stored", False, marks=pytest.mark.slow),
+        pytest.param("lanes", "bfloat16", "stored", False, marks=pytest.mark.slow),
     ],
 )
 def test_weights_that_are_held_compute_the_same_bits(
@@ -103,7 +108,8 @@ def test_weights_that_are_held_compute_the_same_bits(
     not read again, in a second generation neither; a checkpoint that was touched since is."""
     if weights == "int8" and not (KERNELS and KERNELS.int8):
         pytest.skip("this CPU tier has no int8 products")
-    folder = checkpoints.save(tmp_path / "model", recipe, dtype=dtype)
+    save = lane_checkpoints.save if recipe == "lanes" else partial(checkpoints.save, recipe=recipe)
+    folder = save(tmp_path / "model", dtype=dtype)
     write_manifest(folder, make_manifest(folder))
     args = {"folder": str(folder), "weights": weights, "deterministic": deterministic}
     for answer in ranks(2, "test_loading:case_held", args):
