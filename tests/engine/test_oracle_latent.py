@@ -91,7 +91,7 @@ def test_prompts_in_expanded_form_answer_as_transformers_does(
 ) -> None:
     """Of sizes that are quicker expanded: whole prompts together with decodes, chunks of what an earlier step began,
     prefixes from the cache; in a cache that is too small for all, with drafts."""
-    words = {"kv_lora_rank": 64, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    words: dict[str, Any] = {"kv_lora_rank": 64, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 6}
     folder = checkpoints.save(tmp_path / "m", "deepseek_v3", **words)
     config = from_folder(folder)
     assert config.latent is not None

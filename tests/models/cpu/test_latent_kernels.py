@@ -87,7 +87,7 @@ class Step:
     def torch(self) -> LatentAttention:
         return LatentAttention(self.cache(), self.held.shape[2] ** -0.5)
 
-    def kernels(self, kernels: Kernels, **options: int) -> CpuLatentAttention:
+    def kernels(self, kernels: Kernels, **options: Any) -> CpuLatentAttention:
         return CpuLatentAttention(self.cache(), self.held.shape[2] ** -0.5, kernels, **options)
 
     def by(self, attention: LatentAttention, first: int = 0, last: int | None = None) -> Tensor:
@@ -193,9 +193,9 @@ def test_expanded_chunks_mean_what_absorbed_ones_do(dtype: torch.dtype, chunks: 
     tokens, scale = layout.query_start[-1], (SIZES.plain + SIZES.rotated) ** -0.5
     ops, keys = CpuOps(kernels), torch.randn(heads, SIZES.plain, SIZES.rank).to(dtype) / 8
     values = torch.randn(heads, SIZES.value, SIZES.rank).to(dtype) / 8
-    by_head = [_by_head(ops, weights) for weights in (keys.transpose(1, 2), values)]
+    queries, outputs = (_by_head(ops, weights) for weights in (keys.transpose(1, 2), values))
     norm, angle = Norm(torch.randn(SIZES.rank).to(dtype), 1e-6), torch.randn(tokens, 1, SIZES.rotated // 2)
-    products = LatentProducts(SIZES, heads, None, *by_head, norm, _by_head(ops, keys))
+    products = LatentProducts(SIZES, heads, None, queries, outputs, norm, _by_head(ops, keys))
     x = torch.randn(tokens, heads * (SIZES.plain + SIZES.rotated) + width).to(dtype)
     shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=width), num_kv_heads=1)
     past, found = torch.randn(int(layout.block_table.max()) + 1, 16, width), []

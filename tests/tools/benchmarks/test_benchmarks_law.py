@@ -112,10 +112,10 @@ def test_lanes_of_the_law_by_hand() -> None:
     """Two layers with a delay of 1; L = 2.2, outside 1.4, nothing to carry. The first layer waits for both sums, 0 to
     1 + 2.2 and on to 7.4; the second sends nothing, to 10.4; the head's sum, to 12.6. Without delays to hide behind a
     step twice as long is half of the law. Sub-blocks are as much longer as the silent step is."""
-    steps = {"lanes no-communication": 7.4, "lanes carried": 7.4, "lanes delay-1": 14.0}
+    steps: dict[str, Any] = {"lanes no-communication": 7.4, "lanes carried": 7.4, "lanes delay-1": 14.0}
     assert lanes_of_the_law(only(case(**steps)), 2, 1) == pytest.approx(1.0)
     assert lanes_of_the_law(only(case(**steps | {"lanes delay-1": 28.0})), 2, 1) == pytest.approx(0.5)
-    longer = {"lanes no-communication": 13.4, "lanes carried": 13.4, "lanes delay-1": 20.0}
+    longer: dict[str, Any] = {"lanes no-communication": 13.4, "lanes carried": 13.4, "lanes delay-1": 20.0}
     assert lanes_of_the_law(only(case(**longer)), 2, 1) == pytest.approx(1.0)
 
 
