@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +130,10 @@ class LlamaModel(nn.Module):
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
         self._at_once = False
-        self._chosen: list[Tensor] = []
+        self._chosen: list[tuple[int, Tensor]] = []
         self._routing, self._earlier = blake2b(digest_size=8), b""
+        self.on_rows: Callable[[Tensor], None] | None = None
+        """Called once a step on CPUs with the rows [E] of every expert in a layer in the middle."""
 
     def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
@@ -308,7 +311,11 @@ class LlamaModel(nn.Module):
         self._at_once = len(parts) == 1
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
         if self._chosen:
-            self._routing.update(torch.cat([c.flatten() for c in self._chosen]).to(torch.int16).numpy().tobytes())
+            if self.on_rows is not None and self.config.experts is not None:
+                middle = self._chosen[len(self._chosen) // 2][0]
+                rows = torch.cat([chosen.flatten() for layer, chosen in self._chosen if layer == middle])
+                self.on_rows(torch.bincount(rows, minlength=self.config.experts.count)[: self.config.experts.count])
+            self._routing.update(torch.cat([c.flatten() for _, c in self._chosen]).to(torch.int16).numpy().tobytes())
             self._chosen.clear()
         if self.boundary is not None and self.shard.per_node:
             self._pass_routing(self.boundary)
@@ -394,12 +401,12 @@ class LlamaModel(nn.Module):
     def _experts(self, layer: int, residual: Tensor) -> Tensor:
         mixture = self._layers[layer].mixture
         assert mixture is not None
-        return self._scaled(mixture(residual, self._note))
+        return self._scaled(mixture(residual, partial(self._note, layer)))
 
-    def _note(self, chosen: Tensor) -> None:
+    def _note(self, layer: int, chosen: Tensor) -> None:
         # NOTE: where residuals drift, each rank routes by its own.
         if not chosen.is_cuda and not self.config.wiring.drifts:
-            self._chosen.append(chosen)
+            self._chosen.append((layer, chosen))
 
     def routed(self) -> bytes:
         """A digest of the experts that all rows so far went through: the same on every rank, or an expert's rows were

@@ -90,6 +90,7 @@ def _engine() -> Iterator[Series]:
     yield Series("num_preemptions_total", "counter", replica, "Sequences preempted for lack of KV blocks.")
     for name, text in (
         ("iteration_tokens", "Tokens computed in one step."),
+        ("expert_rows", "Rows of one expert in one step, of every expert of a layer in the middle; on CPUs."),
         ("request_queue_time_seconds", "Time from arrival in the engine to the first step."),
         ("request_prefill_time_seconds", "Time from the first step to the first token."),
         ("request_decode_time_seconds", "Time from the first token to the last."),
@@ -163,6 +164,14 @@ def _ranks() -> Iterator[Series]:
         "counter",
         _RANK,
         "Time the rank's step thread was runnable but had no CPU.",
+    )
+    middle = "Rows computed by the rank's experts of a layer in the middle."
+    yield Series("rank_expert_rows_total", "counter", _RANK, middle)
+    yield Series(
+        "expert_imbalance",
+        "gauge",
+        ("replica",),
+        "Rows of the rank whose experts have most, divided by the ranks' mean, last 15 s.",
     )
     yield Series("rank_resident_memory_bytes", "gauge", _RANK, "The rank process's memory on the host.")
     yield Series(
@@ -265,7 +274,13 @@ GROUPS: Mapping[str, tuple[Series, ...]] = {
     "Daemon, batches and store": tuple(_daemon()),
 }
 CATALOGUE: Mapping[str, Series] = {series.name: series for group in GROUPS.values() for series in group}
-_FROM_HEARTBEATS = {"rank_up", "rank_heartbeat_timestamp_seconds", "straggler_score", "overlap_ratio"}
+_FROM_HEARTBEATS = {
+    "rank_up",
+    "rank_heartbeat_timestamp_seconds",
+    "straggler_score",
+    "overlap_ratio",
+    "expert_imbalance",
+}
 REPORTED: Mapping[str, Series] = {
     series.name: series for series in (*_engine(), *_ranks(), *_hosts()) if series.name not in _FROM_HEARTBEATS
 }

@@ -9,6 +9,7 @@ from ..job import MetricRow
 
 STEP_SECONDS = tuple(1e-4 * 2.0**k for k in range(18))
 """100 us to 13 s, doubling: a decode step of a small model to a long prefill."""
+EXPERT_ROWS = (0.0, *(float(1 << k) for k in range(13)))
 STEP_TOKENS = (1.0, *(float(8 << k) for k in range(12)))
 REQUEST_SECONDS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -18,6 +19,7 @@ REQUEST_SECONDS = (
 RANK_HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "step_duration_seconds": STEP_SECONDS,
     "iteration_tokens": STEP_TOKENS,
+    "expert_rows": EXPERT_ROWS,
     "request_queue_time_seconds": REQUEST_SECONDS,
     "request_prefill_time_seconds": REQUEST_SECONDS,
     "request_decode_time_seconds": REQUEST_SECONDS,

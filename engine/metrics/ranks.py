@@ -22,6 +22,7 @@ class _Mark:
     steps: int
     seconds: float
     delay: float
+    rows: float
     collectives: Mapping[tuple[str, ...], float]
     """Seconds by operation, link and exposure."""
 
@@ -37,12 +38,15 @@ class Windows:
         marks = self._marks[replica, report.rank]
         figures = {row.series: row for row in report.rows if not row.labels}
         durations = figures.get("step_duration_seconds", MetricRow(""))
-        delay = figures.get("rank_run_delay_seconds_total", MetricRow("")).value
+        delay, rows = (
+            figures.get(name, MetricRow("")).value
+            for name in ("rank_run_delay_seconds_total", "rank_expert_rows_total")
+        )
         collectives = {row.labels: row.value for row in report.rows if row.series == "collective_seconds_total"}
         if marks and marks[-1].pid != report.pid:
             marks.clear()
         steps = sum(durations.counts)
-        marks.append(_Mark(report.received_at, report.pid, steps, durations.value, delay, collectives))
+        marks.append(_Mark(report.received_at, report.pid, steps, durations.value, delay, rows, collectives))
         while len(marks) > 2 and marks[1].at < report.received_at - WINDOW_S:
             marks.popleft()
 
@@ -68,6 +72,13 @@ class Windows:
                 if others > 0:
                     scores[replica, rank] = mine / others
         return scores
+
+    def expert_imbalances(self, now: float) -> dict[int, float]:
+        """By replica, where ranks hold experts and rows came: the most that a rank's experts had over the mean."""
+        rows: defaultdict[int, list[float]] = defaultdict(list)
+        for (replica, _), (first, last) in self._spans(now).items():
+            rows[replica].append(last.rows - first.rows)
+        return {replica: max(grown) * len(grown) / sum(grown) for replica, grown in rows.items() if sum(grown) > 0}
 
     def overlap_ratios(self, now: float) -> dict[tuple[int, str, str], float]:
         """By replica, op and link: hidden over hidden and exposed, where anything travelled."""
@@ -159,6 +170,8 @@ class RankFigures:
                     values[series.name][labels] = total.value
         for (replica, number), score in self._windows.straggler_scores(now).items():
             values["straggler_score"][str(replica), str(number), self._ranks[replica, number].node] = score
+        for replica, imbalance in self._windows.expert_imbalances(now).items():
+            values["expert_imbalance"][str(replica),] = imbalance
         for (replica, op, link), ratio in self._windows.overlap_ratios(now).items():
             values["overlap_ratio"][str(replica), op, link] = ratio
 

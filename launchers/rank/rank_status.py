@@ -7,10 +7,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ...engine.job import MetricRow
-from ...engine.metrics.histogram import REQUEST_SECONDS, Buckets
+from ...engine.metrics.histogram import EXPERT_ROWS, REQUEST_SECONDS, Buckets
 from ...engine.schedule.sequence import RequestTimes
 from ...engine.step.engine import StepProgress
 from ...topology.comm.groups import Communicator
@@ -19,6 +21,11 @@ from ...topology.hardware.health import Figures, gpu_figures, port_counters
 from ...topology.hardware.nvml import load_nvml
 from ...topology.hardware.sysfs import Sysfs, resident_bytes
 from ..control.messages import Beat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ...models.llama import LlamaModel
 
 
 class Latencies:
@@ -41,6 +48,25 @@ class Latencies:
             *self._prefill.to_rows("request_prefill_time_seconds"),
             *self._decode.to_rows("request_decode_time_seconds"),
         )
+
+
+class ExpertRows:
+    """How many rows each expert of one layer had, step by step; `own`: the experts that this rank holds."""
+
+    def __init__(self, own: range) -> None:
+        self._own, self._each, self._computed = own, Buckets(EXPERT_ROWS), 0
+
+    def add(self, rows: Tensor) -> None:
+        """rows [E] of one step."""
+        each = rows.numpy()
+        for bucket, count in enumerate(np.bincount(np.searchsorted(EXPERT_ROWS, each)).tolist()):
+            self._each.counts[bucket] += count
+        self._each.total += float(each.sum())
+        self._computed += int(each[self._own.start : self._own.stop : self._own.step].sum())
+
+    def to_rows(self, leads: bool) -> tuple[MetricRow, ...]:
+        mine = MetricRow("rank_expert_rows_total", (), float(self._computed))
+        return (mine, *self._each.to_rows("expert_rows")) if leads else (mine,)
 
 
 def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
@@ -67,9 +93,16 @@ class Status:
     accepted: tuple[int, ...] = ()
     """Drafts that were right, by position."""
     latencies: Latencies = field(default_factory=Latencies)
+    experts: ExpertRows | None = None
     health: HealthWatch | None = None
     computes_with: tuple[tuple[str, ...], ...] = ()
     """Device, CPU tier and threads, once known: this rank's, or those of every rank that it reports for."""
+
+    def count_experts(self, model: LlamaModel) -> None:
+        """Counts rows by expert from now on, if the model has experts."""
+        if model.config.experts is not None:
+            self.experts = ExpertRows(model.shard.expert_ids)
+            model.on_rows = self.experts.add
 
     def beat(self) -> Beat:
         p, communicator = self.progress, self.communicator
@@ -89,6 +122,8 @@ class Status:
         if (delay := run_delay_s(Sysfs())) is not None:
             rows.append(MetricRow("rank_run_delay_seconds_total", (), delay))
         rows += p.durations.to_rows("step_duration_seconds")
+        if self.experts is not None:
+            rows += self.experts.to_rows(leads=bool(self.scheduler))
         if self.scheduler:
             rows += (MetricRow(series, (), value) for series, value in self.scheduler.items())
             by_position = "spec_decode_num_accepted_tokens_per_pos_total"

@@ -83,6 +83,12 @@ def test_every_layout_answers_as_the_oracle_does(
         across = {layer for layer, link in result["accounts"] if link == "net"}
         assert across == ({layer for layer in across if layer.endswith("experts")} if per_node < size else set())
         assert per_node == size or across, "the experts' sums cross the nodes"
+    ((whole, experts),) = {tuple(result["rows"]["expert_rows"]) for result in said}
+    returned = recipe == "longcat_flash"  # some went through experts that return their input
+    assert returned or whole % sum(map(len, checkpoints.prompts(6))) == 0
+    assert experts % 8 == 0
+    own = [result["rows"]["rank_expert_rows_total"][0] for result in said]
+    assert sum(own) == whole if spread else own == [whole] * size
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from laddertron.engine.request import SamplingParams
 from laddertron.engine.sampling.sampler import DesyncError
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, drain, follow
+from laddertron.launchers.rank.rank_status import ExpertRows
 from laddertron.topology.comm.collectives import PeerLost
 from laddertron.topology.comm.groups import CommOptions
 from rank_pool import Rank
@@ -34,14 +35,16 @@ def answers(
     model: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Greedy tokens (on rank 0), the distance of this rank's logits from `expected`, and what it holds of the experts
-    and of attention, in elements."""
+    """Greedy tokens (on rank 0), the distance of this rank's logits from `expected`, what it holds of the experts and
+    of attention, in elements, and what it counted of experts' rows in the first pass."""
     with rank.connect(per_node, options(parallel)) as communicator:
         d = engine_cases.deployment(folder, rank.size, model, **(engine or {}))
         d = replace(d, parallel=ParallelConfig(tensor_parallel_size=rank.size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
+        counted = ExpertRows((shard := built.runner.model.shard).expert_ids)
+        built.runner.model.on_rows = counted.add
         logits = engine_cases.forward_all(built, prompts)
-        shard = built.runner.model.shard
+        rows = {row.series: (row.value, sum(row.counts)) for row in counted.to_rows(leads=True)}
         want = load_file(expected)["logits"].float()[:, shard.vocab.start : shard.vocab.stop]
         distance = (logits[:, : want.shape[1]] - want).abs().max().item() if want.shape[1] else 0.0
         built.runner._apply(Batch(len(prompts), (0,), (), (), (), ()))
@@ -52,6 +55,7 @@ def answers(
         "tokens": tokens,
         "distance": distance,
         "scale": want.abs().max().item() if want.numel() else 0.0,
+        "rows": rows,
         "held": [len(shard.expert_ids), len(shard.expert_ffn), shard.num_heads],
         "accounts": sorted(accounts - {("start-up check", "net"), ("start-up check", "node")}),
     }

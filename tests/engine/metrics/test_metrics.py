@@ -376,7 +376,8 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
         for rank in range(ranks):
             one = report(rank, clock.now + at, 10 + int(at) * 10, 1.0 + at, 0.1 + at / 10)
             ours = [row for row in rows if rank == 0 or "rank" in CATALOGUE[row.series].labels]
-            metrics.report(0, replace(one, rows=(*ours, *one.rows)))
+            grown = MetricRow("rank_expert_rows_total", (), 1.0 + at)
+            metrics.report(0, replace(one, rows=(*ours, grown, *one.rows)))
     clock.now += 1.0
     metrics.tokens(0, [TokensEvent("a", 0, 0, (5,)), TokensEvent("a", 0, 1, (6,))], 2)
     metrics.request(AnswerTimes(1000.0, 1000.0, 1000.1, 1001.0, 10, 20, "stop", interactive=True))
@@ -393,6 +394,19 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     metrics.failure(0, "silent", "no heartbeat", {})
     metrics.reloaded("done")
     return metrics
+
+
+def test_the_imbalance_is_the_busiest_ranks_rows_over_the_mean(metrics: Observer, clock: Clock) -> None:
+    """Of rows since the window began; a replica without experts has none."""
+    for at, rows in ((0.0, (100.0, 100.0)), (1.0, (130.0, 110.0))):
+        clock.now = 1000.0 + at
+        for rank, count in enumerate(rows):
+            more = [MetricRow("rank_expert_rows_total", (), count)]
+            metrics.report(0, report(rank, clock.now, more=more))
+            metrics.report(1, report(rank, clock.now))
+    assert value(metrics, "expert_imbalance", replica="0") == pytest.approx(30 / 20)
+    assert value(metrics, "expert_imbalance", replica="1") is None
+    assert value(metrics, "rank_expert_rows_total", replica="0", rank="1", node="n1") in (110.0, None)
 
 
 def test_both_forms_parse_and_hold_the_whole_catalogue() -> None:
