@@ -18,11 +18,12 @@ from laddertron.models.config.parts import make_wiring
 from laddertron.models.config.shapes import Sharing
 from laddertron.models.residual import flow, plan
 from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
-from laddertron.tools.plan.layouts import Work
+from laddertron.tools.plan.layouts import Devices, Work, hop
 from laddertron.tools.plan.mixtures import BATCHES, NOT_BUILT, MixtureLayout, best_of, messages_of
 from laddertron.tools.plan.plan_source import Asked, from_deployment, from_names
-from laddertron.tools.plan.roofline import distinct_experts, most_on_a_rank
+from laddertron.tools.plan.roofline import Links, cpu_rates, distinct_experts, most_on_a_rank
 from laddertron.tools.plan.step_simulator import StepCost, Wire, simulate_step
+from laddertron.topology.cost.cost import Shape
 from laddertron.topology.hardware.presets import preset
 
 BIG = "qwen3-235b-a22b"
@@ -200,6 +201,25 @@ def test_sums_inside_a_node_neither_cross_nor_queue() -> None:
     # A pair of sub-blocks waits for the experts' sum alone: attention hides one second of its two.
     assert simulate_step(cost, ladder, 16).total_s == pytest.approx(layers * (1 + 1 + 1), abs=1.5)
     assert simulate_step(flat, ladder, 16).total_s > 1.3 * simulate_step(cost, ladder, 16).total_s
+
+
+def test_a_hop_between_cpus_takes_what_its_links_take() -> None:
+    """An all-reduce of two is a message each way at once. Between GPUs it is NCCL's price."""
+    wires = Links(lambda size: Wire(1e-3 + size * 1e-9), lambda size: "exchange", "")
+    devices = Devices(
+        2,
+        1,
+        1 << 30,
+        False,
+        lambda kind: cpu_rates(preset("2x1xcpu").nodes[0], 1),
+        lambda n, each: wires,
+        Shape,
+        gpu=False,
+    )
+    config = known("qwen3-30b-a3b")
+    assert hop(config, devices, StoredTypes(), 1, 2)(8) == pytest.approx(1e-3 + 8 * 2048 * 2e-9)
+    assert hop(config, replace(devices, gpu=True), StoredTypes(), 1, 2)(8) < 1e-3
+    assert hop(config, devices, StoredTypes(), 1, 1)(8) == 0.0
 
 
 def test_one_node_is_the_answer_where_it_has_room() -> None:
