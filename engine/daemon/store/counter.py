@@ -65,6 +65,18 @@ def copy_log(db: sqlite3.Connection, folder: Path) -> None:
         os.close(descriptor)
 
 
+def clear_mark(folder: Path) -> None:
+    """Called after the last connection was closed: SQLite deletes the log once it has copied all of it. A mark is left
+    where `copy_log` failed or was never reached. Raises OSError."""
+    if interrupted(folder) and not (folder / "store.db-wal").exists():
+        at, mark = _COPYING
+        with count_file(folder).open("r+b") as file:
+            file.seek(at)
+            file.write(bytes(len(mark)))
+            file.flush()
+            os.fsync(file.fileno())
+
+
 def interrupted(folder: Path) -> bool:
     """Whether the store was killed while its log was copied: it is incomplete without the log."""
     at, mark = _COPYING

@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from .connection import connect_store
-from .counter import COUNT, check_count, copy_log, count_file, reset_count
+from .counter import COUNT, check_count, clear_mark, copy_log, count_file, reset_count
 from .disk import DiskError, NewFile, prepare_folder
 from .export import Export
 from .frames import ExportError, generations
@@ -73,6 +73,7 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
         copy_log(db, folder)  # else closing it does, unmarked
     finally:
         db.close()
+        clear_mark(folder)
 
 
 def _set_log_aside(folder: Path) -> None:

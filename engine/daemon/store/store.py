@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from .clock import TrustedClock
 from .connection import connect_store, newest_time, note_position, snapshot
-from .counter import COUNT, Counter, Watched, copy_log
+from .counter import COUNT, Counter, Watched, clear_mark, copy_log
 from .disk import Files as DiskFiles
 from .disk import FolderLock
 from .export import Export, Fenced
@@ -155,6 +155,9 @@ class Store:
         await asyncio.to_thread(self._readers.shutdown)  # a reader may wait for this loop
         for connection in self._opened:
             connection.close()
+        if not self.fenced:
+            with contextlib.suppress(OSError):
+                clear_mark(self.folder)
         self._watched.close()
         self._counter.close()
         if self.export is not None:

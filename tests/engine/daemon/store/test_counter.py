@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from laddertron.engine.daemon.store import records
+from laddertron.engine.daemon.store import counter, records
+from laddertron.engine.daemon.store import store as store_module
 from laddertron.engine.daemon.store.counter import interrupted, read_count
 from laddertron.engine.daemon.store.disk import DiskError
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
@@ -117,9 +118,33 @@ def test_a_store_that_was_killed_while_its_log_was_copied_needs_the_log(tmp_path
         damage(broken / "store.db-wal")
         with pytest.raises(DiskError, match=r"killed while store.db-wal was copied.*rebuild the store from the export"):
             with_store(broken, numbers, options)
+    with_store(tmp_path / "other", numbers, StoreOptions(export_dir=tmp_path / "others"))
+    with pytest.raises(DiskError, match="the export belongs to store"):  # refused, yet SQLite copied the log at the end
+        with_store(data, numbers, StoreOptions(export_dir=tmp_path / "others"))
     assert with_store(data, numbers) >= printed
     (broken / "store.db").rename(tmp_path / "store.db.lost")
     assert with_store(broken, numbers, options) >= printed
+
+
+def test_a_store_whose_log_could_not_be_copied_at_once_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy fails behind its mark; closing the last connection makes up for it."""
+    data, real = tmp_path / "data", counter.copy_log
+
+    def fails(db: sqlite3.Connection, folder: Path) -> None:
+        db.close()
+        real(db, folder)
+
+    async def work(store: Store) -> None:
+        await store.write(lambda rows: records.add_batch(rows, batch()))
+        await put(store, result(1))
+        monkeypatch.setattr(store_module, "copy_log", fails)
+
+    with_store(data, work)
+    assert not interrupted(data)
+    monkeypatch.undo()
+    assert with_store(data, numbers) == {1}
 
 
 def replace(log: Path) -> None:
