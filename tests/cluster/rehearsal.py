@@ -138,7 +138,7 @@ class Rehearsal:
         self.laddertron("check", config)
         self.laddertron("plan", config)
         self.laddertron("launch", config, "serve", "--dry-run", shown=r"^(/| +-)")
-        self.laddertron("launch", config, "topo", "--save", str(self.folder / "fabric.json"), shown="group|eth0|saved")
+        self.laddertron("launch", config, "topo", "--save", str(self.folder / "fabric.json"), shown="group|saved")
         self.write("llama-3.1-405b-tp16.yaml")
         tuning = str(self.folder / "tuning.json")
         # many ranks share two cores here: preflight may call their links unlike one another, and save nothing

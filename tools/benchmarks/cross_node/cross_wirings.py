@@ -170,17 +170,17 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
         f"### Wirings ({lines[0]['model']}, tp 2 over 2 nodes, one core a rank)",
         "",
         f"Decode tokens/s, medians of {number} runs; speed-up is ladder over standard, in brackets the slowest and the "
-        "fastest run. Carried: every message is sent, delivered and taken, and nobody waits for any. What that is "
-        "slower than no communication is what communicating takes from the cores: no wiring hides it.",
+        "fastest run. Carried: every message is sent, delivered and received, and no rank waits for one. Its "
+        "difference from no communication is the core time of communication, which no wiring hides.",
         "",
         *table("one way, batch | standard | parallel | ladder | carried | no-comm. | speed-up", speeds),
         "",
-        "What the law says of these steps, in milliseconds. Its prices are each run's own: attention and MLP are a "
-        "sub-block's computation, L is one all-reduce of the step's size by itself, carrying is what an all-reduce "
-        "takes from the core in any case, outside is the step without its sub-blocks (embedding, head, gather, "
-        "sampling). The law's step is ladder's if all is hidden that the wiring lets be hidden "
-        "(`tools/benchmarks/cross_node/cross_wirings.py`). Of the law: that step over ladder's, in brackets the worst "
-        "and the best run. Standard, of c + L: the same for standard, which hides nothing.",
+        "The same steps against the law, in milliseconds, with times from the same run: attention and MLP are a "
+        "sub-block's computation, L is one all-reduce of the step's size by itself, carrying is the core time of an "
+        "all-reduce, outside is the step without its sub-blocks (embedding, head, gather, sampling). The law's step is "
+        "ladder's with the largest overlap that the wiring allows (`tools/benchmarks/cross_node/cross_wirings.py`). Of "
+        "the law: that step over ladder's, in brackets the worst and the best run. Standard, of c + L: the same for "
+        "standard, which overlaps nothing.",
         "",
         *table(
             "one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "
@@ -189,8 +189,8 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
         ),
         "",
         f"The switch between the nodes, which a real cluster does not have, took {min(shares):.1%} to "
-        f"{max(shares):.1%} of one core, and a rank's threads beside its main one {min(others):.1%} to "
-        f"{max(others):.1%}: both on the cores that compute.",
+        f"{max(shares):.1%} of one core, and a rank's other threads {min(others):.1%} to {max(others):.1%}: both on "
+        "the cores that compute.",
     ]
 
 
@@ -206,8 +206,8 @@ def later_table(lines: Sequence[Line]) -> list[str]:
     if not rows:
         return []
     return [
-        f"{LATER.capitalize()} beside ladder: each output is read a sub-block later, so two of them travel at once, and"
-        " the law's step is max(c, (c + L) / 3). Decode tokens/s; in brackets the slowest and the fastest run.",
+        f"{LATER.capitalize()} against ladder: each output is read a sub-block later, so two are in flight, and the "
+        "law's step is max(c, (c + L) / 3). Decode tokens/s; in brackets the slowest and the fastest run.",
         "",
         *table(f"one way, batch | L/c | standard | ladder | {LATER} | over standard | of the law", rows),
     ]
