@@ -47,7 +47,7 @@ from peers.model import SIZES  # noqa: E402
 
 SHAPE = LLAMA | SIZES["qwen3-moe"] | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 LAYERS, ROW = SHAPE["num_hidden_layers"], 2 * SHAPE["hidden_size"]
-DELAYS_MS, TOKENS = (0.1, 1.0, 2.0), {1: 32, 8: 24, 32: 16, 128: 10}
+DELAYS_MS, TOKENS = (0.1, 1.0, 2.0), {1: 32, 8: 24, 32: 16, 128: 12}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "split_steps": "never"}
 BUILT: dict[str, dict[str, Any]] = {
     "flat": {}, "split": {"split_steps": "always"}, "spread": {"dense_path": "node"},
@@ -64,7 +64,8 @@ def inside(folder: Path, agent: str, delays: Sequence[float], batches: Sequence[
         for kind, parallel in KINDS.items():
             keys = ParallelConfig(**TWO | parallel)
             d = on_two_nodes(folder, agent, "model", "auto" if kind in BUILT else "no-communication", keys)
-            d = replace(d, engine=replace(d.engine, max_num_seqs=128, kv_cache_memory=512 << 20))
+            more = {"max_num_seqs": 128, "max_num_batched_tokens": 1024, "kv_cache_memory": 512 << 20}
+            d = replace(d, engine=replace(d.engine, **more))
             jobs[kind] = stack.enter_context(BenchJob(d, kind))
 
         def step_s(kind: str, batch: int, tokens: int) -> float:
@@ -72,7 +73,7 @@ def inside(folder: Path, agent: str, delays: Sequence[float], batches: Sequence[
             return batch * float(found["decode_s"]) / float(found["decode_tokens"])
 
         for kind, batch in product(KINDS, batches):
-            step_s(kind, batch, 4)
+            step_s(kind, batch, 8)
         for run, delay, batch in product(range(runs), delays, batches):
             switch.link(delay)
             floor = jobs["flat"].ask("floor", nodes=2)["floor"]
