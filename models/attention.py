@@ -187,7 +187,7 @@ class TorchAttention:
         multiplied by its weight of zero, and another sequence's NaN must not come in that way."""
         lengths, size = layout.kv_len[: layout.decode], self.cache.block_size
         table = layout.block_table[: layout.decode, : -(-max(lengths) // size)]
-        held = torch.tensor([[-(-length // size)] for length in lengths], device=table.device)
+        held = upload(-(-np.array(lengths)[:, None] // size), table.device)
         return torch.where(torch.arange(table.shape[1], device=table.device) < held, table, table[:, :1])
 
     def _prompt_mask(self, i: int, window: int | None) -> Tensor | None:

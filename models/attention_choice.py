@@ -17,6 +17,7 @@ from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kerne
 from .cpu.latent import MOST_WIDTH, CpuLatentAttention
 from .cpu.latent import fits_kernels as fits_latents
 from .cpu.ops import Kernels
+from .cuda import flashinfer_latent
 from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, unfit
 from .cuda.workspace import kernels_missing
 from .latent import LatentAttention, LatentCache
@@ -46,8 +47,8 @@ def make_attention(
                 f"{MOST_HEAD_DIM}; or use false"
             )
         return RowAttention(cache, windows, scale, kernels), "cpu kernels, each token by itself: deterministic"
+    library = "" if device.type == "cpu" and wanted != "flashinfer" else _library(device, dtype, config, shard.num_heads)
     if deterministic:
-        library = _library(device, dtype, config.head_dim)
         if isinstance(library, str) or wanted == "torch" or cache.keys[0].dtype != dtype:
             why = f" ({library})" if isinstance(library, str) else ""
             raise AttentionError(
@@ -63,7 +64,6 @@ def make_attention(
         if kernels is not None and fits_kernels(cache, dtype, config.head_dim):
             return CpuAttention(cache, windows, scale, kernels), "cpu kernels"
         return TorchAttention(cache, windows, scale), "torch: the CPU kernels were not built or do not fit the dtypes"
-    library = _library(device, dtype, config.head_dim)
     if isinstance(library, str):
         if wanted == "auto":
             return TorchAttention(cache, windows, scale), f"torch, not flashinfer: {library}"
@@ -82,8 +82,9 @@ def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.
 def _make_latent(
     wanted: str, shard: RankShard, cache: LatentCache, dtype: torch.dtype, deterministic: bool
 ) -> tuple[AttentionBackend, str]:
-    scale, sizes, expansion = _scale(shard.config), shard.config.latent, None
-    kernels = Kernels.find(deterministic) if cache.latents[0].device.type == "cpu" else None
+    config, scale, stored = shard.config, _scale(shard.config), cache.latents[0]
+    sizes, expansion = config.latent, None
+    kernels = Kernels.find(deterministic) if stored.device.type == "cpu" else None
     if wanted == "auto" and kernels is not None and fits_latents(cache, dtype):
         if not deterministic and sizes is not None:
             expansion = Expansion(sizes, shard.num_heads, dtype.itemsize)
@@ -94,14 +95,30 @@ def _make_latent(
             f"latents needs the CPU's C kernels, attention auto, kv_cache_dtype auto and at most {MOST_WIDTH} values a "
             "token; or use false"
         )
+    if wanted == "torch" or (stored.device.type == "cpu" and wanted == "auto"):
+        return LatentAttention(cache, scale), "torch, on latents"
+    library = _library(stored.device, dtype, config, shard.num_heads)
+    if stored.dtype != dtype:
+        library = f"it reads latents in the model's type, not {stored.dtype}"
+    if not isinstance(library, str):
+        assert config.latent is not None
+        store = None if (ops := _triton()) is None else ops.store_latents
+        backend = flashinfer_latent.FlashInferLatent(
+            cache, scale, shard.num_heads, dtype, config.latent, library, store
+        )
+        return backend, f"flashinfer {library.__version__}, on latents"
     if wanted == "flashinfer":
-        raise AttentionError("engine.attention=flashinfer does not compute latent attention here; use auto or torch")
-    return LatentAttention(cache, scale), "torch, on latents"
+        raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
+    return LatentAttention(cache, scale), f"torch, on latents, not flashinfer: {library}"
 
 
-def flashinfer_serves(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `make_attention` will choose it."""
-    return wanted != "torch" and device.type == "cuda" and not isinstance(_library(device, dtype, head_dim), str)
+def flashinfer_serves(
+    wanted: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, config: ModelConfig, heads: int
+) -> bool:
+    """Whether `make_attention` will choose it. heads: of this rank; kv_dtype: of keys and values."""
+    if wanted == "torch" or device.type != "cuda" or (config.latent is not None and kv_dtype != dtype):
+        return False
+    return not isinstance(_library(device, dtype, config, heads), str)
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:
@@ -112,21 +129,32 @@ def _scale(config: ModelConfig) -> float:
     return config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
 
 
-def _store(cache: KVCache) -> Store | None:
-    """Triton's, where there is Triton, it can compile, and it serves this cache."""
+def _triton() -> Any:
+    """models/cuda/ops.py; None where there is no Triton, or it cannot compile."""
     if triton_missing():
         return None
     try:
-        from .cuda.ops import rotate_and_store, stores
+        return importlib.import_module(f"{__package__}.cuda.ops")
     except ImportError:
         return None
-    return rotate_and_store if stores(cache, torch.cuda.get_device_capability(cache.keys[0].device)) else None
 
 
-def _library(device: torch.device, dtype: torch.dtype, head_dim: int) -> Any:
+def _store(cache: KVCache) -> Store | None:
+    """Triton's, where it serves this cache."""
+    ops = _triton()
+    serves = ops is not None and ops.stores(cache, torch.cuda.get_device_capability(cache.keys[0].device))
+    return ops.rotate_and_store if serves else None
+
+
+def _library(device: torch.device, dtype: torch.dtype, config: ModelConfig, heads: int) -> Any:
     """The module, or the reason why it does not serve."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if reason := unfit(device, capability, dtype, head_dim):
+    reason = (
+        unfit(device, capability, dtype, config.head_dim)
+        if config.latent is None
+        else flashinfer_latent.unfit(device, capability, dtype, config.latent, heads)
+    )
+    if reason:
         return reason
     if importlib.util.find_spec("flashinfer") is None:
         return "it is not installed (laddertron[cuda])"

@@ -5,6 +5,7 @@ product, which yields this rank's part of the sum. models/cpu/experts.py keeps t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -13,11 +14,28 @@ from torch.nn import functional
 
 from .config.experts import Router
 
-Linear = Callable[[Tensor, Tensor], Tensor]
-"""x [N, in], weight [out, in] -> [N, out]."""
 ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [N, D], chosen [N, k] int32 (this rank's number of an expert, -1 where another rank holds it), weight [N, k] fp32
 -> partial sum [N, D] in x's type, added up in fp32."""
+
+
+Choice = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Logits [N, E] -> the k experts of each row, this rank's numbers of them, and their weights, as ExpertProduct takes
+the last two; each [N, k]."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchChoice:
+    """`choose`; local [E] int32: this rank's number of each expert, or -1."""
+
+    router: Router
+    k: int
+    bias: Tensor | None
+    local: Tensor
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        chosen, weight = choose(self.router, self.k, logits, self.bias)
+        return chosen, self.local[chosen], weight
 
 
 def choose(router: Router, k: int, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -48,9 +66,9 @@ def _first(scores: Tensor, count: int) -> Tensor:
 class TorchExperts:
     """Plain torch, on any device: an expert's rows are gathered, computed, weighed and added in fp32."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, linear: Linear = functional.linear) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         """gate_up [E, 2F, D], down [E, D, F]: the experts that this rank holds, or its share of each."""
-        self._gate_up, self._down, self._linear = gate_up, down, linear
+        self._gate_up, self._down = gate_up, down
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         k, flat = chosen.shape[1], chosen.flatten()
@@ -61,7 +79,7 @@ class TorchExperts:
             if begin < end:
                 places = order[begin:end]
                 rows = places // k
-                gate, up = self._linear(x[rows], self._gate_up[expert]).chunk(2, -1)
-                y = self._linear(functional.silu(gate) * up, self._down[expert])
+                gate, up = functional.linear(x[rows], self._gate_up[expert]).chunk(2, -1)
+                y = functional.linear(functional.silu(gate) * up, self._down[expert])
                 out.index_add_(0, rows, y.float() * weight.flatten()[places, None])
         return out.to(x.dtype)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_ODD = 0x1E3779B97F4A7C15
+"""Multiples of an odd number differ modulo 2^64."""
+
+
 class LayerWeights(nn.Module):
     """One layer's parameters on this rank, under the names that models/weights/load.py fills."""
 
@@ -134,6 +138,9 @@ class LlamaModel(nn.Module):
         self._routing, self._earlier = blake2b(digest_size=8), b""
         self.on_rows: Callable[[Tensor], None] | None = None
         """Called once a step on CPUs with the rows [E] of every expert in a layer in the middle."""
+        self.routing: Tensor | None = None
+        if self._mixed and device.type == "cuda":
+            self.routing = torch.zeros(1, dtype=torch.int64, device=device)
 
     def _declare_parameters(self, layers: Layers, head: Layers) -> None:
         config, shard, stored = self.config, self.shard, self.stored
@@ -315,7 +322,7 @@ class LlamaModel(nn.Module):
                 middle = self._chosen[len(self._chosen) // 2][0]
                 rows = torch.cat([chosen.flatten() for layer, chosen in self._chosen if layer == middle])
                 self.on_rows(torch.bincount(rows, minlength=self.config.experts.count)[: self.config.experts.count])
-            self._routing.update(torch.cat([c.flatten() for _, c in self._chosen]).to(torch.int16).numpy().tobytes())
+            self._follow(torch.cat([c.flatten() for _, c in self._chosen]))
             self._chosen.clear()
         if self.boundary is not None and self.shard.per_node:
             self._pass_routing(self.boundary)
@@ -405,12 +412,23 @@ class LlamaModel(nn.Module):
 
     def _note(self, layer: int, chosen: Tensor) -> None:
         # NOTE: where residuals drift, each rank routes by its own.
-        if not chosen.is_cuda and not self.config.wiring.drifts:
+        if not self.config.wiring.drifts:
             self._chosen.append((layer, chosen))
+
+    def _follow(self, chosen: Tensor) -> None:
+        """Adds a step's experts to `routed`; on a GPU by arithmetic that a capture allows."""
+        if self.routing is None:
+            self._routing.update(chosen.to(torch.int16).numpy().tobytes())
+            return
+        factors = torch.arange(len(chosen), device=chosen.device).mul_(2 * _ODD).add_(_ODD)
+        self.routing.add_(factors.mul_(chosen + 1).sum())
 
     def routed(self) -> bytes:
         """A digest of the experts that all rows so far went through: the same on every rank, or an expert's rows were
-        computed twice or not at all. Where nodes of a stage may differ, those of the stages before come first."""
+        computed twice or not at all. Where nodes of a stage may differ, those of the stages before come first.
+        On a GPU it is `routing`, which this reads."""
+        if self.routing is not None:
+            return self.routing.cpu().numpy().tobytes()
         return self._earlier + self._routing.digest()
 
     def _pass_routing(self, boundary: Boundary) -> None:

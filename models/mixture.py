@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .config.experts import Router
 from .cpu.experts import pack_experts
 from .cpu.ops import CpuOps
-from .experts import ExpertProduct, choose
+from .experts import Choice, ExpertProduct
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
 from .stages import RankShard
@@ -19,15 +18,12 @@ from .stages import RankShard
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """norm: residual -> what router and experts read; product: of that, the router's logits; local [E]: this rank's
-    number of each expert, or -1."""
+    """norm: residual -> what router and experts read; product: of that, the router's logits, in fp32 where it is wide."""
 
-    router: Router
-    k: int
+    wide: bool
     norm: Product
     product: Product
-    bias: Tensor | None
-    local: Tensor
+    choice: Choice
     experts: ExpertProduct
     shared: Product | None
     """This rank's share of the shared experts, of the same rows."""
@@ -35,12 +31,11 @@ class Mixture:
     """The first expert that returns its input; None on ranks that do not add these."""
 
     def __call__(self, residual: Tensor, on_chosen: Callable[[Tensor], None]) -> Tensor:
-        """residual [T, D] -> partial sum [T, D]; on_chosen is called with the experts of each row, [T, k] int64."""
+        """residual [T, D] -> partial sum [T, D]; on_chosen is called with the experts of each row, [T, k]."""
         x = self.norm(residual)
-        logits = self.product(x.float() if self.router.wide else x)
-        chosen, weight = choose(self.router, self.k, logits, self.bias)
+        chosen, numbers, weight = self.choice(self.product(x.float() if self.wide else x))
         on_chosen(chosen)
-        partial = self.experts(x, self.local[chosen], weight)
+        partial = self.experts(x, numbers, weight)
         if self.identities_from is not None:
             own = weight.masked_fill(chosen < self.identities_from, 0.0).sum(-1, keepdim=True)
             partial = (partial.float() + x.float() * own).to(x.dtype)
@@ -78,16 +73,16 @@ class MixtureWeights(nn.Module):
         )
         router, shared = self.router.weight.detach(), self._shared(ops)
         packed = pack_experts(ops, gate_up, down) if isinstance(ops, CpuOps) else None
+        bias = None if self.bias is None else self.bias.weight.detach()
+        e = self._experts
         mixture = Mixture(
-            self._experts.router,
-            self._experts.chosen,
+            e.router.wide,
             ops.normed(norm),
             ops.exact.product(router, None),
-            None if self.bias is None else self.bias.weight.detach(),
-            local.to(router.device),
-            packed or ops.experts(gate_up, down),
+            ops.choice(e.router, e.chosen, bias, local.to(router.device)),
+            packed or ops.experts(gate_up, down, e.routed),
             shared,
-            self._experts.count if self._adds_identities else None,
+            e.count if self._adds_identities else None,
         )
         if ops.repacks:
             for part in (self.router, self.gate_up, self.down):

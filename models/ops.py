@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .experts import ExpertProduct, TorchExperts
+from .config.experts import Router
+from .experts import Choice, ExpertProduct, TorchChoice, TorchExperts
 from .pages import HugePages
 
 Product = Callable[[Tensor], Tensor]
@@ -178,8 +179,12 @@ class TorchOps:
         """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""
         return self.around(self._matmul(weight, bias), norm, gated=True)
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> ExpertProduct:
-        """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F]."""
+    def choice(self, router: Router, k: int, bias: Tensor | None, local: Tensor) -> Choice:
+        """As TorchChoice."""
+        return TorchChoice(router, k, bias, local)
+
+    def experts(self, gate_up: Tensor, down: Tensor, routed: int) -> ExpertProduct:
+        """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F], of `routed` on all ranks."""
         return TorchExperts(gate_up, down)
 
     def lane_products(self, weights: Sequence[Tensor], norms: Sequence[Norm | None], gated: bool) -> Product:

@@ -71,7 +71,14 @@ def connect(
             pipeline.boundary = SocketBoundary(pipeline, lines, gathers, rank, layout.size, ledger, link)
         if options.emulation is not None:
             all_reduce = emulate(all_reduce, options.emulation, ledger, on_gpu=backend == "nccl")
-        if options.node_group:
+        if options.node_group and backend == "nccl":
+            from .comm.nccl import nccl_collective
+
+            inside = groups.subgroups.get("intra")
+            node_reduce = Alone()
+            if inside is not None:
+                node_reduce = nccl_collective(inside, ledger, "node", options.deterministic)
+        elif options.node_group:
             inner, node_reduce = _join_node(bootstrap, layout, options, backend), Alone()
             if inner is not None:
                 node = inner
@@ -104,7 +111,7 @@ def _join_node(
     """A second transport, among the ranks of this rank's node; None where it is alone there. All ranks of the job call
     it at once. Raises MeshError, or ValueError for a backend that has no such group."""
     if backend != "native" and layout.size > 1:
-        raise ValueError(f"parallel.dense_path=node needs backend native, not {backend}: use auto on CPUs, or whole")
+        raise ValueError(f"parallel.dense_path=node needs backend native or nccl, not {backend}: use auto, or whole")
     here = GroupLayout(tuple(node for node in layout.nodes if bootstrap.rank in node))
     segment = transport.segment_bytes(here.size, here.per_node, options.small_bytes, options.chunk_bytes)
     mesh = connect_mesh(

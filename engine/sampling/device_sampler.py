@@ -87,16 +87,18 @@ class DeviceDraw:
         position: npt.NDArray[np.int64],
         digest: npt.NDArray[np.uint8],
         edits: Sequence[SlotEdits] = (),
+        routing: Tensor | None = None,
     ) -> Arriving:
         """Draws for raw logits [B, columns] of a plan, `position` [max_slots] output ids being there already; edits: of
-        its edited rows. What arrives, int64: the digests that all ranks brought [tp], ids [B], whether each row was
+        its edited rows; routing: int64 [1], which the ranks' digests are compared with. What arrives, int64: the digests that all ranks brought [tp], ids [B], whether each row was
         broken (1) or had nothing to draw (2) [B], and as bits of float64 device_rule.report's of the scored rows."""
         fixed = self._fixed(plan, edits)
         changing = upload(np.concatenate([digest.view(np.int64), position[plan.at]]), self._device)
         x, scored = self._processed(raw, fixed, changing[1:])
         score, at, peak = self._best(x, fixed, changing[1:])
         ids = torch.where(score > -torch.inf, at + self._shard.first, NO_ID)
-        mine = torch.cat([changing[:1], score.view(torch.int64), ids, peak.view(torch.int64)])
+        own = changing[:1] if routing is None else changing[:1] + routing
+        mine = torch.cat([own, score.view(torch.int64), ids, peak.view(torch.int64)])
         every = self._gather(mine)
         drawn, bad = _winner(every[:, 1:].view(len(every), 3, len(plan.at)))
         self.latest.index_copy_(0, fixed.slots, drawn)

@@ -96,10 +96,9 @@ class Sampler:
         which is summed by itself, so that every number of ranks draws and reports the same; 0: this does not matter."""
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
         self.step, self.grammars = 0, grammars
-        self.routed: Callable[[], bytes] = bytes
-        """A digest of the experts that rows went through, of eight bytes, or one for each stage of a pipeline; none for
-        a model without."""
-        self.per_node, self._routed = 1, b""
+        self._routed: Callable[[], bytes] = bytes
+        self._routing: Tensor | None = None
+        self._per_node = 1
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
         one = shares < 2
@@ -118,6 +117,11 @@ class Sampler:
     def latest(self) -> Tensor | None:
         """Each slot's id that `start` drew last, int64 [max_slots] on the device; None where it never does."""
         return None if self._on_device is None else self._on_device.latest
+
+    def follow(self, routed: Callable[[], bytes], routing: Tensor | None, per_node: int) -> None:
+        """Compares the ranks' experts too. routed: a digest of those that rows went through, of eight bytes; routing: the
+        same on a GPU, int64 [1]; per_node: ranks of a node."""
+        self._routed, self._routing, self._per_node = routed, routing, per_node
 
     def admit(self, sequence: NewSequence) -> None:
         """Fills a slot; the noise goes on at output position len(tokens) - prompt_len. Raises ValueError if the slot is
@@ -143,8 +147,7 @@ class Sampler:
             sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
         self._slots.append(plan, sampled.ids, sampled.nonfinite, sampled.taken)
         self._add_digests(sampled, logits_BV, slots)
-        self._routed = self.routed()
-        self._digest = _digest(self.step, plan.at, sampled.ids, fed, self._routed)
+        self._digest = _digest(self.step, plan.at, sampled.ids, fed, self._routed())
         self.step += 1
         return sampled
 
@@ -166,7 +169,8 @@ class Sampler:
         edits = [self._slots.edits[int(slot)] for slot in plan.at[plan.edited]]
         if any(e.bad_words for e in edits):
             return False
-        read = self._on_device.start(logits_BV[:, : self.columns], plan, self._slots.position, self._digest, edits)
+        logits = logits_BV[:, : self.columns]
+        read = self._on_device.start(logits, plan, self._slots.position, self._digest, edits, self._routing)
         self._slots.advance(plan)
         self._under_way = _Draw(self.step, plan, edits, read)
         self.step += 1
@@ -235,12 +239,12 @@ class Sampler:
         found = rule.disagreement(digests)
         if found is None:
             return
-        if self._routed:
-            (routed,) = self._exchange([np.frombuffer(self._routed, "<u8")])
+        if own := self._routed():
+            (routed,) = self._exchange([np.frombuffer(own, "<u8")])
             for number, each in enumerate(routed.T):  # of a stage
                 if (other := rule.disagreement(each)) is not None:
                     stage = number if len(routed.T) > 1 else None
-                    raise DesyncError(*other, step - 1, len(digests), self.per_node, stage)
+                    raise DesyncError(*other, step - 1, len(digests), self._per_node, stage)
         raise DesyncError(*found, step=step - 1, tp=len(digests))
 
     def _exchange(self, parts: list[Array]) -> list[Array]:

@@ -178,7 +178,7 @@ def build(
     shares = LEAVES // communicator.size if parallel.deterministic == "everywhere" else 0
     sampler = _sampler(share, Path(deployment.text_folder), keys, communicator, device, on_device, shares)
     if share.config.experts is not None and share.shard.samples:
-        sampler.routed, sampler.per_node = model.routed, communicator.layout.per_node
+        sampler.follow(model.routed, model.routing, communicator.layout.per_node)
     runner = _runner(share, keys, communicator, model, cache, attention, sampler, num_blocks)
 
     limits = _scheduler_limits(share, keys, parallel.microbatches, num_blocks)
@@ -233,7 +233,7 @@ def _check(share: Share, deployment: Deployment, communicator: Communicator, dev
         )
     widens = share.stored is not None and share.stored.widens
     working = working_bytes(
-        deployment, share.stage.config, size, communicator.backend, share.dtype, share.length, device, widens
+        deployment, share.shard, communicator.backend, share.dtype, share.kv_dtype, share.length, device, widens
     )
     if share.draft is not None:
         check_alike(communicator, "engine.draft_model", "draft")

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from ...models.attention import AttentionBackend, Capturable, KVCache, StepLayout
 from ...models.config.json_fields import Refusal
+from ...models.config.model_config import ModelConfig
 from ...models.llama import LlamaModel
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.groups import Communicator
+from ...topology.hardware.cuda_stack import triton_missing
 from ..config.schema import EngineConfig
 from ..sampling.device_sampler import feed
 from .cuda_graph_sizes import graph_sizes, padded_size
@@ -62,6 +64,12 @@ def collectives_refuse(backend: str, size: int, emulated: bool) -> str | None:
     if backend == "nccl" or (size == 1 and not emulated):
         return None
     return f"collectives of backend {backend} run on the host: it needs nccl"
+
+
+def experts_refuse(config: ModelConfig) -> str | None:
+    """Why steps over experts cannot be recorded, or None: torch's products read on the host how many rows each has."""
+    fault = None if config.experts is None else triton_missing()
+    return None if fault is None else f"products over experts on the device need Triton: {fault}"
 
 
 class GraphRecorder(Protocol):
@@ -282,10 +290,8 @@ def make_graphs(
     be unassigned. emulated: whether collectives are. latest: see DecodeGraphs. reserved: bytes that were kept free for
     them. say and warn: the log, tell: the start's progress. Raises GraphsError."""
     device = model.rotary.cos.device
-    host = collectives_refuse(communicator.backend, communicator.size, emulated)
-    if model.config.experts is not None:
-        host = "the products over experts read on the host how many rows each has"
-    use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, host)
+    refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
+    use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, refused)
     if fell_back(device, keys.cuda_graphs, use):
         warn(
             f"CUDA graphs: {why}; each decode step is set off kernel by kernel, several times slower for few sequences"

@@ -12,12 +12,13 @@ import torch
 
 from ...models.attention_choice import flashinfer_serves
 from ...models.config.json_fields import Refusal
-from ...models.config.model_config import ModelConfig
+from ...models.config.shapes import Sharing
+from ...models.stages import RankShard
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import sysfs
 from ..config.schema import Deployment
 from ..config.schema import EngineConfig as EngineKeys
-from .cuda_graphs import collectives_refuse, graphed
+from .cuda_graphs import collectives_refuse, experts_refuse, graphed
 from .memory import GIB, MemoryKeys, working_memory
 
 
@@ -49,16 +50,17 @@ def total_bytes(device: torch.device) -> int:
 
 
 def working_bytes(
-    deployment: Deployment, config: ModelConfig, size: int, backend: str, dtype: torch.dtype, length: int,
+    deployment: Deployment, shard: RankShard, backend: str, dtype: torch.dtype, kv_dtype: torch.dtype, length: int,
     device: torch.device, widens_fp8: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What steps will take of a GPU, by name, with what the deployment and the device lead to; nothing on a CPU, whose
-    KV cache has a size of its own. backend: the collectives' of a group of `size`. Raises GraphsError."""
+    KV cache has a size of its own. backend: the group's collectives'. Raises GraphsError."""
     if device.type != "cuda":
         return {}
     keys = deployment.engine
-    flashinfer = flashinfer_serves(keys.attention, device, dtype, config.head_dim)
-    refused = collectives_refuse(backend, size, deployment.parallel.collective == "emulated")
+    flashinfer = flashinfer_serves(keys.attention, device, dtype, kv_dtype, shard.config, shard.num_heads)
+    emulated = deployment.parallel.collective == "emulated"
+    refused = collectives_refuse(backend, shard.size, emulated) or experts_refuse(shard.config)
     name = "flashinfer" if flashinfer else "torch"
     graphs, _ = graphed(keys.cuda_graphs, device.type, flashinfer, name, refused)
     wanted = MemoryKeys(
@@ -72,7 +74,8 @@ def working_bytes(
         deterministic=bool(deployment.parallel.deterministic),
         standby=deployment.daemon.standby > 0,
     )
-    return working_memory(config, size, dtype.itemsize, wanted)
+    sharing = Sharing(shard.spread, shard.per_node)
+    return working_memory(shard.config, shard.size, dtype.itemsize, wanted, sharing)
 
 
 def configured_kv_bytes(keys: EngineKeys, cpu: bool) -> int | None:

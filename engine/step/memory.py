@@ -13,7 +13,7 @@ from ...models.config.latent import EXPANDED_SPACE, Expansion
 from ...models.config.model_config import ModelConfig
 from ...models.config.quantisation import BYTES
 from ...models.config.shapes import WHOLE, Sharing
-from ...models.cuda.workspace import workspace_bytes
+from ...models.cuda.workspace import expert_bytes, latent_workspace_bytes, workspace_bytes
 from ...models.stages import RankShard
 from ...models.weights.slices import PRODUCTS
 from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
@@ -148,6 +148,8 @@ def working_memory(
         "activations": max(int(tokens * each + 2 * drawn * logits), filters),
         "all-reduces in flight": int(in_flight * tokens * d * value_bytes) if size > 1 or copies > 1 else 0,
     }
+    if keys.gpu:
+        parts["activations"] += _of_experts(shard, tokens, value_bytes)
     if keys.standby:
         parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
     if not keys.gpu:
@@ -161,15 +163,30 @@ def working_memory(
     sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()
     windows = len(set(config.sliding_window or (None,)))
     most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
-    shape = shard.num_heads, shard.num_kv_heads, config.head_dim
-    parts["attention workspace"] = workspace_bytes(shape, windows, sizes, most_blocks) if keys.flashinfer else 0
+    if config.latent is not None:
+        workspace = latent_workspace_bytes(config.latent.rank, sizes, most_blocks)
+    else:
+        shape = shard.num_heads, shard.num_kv_heads, config.head_dim
+        workspace = workspace_bytes(shape, windows, sizes, most_blocks)
+    parts["attention workspace"] = workspace if keys.flashinfer else 0
     # One product's weight is wide at a time: the largest's, queries, keys and values or gate and up.
     widened = int(d * max(outputs, 2 * shard.ffn_size) * value_bytes) if keys.widens_fp8 else 0
     if widened:
         parts["widened fp8 weights"] = widened
     # Graphs share the activations of the largest one, and its logits before, as and after they are made fp32.
-    parts["CUDA graphs"] = int(len(sizes) * GRAPH_BYTES + sizes[-1] * (each + 3 * logits)) + widened if sizes else 0
+    parts["CUDA graphs"] = 0
+    if sizes:
+        largest = sizes[-1] * (each + 3 * logits) + _of_experts(shard, sizes[-1], value_bytes)
+        parts["CUDA graphs"] = int(len(sizes) * GRAPH_BYTES + largest) + widened
     return parts
+
+
+def _of_experts(shard: RankShard, rows: int, value_bytes: float) -> int:
+    """What the experts of so many rows take beside a layer's other values on a GPU."""
+    e = shard.config.experts
+    if e is None:
+        return 0
+    return expert_bytes(rows, e.chosen, shard.config.hidden_size, len(shard.expert_ffn), int(value_bytes))
 
 
 def memory(

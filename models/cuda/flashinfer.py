@@ -35,14 +35,21 @@ def store_by_torch(*arguments: Any) -> Tensor:
     return rotate_and_store(*arguments)[0]
 
 
-def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why FlashInfer cannot serve this model here, or None. capability: of the CUDA device."""
+def unfit_device(device: torch.device, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Why FlashInfer cannot serve on this device, or None. capability: of the CUDA device."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if capability < (8, 0):
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if dtype not in QUERY_DTYPES:
         return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why FlashInfer cannot serve this model here, or None."""
+    if reason := unfit_device(device, capability, dtype):
+        return reason
     if head_dim not in HEAD_DIMS:
         return f"it has kernels for head dimensions {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
     return None

@@ -125,6 +125,36 @@ def silu_and_mul(out, gate_up, width, BLOCK: tl.constexpr):
 
 
 @jit
+def store_latents(
+    latents, rows, cos, sin, weight, blocks, offsets, eps, size,
+    HEADS: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (t, h): head h of token t of rows [T, HEADS + 1, RANK + 2 * HALF]. A query's last 2 * HALF values are
+    rotated where they are; the last head, a latent and its key, goes normed and rotated to (blocks[t], offsets[t]) of
+    latents [blocks, size, RANK + 2 * HALF]."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source = rows + (token * (HEADS + 1) + head) * (RANK + 2 * HALF)
+    half, column = tl.arange(0, HALF_BLOCK), tl.arange(0, BLOCK)
+    turned, inside = half < HALF, column < RANK
+    first = tl.load(source + RANK + half, turned, other=0.0).to(tl.float32)
+    second = tl.load(source + RANK + HALF + half, turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + half, turned, other=0.0)
+    s = tl.load(sin + token * HALF + half, turned, other=0.0)
+    a, b = first * c - second * s, second * c + first * s
+    if head < HEADS:
+        tl.store(source + RANK + half, a.to(rows.dtype.element_ty), turned)
+        tl.store(source + RANK + HALF + half, b.to(rows.dtype.element_ty), turned)
+    else:
+        to = latents + (tl.load(blocks + token) * size + tl.load(offsets + token)) * (RANK + 2 * HALF)
+        kind: tl.constexpr = latents.dtype.element_ty
+        x = tl.load(source + column, inside, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column, inside, other=0.0)
+        tl.store(to + column, _normed(x, scale, inside, RANK, eps).to(kind), inside)
+        tl.store(to + RANK + half, a.to(kind), turned)
+        tl.store(to + RANK + HALF + half, b.to(kind), turned)
+
+
+@jit
 def rotate_and_store(
     queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets, eps, size,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,

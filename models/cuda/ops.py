@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from ..attention import KVCache
-from ..experts import ExpertProduct, TorchExperts
+from ..config.experts import Router
+from ..experts import Choice, ExpertProduct
+from ..latent import LatentCache
 from ..ops import Norm, Product, RunningSum, TorchOps, Tree, tree_product
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels
+from .experts import TILES, GroupedExperts, TritonChoice
 
 MOST_QUANTISED = 1 << 15
 """Columns of a row that one program quantises."""
@@ -29,6 +32,13 @@ class TritonOps(TorchOps):
         normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
         return (lambda x: silu_and_mul(normed(x))) if gated else normed
 
+    def choice(self, router: Router, k: int, bias: Tensor | None, local: Tensor) -> Choice:
+        serves = TritonChoice.serves(router, len(local))
+        return TritonChoice(router, k, bias, local) if serves else super().choice(router, k, bias, local)
+
+    def experts(self, gate_up: Tensor, down: Tensor, routed: int) -> ExpertProduct:
+        return GroupedExperts(gate_up, down, routed)
+
 
 class RowOps(TritonOps):
     """`parallel.deterministic`: one order of summation for every token, whatever its company (kernels.row_product)."""
@@ -38,8 +48,8 @@ class RowOps(TritonOps):
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: row_linear(x, weight, bias)
 
-    def experts(self, gate_up: Tensor, down: Tensor) -> ExpertProduct:
-        return TorchExperts(gate_up, down, lambda x, weight: row_linear(x, weight, None))
+    def experts(self, gate_up: Tensor, down: Tensor, routed: int) -> ExpertProduct:
+        return GroupedExperts(gate_up, down, routed, TILES[-1:])
 
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
@@ -158,3 +168,23 @@ def rotate_and_store(
         FP8=keys.dtype == FP8, BLOCK=_power(dim), num_warps=1,
     )  # fmt: skip
     return queries
+
+
+def store_latents(
+    cache: LatentCache,
+    layer: int,
+    rows: Tensor,
+    norm: Norm,
+    angles: tuple[Tensor, Tensor],
+    blocks: Tensor,
+    offsets: Tensor,
+) -> Tensor:
+    """LatentAttention's in one kernel, of rows [T, (H + 1) * (R + r)]; the queries stay where they are."""
+    latents, rank, (cos, sin) = cache.latents[layer], norm.weight.numel(), angles
+    x = rows.view(len(rows), -1, latents.shape[2])
+    half = cos.shape[-1]
+    gpu_kernels.store_latents[(len(x), x.shape[1])](
+        latents, x, cos, sin, norm.weight, blocks, offsets, norm.eps, cache.block_size,
+        HEADS=x.shape[1] - 1, RANK=rank, HALF=half, BLOCK=_power(rank), HALF_BLOCK=_power(half), num_warps=1,
+    )  # fmt: skip
+    return x[:, :-1]

@@ -18,7 +18,11 @@ TENSOR_CORES_FROM = 4
 """Query heads a KV head from which a decode is worth FlashInfer's tensor-core kernel."""
 HEAD_DIMS = (64, 128, 256)
 """Head dimensions that it has kernels for."""
+LATENT_RANKS = (128, 256, 512)
+"""Widths of latents, the same."""
 _MIB = 1 << 20
+EXPERT_SPACE = 256 * _MIB
+"""Of what experts yield for the rows of a step: of more, the rows are computed in pieces."""
 WRAPPER_BYTES = 8 * _MIB
 """Bytes that each wrapper allocates for its plan, fixed in the library."""
 
@@ -50,6 +54,18 @@ def kernels_missing(
     )
 
 
+def expert_rows(slots: int, width: int, inner: int, itemsize: int) -> int:
+    """Rows whose experts are computed at once: of each slot `inner` values between the products and `width` behind."""
+    return int(max(16, EXPERT_SPACE // (slots * (width + inner) * itemsize) // 16 * 16))
+
+
+def expert_bytes(rows: int, slots: int, width: int, inner: int, itemsize: int) -> int:
+    """What that takes for a step of so many rows, with the slots' experts, numbers, weights and order."""
+    at_once = min(rows, expert_rows(slots, width, inner, itemsize))
+    joined = rows * width * itemsize if at_once < rows else 0
+    return int(slots * (at_once * (width + inner) * itemsize + rows * 5 * 4) + joined)
+
+
 def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) -> int:
     """Of the partial results of contexts that FlashInfer splits among multiprocessors, one buffer for all wrappers.
     Two programs a multiprocessor have at most 128 rows each, a row being a query head of a token. sequences: of the
@@ -59,6 +75,18 @@ def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) 
     tiles = -(-sequences * group // tile) + sequences if group >= TENSOR_CORES_FROM else 0
     rows = max(2 * MULTIPROCESSORS * 128, tiles * tile * kv_heads)
     return -(-rows * (head_dim + 1) * 4 // _MIB) * _MIB  # a row has its sum of weights too
+
+
+def latent_partial_bytes(rank: int) -> int:
+    """The same of attention over latents: two tiles of 64 rows a multiprocessor, in 16 bits, and their sums."""
+    return 2 * MULTIPROCESSORS * 64 * (2 * rank + 4)
+
+
+def latent_workspace_bytes(rank: int, sizes: Sequence[int], most_blocks: int) -> int:
+    """As workspace_bytes: a wrapper for all eager steps, of which a plan takes the memory before the last one's is free,
+    twice, and one for each recorded size."""
+    tables = 2 * 4 * max(sizes) * (most_blocks + 3) if sizes else 0
+    return latent_partial_bytes(rank) + (4 + len(sizes)) * WRAPPER_BYTES + tables
 
 
 def workspace_bytes(shape: tuple[int, int, int], windows: int, sizes: Sequence[int], most_blocks: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 @dataclass(frozen=True, slots=True)
 class Case:
     """One rank of a deployment. `layers` of the model are kept, which decides neither a step's peak nor a layer's
-    launches. `fp8`: as the model's published fp8 checkpoint. `emulated`: all-reduces
+    launches; `words`: of its config.json, where that is no Llama's. `fp8`: as the model's published fp8 checkpoint. `emulated`: all-reduces
     take the time of another fabric's. `stages`: of a pipeline, all of which run."""
 
     name: str
@@ -22,6 +22,8 @@ class Case:
     emulated: bool = False
     stages: int = 1
     layers: int = 4
+    words: tuple[tuple[str, Any], ...] = ()
+    length: int = 16384
     parallel: tuple[tuple[str, Any], ...] = ()
     engine: tuple[tuple[str, Any], ...] = ()
 
@@ -34,6 +36,35 @@ class Case:
     def seats(self) -> int:
         return int(dict(self.engine).get("max_num_seqs", 256))
 
+
+_SPREAD = (("expert_layout", "spread"), ("dense_path", "node"))
+_QWEN3_235B = (
+    ("model_type", "qwen3_moe"), ("hidden_size", 4096), ("num_hidden_layers", 4), ("num_attention_heads", 64),
+    ("num_key_value_heads", 4), ("head_dim", 128), ("intermediate_size", 12288), ("moe_intermediate_size", 1536),
+    ("num_experts", 128), ("num_experts_per_tok", 8), ("norm_topk_prob", True), ("vocab_size", 151936),
+    ("max_position_embeddings", 40960), ("rms_norm_eps", 1e-6), ("rope_theta", 1e6), ("torch_dtype", "bfloat16"),
+)  # fmt: skip
+_LATENT = (
+    ("kv_lora_rank", 512), ("q_lora_rank", 1536), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64),
+    ("v_head_dim", 128), ("max_position_embeddings", 131072), ("torch_dtype", "bfloat16"),
+)  # fmt: skip
+_DEEPSEEK_V3 = _LATENT + (
+    ("model_type", "deepseek_v3"), ("hidden_size", 7168), ("num_hidden_layers", 5), ("num_attention_heads", 128),
+    ("intermediate_size", 18432), ("moe_intermediate_size", 2048), ("n_routed_experts", 256),
+    ("n_shared_experts", 1), ("num_experts_per_tok", 8), ("first_k_dense_replace", 3), ("n_group", 8),
+    ("topk_group", 4), ("vocab_size", 129280), ("rms_norm_eps", 1e-6), ("rope_theta", 10000.0),
+)  # fmt: skip
+_LONGCAT = _LATENT + (
+    ("model_type", "longcat_flash"), ("hidden_size", 6144), ("num_layers", 2), ("num_attention_heads", 64),
+    ("ffn_hidden_size", 12288), ("expert_ffn_hidden_size", 2048), ("n_routed_experts", 512),
+    ("zero_expert_num", 256), ("moe_topk", 12), ("vocab_size", 131072), ("rms_norm_eps", 1e-5), ("rope_theta", 1e7),
+)  # fmt: skip
+_LANEFORMER = (
+    ("model_type", "laneformer_tp"), ("architectures", ["LaneformerTPForCausalLM"]), ("hidden_size", 3072),
+    ("num_hidden_layers", 6), ("num_attention_heads", 32), ("num_key_value_heads", 16),
+    ("intermediate_size", 12288), ("vocab_size", 32000), ("max_position_embeddings", 4096), ("num_lanes", 8),
+    ("broadcast_delay", 2), ("sliding_window", 512), ("sliding_window_n_layers", 4), ("torch_dtype", "bfloat16"),
+)  # fmt: skip
 
 CASES = (
     Case("8B", "llama-3.1-8b", 1),
@@ -49,6 +80,12 @@ CASES = (
     Case("405B two-level, tp 16", "llama-3.1-405b", 16, 2, two_level=True),
     Case("70B emulated links, tp 8", "llama-3.1-70b", 8, emulated=True),
     Case("70B split steps, tp 8", "llama-3.1-70b", 8, parallel=(("split_steps", "always"),)),
+    Case("Qwen3-235B, tp 8", "qwen3-235b-a22b", 8, words=_QWEN3_235B),
+    Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),
+    Case("DeepSeek-V3 spread, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD),
+    Case("LongCat-Flash spread, 2 x 8", "longcat-flash", 16, 2, words=_LONGCAT, parallel=_SPREAD),
+    Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096),
+    Case("Laneformer 2B, tp 2", "laneformer-2b", 2, words=_LANEFORMER, length=4096),
 )
 
 RANKS = ("405B, tp 16", "405B two-level, tp 16", "405B, tp 8 x pp 2", "8B deterministic, tp 8")

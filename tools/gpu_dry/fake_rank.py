@@ -23,7 +23,7 @@ from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSecti
 from laddertron.models import attention_choice
 from laddertron.models.config.dialects import dialect_of, stock_json, to_dialect
 from laddertron.models.config.known_models import known, published_fp8
-from laddertron.models.config.model_config import ModelConfig, make_wiring
+from laddertron.models.config.model_config import from_folder, make_wiring
 from laddertron.models.weights import tensor_reader
 from laddertron.models.weights.parallel_reader import Readers
 from laddertron.models.weights.slices import PRODUCTS, expected_shapes, sources_of
@@ -44,19 +44,24 @@ builder: Any = _build
 _SIZES = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
 
 
-def model_of(case: Case) -> ModelConfig:
-    whole = known(case.model)
+def config_json(case: Case) -> dict[str, Any]:
+    if case.words:
+        return dict(case.words)
     wiring = make_wiring(case.wiring, case.layers)
-    return replace(whole, num_layers=case.layers, wiring=wiring, declares_wiring=wiring.name != "standard")
+    declares = wiring.name != "standard"
+    config = replace(known(case.model), num_layers=case.layers, wiring=wiring, declares_wiring=declares)
+    fields = to_dialect(config, stock_json(config, {}), dialect_of(config))
+    how = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    return {**fields, "quantization_config": how} if case.fp8 else fields
 
 
 def write_checkpoint(folder: Path, case: Case) -> Path:
     """config.json and one safetensors file of the true shapes, sparse: it has a header and no data."""
-    config = model_of(case)
-    fields = to_dialect(config, stock_json(config, {}), dialect_of(config))
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config_json(case)))
+    config = from_folder(folder)
     kinds: dict[str, str] = {}
     if case.fp8:
-        fields["quantization_config"] = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
         wide = published_fp8(case.model)
         kept = (*wide[: case.layers - 1], wide[-1])  # the first layer and the last one keep more
         for layer in range(case.layers):
@@ -72,8 +77,6 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
             tensors[each] = {"dtype": dtype, "shape": dims, "data_offsets": [at, end]}
             at = end
     header = json.dumps(tensors).encode()
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(fields))
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + at)
@@ -84,7 +87,7 @@ def deployment_of(case: Case, folder: Path) -> Deployment:
     parallel: dict[str, Any] = {"tensor_parallel_size": case.tp, "pipeline_parallel_size": case.stages}
     engine: dict[str, Any] = {"device": "cuda", "max_num_seqs": 256, "max_num_batched_tokens": 4096}
     return Deployment(
-        ModelSection(str(folder), max_model_len=16384),
+        ModelSection(str(folder), max_model_len=case.length),
         parallel=ParallelConfig(**parallel | {"backend": "nccl"} | dict(case.parallel)),
         engine=EngineConfig(**engine | dict(case.engine)),
     )
@@ -154,13 +157,17 @@ def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, pla
     wait = _Wait(gpu, tp, ledger, [60.0], Roll(None, rank, ["host"] * case.tp))
     alone = case.tp == 1
     reduce: Any = Alone() if alone else nccl_collective(tp, ledger, "net", deterministic, levels)
+    node_reduce: Any = None
+    if dict(case.parallel).get("dense_path") == "node":
+        inside = [dist.new_group(list(node)) for node in layout.nodes]
+        node_reduce = nccl_collective(inside[rank // each], ledger, "node")
     if case.emulated:
         fabric = Emulation("another fabric", 20e-6, 50e9, ranks=case.tp, multiprocessors=16)
         reduce = EmulatedOnGpu(reduce, fabric, ledger)
     gathers: Any = AloneGather() if alone else _Gather(tp, ledger, wait)
     return Communicator(
         rank, layout, "nccl", reduce, gathers, sender, ledger, TorchGroups(tp), [], lambda seconds: None,
-        pipeline,
+        pipeline, node_reduce,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from laddertron.engine.request import Request, SamplingParams  # noqa: E402
 from laddertron.engine.schedule.scheduler import Scheduler  # noqa: E402
 from laddertron.engine.step.engine import Engine, StepProgress, drain  # noqa: E402
 from laddertron.engine.step.kv_capacity import working_bytes  # noqa: E402
+from laddertron.models.weights.tensor_reader import FP8  # noqa: E402
 
 PROMPT, ANSWER, STEPS = 15, 8, 2
 KINDS = ("launch", "to_device", "to_host", "wait")
@@ -59,8 +60,8 @@ class Rank:
         self.engine = Engine(Scheduler(first.scheduler_limits), first.runner, plans, StepProgress())
         self.working = [
             working_bytes(
-                deployment_of(case, folder), stage.runner.model.config, case.tp, "nccl", torch.bfloat16,
-                stage.limits.max_model_len, DEVICE,
+                deployment_of(case, folder), stage.runner.model.shard, "nccl", torch.bfloat16,
+                FP8 if "kv_cache_dtype" in dict(case.engine) else torch.bfloat16, stage.limits.max_model_len, DEVICE,
             )
             for stage in built
         ]  # fmt: skip

@@ -72,7 +72,8 @@ def install(total: int = 85_520_809_984, capability: tuple[int, int] = (9, 0)) -
 
     properties = SimpleNamespace(
         name=name, total_memory=total, multi_processor_count=multiprocessors, major=capability[0], minor=capability[1],
-        uuid="0", L2_cache_size=50 << 20,
+        uuid="0", L2_cache_size=50 << 20, shared_memory_per_multiprocessor=233472,
+        shared_memory_per_block_optin=232448,
     )  # fmt: skip
     for key, value in {
         "_lazy_init": lambda: None,
@@ -127,12 +128,13 @@ def written(ttir: str) -> set[int]:
     """The places of the pointers among a kernel's parameters that it stores to, by its Triton IR."""
     signature = re.search(r"tt\.func public @\w+\((.*?)\) attributes", ttir, re.DOTALL)
     names = re.findall(r"(%\w+): ", signature[1]) if signature else []
-    origin = dict(re.findall(r"(%[\w#]+) = tt\.(?:addptr|splat|broadcast|bitcast|expand_dims) (%[\w#]+)", ttir))
-    found = set()
-    for pointer in re.findall(r"tt\.(?:store|atomic_\w+) (%[\w#]+)", ttir):
-        while pointer in origin:
-            pointer = origin[pointer]
-        found.add(names.index(pointer))
+    origin, found = {name: name for name in names}, set()
+    made = r"(%[\w#]+) = tt\.(?:addptr|splat|broadcast|bitcast|expand_dims) (%[\w#]+)"
+    for name, source, stored in re.findall(rf"{made}|tt\.(?:store|atomic_\w+) (%[\w#]+)", ttir):
+        if stored:
+            found.add(names.index(origin[stored]))
+        elif source in origin:  # regions that follow one another have the same names
+            origin[name] = origin[source]
     return found
 
 

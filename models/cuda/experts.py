@@ -1,0 +1,260 @@
+"""A mixture of experts on a GPU by Triton kernels, in the meanings of models/experts.py: the choice of experts, and the
+products over those that this rank holds.
+
+Rows are grouped by expert on the device: no size is read on the host, so that a step with experts may be captured.
+N rows, D hidden, E experts of this rank, k slots a row, F feed-forward of an expert (this rank's share); a pair is a
+row and one of its slots. Importing this needs Triton.
+"""
+
+# Triton takes annotations of kernels for types of its own: there are none for others.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..config.experts import Router
+from .kernels import _silu_and_mul
+from .workspace import expert_rows
+
+jit: Any = triton.jit
+
+TILES = (16, 64)
+"""Rows that a program multiplies at once: for few rows an expert, and for many."""
+_COLUMNS, _DEPTH, _SCANNED = 64, 64, 1024
+
+
+@jit
+def choose(
+    chosen, numbers, weights, logits, bias, local, epsilon, scale, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, SOFTMAX: tl.constexpr, BIASED: tl.constexpr,
+    NORMALISES: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr, SLOT_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program n: experts.choose of row n of logits [N, EXPERTS] -> chosen, numbers (chosen through local [EXPERTS]) and
+    weights [N, SLOTS]. GROUPS > 1 wants EXPERTS == BLOCK."""
+    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = expert < EXPERTS
+    given = tl.load(logits + row * EXPERTS + expert, inside, other=float("-inf"))
+    wide = given.to(tl.float32)
+    if SOFTMAX:
+        raised = tl.exp(wide - tl.max(wide, 0))
+        scores = raised / tl.sum(raised, 0)
+    else:
+        scores = (1.0 / (1.0 + tl.exp(-wide.to(tl.float64)))).to(tl.float32)
+    ranked = scores
+    if BIASED:
+        ranked += tl.load(bias + expert, inside, other=0.0)
+    if GROUPS > 1:
+        grouped = tl.reshape(ranked, (GROUPS, BLOCK // GROUPS))
+        first, place = tl.max(grouped, 1, return_indices=True)
+        others = tl.where(tl.arange(0, BLOCK // GROUPS)[None, :] == place[:, None], float("-inf"), grouped)
+        best = first + tl.max(others, 1)
+        group, keeps = tl.arange(0, GROUPS), tl.zeros((GROUPS,), tl.int32)
+        for _ in tl.static_range(KEPT):
+            at = tl.argmax(tl.where(keeps > 0, float("-inf"), best), 0)
+            keeps = tl.where(group == at, 1, keeps)
+        kept = tl.broadcast_to(keeps[:, None], (GROUPS, BLOCK // GROUPS))
+        ranked = tl.where(tl.reshape(kept, (BLOCK,)) > 0, ranked, float("-inf"))
+    ranked = tl.where(inside, ranked, float("-inf"))
+    slot = tl.arange(0, SLOT_BLOCK)
+    picked, weight = tl.zeros((SLOT_BLOCK,), tl.int32), tl.zeros((SLOT_BLOCK,), tl.float32)
+    for number in tl.static_range(SLOTS):
+        at = tl.minimum(tl.argmax(ranked, 0), EXPERTS - 1)  # NaN has no largest
+        picked = tl.where(slot == number, at, picked)
+        weight = tl.where(slot == number, tl.sum(tl.where(expert == at, scores, 0.0), 0), weight)
+        ranked = tl.where(expert == at, float("-inf"), ranked)
+    if NORMALISES:
+        weight = weight / (tl.sum(weight, 0) + epsilon)
+    weight = weight * scale
+    if ROUNDS:
+        weight = weight.to(given.dtype).to(tl.float32)
+    to, wanted = row * SLOTS + slot, slot < SLOTS
+    tl.store(chosen + to, picked, wanted)
+    tl.store(numbers + to, tl.load(local + picked, wanted, other=-1), wanted)
+    tl.store(weights + to, weight, wanted)
+
+
+@partial(jit, do_not_specialize=["pairs", "tiles"])
+def group(
+    starts, owners, order, numbers, pairs, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program e: the pairs of numbers [pairs] that chose expert e, in rising order, in order from starts[e] on; starts
+    [EXPERTS + 1] ends with all of them. owners [tiles]: the expert of each tile of at most ROWS such pairs, or -1."""
+    expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    before, own = 0, 0
+    for first in range(0, pairs, BLOCK):
+        number = tl.load(numbers + first + lane, first + lane < pairs, other=-1)
+        before += tl.sum(((number >= 0) & (number < expert)).to(tl.int32), 0)
+        own += tl.sum((number == expert).to(tl.int32), 0)
+    to = before
+    for first in range(0, pairs, BLOCK):
+        hit = (tl.load(numbers + first + lane, first + lane < pairs, other=-1) == expert).to(tl.int32)
+        tl.store(order + to + tl.cumsum(hit, 0) - hit, first + lane, hit > 0)
+        to += tl.sum(hit, 0)
+    tl.store(starts + expert, before)
+    end = _tiles_before(before + own, expert + 1, ROWS)
+    if expert == EXPERTS - 1:
+        tl.store(starts + EXPERTS, before + own)
+        end = tiles
+    begin = _tiles_before(before, expert, ROWS)
+    full = tl.cdiv(own, ROWS)
+    for first in range(begin, end, BLOCK):
+        tile = first + lane
+        tl.store(owners + tile, tl.where(tile - begin < full, expert, -1), tile < end)
+
+
+@jit
+def _tiles_before(pairs, expert, ROWS: tl.constexpr):
+    """The first tile of an expert behind so many pairs: as many as the experts before it can fill, or more."""
+    return pairs // ROWS + tl.minimum(expert, pairs)
+
+
+@jit
+def _places(starts, expert, tile, ROWS: tl.constexpr):
+    """Of a tile's rows the places in order, and whether they are the expert's."""
+    first = tl.load(starts + expert)
+    place = first + (tile - _tiles_before(first, expert, ROWS)) * ROWS + tl.arange(0, ROWS)
+    return place, place < tl.load(starts + expert + 1)
+
+
+@jit
+def up(
+    inner, x, weight, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Program (t, f): silu(gate) * up of tile t's rows of x [N, WIDTH], columns f, to their places in inner [pairs,
+    INNER]; weight [E, 2 * INNER, WIDTH]."""
+    expert = tl.load(owners + tl.program_id(0))
+    if expert >= 0:
+        place, here = _places(starts, expert, tl.program_id(0), ROWS)
+        row = (tl.load(order + place, here, other=0) // SLOTS).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there = column < INNER
+        kind: tl.constexpr = x.dtype.element_ty
+        gates = weight + (expert.to(tl.int64) * 2 * INNER + column[None, :]) * WIDTH
+        gate, raised = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, WIDTH, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            inside = at < WIDTH
+            a = tl.load(x + row[:, None] * WIDTH + at[None, :], here[:, None] & inside[None, :], other=0.0)
+            held = there[None, :] & inside[:, None]
+            gate = tl.dot(a, tl.load(gates + at[:, None], held, other=0.0), gate, input_precision="ieee")
+            ups = gates + INNER * WIDTH
+            raised = tl.dot(a, tl.load(ups + at[:, None], held, other=0.0), raised, input_precision="ieee")
+        to = inner + place.to(tl.int64)[:, None] * INNER + column[None, :]
+        tl.store(to, _silu_and_mul(gate.to(kind), raised.to(kind)), here[:, None] & there[None, :])
+
+
+@jit
+def down(
+    out, inner, weight, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Program (t, d): tile t's rows of inner [pairs, INNER] times weight [E, WIDTH, INNER], columns d, to their pairs
+    in out [pairs, WIDTH]."""
+    expert = tl.load(owners + tl.program_id(0))
+    if expert >= 0:
+        place, here = _places(starts, expert, tl.program_id(0), ROWS)
+        pair = tl.load(order + place, here, other=0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        there = column < WIDTH
+        base = weight + (expert.to(tl.int64) * WIDTH + column[None, :]) * INNER
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, INNER, DEPTH):
+            at = start + tl.arange(0, DEPTH)
+            inside = at < INNER
+            rows = inner + place.to(tl.int64)[:, None] * INNER + at[None, :]
+            a = tl.load(rows, here[:, None] & inside[None, :], other=0.0)
+            b = tl.load(base + at[:, None], there[None, :] & inside[:, None], other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+        to = out + pair[:, None] * WIDTH + column[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), here[:, None] & there[None, :])
+
+
+@jit
+def add_up(out, given, numbers, weights, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (n, d): columns d of row n of out [N, WIDTH], the sum of its slots in given [N, SLOTS, WIDTH] by weights,
+    of those that this rank computed; in fp32, slot by slot."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        pair = row * SLOTS + slot
+        if tl.load(numbers + pair) >= 0:
+            y = tl.load(given + pair * WIDTH + column, inside, other=0.0)
+            total += y.to(tl.float32) * tl.load(weights + pair)
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), inside)
+
+
+class TritonChoice:
+    """experts.Choice by one kernel."""
+
+    def __init__(self, router: Router, k: int, bias: Tensor | None, local: Tensor) -> None:
+        self._router, self._k, self._bias, self._local = router, k, bias, local
+
+    @staticmethod
+    def serves(router: Router, count: int) -> bool:
+        return router.groups == 1 or triton.next_power_of_2(count) == count
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r, k, (rows, count) = self._router, self._k, logits.shape
+        chosen, numbers = (logits.new_empty((rows, k), dtype=torch.int32) for _ in range(2))
+        weights = logits.new_empty((rows, k), dtype=torch.float32)
+        choose[(rows,)](
+            chosen, numbers, weights, logits, weights if self._bias is None else self._bias, self._local,
+            r.epsilon, r.scale, EXPERTS=count, SLOTS=k, GROUPS=r.groups, KEPT=r.chosen_groups,
+            SOFTMAX=r.score == "softmax", BIASED=self._bias is not None, NORMALISES=r.normalises, ROUNDS=r.rounds,
+            BLOCK=triton.next_power_of_2(count), SLOT_BLOCK=triton.next_power_of_2(k),
+        )  # fmt: skip
+        return chosen, numbers, weights
+
+
+class GroupedExperts:
+    """experts.ExpertProduct. tiles: of which a step takes one by how many rows an expert has; of one alone, a row's
+    bits do not depend on the others."""
+
+    def __init__(self, gate_up: Tensor, down: Tensor, routed: int, tiles: Sequence[int] = TILES) -> None:
+        """gate_up [E, 2F, D], down [E, D, F]; routed: how many experts rows are spread over, those of all ranks."""
+        self._gate_up, self._down, self._routed, self._tiles = gate_up, down, routed, tiles
+        self._compiled = False
+
+    def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        _, width, inner = self._down.shape
+        if not self._compiled:  # every tile's kernels at the first call: none may be compiled after warm-up
+            self._compiled = True
+            for tile in self._tiles[1:]:
+                self._compute(x[:1], chosen[:1], weight[:1], tile)
+        k = chosen.shape[1]
+        tile = self._tiles[-1 if 2 * len(x) * k >= self._tiles[-1] * self._routed else 0]
+        most = expert_rows(k, width, inner, x.element_size())
+        parts = [
+            self._compute(*(each[at : at + most] for each in (x, chosen, weight)), tile)
+            for at in range(0, len(x), most)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _compute(self, x: Tensor, chosen: Tensor, weight: Tensor, tile: int) -> Tensor:
+        (count, width, inner), pairs, k = self._down.shape, chosen.numel(), chosen.shape[1]
+        tiles = pairs // tile + min(count, pairs)
+        starts, owners, order = (chosen.new_empty(size) for size in (count + 1, tiles, pairs))
+        group[(count,)](starts, owners, order, chosen, pairs, tiles, EXPERTS=count, ROWS=tile, BLOCK=_SCANNED)
+        sizes = {"ROWS": tile, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
+        raised, each = x.new_empty((pairs, inner)), x.new_empty((pairs, width))
+        up[(tiles, triton.cdiv(inner, _COLUMNS))](
+            raised, x, self._gate_up, starts, owners, order, WIDTH=width, INNER=inner, SLOTS=k, **sizes
+        )
+        down[(tiles, triton.cdiv(width, _COLUMNS))](
+            each, raised, self._down, starts, owners, order, WIDTH=width, INNER=inner, **sizes
+        )
+        out = torch.empty_like(x)
+        add_up[(len(x), triton.cdiv(width, _SCANNED))](
+            out, each, chosen, weight, WIDTH=width, SLOTS=k, BLOCK=_SCANNED
+        )
+        return out

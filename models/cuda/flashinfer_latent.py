@@ -1,0 +1,132 @@
+"""Attention over latents by FlashInfer's MLA wrapper, on CUDA: decodes and prompts in one call, in absorbed form.
+
+Rotation, norm and the write into the cache are laddertron's. Plans as models/cuda/flashinfer.py's: on the host, once a
+step, outside of any graph. Means what models/latent.py means.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import AttentionBackend, StepLayout
+from ..config.latent import Latent
+from ..latent import LatentAttention, LatentCache
+from ..ops import Norm
+from ..transfer import carry, pinned
+from .flashinfer import contexts, pages, unfit_device
+from .workspace import LATENT_RANKS, latent_partial_bytes
+
+Store = Callable[[LatentCache, int, Tensor, Norm, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
+"""What LatentAttention._rotate_and_store does; it may write the rotated queries over the given ones."""
+
+
+def unfit(
+    device: torch.device, capability: tuple[int, int], dtype: torch.dtype, latent: Latent, heads: int
+) -> str | None:
+    """Why FlashInfer cannot serve this model here, or None. heads: of this rank."""
+    if reason := unfit_device(device, capability, dtype):
+        return reason
+    if latent.rank not in LATENT_RANKS or latent.rotated != 64:
+        ranks = ", ".join(map(str, LATENT_RANKS))
+        return f"it has kernels for latents of {ranks} and keys of 64, not {latent.rank} and {latent.rotated}"
+    if 128 % heads:
+        return f"a tile of its kernels is 128 heads of tokens, and 128 % {heads} heads of a rank = {128 % heads}"
+    return None
+
+
+class FlashInferLatent(LatentAttention):
+    name = "flashinfer, latent"
+
+    def __init__(
+        self,
+        cache: LatentCache,
+        scale: float,
+        heads: int,
+        dtype: torch.dtype,
+        latent: Latent,
+        library: Any,
+        store: Store | None = None,
+    ) -> None:
+        """heads: this rank's; dtype: of queries, latents and outputs; library: the module `flashinfer`; store: None
+        for torch's."""
+        super().__init__(cache, scale)
+        self._mla, self._store, self._rank = library.mla, store, latent.rank
+        device = cache.latents[0].device
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        self._backend = "fa3" if hopper else "fa2"
+        self._options = {
+            "num_heads": heads,
+            "head_dim_ckv": latent.rank,
+            "head_dim_kpe": latent.rotated,
+            "page_size": cache.block_size,
+            "causal": True,
+            "sm_scale": scale,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+        }
+        size = latent_partial_bytes(latent.rank) if device.type == "cuda" else 1024
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._make_wrapper()
+
+    def _make_wrapper(self) -> None:
+        event: Any = torch.cuda.Event
+        self._planned = event() if self._workspace.is_cuda else None
+        self._wrapper = self._mla.BatchMLAPagedAttentionWrapper(self._workspace, backend=self._backend)
+
+    def twin(self) -> FlashInferLatent:
+        """With a wrapper of its own; the workspace is one, as both compute on one stream."""
+        other = copy.copy(self)
+        other._make_wrapper()
+        return other
+
+    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        self.layout, self._cos, self._sin = layout, cos, sin
+        device, known = self._workspace.device, contexts(layout)
+        if self._planned is not None:
+            self._planned.synchronize()  # the last plan has left its pinned memory
+        indptr, indices, _ = pages(layout.block_table, known, self.cache.block_size, device)
+        starts = pinned(np.asarray(layout.query_start, np.int32), device)
+        lengths = pinned(known[1].astype(np.int32), device)
+        table = self._mla.MLAPlanMetadata.csr(starts, indptr, carry(indices, device), lengths)
+        self._wrapper.plan(metadata=table, **self._options)
+        if self._planned is not None:
+            self._planned.record()
+
+    def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
+        assert k_norm is not None
+        layout, latents = self._layout(), self.latents.latents[layer]
+        if self._store is None:
+            q = self._rotate_and_store(layer, qkv, k_norm)
+        else:
+            angles = self._cos, self._sin
+            q = self._store(self.latents, layer, qkv, k_norm, angles, layout.blocks, layout.offsets)
+        out = q.new_empty((*q.shape[:2], self._rank))
+        self._wrapper.run(query=q, kv_cache=latents, out=out)
+        return out.flatten(1)
+
+    def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
+        """As FlashInferAttention.captured."""
+        most, device = max(sizes), self._workspace.device
+        starts, indptr, lengths = (torch.zeros(most + 1, dtype=torch.int32, device=device) for _ in range(3))
+        indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
+
+        def of(size: int) -> FlashInferLatent:
+            recorded = copy.copy(self)
+            recorded._wrapper = self._mla.BatchMLAPagedAttentionWrapper(
+                self._workspace,
+                use_cuda_graph=True,
+                qo_indptr=starts[: size + 1],
+                kv_indptr=indptr[: size + 1],
+                kv_indices=indices,
+                kv_len_arr=lengths[:size],
+                backend=self._backend,
+            )
+            return recorded
+
+        return {size: of(size) for size in sizes}

@@ -1,0 +1,121 @@
+"""What test_gpu_experts.py starts with TRITON_INTERPRET=1: the kernels of experts and of latents on the CPU against
+torch. Prints one JSON object. Not a test module."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from laddertron.models.config.experts import Router
+from laddertron.models.cuda import ops as gpu_ops
+from laddertron.models.cuda.experts import TILES, GroupedExperts, TritonChoice
+from laddertron.models.experts import TorchChoice, TorchExperts
+from laddertron.models.latent import LatentAttention, LatentCache
+from laddertron.models.ops import Norm
+
+DICE = torch.Generator().manual_seed(11)
+ROUTERS = {
+    "qwen3_moe": (Router("softmax", rounds=True), 12, 3),
+    "glm4_moe": (Router("sigmoid", wide=True, biased=True, epsilon=1e-20, scale=2.5), 10, 4),
+    "deepseek_v3": (
+        Router("sigmoid", wide=True, biased=True, groups=4, chosen_groups=2, epsilon=1e-20, scale=2.5),
+        16,
+        5,
+    ),
+    "longcat_flash": (Router("softmax", wide=True, biased=True, normalises=False, scale=6.0), 24, 5),
+}
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=DICE).to(dtype)
+
+
+def choices() -> dict[str, bool]:
+    """The same experts in the same order and, but for the last bits, the same weights; equal scores among them."""
+    found = {}
+    for name, (router, count, k) in ROUTERS.items():
+        logits = normal(9, count, dtype=torch.float32 if router.wide else torch.bfloat16)
+        logits[3] = 0.5
+        logits[4, 1::2] = logits[4, ::2]
+        local = torch.randperm(count, generator=DICE).int() - count // 2
+        bias = normal(count) * 0.1 if router.biased else None
+        want, got = (each(router, k, bias, local.clamp(min=-1))(logits) for each in (TorchChoice, TritonChoice))
+        found[name] = (
+            bool((want[0] == got[0]).all())
+            and torch.equal(want[1], got[1])
+            and torch.allclose(want[2], got[2], rtol=1e-5 if router.wide else 0.01)
+        )
+    return found
+
+
+def not_finite() -> bool:
+    """A row of NaN chooses experts that there are, by weights of NaN."""
+    logits = torch.full((1, 12), torch.nan)
+    chosen, _, weights = TritonChoice(Router("softmax"), 3, None, torch.arange(12).int())(logits)
+    return bool((chosen >= 0).all() and (chosen < 12).all() and weights.isnan().all())
+
+
+def products() -> list[dict[str, Any]]:
+    """Rows without an expert here, experts without rows, one for all rows, each row its own; sizes off the tiles."""
+    width, inner, count, k = 72, 40, 5, 3
+    gate_up, down = normal(count, 2 * inner, width) / 8, normal(count, width, inner) / 6
+    plain = TorchExperts(gate_up, down)
+    found = []
+    for rows, kind in ((1, "random"), (40, "random"), (40, "one"), (4, "own"), (7, "nowhere")):
+        chosen = torch.randint(-1, count, (rows, k), generator=DICE, dtype=torch.int32)
+        if kind == "one":
+            chosen[:] = torch.tensor([2, -1, -1])
+        elif kind == "own":
+            chosen[:] = -1
+            chosen[:, 1] = torch.arange(rows)
+        elif kind == "nowhere":
+            chosen[:] = -1
+        x, weight = normal(rows, width), torch.rand(rows, k, generator=DICE)
+        want = plain(x, chosen, weight)
+        for tile in TILES:
+            grouped = GroupedExperts(gate_up, down, count, (tile,))
+            got = grouped(x, chosen, weight)
+            alone = torch.cat([grouped(x[i : i + 1], chosen[i : i + 1], weight[i : i + 1]) for i in range(min(rows, 3))])
+            far = (got - want).abs().max() / max(1e-6, float(want.abs().max()))
+            found.append(
+                {"case": [rows, kind, tile], "distance": float(far), "same": torch.allclose(alone, got[:3], atol=1e-6)}
+            )
+    return found
+
+
+def in_pieces() -> bool:
+    """More rows than are computed at once."""
+    gate_up, down = normal(2, 16, 16), normal(2, 16, 8)
+    chosen = torch.randint(-1, 2, (50, 2), generator=DICE, dtype=torch.int32)
+    x, weight = normal(50, 16), torch.rand(50, 2, generator=DICE)
+    want = GroupedExperts(gate_up, down, 2)(x, chosen, weight)
+    from laddertron.models.cuda import experts
+
+    experts.expert_rows = lambda *_: 16
+    return torch.allclose(want, GroupedExperts(gate_up, down, 2)(x, chosen, weight), atol=1e-6)
+
+
+def latents() -> dict[str, float]:
+    """Rotation, norm and the write into scattered blocks."""
+    heads, rank, rotary, tokens = 3, 24, 8, 5
+    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=rank + rotary), num_kv_heads=1)
+    caches = [LatentCache(shard, 7, 4, torch.float32, torch.device("cpu")) for _ in range(2)]
+    rows, norm = normal(tokens, (heads + 1) * (rank + rotary)), Norm(normal(rank), 1e-6)
+    angle, blocks, offsets = normal(tokens, 1, rotary // 2), torch.tensor([6, 0, 3, 3, 1]), torch.tensor([0, 3, 1, 2, 3])
+    plain: Any = LatentAttention(caches[0], 1.0)
+    plain.layout, plain._cos, plain._sin = SimpleNamespace(blocks=blocks, offsets=offsets), angle.cos(), angle.sin()
+    want = plain._rotate_and_store(0, rows, norm)
+    got = gpu_ops.store_latents(caches[1], 0, rows.clone(), norm, (angle.cos(), angle.sin()), blocks, offsets)
+    pairs = ((want, got), (caches[0].latents[0], caches[1].latents[0]))
+    return {name: float((a - b).abs().max()) for name, (a, b) in zip(("queries", "cache"), pairs, strict=True)}
+
+
+def main() -> None:
+    found = {"choices": choices(), "not finite": not_finite(), "products": products(), "pieces": in_pieces()}
+    print(json.dumps({**found, "latents": latents()}))
+
+
+if __name__ == "__main__":
+    main()
