@@ -47,8 +47,8 @@ def make_attention(
                 f"{MOST_HEAD_DIM}; or use false"
             )
         return RowAttention(cache, windows, scale, kernels), "cpu kernels, each token by itself: deterministic"
-    library = "" if device.type == "cpu" and wanted != "flashinfer" else _library(device, dtype, config, shard.num_heads)
     if deterministic:
+        library = _library(device, dtype, config, shard.num_heads)
         if isinstance(library, str) or wanted == "torch" or cache.keys[0].dtype != dtype:
             why = f" ({library})" if isinstance(library, str) else ""
             raise AttentionError(
@@ -64,6 +64,7 @@ def make_attention(
         if kernels is not None and fits_kernels(cache, dtype, config.head_dim):
             return CpuAttention(cache, windows, scale, kernels), "cpu kernels"
         return TorchAttention(cache, windows, scale), "torch: the CPU kernels were not built or do not fit the dtypes"
+    library = _library(device, dtype, config, shard.num_heads)
     if isinstance(library, str):
         if wanted == "auto":
             return TorchAttention(cache, windows, scale), f"torch, not flashinfer: {library}"

@@ -118,5 +118,5 @@ class LatentWeights(nn.Module):
 def _by_head(ops: TorchOps, weights: Tensor) -> Product:
     """x [H, T, in] -> [H, T, out] by weights [H, out, in]."""
     if isinstance(ops, CpuOps):
-        return ops.lane_products(list(weights), [None] * len(weights), False)
+        return ops.lane_products(weights, [None] * len(weights), False)
     return lambda x: torch.bmm(x, weights.transpose(1, 2))

@@ -151,7 +151,7 @@ def prepare_lanes(
 ) -> Product:
     """x [k, T, in] -> y [k, T, out] for the `count` = k matrices that are contiguous in the weight, each
     behind its norm. The parameter is given up as in `prepare`."""
-    weights = layer.weight.detach().chunk(count)
+    weights = layer.weight.detach().view(count, -1, layer.weight.shape[1])
     product = ops.lane_products(weights, norms or [None] * count, gated)
     if ops.repacks:
         layer.weight.data = layer.weight.new_empty(0)

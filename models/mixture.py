@@ -18,7 +18,7 @@ from .stages import RankShard
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """norm: residual -> what router and experts read; product: of that, the router's logits, in fp32 where it is wide."""
+    """norm: residual -> what router and experts read; product: of that, the router's logits, where `wide` in fp32."""
 
     wide: bool
     norm: Product

@@ -187,8 +187,8 @@ class TorchOps:
         """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F], of `routed` on all ranks."""
         return TorchExperts(gate_up, down)
 
-    def lane_products(self, weights: Sequence[Tensor], norms: Sequence[Norm | None], gated: bool) -> Product:
-        """x [k, T, in] -> y [k, T, out]: each of k inputs by a weight and behind a norm of its own."""
+    def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
+        """x [k, T, in] -> y [k, T, out]: each of k inputs by its own of weights [k, out, in], behind a norm of its own."""
         each = [
             self.gated_product(weight, None, norm) if gated else self.product(weight, None, norm)
             for weight, norm in zip(weights, norms, strict=True)

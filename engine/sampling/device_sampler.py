@@ -90,8 +90,9 @@ class DeviceDraw:
         routing: Tensor | None = None,
     ) -> Arriving:
         """Draws for raw logits [B, columns] of a plan, `position` [max_slots] output ids being there already; edits: of
-        its edited rows; routing: int64 [1], which the ranks' digests are compared with. What arrives, int64: the digests that all ranks brought [tp], ids [B], whether each row was
-        broken (1) or had nothing to draw (2) [B], and as bits of float64 device_rule.report's of the scored rows."""
+        its edited rows; routing: int64 [1], which the ranks' digests are compared with. What arrives, int64: the
+        digests that all ranks brought [tp], ids [B], whether each row was broken (1) or had nothing to draw (2) [B],
+        and as bits of float64 device_rule.report's of the scored rows."""
         fixed = self._fixed(plan, edits)
         changing = upload(np.concatenate([digest.view(np.int64), position[plan.at]]), self._device)
         x, scored = self._processed(raw, fixed, changing[1:])

@@ -119,8 +119,8 @@ class Sampler:
         return None if self._on_device is None else self._on_device.latest
 
     def follow(self, routed: Callable[[], bytes], routing: Tensor | None, per_node: int) -> None:
-        """Compares the ranks' experts too. routed: a digest of those that rows went through, of eight bytes; routing: the
-        same on a GPU, int64 [1]; per_node: ranks of a node."""
+        """Compares the ranks' experts too. routed: a digest of those that rows went through, of eight bytes; routing:
+        the same on a GPU, int64 [1]; per_node: ranks of a node."""
         self._routed, self._routing, self._per_node = routed, routing, per_node
 
     def admit(self, sequence: NewSequence) -> None:

@@ -137,7 +137,7 @@ def working_memory(
     copies, in_flight = shard.num_lanes, lag + 2 if keys.gpu else max(2, config.wiring.delay + 1)
     if (lanes := config.lanes) is not None:
         # Every sum in flight is kept in addition to the lanes' own outputs, which are taken off it when it arrives.
-        in_flight = (1 + copies) * (2 * lanes.delay + 1)
+        in_flight = (1 + copies) * (2 * lanes.delay + 1) + keys.gpu
     # A GPU's norm adds up the sum before it: in memory are its two parts, the sum and the norm, [tokens, d] each.
     each = max(2 * copies * d + widest, 3 * copies * d if keys.gpu else 0) * value_bytes
     tokens, logits = keys.max_num_batched_tokens, 4 * rows

@@ -237,7 +237,7 @@ class CpuOps(TorchOps):
 
         return product
 
-    def lane_products(self, weights: Sequence[Tensor], norms: Sequence[Norm | None], gated: bool) -> Product:
+    def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
         packed = [self._packed(weight, None, norm, gated) for weight, norm in zip(weights, norms, strict=True)]
         plans = [plan for plan in packed if plan is not None]
         if self.kernels is None or len(plans) < len(packed):

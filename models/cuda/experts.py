@@ -254,7 +254,5 @@ class GroupedExperts:
             each, raised, self._down, starts, owners, order, WIDTH=width, INNER=inner, **sizes
         )
         out = torch.empty_like(x)
-        add_up[(len(x), triton.cdiv(width, _SCANNED))](
-            out, each, chosen, weight, WIDTH=width, SLOTS=k, BLOCK=_SCANNED
-        )
+        add_up[(len(x), triton.cdiv(width, _SCANNED))](out, each, chosen, weight, WIDTH=width, SLOTS=k, BLOCK=_SCANNED)
         return out

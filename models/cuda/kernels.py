@@ -124,6 +124,30 @@ def silu_and_mul(out, gate_up, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + column, _silu_and_mul(gate, up), inside)
 
 
+@partial(jit, do_not_specialize=["size"])
+def join_lanes(out, x, own, total, taken, size, lane, OWN: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (k, b): a block of lane k of out [k, size] = x + own + (total [size] - taken), each sum rounded; lanes of
+    x are `lane` apart. Without OWN: x + (total - taken)."""
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, to = at < size, tl.program_id(0).to(tl.int64) * size + at
+    kind: tl.constexpr = x.dtype.element_ty
+    y = tl.load(x + tl.program_id(0).to(tl.int64) * lane + at, inside, other=0.0).to(tl.float32)
+    if OWN:
+        y = (y + tl.load(own + to, inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    late = tl.load(total + at, inside, other=0.0).to(tl.float32) - tl.load(taken + to, inside, other=0.0).to(tl.float32)
+    tl.store(out + to, (y + late.to(kind).to(tl.float32)).to(kind), inside)
+
+
+@partial(jit, do_not_specialize=["size"])
+def sum_lanes(out, x, size, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """Program b: a block of out [size], the sum of x [LANES, size] in fp32 and one order, rounded once."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for lane in tl.static_range(LANES):
+        total += tl.load(x + lane * size.to(tl.int64) + at, at < size, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), at < size)
+
+
 @jit
 def store_latents(
     latents, rows, cos, sin, weight, blocks, offsets, eps, size,

@@ -6,6 +6,8 @@ and models/attention_choice.py do so where the device is a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,14 @@ from ..attention import KVCache
 from ..config.experts import Router
 from ..experts import Choice, ExpertProduct
 from ..latent import LatentCache
-from ..ops import Norm, Product, RunningSum, TorchOps, Tree, tree_product
+from ..ops import Norm, Others, Product, RunningSum, TorchOps, Tree, tree_product
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels
 from .experts import TILES, GroupedExperts, TritonChoice
 
 MOST_QUANTISED = 1 << 15
 """Columns of a row that one program quantises."""
+LANE_BLOCK = 1024
 
 
 class TritonOps(TorchOps):
@@ -31,6 +34,38 @@ class TritonOps(TorchOps):
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
         normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
         return (lambda x: silu_and_mul(normed(x))) if gated else normed
+
+    def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
+        """All lanes by one product, behind one norm where they have the same."""
+        first = norms[0]
+        if first is not None and any(n is None or n.weight.data_ptr() != first.weight.data_ptr() for n in norms):
+            first = None
+        alike = first is not None or norms[0] is None
+
+        def product(x: Tensor) -> Tensor:
+            if first is not None:
+                x = rms_norm(x.flatten(0, 1), first).view_as(x)
+            elif not alike:
+                x = torch.stack([rms_norm(lane, norm) for lane, norm in zip(x, norms, strict=True) if norm is not None])
+            y = torch.bmm(x, weights.transpose(1, 2))
+            return silu_and_mul(y.flatten(0, 1)).view(len(y), y.shape[1], -1) if gated else y
+
+        return product
+
+    def join_lanes(self, x: Tensor, own: Tensor | None, others: Others | None) -> Tensor:
+        if others is None:
+            return super().join_lanes(x, own, others)
+        out, size = torch.empty(x.shape, dtype=x.dtype, device=x.device), x[0].numel()
+        gpu_kernels.join_lanes[(len(x), -(-size // LANE_BLOCK))](
+            out, x, x if own is None else own, others.total, others.own, size, x.stride(0), OWN=own is not None,
+            BLOCK=LANE_BLOCK,
+        )  # fmt: skip
+        return out
+
+    def sum_lanes(self, x: Tensor) -> Tensor:
+        out, size = torch.empty_like(x[0]), x[0].numel()
+        gpu_kernels.sum_lanes[(-(-size // LANE_BLOCK),)](out, x, size, LANES=len(x), BLOCK=LANE_BLOCK)
+        return out
 
     def choice(self, router: Router, k: int, bias: Tensor | None, local: Tensor) -> Choice:
         serves = TritonChoice.serves(router, len(local))
@@ -44,6 +79,7 @@ class RowOps(TritonOps):
     """`parallel.deterministic`: one order of summation for every token, whatever its company (kernels.row_product)."""
 
     name = "triton, a row by itself"
+    lane_products = TorchOps.lane_products
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: row_linear(x, weight, bias)

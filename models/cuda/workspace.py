@@ -83,8 +83,8 @@ def latent_partial_bytes(rank: int) -> int:
 
 
 def latent_workspace_bytes(rank: int, sizes: Sequence[int], most_blocks: int) -> int:
-    """As workspace_bytes: a wrapper for all eager steps, of which a plan takes the memory before the last one's is free,
-    twice, and one for each recorded size."""
+    """As workspace_bytes: a wrapper for all eager steps, twice, whose plan takes memory before the last one's is free,
+    and one for each recorded size."""
     tables = 2 * 4 * max(sizes) * (most_blocks + 3) if sizes else 0
     return latent_partial_bytes(rank) + (4 + len(sizes)) * WRAPPER_BYTES + tables
 

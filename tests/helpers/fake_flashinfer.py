@@ -183,7 +183,59 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         return self._run(q, paged_kv_cache, out, self._causal)
 
 
+class MLAPlanMetadata:
+    @classmethod
+    def csr(cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> tuple[Tensor, ...]:
+        return qo_indptr, kv_indptr, kv_indices, kv_len_arr
+
+
+class BatchMLAPagedAttentionWrapper(_Wrapper):
+    """Latents are keys of one head, and values by their first columns."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        assert backend in ("fa2", "fa3")
+        super().__init__(float_workspace_buffer, "HND", use_cuda_graph, (kv_indptr, kv_indices, kv_len_arr))
+        assert not use_cuda_graph or qo_indptr is not None
+
+    def plan(
+        self,
+        *,
+        metadata: tuple[Tensor, ...],
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        qo, indptr, indices, lengths = metadata
+        pages = -(-lengths // page_size)
+        assert causal
+        assert torch.equal(indptr.diff(), pages)
+        table = indptr, indices, lengths - (pages - 1) * page_size
+        types, self._rank = (q_data_type, kv_data_type, -1, sm_scale), head_dim_ckv
+        self._plan(qo, table, num_heads, 1, head_dim_ckv + head_dim_kpe, page_size, types)
+
+    def run(self, *, query: Tensor, kv_cache: Tensor, out: Tensor) -> Tensor:
+        keys = kv_cache.unsqueeze(1)
+        out.copy_(self._run(query.contiguous(), (keys, keys), None, causal=True)[..., : self._rank])
+        return out
+
+
+_MLA = SimpleNamespace(BatchMLAPagedAttentionWrapper=BatchMLAPagedAttentionWrapper, MLAPlanMetadata=MLAPlanMetadata)
 LIBRARY: Any = SimpleNamespace(
+    mla=_MLA,
     BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
     __version__="fake",

@@ -18,7 +18,7 @@ from laddertron.models.cuda.workspace import kernels_missing
 from test_flashinfer import CPU, CUDA, make_cache
 
 BF16 = torch.bfloat16
-CONFIG = SimpleNamespace(head_dim=64, num_layers=2, sliding_window=None, attention_scale=None)
+CONFIG = SimpleNamespace(head_dim=64, num_layers=2, sliding_window=None, attention_scale=None, latent=None)
 SHARD: Any = SimpleNamespace(config=CONFIG, num_heads=4)
 
 
@@ -37,7 +37,7 @@ def test_on_a_cpu() -> None:
 
 
 def test_over_latents() -> None:
-    """The same words: the kernels where they serve, which deterministic needs; flashinfer is refused."""
+    """The same words: the kernels where they serve, which deterministic needs; flashinfer needs a GPU."""
     config = SimpleNamespace(head_dim=40, num_layers=1, latent=object(), attention_scale=0.2, sliding_window=None)
     shard: Any = SimpleNamespace(config=config, num_heads=4, num_kv_heads=1)
 
@@ -52,7 +52,7 @@ def test_over_latents() -> None:
         assert latent("auto", deterministic=True) == "cpu, latent"
     with pytest.raises(AttentionError, match=r"parallel.deterministic with engine.attention=torch, latents torch.bf"):
         latent("torch", deterministic=True)
-    with pytest.raises(AttentionError, match="flashinfer does not compute latent attention here; use auto or torch"):
+    with pytest.raises(AttentionError, match="attention=flashinfer: it needs a CUDA device, not cpu; use auto or tor"):
         latent("flashinfer")
 
 
@@ -66,19 +66,19 @@ def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not installed, broken, or not for this model: a reason, never an exception, since auto goes on with torch."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     library = attention_choice._library
-    assert "not float32" in library(CUDA, torch.float32, 128)
+    assert "not float32" in library(CUDA, torch.float32, CONFIG, 4)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert "not installed" in library(CUDA, BF16, 128)
+    assert "not installed" in library(CUDA, BF16, CONFIG, 4)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     monkeypatch.setattr(attention_choice, "kernels_missing", lambda: "no nvcc")
-    assert library(CUDA, BF16, 128) == "no nvcc"
+    assert library(CUDA, BF16, CONFIG, 4) == "no nvcc"
     monkeypatch.setattr(attention_choice, "kernels_missing", lambda: None)
 
     def broken(name: str) -> Any:
         raise OSError("libcudart.so.12: cannot open")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    assert "cannot be imported: OSError: libcudart" in library(CUDA, BF16, 128)
+    assert "cannot be imported: OSError: libcudart" in library(CUDA, BF16, CONFIG, 4)
 
 
 def test_kernels_must_be_there_or_compilable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

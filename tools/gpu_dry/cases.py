@@ -9,8 +9,8 @@ from typing import Any, Literal
 @dataclass(frozen=True, slots=True)
 class Case:
     """One rank of a deployment. `layers` of the model are kept, which decides neither a step's peak nor a layer's
-    launches; `words`: of its config.json, where that is no Llama's. `fp8`: as the model's published fp8 checkpoint. `emulated`: all-reduces
-    take the time of another fabric's. `stages`: of a pipeline, all of which run."""
+    launches. `words`: of its config.json, where that is no Llama's. `fp8`: as the model's published fp8 checkpoint.
+    `emulated`: all-reduces take the time of another fabric's. `stages`: of a pipeline, all of which run."""
 
     name: str
     model: str
@@ -30,7 +30,7 @@ class Case:
     @property
     def recorded(self) -> bool:
         """Whether its decode steps are CUDA graphs."""
-        return dict(self.engine).get("cuda_graphs", "auto") is not False
+        return dict(self.engine).get("attention") != "torch"
 
     @property
     def seats(self) -> int:
@@ -48,13 +48,15 @@ _LATENT = (
     ("kv_lora_rank", 512), ("q_lora_rank", 1536), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64),
     ("v_head_dim", 128), ("max_position_embeddings", 131072), ("torch_dtype", "bfloat16"),
 )  # fmt: skip
-_DEEPSEEK_V3 = _LATENT + (
+_DEEPSEEK_V3 = (
+    *_LATENT,
     ("model_type", "deepseek_v3"), ("hidden_size", 7168), ("num_hidden_layers", 5), ("num_attention_heads", 128),
     ("intermediate_size", 18432), ("moe_intermediate_size", 2048), ("n_routed_experts", 256),
     ("n_shared_experts", 1), ("num_experts_per_tok", 8), ("first_k_dense_replace", 3), ("n_group", 8),
     ("topk_group", 4), ("vocab_size", 129280), ("rms_norm_eps", 1e-6), ("rope_theta", 10000.0),
 )  # fmt: skip
-_LONGCAT = _LATENT + (
+_LONGCAT = (
+    *_LATENT,
     ("model_type", "longcat_flash"), ("hidden_size", 6144), ("num_layers", 2), ("num_attention_heads", 64),
     ("ffn_hidden_size", 12288), ("expert_ffn_hidden_size", 2048), ("n_routed_experts", 512),
     ("zero_expert_num", 256), ("moe_topk", 12), ("vocab_size", 131072), ("rms_norm_eps", 1e-5), ("rope_theta", 1e7),
@@ -84,8 +86,8 @@ CASES = (
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),
     Case("DeepSeek-V3 spread, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD),
     Case("LongCat-Flash spread, 2 x 8", "longcat-flash", 16, 2, words=_LONGCAT, parallel=_SPREAD),
-    Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096),
-    Case("Laneformer 2B, tp 2", "laneformer-2b", 2, words=_LANEFORMER, length=4096),
+    Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096, engine=(("attention", "torch"),)),
+    Case("8 lanes, heads of 128, tp 2", "", 2, words=(*_LANEFORMER, ("hidden_size", 4096)), length=4096),
 )
 
 RANKS = ("405B, tp 16", "405B two-level, tp 16", "405B, tp 8 x pp 2", "8B deterministic, tp 8")

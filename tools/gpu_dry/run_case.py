@@ -139,7 +139,8 @@ def weigh(found: Found, rank: Rank, step: int) -> None:
         rooms = [sum(each.get(part, 0) for part in parts) for each in kept]
         bytes_taken, room = max(zip(taken, rooms, strict=False), key=lambda pair: pair[0] - pair[1])
         found.memory |= {name: bytes_taken, f"{name} kept": room}
-        if bytes_taken > room:
+        # NOTE: torch's attention computes its scores in one piece on fake tensors, which a GPU's kernels do not.
+        if bytes_taken > room and (name != "step" or rank.case.recorded):
             found.faults.append(f"memory of {name}: {bytes_taken >> 20} MiB taken, {room >> 20} MiB reserved")
 
 

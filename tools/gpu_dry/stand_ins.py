@@ -230,6 +230,7 @@ def use_flashinfer(gpu: FakeGpu) -> Counter[str]:
     """Puts `_Module` in place of what FlashInfer compiles; counts the modules that were asked for."""
     import flashinfer.decode
     import flashinfer.prefill
+    from flashinfer.mla._batch_mla._backends import _fa_common, fa2_backend, fa3_backend
 
     asked: Counter[str] = Counter()
 
@@ -240,9 +241,12 @@ def use_flashinfer(gpu: FakeGpu) -> Counter[str]:
 
         return get
 
-    for module in (flashinfer.decode, flashinfer.prefill):
-        for kind in ("prefill", "decode"):
+    for module in (flashinfer.decode, flashinfer.prefill, fa2_backend, fa3_backend):
+        for kind in ("prefill", "decode", "mla"):
             name = f"get_batch_{kind}_module"
             if hasattr(module, name):
                 setattr(module, name, make(kind))
+    # Fake tensors' storages have no addresses.
+    mechanics: Any = _fa_common._BatchMLAGeneratedFaMechanics
+    mechanics._storage_interval = staticmethod(lambda x: (x.data_ptr(), 0, x.numel() * x.element_size()))
     return asked

@@ -34,9 +34,10 @@ from laddertron.engine.step.memory import (
 )
 from laddertron.models.attention import KVCache
 from laddertron.models.config.known_models import known
-from laddertron.models.config.model_config import make_wiring
+from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.cuda.workspace import WRAPPER_BYTES, partial_bytes, workspace_bytes
+from laddertron.models.stages import RankShard
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB, MIB = 1 << 30, 1 << 20
@@ -46,6 +47,13 @@ WORKING = {"activations": 256 * MIB, "all-reduces in flight": 0, "attention work
 
 def deployment(**engine: Any) -> Deployment:
     return Deployment(ModelSection("somewhere"), engine=EngineConfig(**engine))
+
+
+def working(
+    d: Deployment, config: ModelConfig, size: int, backend: str, widens: bool = False, device: torch.device = CUDA
+) -> dict[str, int]:
+    kind = torch.bfloat16
+    return working_bytes(d, RankShard(config, size, 0), backend, kind, kind, 8192, device, widens)
 
 
 @pytest.fixture
@@ -113,11 +121,14 @@ def test_the_check_before_loading_counts_the_kv_cache_that_a_cpu_allocates_by_de
 
 def test_a_cpu_keeps_nothing_free() -> None:
     config = known("llama-3.1-8b")
-    assert working_bytes(deployment(), config, 1, "native", torch.bfloat16, 8192, CPU) == {}
+    assert working(deployment(), config, 1, "native", device=CPU) == {}
 
 
 @pytest.mark.usefixtures("flashinfer")
-@pytest.mark.parametrize(("name", "size"), [("llama-3.1-8b", 1), ("llama-3.1-70b", 8), ("llama-3.1-405b", 16)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("llama-3.1-8b", 1), ("llama-3.1-70b", 8), ("llama-3.1-405b", 16), ("qwen3-30b-a3b", 4), ("laneformer-2b", 2)],
+)
 def test_the_plan_has_the_engines_figure(name: str, size: int) -> None:
     """A device that holds what the plan lists beside KV, weights and what the driver and NCCL take being there already:
     the engine comes to the plan's bytes of KV, whatever is recorded and whichever attention serves."""
@@ -134,14 +145,14 @@ def test_the_plan_has_the_engines_figure(name: str, size: int) -> None:
         )
         room = memory(config, size, StoredTypes(), keys, H100)
         backend = "native" if size == 1 else "nccl"
-        working = working_bytes(d, config, size, backend, torch.bfloat16, 8192, CUDA)
-        rotary = room.parts["activations"] - working["activations"]
+        taken = working(d, config, size, backend)
+        rotary = room.parts["activations"] - taken["activations"]
         assert rotary == 8193 * config.head_dim * 4 * 2
         there = room.weight_bytes + rotary + GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0)
-        budget = kv_budget(d.engine, H100, H100 - there, working)
+        budget = kv_budget(d.engine, H100, H100 - there, taken)
         assert budget.kv == pytest.approx(room.kv_bytes, abs=2)
         assert room.kv_bytes > GIB
-        held = working["attention workspace"] > 0, working["CUDA graphs"] > 0
+        held = taken["attention workspace"] > 0, taken["CUDA graphs"] > 0
         assert held == (keys.flashinfer, keys.graphs and keys.flashinfer)
 
 
@@ -150,9 +161,7 @@ def test_what_widening_fp8_takes_is_counted() -> None:
     """The largest product of a rank in bf16 (8B whole: gate and up, 2 x 14336 rows of 4096), once for eager steps and
     once for recorded ones, by engine and plan alike; a device that has room for all but that is refused."""
     config, largest = known("llama-3.1-8b"), 2 * 14336 * 4096 * 2
-    kept, widened = (
-        working_bytes(deployment(), config, 1, "native", torch.bfloat16, 8192, CUDA, widens) for widens in (False, True)
-    )
+    kept, widened = (working(deployment(), config, 1, "native", widens) for widens in (False, True))
     assert widened == kept | {
         "widened fp8 weights": largest, "CUDA graphs": kept["CUDA graphs"] + largest
     }  # fmt: skip
@@ -203,8 +212,8 @@ def test_the_peak_of_a_step_is_reserved(name: str, size: int, wiring: str, deter
 def test_graphs_that_cannot_be_had_are_refused_before_loading() -> None:
     config = known("llama-3.1-8b")
     with pytest.raises(GraphsError, match="attention torch"):
-        working_bytes(deployment(cuda_graphs=True, attention="torch"), config, 1, "native", torch.bfloat16, 4096, CUDA)
-    assert working_bytes(deployment(), config, 2, "gloo", torch.bfloat16, 4096, CUDA)["CUDA graphs"] == 0
+        working(deployment(cuda_graphs=True, attention="torch"), config, 1, "native")
+    assert working(deployment(), config, 2, "gloo")["CUDA graphs"] == 0
 
 
 class _Counting:

@@ -55,7 +55,7 @@ def test_lanes_have_the_bits_of_their_products(dtype: torch.dtype, int8: bool, t
     if int8 and (dtype != torch.bfloat16 or not KERNELS.int8):
         pytest.skip("int8 weights take bf16 tokens")
     ops, lanes, inputs = CpuOps(KERNELS, int8=int8), 3, 48
-    weights = [drawn(80, inputs, dtype=dtype, seed=i) for i in range(lanes)]
+    weights = torch.stack([drawn(80, inputs, dtype=dtype, seed=i) for i in range(lanes)])
     norms = [Norm(1 + drawn(inputs, dtype=dtype, seed=10 + i) / 4, 1e-5) for i in range(lanes)]
     x = drawn(lanes, tokens, inputs, dtype=dtype, seed=20)
     apart = x.transpose(0, 1).contiguous().transpose(0, 1)

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from laddertron.models import ops
 from laddertron.models.config.experts import Router
 from laddertron.models.cuda import ops as gpu_ops
 from laddertron.models.cuda.experts import TILES, GroupedExperts, TritonChoice
 from laddertron.models.experts import TorchChoice, TorchExperts
 from laddertron.models.latent import LatentAttention, LatentCache
-from laddertron.models.ops import Norm
+from laddertron.models.ops import Norm, Others
 
 DICE = torch.Generator().manual_seed(11)
 ROUTERS = {
@@ -77,7 +78,9 @@ def products() -> list[dict[str, Any]]:
         for tile in TILES:
             grouped = GroupedExperts(gate_up, down, count, (tile,))
             got = grouped(x, chosen, weight)
-            alone = torch.cat([grouped(x[i : i + 1], chosen[i : i + 1], weight[i : i + 1]) for i in range(min(rows, 3))])
+            alone = torch.cat(
+                [grouped(x[i : i + 1], chosen[i : i + 1], weight[i : i + 1]) for i in range(min(rows, 3))]
+            )
             far = (got - want).abs().max() / max(1e-6, float(want.abs().max()))
             found.append(
                 {"case": [rows, kind, tile], "distance": float(far), "same": torch.allclose(alone, got[:3], atol=1e-6)}
@@ -103,7 +106,11 @@ def latents() -> dict[str, float]:
     shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=rank + rotary), num_kv_heads=1)
     caches = [LatentCache(shard, 7, 4, torch.float32, torch.device("cpu")) for _ in range(2)]
     rows, norm = normal(tokens, (heads + 1) * (rank + rotary)), Norm(normal(rank), 1e-6)
-    angle, blocks, offsets = normal(tokens, 1, rotary // 2), torch.tensor([6, 0, 3, 3, 1]), torch.tensor([0, 3, 1, 2, 3])
+    angle, blocks, offsets = (
+        normal(tokens, 1, rotary // 2),
+        torch.tensor([6, 0, 3, 3, 1]),
+        torch.tensor([0, 3, 1, 2, 3]),
+    )
     plain: Any = LatentAttention(caches[0], 1.0)
     plain.layout, plain._cos, plain._sin = SimpleNamespace(blocks=blocks, offsets=offsets), angle.cos(), angle.sin()
     want = plain._rotate_and_store(0, rows, norm)
@@ -112,9 +119,33 @@ def latents() -> dict[str, float]:
     return {name: float((a - b).abs().max()) for name, (a, b) in zip(("queries", "cache"), pairs, strict=True)}
 
 
+def lanes() -> dict[str, bool]:
+    """All bits of torch's sums; products behind one norm and behind norms of their own."""
+    fused, plain, found = gpu_ops.TritonOps(), ops.TorchOps(), {}
+    x, own, past, total = normal(3, 5, 40), normal(3, 5, 40), normal(3, 5, 40), normal(5, 40)
+    wide = normal(1, 5, 40).expand(3, -1, -1)
+    for name, arguments in {
+        "join": (x, own, Others(total, past)),
+        "late": (x, None, Others(total, past)),
+        "expanded": (wide, own, Others(total, past)),
+    }.items():
+        found[name] = torch.equal(fused.join_lanes(*arguments), plain.join_lanes(*arguments))
+    found["sum"] = torch.equal(fused.sum_lanes(x), plain.sum_lanes(x))
+    weights, one = normal(3, 24, 40) / 6, Norm(normal(40), 1e-5)
+    for name, norms in {
+        "same": [one] * 3,
+        "each": [Norm(normal(40), 1e-5) for _ in range(3)],
+        "none": [None] * 3,
+    }.items():
+        for gated in (False, True)[: 1 + (name != "none")]:
+            got, want = (each.lane_products(weights, norms, gated)(x) for each in (fused, plain))
+            found[f"{name} {gated}"] = torch.allclose(got, want, atol=1e-5)
+    return found
+
+
 def main() -> None:
     found = {"choices": choices(), "not finite": not_finite(), "products": products(), "pieces": in_pieces()}
-    print(json.dumps({**found, "latents": latents()}))
+    print(json.dumps({**found, "latents": latents(), "lanes": lanes()}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""The FlashInfer backend over latents against the portable one, on a stand-in of the library
+(tests/helpers/fake_flashinfer.py); its arguments against the installed library."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_flashinfer
+import pytest
+import torch
+from laddertron.models.attention import Capturable
+from laddertron.models.config.latent import Latent
+from laddertron.models.cuda.flashinfer_latent import FlashInferLatent, unfit
+from laddertron.models.latent import LatentAttention, LatentCache
+from laddertron.models.ops import Norm
+from test_flashinfer import CPU, CUDA, _parameters, make_layout
+
+RANK, ROTARY, HEADS, SIZE = 24, 8, 3, 4
+SIZES = Latent(RANK, ROTARY, 12, 10, 0, False)
+
+
+def make_cache(blocks: int) -> LatentCache:
+    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=2, head_dim=RANK + ROTARY), num_kv_heads=1)
+    cache = LatentCache(shard, blocks, SIZE, torch.float32, CPU)
+    for latents in cache.latents:
+        latents.copy_(torch.randn(latents.shape, generator=torch.Generator().manual_seed(1)))
+    return cache
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "before"), [([1, 1, 5, 9, 3], [7, 0, 0, 6, 20]), ([1, 1, 1], [0, 63, 5]), ([6], [0])]
+)
+def test_the_same_attention_as_the_portable_one(counts: list[int], before: list[int], recorded: bool) -> None:
+    """Decodes, prompts and pieces of prompts in scattered blocks; as a recorded step of decodes."""
+    layout = make_layout(counts, before, SIZE, CPU)
+    layout.block_table.clamp_(max=int(layout.blocks.max()))
+    if recorded and layout.decode < len(counts):
+        pytest.skip("recorded steps are decodes alone")
+    blocks = int(layout.block_table.max()) + 1
+    dice, tokens = torch.Generator().manual_seed(2), len(layout.positions)
+    rows = torch.randn(tokens, (HEADS + 1) * (RANK + ROTARY), generator=dice)
+    norm, angle = Norm(torch.rand(RANK, generator=dice) + 0.5, 1e-6), torch.rand(tokens, 1, ROTARY // 2, generator=dice)
+    caches = make_cache(blocks), make_cache(blocks)
+    plain = LatentAttention(caches[0], 0.3)
+    ours: Any = FlashInferLatent(caches[1], 0.3, HEADS, torch.float32, SIZES, fake_flashinfer.LIBRARY)
+    assert isinstance(ours, Capturable)
+    ours = ours.captured([len(counts)], 40)[len(counts)] if recorded else ours.twin()
+    found = []
+    for backend in (plain, ours):
+        backend.plan(layout, angle.cos(), angle.sin())
+        found.append(backend.attend(1, rows.clone(), None, norm))
+    assert (found[0] - found[1]).abs().max() < 1e-5
+    assert torch.equal(caches[0].latents[1], caches[1].latents[1])
+
+
+def test_where_it_cannot_serve() -> None:
+    v3, bf16 = Latent(512, 64, 128, 128, 1536, True), torch.bfloat16
+    assert unfit(CUDA, (9, 0), bf16, v3, 8) is None
+    for reason, arguments in {
+        "CUDA device, not cpu": (CPU, (0, 0), bf16, v3, 8),
+        "not float32": (CUDA, (9, 0), torch.float32, v3, 8),
+        "latents of 128, 256, 512 and keys of 64, not 24 and 8": (CUDA, (9, 0), bf16, SIZES, 8),
+        "128 % 12 heads of a rank = 8": (CUDA, (9, 0), bf16, v3, 12),
+    }.items():
+        assert reason in str(unfit(*arguments))
+
+
+def test_the_installed_library_takes_what_is_given() -> None:
+    spec = importlib.util.find_spec("flashinfer")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("flashinfer is not installed: laddertron[cuda]")
+    folder = Path(spec.submodule_search_locations[0]) / "mla" / "_batch_mla"
+    for file, name, methods in (
+        ("_wrapper.py", "BatchMLAPagedAttentionWrapper", ("__init__", "plan", "run")),
+        ("_contracts.py", "MLAPlanMetadata", ("csr",)),
+    ):
+        tree = ast.parse((folder / file).read_text())
+        for method in methods:
+            used = set(inspect.signature(getattr(getattr(fake_flashinfer, name), method)).parameters) - {"self"}
+            assert used <= _parameters(tree, name, method), method
