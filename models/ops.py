@@ -188,7 +188,7 @@ class TorchOps:
         return TorchExperts(gate_up, down)
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
-        """x [k, T, in] -> y [k, T, out]: each of k inputs by its own of weights [k, out, in], behind a norm of its own."""
+        """x [k, T, in] -> y [k, T, out]: each input by its own weight [k, out, in] behind a norm of its own."""
         each = [
             self.gated_product(weight, None, norm) if gated else self.product(weight, None, norm)
             for weight, norm in zip(weights, norms, strict=True)

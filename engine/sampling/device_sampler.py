@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...models.transfer import Arriving, upload
+from ...models.transfer import Arriving, stage, upload
 from .decide import NO_ID
 from .device_rule import DeviceEdits, filter_rule, filters_of, report
 from .logits_shard import NOISE, TorchShard
@@ -25,7 +27,14 @@ Gathered = Callable[[Tensor], Tensor]
 Fetch = Callable[[Tensor], Arriving]
 """models/transfer.py's download, or a test's."""
 
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], None]], Replay]
+"""GraphRecorder.record of engine/step/cuda_graphs.py."""
+
 _FAR = 2**62
+_FIELDS = 9
+"""Of a recorded row: seed, position, choice, no limit; 1 / T, no reference, no limit, as bits; slot, whether it takes
+noise."""
 
 
 def feed(ids: Tensor, latest: Tensor) -> Tensor:
@@ -60,7 +69,7 @@ class _Fixed:
 
 
 class DeviceDraw:
-    """One rank's. `latest` [max_slots] int64: of each slot the id drawn here last."""
+    """One rank's. `latest` [max_slots + 1] int64: of each slot the id drawn here last; the last one is nobody's."""
 
     def __init__(
         self,
@@ -75,10 +84,78 @@ class DeviceDraw:
         """width: of every rank's shard, padding counted."""
         columns = max(0, min(width, vocab_size - shard.first))
         self._vocab, self._width = vocab_size, width
-        self.latest = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self.latest = torch.zeros(max_slots + 1, dtype=torch.int64, device=device)
         self._columns, self._shard, self._device = columns, shard, device
         self._gather, self._fetch, self._filter = gather, fetch, filter_rule(shard)
         self._last: _Fixed | None = None
+        self._inputs = self._found = torch.zeros(0, dtype=torch.int64, device=device)
+        self._replays: dict[int, Replay] = {}
+
+    def record(self, logits: Tensor, sizes: Sequence[int], record: Record, routing: Tensor | None) -> dict[int, Replay]:
+        """Records draws of greedy and plainly sampled rows from logits [most, columns], which stay where they are: of
+        so many rows each. routing: as of `start`. Returns the recordings, for their owner to give up."""
+        self._inputs = torch.zeros(_FIELDS * max(sizes) + 1, dtype=torch.int64, device=self._device)
+        self._found = self._inputs.new_zeros(0)
+        for size in sorted(sizes, reverse=True):
+            rows = logits[:size, : self._columns]
+            self._replays[size] = record(partial(self._compute, rows, max(sizes), routing))
+        return self._replays
+
+    def _compute(self, x: Tensor, most: int, routing: Tensor | None) -> None:
+        count = len(x)
+        fields = self._inputs[: _FIELDS * count].view(_FIELDS, count)
+        if self._columns:
+            found = self._measure(x, fields[:4], fields[4:7].view(torch.float64), NOISE)
+            noisy, peak = fields[8] > 0, found[0]
+            score, at = torch.where(noisy, found[2:4], found[:2])
+        else:
+            score = peak = torch.full((count,), -torch.inf, dtype=torch.float64, device=self._device)
+            at = torch.zeros_like(peak)
+        own = self._inputs[_FIELDS * count :][:1]
+        parts = torch.cat(self._agreed(own, score, at.long(), peak, fields[7], routing))
+        if not len(self._found):
+            self._found = parts.new_zeros(len(parts) + 2 * (most - count))
+        self._found[: len(parts)].copy_(parts)
+
+    def start_recorded(
+        self, plan: SamplingPlan, position: npt.NDArray[np.int64], digest: npt.NDArray[np.uint8]
+    ) -> Arriving | None:
+        """As `start`, of the first rows of the recorded logits; None where rows are not plain or too many."""
+        count, rows = len(plan.at), plan.rows
+        size = min((size for size in self._replays if size >= count), default=0)
+        if size == 0 or plan.groups or len(plan.scored) or len(plan.edited):
+            return None
+        self.forget()
+        values = np.zeros(_FIELDS * size + 1, np.int64)
+        fields = values[:-1].reshape(_FIELDS, size)
+        fields[7] = len(self.latest) - 1  # padding draws for no slot
+        fields[:3, :count] = rows["seed"].astype(np.int64), position[plan.at], rows["choice"].astype(np.int64)
+        reals = fields[4:6].view(np.float64)
+        reals[0, :count], reals[1] = rows["inv_temperature"], np.nan
+        fields[7, :count], fields[8, :count] = plan.at, 0 if plan.noisy is None else plan.noisy
+        values[-1:] = digest.view(np.int64)
+        stage(self._inputs[: len(values)], torch.from_numpy(values))
+        self._replays[size]()
+        ranks = len(self._found) - 2 * max(self._replays)
+        read = self._fetch(self._found[: ranks + 2 * size])
+
+        def without_padding() -> npt.NDArray[Any]:
+            found = read()
+            return np.concatenate([found[:ranks], *found[ranks:].reshape(2, size)[:, :count]])
+
+        return without_padding
+
+    def _agreed(
+        self, own: Tensor, score: Tensor, at: Tensor, peak: Tensor, slots: Tensor, routing: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's digest, best scores, their columns and peaks -> all digests, the ids drawn, which are now the
+        slots' latest, and which rows are bad."""
+        ids = torch.where(score > -torch.inf, at + self._shard.first, NO_ID)
+        own = own if routing is None else own + routing
+        every = self._gather(torch.cat([own, score.view(torch.int64), ids, peak.view(torch.int64)]))
+        drawn, bad = _winner(every[:, 1:].view(len(every), 3, len(slots)))
+        self.latest.index_copy_(0, slots, drawn)
+        return every[:, 0], drawn, bad
 
     def start(
         self,
@@ -97,15 +174,10 @@ class DeviceDraw:
         changing = upload(np.concatenate([digest.view(np.int64), position[plan.at]]), self._device)
         x, scored = self._processed(raw, fixed, changing[1:])
         score, at, peak = self._best(x, fixed, changing[1:])
-        ids = torch.where(score > -torch.inf, at + self._shard.first, NO_ID)
-        own = changing[:1] if routing is None else changing[:1] + routing
-        mine = torch.cat([own, score.view(torch.int64), ids, peak.view(torch.int64)])
-        every = self._gather(mine)
-        drawn, bad = _winner(every[:, 1:].view(len(every), 3, len(plan.at)))
-        self.latest.index_copy_(0, fixed.slots, drawn)
+        digests, drawn, bad = self._agreed(changing[:1], score, at, peak, fixed.slots, routing)
         if fixed.edits is not None:
             fixed.edits.note(drawn[fixed.edited] - self._shard.first)
-        parts = [every[:, 0], drawn, bad]
+        parts = [digests, drawn, bad]
         if len(fixed.scored):
             parts.append(report(scored, drawn[fixed.scored], fixed.top).view(torch.int64).flatten())
         return self._fetch(torch.cat(parts))

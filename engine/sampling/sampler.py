@@ -20,7 +20,7 @@ from ..batch import NewSequence
 from ..request import TokenLogprob
 from . import decide as rule
 from .decide import Array
-from .device_sampler import DeviceDraw, Fetch, Gathered
+from .device_sampler import DeviceDraw, Fetch, Gathered, Record, Replay
 from .digest import Digests, row_digests
 from .grammar import Grammars
 from .logits_shard import SharedShard, TorchShard, make_shard
@@ -115,7 +115,7 @@ class Sampler:
 
     @property
     def latest(self) -> Tensor | None:
-        """Each slot's id that `start` drew last, int64 [max_slots] on the device; None where it never does."""
+        """Each slot's id that `start` drew last, int64 on the device; None where it never does."""
         return None if self._on_device is None else self._on_device.latest
 
     def follow(self, routed: Callable[[], bytes], routing: Tensor | None, per_node: int) -> None:
@@ -157,10 +157,16 @@ class Sampler:
             return drafts
         return drafts[: self.grammars.state(slot).accepts(drafts)]
 
-    def start(self, logits_BV: Tensor, slots: Sequence[int]) -> bool:
+    def record(self, logits_BV: Tensor, sizes: Sequence[int], record: Record) -> dict[int, Replay]:
+        """DeviceDraw.record, where this sampler draws on the device."""
+        draw = self._on_device
+        return {} if draw is None else draw.record(logits_BV[:, : self.columns], sizes, record, self._routing)
+
+    def start(self, logits_BV: Tensor, slots: Sequence[int], recorded: bool = False) -> bool:
         """Sets off, on the device, what `sample` does; `finish` gives the result, `latest` has the ids for the next
-        step. False where nothing was done, since a row needs the host (a grammar, bad words, a digest of its logits,
-        drafts) or this sampler always does: then `sample` them."""
+        step. recorded: the rows are the first of those that `record` was called with. False where nothing was done,
+        since a row needs the host (a grammar, bad words, a digest of its logits, drafts) or this sampler always does:
+        then `sample` them."""
         if self._on_device is None or self._under_way is not None:
             return False
         plan = self._slots.plan(slots)
@@ -170,7 +176,9 @@ class Sampler:
         if any(e.bad_words for e in edits):
             return False
         logits = logits_BV[:, : self.columns]
-        read = self._on_device.start(logits, plan, self._slots.position, self._digest, edits, self._routing)
+        read = self._on_device.start_recorded(plan, self._slots.position, self._digest) if recorded else None
+        if read is None:
+            read = self._on_device.start(logits, plan, self._slots.position, self._digest, edits, self._routing)
         self._slots.advance(plan)
         self._under_way = _Draw(self.step, plan, edits, read)
         self.step += 1

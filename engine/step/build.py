@@ -364,7 +364,7 @@ def _warmed_up(
         patience = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
     else:
         communicator.set_timeout(limit)
-    model, attention, cache, latest = runner.model, runner.attention, runner.cache, runner.sampler.latest
+    model, attention, cache = runner.model, runner.attention, runner.cache
     emulated = deployment.parallel.collective == "emulated"
     graphs = make_graphs(
         deployment.engine,
@@ -373,7 +373,7 @@ def _warmed_up(
         model,
         attention,
         cache,
-        latest,
+        runner.sampler,
         reserved,
         voice.say,
         voice.tell,

@@ -22,10 +22,9 @@ from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.groups import Communicator
 from ...topology.hardware.cuda_stack import triton_missing
 from ..config.schema import EngineConfig
-from ..sampling.device_sampler import feed
+from ..sampling.device_sampler import Replay, feed
+from ..sampling.sampler import Sampler
 from .cuda_graph_sizes import graph_sizes, padded_size
-
-Replay = Callable[[], None]
 
 
 class GraphsError(Refusal, ValueError):
@@ -189,6 +188,7 @@ class DecodeGraphs:
         self._out = torch.zeros((most, width), dtype=dtype, device=device)
         self._boundary = None if model.boundary is None else FixedBoundary(model.boundary, model, most)
         self._replays: dict[int, Replay] = {}
+        self._draws: dict[int, Replay] = {}
 
     def record(self, tell: Callable[[str], None] = lambda doing: None) -> None:
         """Records all sizes, the largest first. Steps may run only after it. tell: the start's progress."""
@@ -214,7 +214,14 @@ class DecodeGraphs:
     def drop(self) -> None:
         """Gives the recordings up, once the device is through with them."""
         self._recorder.wait()
-        self._replays.clear()
+        for replays in (self._replays, self._draws):
+            replays.clear()
+
+    def record_draws(self, sampler: Sampler) -> None:
+        """Records the draws of greedy and plainly sampled rows too, behind all of `record`."""
+        if self._latest is not None:
+            with torch.inference_mode():
+                self._draws = sampler.record(self._out, self.sizes, self._recorder.record)
 
     def fits(self, sequences: int) -> bool:
         return sequences <= self.sizes[-1]
@@ -280,15 +287,15 @@ def make_graphs(
     model: LlamaModel,
     attention: AttentionBackend,
     cache: KVCache,
-    latest: Tensor | None = None,
+    sampler: Sampler,
     reserved: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     tell: Callable[[str], None] = lambda doing: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> DecodeGraphs | None:
     """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
-    be unassigned. emulated: whether collectives are. latest: see DecodeGraphs. reserved: bytes that were kept free for
-    them. say and warn: the log, tell: the start's progress. Raises GraphsError."""
+    be unassigned. emulated: whether collectives are. sampler: draws from the steps' logits. reserved: bytes that were
+    kept free for the graphs. say and warn: the log, tell: the start's progress. Raises GraphsError."""
     device = model.rotary.cos.device
     refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
     use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, refused)
@@ -307,10 +314,11 @@ def make_graphs(
         graph_sizes(keys.max_num_seqs),
         scratch_block=cache.num_blocks - 1,
         most_blocks=-(-len(model.rotary.cos) // cache.block_size),
-        latest=latest,
+        latest=sampler.latest,
         reserved=reserved,
         say=say,
     )
     graphs.record(tell)
+    graphs.record_draws(sampler)
     communicator.before_close(graphs.drop)
     return graphs

@@ -80,6 +80,7 @@ class Runner:
         # Of each slot the position of its id that is not on the host yet; -1 for none.
         self._due = np.full(max_slots, -1, np.int64)
         self._known_at = 0.0
+        self._replayed = False  # whether the step's logits are those that draws were recorded on
         self._speculated = False
         self._unseen = set[int]()  # slots whose last chunk drew nothing
 
@@ -176,7 +177,7 @@ class Runner:
 
     def _forward(self, chunks: list[Chunk], on_travelling: Callable[[], None] | None, split: int = 0) -> Tensor:
         """Logits [R, V / tp] of the rows that are sampled or scored."""
-        graphs = self._graphs
+        graphs, self._replayed = self._graphs, False
         if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
             parts = zip(streams(chunks, split) if split else [chunks], self._attentions(), strict=False)
             return self.model.forward_streams([self._stream(*part) for part in parts], on_travelling)
@@ -185,6 +186,7 @@ class Runner:
         if on_travelling is not None:
             on_travelling()  # the device has the whole step by now
         whole = len(rows) == len(chunks) or not self.model.shard.samples
+        self._replayed = whole
         return logits if whole else logits[upload(rows.numpy(), self.device)]
 
     def _attentions(self) -> Iterator[AttentionBackend]:
@@ -269,7 +271,7 @@ class Runner:
         if any(chunk.prompt_logprobs for chunk in chunks):
             return False
         slots = self._sampled(chunks)
-        if not slots or not self.sampler.start(logits, slots):
+        if not slots or not self.sampler.start(logits, slots, self._replayed):
             return False
         at = self._lengthen(slots)
         self._due[slots] = at

@@ -176,4 +176,6 @@ def _graphs(
     scratch, most = cache.num_blocks - 1, built.runner.blocks.shape[1]
     graphs = DecodeGraphs(model, attention, recorder, sizes, scratch_block=scratch, most_blocks=most, latest=latest)
     graphs.record()
+    if sampler is not None:
+        sampler.record(graphs._out, graphs.sizes, lambda compute: compute)  # gathers are no operators
     return graphs

@@ -141,7 +141,7 @@ def make_runner(
     keys = EngineConfig(max_num_seqs=seats, cuda_graphs=cuda_graphs)
     on_device, _ = drawn_on_device(communicator, device, backend, deterministic=False)
     sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
-    graphs = make_graphs(keys, False, communicator, model, backend, cache, sampler.latest)
+    graphs = make_graphs(keys, False, communicator, model, backend, cache, sampler)
     runner = Runner(
         model,
         cache,

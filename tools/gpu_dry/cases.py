@@ -33,6 +33,11 @@ class Case:
         return dict(self.engine).get("attention") != "torch"
 
     @property
+    def draws_recorded(self) -> bool:
+        """Whether greedy and plainly sampled rows are drawn in graphs too."""
+        return self.recorded and self.stages == 1 and not dict(self.parallel).get("deterministic")
+
+    @property
     def seats(self) -> int:
         return int(dict(self.engine).get("max_num_seqs", 256))
 
@@ -90,7 +95,10 @@ CASES = (
     Case("8 lanes, heads of 128, tp 2", "", 2, words=(*_LANEFORMER, ("hidden_size", 4096)), length=4096),
 )
 
-RANKS = ("405B, tp 16", "405B two-level, tp 16", "405B, tp 8 x pp 2", "8B deterministic, tp 8")
+RANKS = (
+    "405B, tp 16", "405B two-level, tp 16", "405B, tp 8 x pp 2", "8B deterministic, tp 8",
+    "LongCat-Flash spread, 2 x 8",
+)  # fmt: skip
 """Cases whose collectives are compared over all ranks."""
 CAPABILITIES = (80, 90, 100)
 """Every Triton kernel is compiled for these; what computes in fp8 from 89 on."""

@@ -32,7 +32,8 @@ TESTS = (
     "tests/topology/comm/test_stream_order.py",
 )
 COLUMNS = (
-    "case", "recorded step: launches, collectives", "outside it, greedy / temperature / top_p: launches",
+    "case", "recorded step: launches, collectives", "recorded draw: launches",
+    "outside them, greedy / temperature / top_p: launches",
     "copies to, from the device", "waits", "prompts: launches, waits", "step, of reserved [MiB]",
     "graphs, of reserved [MiB]",
 )  # fmt: skip
@@ -69,7 +70,7 @@ def row(found: dict[str, Any]) -> str:
         return f"{memory[name] >> 20}, {memory[f'{name} kept'] >> 20}"
 
     parts = (
-        found["name"], f"{r['recorded launch']}, {r['recorded collective']}", each("launch"),
+        found["name"], f"{r['recorded launch']}, {r['recorded collective']}", f"{r['drawn launch']}", each("launch"),
         f"{each('to_device')}, {each('to_host')}", each("wait"), f"{r['prompts launch']}, {r['prompts wait']}",
         of("step"), of("recorded"),
     )  # fmt: skip

@@ -108,11 +108,14 @@ def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -
         counts, peak = rank.decode(params, case.seats)
         most = max(most, peak)
         found.rows |= {f"{name} {kind}": _sum(counts, kind) / STEPS for kind in KINDS}
-        if (recorded := _sum(counts, "replay")) != (STEPS * case.stages if case.recorded else 0):
-            found.faults.append(f"{name}: {recorded} recorded steps in {STEPS} decode steps of {case.stages} stages")
+        wanted = STEPS * (case.stages * case.recorded + (name != "top_p" and case.draws_recorded))
+        if (recorded := _sum(counts, "replay")) != wanted:
+            found.faults.append(f"{name}: {recorded} replays in {STEPS} decode steps, not {wanted}")
     largest = GPU.graphs[:: max(1, len(GPU.graphs) // case.stages)]  # each stage records its largest size first
     for kind in ("launch", "collective"):
         found.rows[f"recorded {kind}"] = sum(_sum(graph.counts, kind) for graph in largest)
+    draws = GPU.graphs[len(GPU.graphs) // 2 :][:1] if case.draws_recorded else []
+    found.rows["drawn launch"] = sum(_sum(graph.counts, "launch") for graph in draws)
     for seats in (1, 3, 16, 33):  # sizes and lengths that no step had before
         rank.add(min(seats, case.seats), 7 * seats, 3, temperature=0.7, top_k=5)
         for _ in drain(rank.engine):

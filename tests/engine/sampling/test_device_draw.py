@@ -37,9 +37,10 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(
-    tp: int, requests: Sequence[SamplingParams], steps: Sequence[torch.Tensor], there: bool
+    tp: int, requests: Sequence[SamplingParams], steps: Sequence[torch.Tensor], there: bool, recorded: bool = False
 ) -> tuple[list[Sampled], list[str]]:
-    """Every step's result, the same on all ranks; there: drawn on the device, from logits that the host may not see."""
+    """Every step's result, the same on all ranks; there: drawn on the device, from logits that the host may not see;
+    recorded: as steps with more rows are."""
     notes: list[str] = []
 
     def task(rank: int, gather: Gather) -> list[Sampled]:
@@ -49,11 +50,16 @@ def drawn(
         slots = [(3 * row) % len(requests) for row in range(len(requests))]
         for row, request in enumerate(requests):
             sampler.admit(sequence(slots[row], request, output=[5] * (row % 3), choice=row % 2))
-        out = []
+        out, replayed = [], list[int]()
+        rows = torch.full((16, width(steps[0].shape[1], tp)), math.nan)
+        if recorded:
+            sampler.record(rows, (4, 16), lambda compute: lambda: (replayed.append(1), compute())[1])
         for step in steps:
             logits = cut(step, tp, rank)
             if there:
-                assert sampler.start(logits.as_subclass(Remote), slots)
+                if recorded:
+                    rows[: len(slots)] = logits
+                assert sampler.start(logits.as_subclass(Remote), slots, recorded)
                 assert own.count(READ) == own.count(START) - 1 or rank
                 out.append(sampler.finish())
                 assert sampler.latest is not None
@@ -61,6 +67,7 @@ def drawn(
             else:
                 out.append(sampler.sample(logits, slots))
         sampler.flush()
+        assert len(replayed) == len(steps) * recorded
         return out
 
     results = Ranks(tp).run(task)
@@ -73,7 +80,8 @@ def drawn(
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("kinds", ["greedy", "noisy", "both"])
-def test_the_ids_are_those_that_the_host_draws(tp: int, kinds: str) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_ids_are_those_that_the_host_draws(tp: int, kinds: str, recorded: bool) -> None:
     """Greedy rows, rows of plain temperature, both mixed, on vocabularies that tp does not divide (with 8 ranks some
     shards of 20 are all padding), over usual, tied and poisoned logits. Neither the draw nor the gather lets the host
     look; one result is set off and one read for each step."""
@@ -89,7 +97,7 @@ def test_the_ids_are_those_that_the_host_draws(tp: int, kinds: str) -> None:
         heat = {"greedy": [0.0], "noisy": [0.7, 1.0, 3.0], "both": [0.0, 1.0, 0.8]}[kinds]
         requests = [params(2**64 - 1 - row, temperature=heat[row % len(heat)]) for row in range(11)]
         wanted, _ = drawn(tp, requests, steps, there=False)
-        got, notes = drawn(tp, requests, steps, there=True)
+        got, notes = drawn(tp, requests, steps, there=True, recorded=recorded)
         assert notes == [START, READ] * len(steps)
         for mine, theirs in zip(got, wanted, strict=True):
             assert mine.ids.dtype == theirs.ids.dtype
