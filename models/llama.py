@@ -318,7 +318,7 @@ class LlamaModel(nn.Module):
         self._at_once = len(parts) == 1
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
         if self._chosen:
-            if self.on_rows is not None and self.config.experts is not None:
+            if self.on_rows is not None and self.config.experts is not None and self.routing is None:
                 middle = self._chosen[len(self._chosen) // 2][0]
                 rows = torch.cat([chosen.flatten() for layer, chosen in self._chosen if layer == middle])
                 self.on_rows(torch.bincount(rows, minlength=self.config.experts.count)[: self.config.experts.count])

@@ -231,6 +231,11 @@ def _check(share: Share, deployment: Deployment, communicator: Communicator, dev
             f"engine.speculation={keys.speculation} needs engine.device: cpu: on a GPU steps are set off before the "
             "ids that drafts follow are known; use false"
         )
+    if share.sharing.per_node and communicator.pipeline is not None and device.type != "cpu":
+        raise CapacityError(
+            f"parallel.dense_path=node with pipeline_parallel_size={deployment.parallel.pipeline_parallel_size} needs "
+            "engine.device: cpu: on a GPU earlier stages do not send which experts they chose; use 1, or whole"
+        )
     widens = share.stored is not None and share.stored.widens
     working = working_bytes(
         deployment, share.shard, communicator.backend, share.dtype, share.kv_dtype, share.length, device, widens
