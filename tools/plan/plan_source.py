@@ -23,7 +23,7 @@ from ...models.config.parts import make_wiring
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
 from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, share, splits
 from ...models.config.wiring import choose_wiring
-from ...models.cuda.workspace import HEAD_DIMS
+from ...models.cuda.workspace import HEAD_DIMS, LATENT_RANKS
 from ...models.stages import StageError, choose_layers
 from ...models.weights.checkpoint import CheckpointError
 from ...models.weights.mapping import open_checkpoint
@@ -125,7 +125,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         kv_cache_memory=d.engine.kv_cache_memory if gpu else d.engine.cpu_kv_bytes,
         gpu=gpu,
         graphs=d.engine.cuda_graphs is not False,
-        flashinfer=d.engine.attention != "torch" and values != "float32" and config.head_dim in HEAD_DIMS,
+        flashinfer=d.engine.attention != "torch" and values != "float32" and _attends(config),
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         deterministic=bool(d.parallel.deterministic),
         widens_fp8=stored.weights == "fp8" and not (_multiplies_fp8(fabric) and (quantised or FP8).activations),
@@ -283,6 +283,12 @@ def assumed_fabric(d: Deployment) -> str:
         return f"{hosts}x16xcpu"
     each = d.launch.ranks_per_node or min(8, d.parallel.tensor_parallel_size)
     return f"{-(-world // each)}x{each}xH100"
+
+
+def _attends(config: ModelConfig) -> bool:
+    """Whether FlashInfer has kernels for these heads."""
+    latent = config.latent
+    return config.head_dim in HEAD_DIMS if latent is None else latent.rank in LATENT_RANKS and latent.rotated == 64
 
 
 def _replicates(wanted: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:
