@@ -64,9 +64,8 @@ def inside(folder: Path, agent: str, delays: Sequence[float], batches: Sequence[
         for kind, parallel in KINDS.items():
             keys = ParallelConfig(**TWO | parallel)
             d = on_two_nodes(folder, agent, "model", "auto" if kind in BUILT else "no-communication", keys)
-            more = {"max_num_seqs": 128, "max_num_batched_tokens": 1024, "kv_cache_memory": 512 << 20}
-            d = replace(d, engine=replace(d.engine, **more))
-            jobs[kind] = stack.enter_context(BenchJob(d, kind))
+            room = replace(d.engine, max_num_seqs=128, max_num_batched_tokens=1024, kv_cache_memory=512 << 20)
+            jobs[kind] = stack.enter_context(BenchJob(replace(d, engine=room), kind))
 
         def step_s(kind: str, batch: int, tokens: int) -> float:
             found = jobs[kind].ask("case", batch=batch, prompt=8, generate=tokens)
