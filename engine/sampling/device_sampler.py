@@ -208,7 +208,13 @@ class DeviceDraw:
         rows, width = len(x), self._width + self._width % 2  # two of them are an int64, which gathers carry
         padded = torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
         every = self._gather(padded.view(torch.int64).flatten()).view(torch.float32).view(-1, rows, width)
-        return every[:, :, : self._width].transpose(0, 1).flatten(1)[:, : self._vocab]
+        each = every[:, :, : self._width].transpose(0, 1)
+        if len(every) == 1:
+            return each.flatten(1)[:, : self._vocab]
+        # NOTE: of memory of its own: a view of one row has another stride, by which Triton would compile again.
+        joined = each.new_empty((rows, len(every) * self._width))
+        joined.view(each.shape).copy_(each)
+        return joined[:, : self._vocab]
 
     def _fixed(self, plan: SamplingPlan, edits: Sequence[SlotEdits]) -> _Fixed:
         if self._last is None or self._last.plan is not plan:

@@ -235,7 +235,7 @@ class GroupedExperts:
         tile = self._tiles[-1 if 2 * len(x) * k >= self._tiles[-1] * self._routed else 0]
         most = expert_rows(k, width, inner, x.element_size())
         parts = [
-            self._compute(*(each[at : at + most] for each in (x, chosen, weight)), tile)
+            self._compute(x[at : at + most], chosen[at : at + most], weight[at : at + most], tile)
             for at in range(0, len(x), most)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
