@@ -1,7 +1,7 @@
 """`make rehearse`: the deployment of Llama 3.1 405B from `check` to `acceptance`, on two emulated nodes of eight ranks
 and a spare, with the shipped files and a model scaled down. Faults are real: a rank is killed, a node cut off.
 
-    PYTHONPATH=tests python -m cluster.rehearsal --write       as root; renews the transcript in docs/operating.md
+    PYTHONPATH=tests python -m cluster.rehearsal --write       as root; renews the transcript in docs/rehearsal.md
     PYTHONPATH=tests python -m cluster.rehearsal --per-node 1  the same steps with a rank on each node
 
 Everything is in one temporary folder and ends with this process.
@@ -40,7 +40,7 @@ sys.path[:0] = [str(ROOT / "tests" / "monitoring"), str(ROOT / "tools" / "benchm
 from common import renewed  # noqa: E402
 from rule_scale import scaled  # noqa: E402
 
-PAGE = ROOT / "docs" / "operating.md"
+PAGE = ROOT / "docs" / "rehearsal.md"
 MODEL = "llama-3.1-405b"
 DAEMON, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:9090"
 RANK = "laddertron.launchers.rank.worker"
@@ -348,7 +348,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make rehearse")
     parser.add_argument("--per-node", type=int, choices=(1, 2, 4, 8), default=8, help="ranks of a node")
     parser.add_argument("--lines", type=int, default=500, help="of the batch")
-    parser.add_argument("--write", action="store_true", help="renew the transcript in docs/operating.md")
+    parser.add_argument("--write", action="store_true", help="renew the transcript in docs/rehearsal.md")
     wanted = parser.parse_args()
     per_node = wanted.per_node
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
