@@ -142,7 +142,7 @@ def _check_surrogates(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = ord(error.object[error.start])
-        raise ReadError(f"a string holds \\u{half:04x}, half of a surrogate pair") from None
+        raise ReadError(f"a string contains \\u{half:04x}, half of a surrogate pair") from None
 
 
 def header(data: Any, kind: str, version: int) -> dict[str, Any]:

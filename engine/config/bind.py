@@ -155,7 +155,7 @@ def _refused(kind: str, tree: Tree, hint: Any) -> str:
     base, marks = _split(first)
     origins = {get_origin(variant) for variant in (first, *others)}
     if kind == "dataclass_type":
-        return f"{shown} is no section: write its keys below it, indented"
+        return f"{shown} is not a section: write its keys below it, indented"
     if not isinstance(tree, Scalar) and origins.isdisjoint((tuple, Mapping)):
         return f"{shown} is not allowed here: {allowed(hint)}"
     if not isinstance(tree, Scalar) or others:
@@ -167,7 +167,7 @@ def _refused(kind: str, tree: Tree, hint: Any) -> str:
     if origins == {tuple}:
         return f"{shown} is not {allowed(hint)}: write [a, b]"
     if base is str and tree.tag in ("int", "float", "bool"):
-        return f'{tree.text} is not {allowed(hint)} as YAML reads it: write "{tree.text}"'
+        return f'{tree.text} is not {allowed(hint)} in YAML: write "{tree.text}", with quotes'
     if tree.text.startswith("~") and any(isinstance(m, PathKind) for m in marks):
         return f"{shown}: ~ is not expanded: write the folder in full"
     return f"{shown} is not {allowed(hint)}"

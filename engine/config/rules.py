@@ -266,12 +266,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("daemon.tls_cert", "daemon.tls_key"),
         lambda d: d.daemon.tls_cert and d.daemon.tls_key is None,
-        "needs daemon.tls_key too: TLS takes the pair",
+        "needs daemon.tls_key too: TLS needs both",
     ),
     Rule(
         ("daemon.tls_key", "daemon.tls_cert"),
         lambda d: d.daemon.tls_key and d.daemon.tls_cert is None,
-        "needs daemon.tls_cert too: TLS takes the pair",
+        "needs daemon.tls_cert too: TLS needs both",
     ),
     Rule(
         ("daemon.host", "daemon.api_key_file"),

@@ -156,7 +156,7 @@ def check_line(
         bound(value["body"])
         body = check_body(value["body"], endpoint)
         if body.stream:
-            raise ApiError("stream: true has no meaning in a file", param="stream", code="unsupported_value")
+            raise ApiError("stream: true is not supported in a batch file", param="stream", code="unsupported_value")
         return BatchLine(number, len(raw), custom_id, url, body)
     except ApiError as bad:
         return BatchLine(number, len(raw), custom_id, url, error=bad.within(f"line {number}: "))

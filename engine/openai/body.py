@@ -95,7 +95,7 @@ def check_body(value: Any, endpoint: Endpoint) -> Body:
         _completions_only(found)
     if "stream_options" in found:
         if not found.get("stream"):
-            raise ApiError("stream_options has a meaning only with stream: true", param="stream_options")
+            raise ApiError("stream_options needs stream: true", param="stream_options")
         wanted = found["stream_options"]
         found["include_usage"] = bool(wanted.include_usage)
         found["continuous_usage_stats"] = bool(wanted.include_usage and wanted.continuous_usage_stats)
@@ -139,7 +139,7 @@ def _chat_only(found: dict[str, Any]) -> None:
     if found.get("continue_final_message"):
         if found.get("add_generation_prompt", False):
             raise ApiError(
-                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+                "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
         found["add_generation_prompt"] = False
     tools = tools_of(found)
@@ -155,7 +155,7 @@ def _chat_only(found: dict[str, Any]) -> None:
 
 def _completions_only(found: dict[str, Any]) -> None:
     if found.get("max_tokens") == 0 and not found.get("echo") and "prompt_logprobs" not in found:
-        raise ApiError("max_tokens=0 asks for nothing: set echo or prompt_logprobs with it", param="max_tokens")
+        raise ApiError("max_tokens=0 needs echo or prompt_logprobs: the answer would be empty", param="max_tokens")
     choices = found.get("n", 1) * len(found["prompts"])
     if choices > MAX_CHOICES:
         raise ApiError(f"{choices} choices (n x prompts): at most {MAX_CHOICES} a request", param="n")

@@ -58,7 +58,7 @@ def _arguments(value: Any) -> dict[str, Any]:
     try:
         found = parse(value.encode())
     except ReadError as error:
-        raise invalid(f" is unusable: {error}") from None
+        raise invalid(f" is invalid: {error}") from None
     if type(found) is not dict:
         raise invalid(f" holds {kind_of(found)}; an object is expected")
     return found

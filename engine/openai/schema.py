@@ -42,7 +42,7 @@ def _biases(value: Any, handler: Any) -> tuple[tuple[int, float], ...]:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise invalid(f" key {show(key)}: token ids are written as digits")
         if int(key) in found:
-            raise invalid(f" names token {int(key)} twice")
+            raise invalid(f": duplicate token {int(key)}")
         found[int(key)] = bias
     return tuple(sorted(found.items()))
 
@@ -149,7 +149,7 @@ class SharedFields(GrammarFields):
     length_penalty: _Beams = None
     early_stopping: _Beams = None
     spaces_between_special_tokens: Annotated[Any, ignored("no supported tokenizer adds them")] = None
-    use_beam_search: Annotated[None, Refused("beam search is not supported", (False,))] = None
+    use_beam_search: Annotated[None, Refused("beam search is not implemented", (False,))] = None
     best_of: Annotated[int | None, _said("At most n: every choice is returned.")] = None
     detokenize: Annotated[None, Refused("answers are text", (True,))] = None
     logits_processors: Annotated[None, Refused("code from requests is not run", ([],))] = None

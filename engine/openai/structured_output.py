@@ -26,7 +26,7 @@ def _parsed(value: Any) -> Any:
     try:
         return parse(value.encode())
     except ReadError as error:
-        raise invalid(f" is unusable: {error}") from None
+        raise invalid(f" is invalid: {error}") from None
 
 
 _Object = Annotated[dict[str, Any], Field(max_length=1024)]
@@ -128,7 +128,7 @@ def grammar_of(fields: GrammarFields) -> str | None:
         return None
     if len(asked) > 1:
         names = " and ".join(name for name, _, _ in asked)
-        raise ApiError(f"{names} exclude each other: send one", param=asked[1][0])
+        raise ApiError(f"{names} cannot be combined: send one", param=asked[1][0])
     name, kind, given = asked[0]
     text = json.dumps({"grammars": [_one(kind, given)]}, ensure_ascii=False, separators=(",", ":"))
     if len(text) > MAX_GRAMMAR_CHARS:

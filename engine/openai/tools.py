@@ -64,7 +64,7 @@ def tools_of(found: dict[str, Any]) -> dict[str, Any]:
     tools: tuple[Tool, ...] = found.get("tools", ())
     choice, name = found.get("tool_choice", ("auto" if tools else "none", ""))
     if choice != "none" and not tools:
-        raise ApiError(f"tool_choice={choice!r} without tools: send some", param="tool_choice")
+        raise ApiError(f"tool_choice={choice!r} needs tools: send them too", param="tool_choice")
     names = [tool.function.name for tool in tools]
     if len(set(names)) != len(names):
         raise ApiError("tools: two have the same name", param="tools")

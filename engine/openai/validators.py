@@ -89,7 +89,7 @@ def parsed(data: bytes) -> Any:
     try:
         return parse(data)
     except ReadError as error:
-        raise ApiError(f"the body is unusable: {error}", "invalid_json") from None
+        raise ApiError(f"the body is invalid: {error}", "invalid_json") from None
 
 
 def checked(model: type[Model], value: Any) -> Model:
@@ -157,7 +157,7 @@ def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
         return ApiError(message, param=name, code="invalid_type")
     if kind == "literal_error":
         listed = error["ctx"]["expected"].replace(" or ", ", ")
-        return ApiError(f"{name}={show(value)}: {listed} is what is supported", param=name, code="unsupported_value")
+        return ApiError(f"{name}={show(value)}: supported: {listed}", param=name, code="unsupported_value")
     if rule := error.get("ctx", {}).get("rule"):
         return ApiError(f"{name}{rule}", param=name, code=kind)
     part = _schema_of(model)["properties"].get(loc[0], {})

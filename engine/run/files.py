@@ -127,7 +127,7 @@ def open_run(
     if len(set(paths)) < 3:
         raise RunFileError(f"input, output and errors must be three files: {source}, {answers}, {errors}")
     if resume and overwrite:
-        raise RunFileError("--resume and --overwrite exclude each other")
+        raise RunFileError("--resume and --overwrite cannot be combined")
     if not source.is_file():
         raise RunFileError(f"{source} is {'not a file' if source.exists() else 'missing'}: name a JSONL file")
     for path in (answers, errors):

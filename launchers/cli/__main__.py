@@ -114,11 +114,10 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="laddertron")
 def group() -> None:
-    """Serve one model across several nodes, with its all-reduces hidden behind the next sub-block.
+    """Serve one model across several nodes, and overlap its all-reduces with computation.
 
-    A model is spread by tensor parallelism over the ranks that a deployment file names. Ladder models overlap
-    computation with the all-reduce; laddertron measures how much of it was hidden, and serves batches that survive
-    process and node failures."""
+    A deployment file describes the model and the ranks over which it is split, by tensor and pipeline parallelism.
+    laddertron measures the overlapped share of communication, and its batches survive process and node failures."""
 
 
 def give_home(environ: MutableMapping[str, str]) -> None:

@@ -211,7 +211,7 @@ def _row(form: FormParser, file_id: str, owner: str, now: int) -> FileRow:
     if purpose is None:
         raise ApiError("purpose is missing", "missing_required_parameter", "purpose")
     if purpose != "batch":
-        raise ApiError(f"purpose={purpose[:64]!r}: 'batch' is what is supported", "unsupported_value", "purpose")
+        raise ApiError(f"purpose={purpose[:64]!r}: must be 'batch'", "unsupported_value", "purpose")
     expires_at = _expiry(form.fields, now)
     if form.fields:
         name = next(iter(form.fields))[:64]

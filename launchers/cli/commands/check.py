@@ -284,7 +284,7 @@ def summary(loaded: LoadedDeployment) -> str:
 @click.argument("config", type=click.Path())
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
-@click.option("--no-model", is_flag=True, help="The weights and other files are elsewhere: check the file alone.")
+@click.option("--no-model", is_flag=True, help="Check the file alone, not the model and other files that it names.")
 def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     """Validate CONFIG, the files it names, how its model splits over the ranks, its tokenizer and its weights' headers.
 

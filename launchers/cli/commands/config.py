@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[3] / "configs"
 @click.argument("name", default="reference")
 @click.option("--list", "as_list", is_flag=True, help="List the shipped deployments.")
 def command(name: str, as_list: bool) -> None:
-    """Print the deployment file NAME: the reference, every key with its default and a comment, or a shipped one.
+    """Print a deployment file: every key with its default and a comment, or the shipped deployment NAME.
 
     \b
       laddertron config > deploy.yaml

@@ -43,8 +43,8 @@ def command() -> None:
 @click.option("--kind", type=click.Choice(["client", "metrics"]), default="client", show_default=True)
 @ended_by(KeyFileError, OSError)
 def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
-    """Make a key for NAME and print it: it is shown only once. A client's opens the API, one of the kind metrics opens
-    /metrics and nothing else."""
+    """Make a key for NAME and print it: it is shown only once. A client key gives access to the API, a
+    metrics key to /metrics only."""
     if not 1 <= len(name) <= 128 or not name.isprintable():
         raise UsageError(f"NAME={name!r}: 1 to 128 printable characters")
     others = sum(key.name == name and key.revoked_at is None for key in read_keys(file)) if file.exists() else 0
@@ -63,8 +63,8 @@ def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
 )
 @ended_by(KeyFileError, OSError)
 def rotate(file: Path, which: str, old_for: str) -> None:
-    """Give a key a new secret and print it: it is shown only once. The id stays, and with it files, batches, limits and
-    usage. The secret before works for a while more; --old-for 0 ends it now."""
+    """Give a key a new secret and print it: it is shown only once. Files, batches, limits and usage belong to
+    the id, which stays the same. The old secret remains valid for a while; --old-for 0 ends it now."""
     try:
         seconds = TypeAdapter(_OldFor).validate_python(old_for)
     except ValidationError:
@@ -98,7 +98,7 @@ def _limit(name: str, text: str) -> Callable[[Any], Any]:
 @_limit("stored-bytes", "Bytes of all files")
 @ended_by(KeyFileError, OSError)
 def limit(file: Path, which: str, **limits: int | None) -> None:
-    """Set the limits of a key; limits that are not given stay unchanged. Beyond it requests are 429."""
+    """Set the limits of a key; limits that are not given stay unchanged. Requests above a limit get 429."""
     named = {name: most or None for name, most in limits.items() if most is not None}
     key = limit_key(file, which, named)
     click.echo(f"{key.id} of {key.name}: {_limits(key)}", err=True)

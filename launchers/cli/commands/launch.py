@@ -117,7 +117,7 @@ def command(
       laddertron launch deploy.yaml serve --emit slurm > serve.sbatch
       laddertron launch deploy.yaml serve --emit mpijob | kubectl apply -f -
 
-    Hosts come from launch.hosts, launch.hostfile or the allocation (Slurm, PBS, LSF); else this host is meant.
+    Hosts come from launch.hosts, launch.hostfile or the allocation (Slurm, PBS, LSF). Default: this host.
     """
     arguments = arguments or ("serve",)
     if arguments[0] not in (*SERVICES, *JOBS):

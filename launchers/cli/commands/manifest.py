@@ -20,7 +20,7 @@ from ..errors import ended_by
 def command(model: Path, check: bool) -> None:
     """Write MODEL/laddertron.manifest.json, or verify MODEL against it.
 
-    Holds a CRC-32 for each 8 MiB of the weights and of the other files that are read. With a manifest, ranks verify
+    Contains a CRC-32 for each 8 MiB of the weights and of the other files that are read. With a manifest, ranks verify
     while they load, each a share; a flipped bit fails the start and names file and tensor.
 
     \b

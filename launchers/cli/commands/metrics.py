@@ -19,7 +19,7 @@ from .config import FOLDER
 @click.option("--dashboards", type=click.Path(path_type=Path), help="Write Grafana's dashboards into this folder.")
 @click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")
 def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> None:
-    """Print every series that `/metrics` may hold: its name, type, labels and meaning.
+    """Print every series that `/metrics` may contain: its name, type, labels and meaning.
 
     \b
       laddertron metrics

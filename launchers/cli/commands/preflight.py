@@ -102,7 +102,7 @@ def command(config: str, save: Path | None, as_json: bool, overrides: tuple[str,
 
     `collective: auto` chooses the all-reduce of each size by the tuning file that parallel.tuning_file names.
 
-    Exit codes: 0 no fault; 1 a fault, reported with its culprit; 2 the command line or CONFIG is wrong.
+    Exit codes: 0 no fault; 1 a fault, reported with rank or link; 2 the command line or CONFIG is wrong.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     with ended_by(IdentityError):

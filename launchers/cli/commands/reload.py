@@ -28,11 +28,11 @@ _SHOWN_KEYS = 5
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="The same overrides as for `serve`."
 )
 def command(config: str, overrides: tuple[str, ...]) -> int:
-    """Check CONFIG, then have the daemon that holds its daemon.data_dir read it again, as SIGHUP does, and wait.
+    """Check CONFIG, send SIGHUP to the daemon of its daemon.data_dir, which reads it again, and wait for the outcome.
 
     If memory allows, new ranks start while the old ones serve; otherwise running requests finish first and new
-    ones wait. What belongs to the daemon itself (ports, data folder, keys, tokenizer) needs a restart: the
-    reload is refused then, and nothing changes. A daemon re-reads the file and --set that it was started with:
+    ones wait. A change of the daemon itself (ports, data folder, keys, tokenizer) needs a restart: such a
+    reload is refused, and nothing changes. A daemon re-reads the file and --set that it was started with:
     CONFIG must describe the same deployment.
 
     \b

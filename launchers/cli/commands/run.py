@@ -244,7 +244,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
 @click.argument("config", type=click.Path())
 @click.option("-i", "--input", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Where answers go, one a line, as they end."
+    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Answers, one a line, as they finish."
 )
 @click.option("--errors", type=click.Path(path_type=Path), help="Where failed lines go.  [default: OUT.errors.jsonl]")
 @click.option(
@@ -253,7 +253,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
     help="Resume an interrupted run; finished lines that changed are computed again.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
-@click.option("--strict", is_flag=True, help="Exit with 1 where any line failed.")
+@click.option("--strict", is_flag=True, help="Exit with 1 if any line failed.")
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
 def command(errors: Path | None, **options: Any) -> int:
@@ -264,8 +264,8 @@ def command(errors: Path | None, **options: Any) -> int:
       {"custom_id": "r-1", "method": "POST", "url": "/v1/completions",
        "body": {"model": "NAME", "prompt": "Once upon", "max_tokens": 32}}
 
-    A line that fails is written to the error file; the others run. Launches its ranks as CONFIG's launch
-    section says; under mpirun it takes its place among them:
+    A line that fails is written to the error file; the others run. Launches the ranks by CONFIG's launch
+    section; under mpirun its processes are the ranks:
 
     \b
       laddertron run deploy.yaml -i in.jsonl -o out.jsonl
@@ -273,7 +273,7 @@ def command(errors: Path | None, **options: Any) -> int:
       mpirun -np 2 laddertron run deploy.yaml -i in.jsonl -o out.jsonl
 
     Exit codes: 0 every line has its answer or error line; 1 the job failed, no line was answered, or with --strict
-    one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by TERM, running
+    one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by SIGTERM, running
     requests having finished (daemon.drain_timeout). A second signal ends it at once.
     """
     console = Console(stderr=True)

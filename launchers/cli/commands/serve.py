@@ -22,7 +22,7 @@ from .run import read_text
 @click.option(
     "--adopt",
     is_flag=True,
-    help="Take daemon.data_dir though its store is missing, empty, another's or lacks acknowledged commits.",
+    help="Use daemon.data_dir even if its store is missing, empty, another's or lacks commits.",
 )
 @click.option("--skip-damaged", is_flag=True, help="Rebuild from an export without its unreadable frames; logs them.")
 def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: bool) -> int:

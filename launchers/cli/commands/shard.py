@@ -17,15 +17,15 @@ from ..errors import ended_by
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--tensor-parallel-size", "--tp", "size", type=click.IntRange(1, 1024), required=True, help="Ranks.")
 @click.option(
-    "--pipeline-parallel-size", "--pp", "stages", type=click.IntRange(1, 256), default=1, help="parallel's key."
+    "--pipeline-parallel-size", "--pp", "stages", type=click.IntRange(1, 256), default=1, help="Pipeline stages."
 )
 @click.option("--pipeline-layers", metavar="N,N,…", default="", help="parallel.pipeline_layers, if that is set.")
 @click.option(
-    "--expert-layout", type=click.Choice(["auto", "tensor", "spread"]), default="auto", help="parallel's key."
+    "--expert-layout", type=click.Choice(["auto", "tensor", "spread"]), default="auto", help="parallel.expert_layout."
 )
-@click.option("--dense-path", type=click.Choice(["whole", "node"]), default="whole", help="parallel's key.")
+@click.option("--dense-path", type=click.Choice(["whole", "node"]), default="whole", help="parallel.dense_path.")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Of a group, for --dense-path node.")
-@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="A folder of its own instead.")
+@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Write a complete model folder.")
 @click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
 @click.option("--overwrite", is_flag=True, help="Overwrite existing files.")
 @ended_by(Refusal, ValueError)

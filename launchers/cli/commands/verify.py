@@ -37,8 +37,8 @@ def compare(one: Digests, other: Digests) -> str:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of CONFIG.")
 @click.option("--requests", type=click.IntRange(1, 1000), default=12, show_default=True, help="Random prompts.")
 @click.option("--longest", type=click.IntRange(1, 10**6), default=96, show_default=True, help="Tokens of the longest.")
-@click.option("--cases", type=click.IntRange(0, 10**6), default=20, show_default=True, help="Random mixes of them.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of prompts and mixes; default: a new one, printed.")
+@click.option("--cases", type=click.IntRange(0, 10**6), default=20, show_default=True, help="Mixes of these prompts.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of prompts and mixes; default: random.")
 @click.argument("config")
 def command(config: str, against: str | None, overrides: tuple[str, ...], requests: int, longest: int, cases: int,
             seed: int | None) -> int:  # fmt: skip

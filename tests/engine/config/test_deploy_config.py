@@ -154,7 +154,7 @@ daemon: {host: 0.0.0.0, tls_key: k.pem}
         ("engine: {kv_cache_memory: 1e30GB}", "out of range"),
         ("engine: {kv_cache_memory: 0.3B}", "is not a size"),
         ("engine: {block_size: null}", "nothing (null) is not an integer"),
-        ("engine: []", "a list is no section"),
+        ("engine: []", "a list is not a section"),
         ("engine: {attention: flash}", "(did you mean flashinfer?)"),
         ("engine: {enable_chunked_prefill: 'yes'}", "'yes' is not true or false"),
         ("engine: {cuda_graphs: always}", "'always' is not auto or true or false"),

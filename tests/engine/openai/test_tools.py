@@ -150,8 +150,8 @@ def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"tool_choice": "auto"}, "tool_choice", "without tools"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", "without tools"),
+        ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "none, auto, required"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "not among"),
         ({"tools": [*TOOLS, TOOLS[1]]}, "tools", "same name"),
@@ -167,7 +167,7 @@ def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
         ),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "no room"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "{")]}]}, None, "arguments is unusable"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "{")]}]}, None, "arguments is invalid"),
         ({"messages": [{"role": "assistant", "tool_calls": [call("f", "[]")]}]}, None, "an object is expected"),
     ],
 )

@@ -218,16 +218,16 @@ def command(
     config: str, against: str | None, output: Path | None, prompt: int, generate: int, repeats: int, cases: int,
     overrides: tuple[str, ...],
 ) -> int:  # fmt: skip
-    """Measure a deployment's machines before they serve: one Markdown page, predicted beside measured.
+    """Measure a deployment's machines before they serve: one Markdown page, predictions and measurements.
 
     Runs `preflight`, `bench` at four batch sizes, `verify` and, with --against, `trial`; starts the daemon with an
-    empty store, kills a rank and times the next token. Run it on one of CONFIG's hosts, with nothing else on them.
+    empty store, kills a rank and times the next token. Run it on one of CONFIG's hosts, all of them idle.
 
     \b
       laddertron acceptance deploy.yaml -o acceptance.md
       laddertron acceptance deploy.yaml --against http://vllm:8000/v1 -o acceptance.md
 
-    Exit codes: 0 every demand of CONFIG's `acceptance` section is met; 1 one is not, or could not be measured; 2 the
+    Exit codes: 0 every bound of CONFIG's `acceptance` section is met; 1 one is not, or could not be measured; 2 the
     command line or CONFIG is wrong."""
     deployment = read_model(config, overrides)
     if output is not None and not os.access(output.absolute().parent, os.W_OK):

@@ -185,16 +185,16 @@ def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], ge
 @_case_options
 @click.option("--batch", default="1,8", show_default=True, callback=_numbers, help="Sequences at once.")
 @click.option("--tp", callback=_some_numbers, help="Tensor-parallel sizes, such as 1,2.")
-@click.option("--wiring", default="auto", show_default=True, help=f"Of {', '.join(WIRINGS)}; commas between them.")
+@click.option("--wiring", default="auto", show_default=True, help=f"Comma-separated, of {', '.join(WIRINGS)}.")
 @click.option("--overlap", type=click.Choice(["on", "off", "both"]), default="on", show_default=True)
 def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
           batch: tuple[int, ...], tp: tuple[int, ...] | None, wiring: str, overlap: str,
           **options: Any) -> None:  # fmt: skip
     """Measure every combination of wiring, overlap, tp, batch and lengths, interleaved.
 
-    Wirings that the weights were not trained for are timed all the same, and what they answer means nothing. Refused
-    are those whose norms the weights have not: parallel unless it is declared, and all but no-communication for
-    weights that declare parallel or desync. hybrid needs model.ladder_layers."""
+    Wirings that the weights were not trained for are timed too; their answers are meaningless. A wiring is refused if
+    the weights lack its norms: parallel unless it is declared, and all but no-communication for weights that declare
+    parallel or desync. hybrid needs model.ladder_layers."""
     wirings = tuple(wiring.split(","))
     if unknown := set(wirings) - set(WIRINGS):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: use {', '.join(WIRINGS)}", param_hint="--wiring")
@@ -212,7 +212,7 @@ def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], gene
 @click.option("--scale", type=click.IntRange(1, 64), default=1, help="Divide layers, widths and lengths: for CPUs.")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, help="Runs of each case.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of the deployment.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Rows as JSON; those there stay.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSON; keeps earlier rows.")
 @click.option("--plot", "picture", metavar="FILE", help="Draw the speed-ups against the law (.png, .svg).")
 def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None, p2p: str, scale: int, repeats: int,
           overrides: tuple[str, ...], output: Path, picture: str | None) -> int:  # fmt: skip
@@ -223,7 +223,7 @@ def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None,
       mpirun -np 8 laddertron bench paper --model 70b -o 70b.json --p2p off --plot 70b.svg
       mpirun -np 2 laddertron bench paper --model 8b -o 8b.json --scale 16      # two CPU cores, minutes
 
-    Rows are measured beside published and simulated ones (H100), and the speed-up beside the law."""
+    Compares the measured rows with published and simulated ones (H100), and the speed-up with the law."""
     from ....launchers.rank.outer_job import among_ranks
 
     with ended_by(IdentityError):
@@ -274,15 +274,15 @@ def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None,
     type=click.Path(exists=True, dir_okay=False),
     help="A JSONL batch file instead of random prompts.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of lengths, prompts and arrivals.")
+@click.option("--seed", default=0, show_default=True, help="Seed of lengths, prompts and arrivals.")
 @slo_option
 @_FAILS
 def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: str | None, file: str | None,
                slo: Slo | None, **mix: Any) -> None:  # fmt: skip
     """Measure a mix of requests, and compare it with pure prefill and decode of full batches.
 
-    With --input and engine.speculation, drafts are verified and the share that was right is shown; random prompts are
-    always run without."""
+    With --input and engine.speculation, drafts are verified and the accepted share is shown; random prompts run
+    without drafts."""
     deployment = roomy(read_model(config, overrides), (), drafts=file is not None)
     if file is not None:
         mix = {"items": read_items(deployment, Path(file), mix["rate"], mix["seed"])}

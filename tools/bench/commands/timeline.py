@@ -27,14 +27,14 @@ def _layers(text: str | None) -> range | None:
 @click.option(
     "-o", "--output", required=True, type=click.Path(path_type=Path), help="A file ending in .svg, .png or .pdf."
 )
-@click.option("--rank", default=0, show_default=True, help="Whose step.")
+@click.option("--rank", default=0, show_default=True, help="Rank to draw.")
 @click.option("--step", type=int, help="Which recorded step.  [default: the one of median length]")
 @click.option("--shortest", is_flag=True, help="Draw the shortest step: the least disturbed one on a busy machine.")
 @click.option("--layers", metavar="FIRST-LAST", help="Only these layers.  [default: all]")
 def command(
     traces: tuple[Path, ...], output: Path, rank: int, step: int | None, shortest: bool, layers: str | None
 ) -> None:
-    """Draw one decode step of each TRACE: what computes above, which all-reduces travel below.
+    """Draw one decode step of each TRACE: computation above, all-reduces in flight below.
 
     \b
       laddertron profile configs/demo-standard.yaml -o standard.json

@@ -44,7 +44,7 @@ from ..tables import as_json, markdown, sheet_lines
 )
 @slo_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
-@click.option("--all", "whole", is_flag=True, help="Every table, and what they rest on.")
+@click.option("--all", "whole", is_flag=True, help="Every table, and the assumptions.")
 @click.option("--json", "json_out", is_flag=True, help="Every number, in base units.")
 @click.option("--markdown", "markdown_out", is_flag=True, help="The tables as Markdown.")
 @click.option(

@@ -63,7 +63,7 @@ def step_command(
 
 @command.command("scale")
 @click.option("--model", required=True, metavar="NAME", help="A known architecture.")
-@click.option("--nodes", default="16x8xH100", show_default=True, metavar="SPEC", help="The most there may be.")
+@click.option("--nodes", default="16x8xH100", show_default=True, metavar="SPEC", help="Largest fabric to simulate.")
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Sequences of one replica.")
 @click.option("--context", type=click.IntRange(0), default=1280, show_default=True, help="Positions each attends to.")
 @click.option("--fp8", is_flag=True, help="Weights in fp8.")
@@ -93,7 +93,7 @@ def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, j
 @click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a prompt.")
 @click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Tokens of an answer, mean.")
 @click.option("--slots", type=click.IntRange(1), default=128, show_default=True, help="engine.max_num_seqs.")
-@click.option("--mtbf-hours", type=click.FloatRange(0, min_open=True), help="Of one node; default: nothing breaks.")
+@click.option("--mtbf-hours", type=click.FloatRange(0, min_open=True), help="Of one node; default: no failures.")
 @click.option("--relaunch", "relaunch_s", type=click.FloatRange(0), default=300.0, show_default=True, metavar="SECONDS")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_out", is_flag=True, help="Every number, in seconds and tokens.")

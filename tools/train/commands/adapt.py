@@ -18,7 +18,7 @@ Examples:
   mpirun -n 8 laddertron adapt models/llama-8b -o out --wiring ladder --text data/ --dtype bfloat16 --recompute
   srun laddertron adapt models/llama-8b -o out --wiring delay-2 --text data/ --save-every 500 --resume
 
-Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks, which must see -o on one
+Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks. -o must be on a shared
 filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 
 
@@ -36,11 +36,11 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
     help="UTF-8 text, JSONL with `text` or `messages`, or folders of them.",
 )
 @click.option("--held-out", multiple=True, type=TEXT, help="Text to evaluate on.  [default: one text in twenty]")
-@click.option("--held-out-tokens", type=click.IntRange(2), default=262_144, help="Of it at most.")
+@click.option("--held-out-tokens", type=click.IntRange(2), default=262_144, help="Its first tokens, at most.")
 @click.option("--context", type=click.IntRange(8), help="Tokens of a sequence.  [default: the model's, at most 4096]")
 @click.option("--distil", type=click.FloatRange(0, 1), default=0.0, help="Share of the loss: KL from the original.")
-@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, help="Of that KL.")
-@click.option("--top-k", type=click.IntRange(0), default=0, help="Of the original's logits in that KL; 0: all.")
+@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, help="Temperature of that KL.")
+@click.option("--top-k", type=click.IntRange(0), default=0, help="Largest logits of the original in that KL; 0: all.")
 @click.option("--anneal", type=click.IntRange(0), default=0, help="Steps over which the old wiring fades out.")
 @click.option("--freeze", callback=parse_layers, help="Layers that are not trained; -1: embedding and head.")
 @click.option("--recompute", is_flag=True, help="Compute activations again in the backward pass, in place of keeping.")
@@ -49,9 +49,9 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step, over all ranks.")
-@click.option("--micro-batch", type=click.IntRange(0), default=0, help="Of them at once on a rank; 0: its share.")
+@click.option("--micro-batch", type=click.IntRange(0), default=0, help="Sequences at once on a rank; 0: its share.")
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Peak of the schedule.")
-@click.option("--schedule", type=click.Choice(["cosine", "linear"]), default="cosine", help="Down to a tenth.")
+@click.option("--schedule", type=click.Choice(["cosine", "linear"]), default="cosine", help="Decay, down to a tenth.")
 @click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps.")
 @click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
 @click.option(

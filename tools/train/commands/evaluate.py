@@ -25,11 +25,11 @@ from ..training import MODEL, TEXT, token_file, training_ranks
 @ended_by(ValueError)
 @ended_by(OSError, end=click.ClickException)
 def command(folders: tuple[Path, ...], **o: Any) -> None:
-    """Perplexity of each of FOLDERS on the text; with --original, also the mean KL of what it and each folder expect
-    next, and how often both would say the same.
+    """Perplexity of each of FOLDERS on the text; with --original, also each one's mean KL divergence of the next
+    token from it, and how often both predict the same token.
 
-    Folders must share one tokenizer: losses a token are not comparable otherwise. In fp32, under each folder's declared
-    wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
+    Folders must share one tokenizer: otherwise losses per token are not comparable. Computes in fp32, with each
+    folder's declared wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
 
     \b
       laddertron evaluate models/standard models/ladder --text notes/ --original models/standard --record

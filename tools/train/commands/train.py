@@ -27,7 +27,7 @@ Examples:
   laddertron train -o models/draft --teacher models/mine --text answers.jsonl --layers 2 --hidden 64
   mpirun -n 8 laddertron train -o models/wide --text data/ --hidden 2048 --heads 16 --save-every 500
 
-Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks, which must see -o on one
+Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks. -o must be on a shared
 filesystem. Without --text it learns from the documentation strings of Python's standard library. A model can only be
 compared with another that had the same text, tokenizer, budget and seed."""
 
@@ -92,7 +92,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 )
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step.")
-@click.option("--context", type=click.IntRange(8), default=256, help="Tokens of a sequence, in training and after.")
+@click.option("--context", type=click.IntRange(8), default=256, help="Tokens of a sequence, in training and later.")
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Draws the initial weights and the order of the text.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of matrix products.")
