@@ -1,7 +1,7 @@
 """Public tools, unmodified, against the demo's daemon: `make judges`. Each gets an environment of its own below
 build/judges; what it sent and what was refused is read from the daemon's metrics, not from the tool.
 
-    python judges.py [NAME ...]      all, or those named; prints the table of docs/serving.md
+    python judges.py [NAME ...]      all, or those named; prints a row each
     python judges.py client openai|litellm URL      what those two clients are asked to do (run by their Python)
 """
 
