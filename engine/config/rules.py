@@ -82,17 +82,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("model.ladder_layers", "model.wiring"),
         lambda d: d.model.wiring not in ("auto", "hybrid") and d.model.ladder_layers is not None,
-        "has no meaning with wiring {model.wiring}: set wiring: hybrid",
+        "has no effect with wiring {model.wiring}: set wiring: hybrid",
     ),
     Rule(
         ("model.weights", "engine.device"),
         lambda d: d.model.weights == "int8" and d.engine.device == "cuda",
-        "int8 is computed on CPUs: use stored, or an fp8 checkpoint",
+        "int8 needs engine.device: cpu; on a GPU use stored, or an fp8 checkpoint",
     ),
     Rule(
         ("model.weights", "model.dtype"),
         lambda d: d.model.weights == "int8" and d.model.dtype not in ("auto", "bfloat16"),
-        "int8 is computed with bfloat16, not {model.dtype}: use stored",
+        "int8 needs dtype bfloat16, not {model.dtype}: use stored",
     ),
     *(
         Rule(
@@ -108,7 +108,7 @@ RULES: tuple[Rule, ...] = (
             _where_not(
                 lambda d: d.parallel.collective != "emulated" or d.parallel.emulated_fabric is None, f"parallel.{key}"
             ),
-            "the prices of {parallel.emulated_fabric} say this already: leave one of the two out",
+            "conflicts with emulated_fabric {parallel.emulated_fabric}: leave one of the two out",
         )
         for key in ("emulated_delay", "emulated_bandwidth")
     ),
@@ -116,7 +116,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("parallel.split_steps", _TP),
         lambda d: d.parallel.split_steps == "always" and d.parallel.tensor_parallel_size == 1,
-        "always has nothing to hide with tensor_parallel_size 1: use auto or never",
+        "always needs all-reduces to overlap, tensor_parallel_size is 1: use auto or never",
     ),
     Rule(
         ("parallel.split_steps", "parallel.overlap"),
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("parallel.emulated_multiprocessors", "engine.device"),
         lambda d: d.parallel.emulated_multiprocessors and d.engine.device == "cpu",
-        "only a GPU has multiprocessors to hold: leave it at 0 on a CPU",
+        "needs engine.device: cuda; on a CPU leave it at 0",
     ),
     Rule(
         ("parallel.backend", "engine.device"),
@@ -141,7 +141,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("parallel.deterministic", "engine.attention"),
         lambda d: d.parallel.deterministic and d.engine.attention == "torch",
-        "attention torch computes a row as its step's other rows have it: use engine.attention: auto",
+        "attention torch depends on the other rows of a step: use engine.attention: auto",
     ),
     Rule(
         ("engine.kv_cache_dtype", "engine.device"),
@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("engine.speculation",),
         lambda d: d.engine.speculation is True,
-        "true does not say by which drafts: use ngram, model, auto or false",
+        "true names no source of drafts: use ngram, model, auto or false",
     ),
     Rule(
         ("engine.speculation", "engine.draft_model"),
@@ -175,8 +175,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("engine.speculation", "engine.device"),
         lambda d: d.engine.speculation and d.engine.device == "cuda",
-        "{engine.speculation} needs engine.device: cpu: on a GPU steps are set off before the ids that drafts "
-        "follow are known; use false",
+        "{engine.speculation} needs engine.device: cpu: on a GPU steps start before the ids that drafts follow "
+        "are known; use false",
     ),
     Rule(
         ("engine.cuda_graphs", "engine.device"),
@@ -196,7 +196,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("parallel.pipeline_microbatches", _PP),
         lambda d: d.parallel.pipeline_microbatches is not None and d.parallel.microbatches < _stages(d),
-        "{parallel.microbatches} < {parallel.pipeline_parallel_size} stages: so many less would always be idle: use "
+        "{parallel.microbatches} < {parallel.pipeline_parallel_size} stages, of which some would always be idle: use "
         "{parallel.pipeline_parallel_size} or more",
     ),
     Rule(
@@ -232,7 +232,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("launch.bind_to", "launch.fabric"),
         lambda d: d.launch.bind_to == PLACEMENT and d.launch.fabric is None,
-        "placement needs launch.fabric, which says the cores: set it (or --fabric FILE), or bind_to: none",
+        "placement needs launch.fabric, which lists the cores: set it (or --fabric FILE), or bind_to: none",
     ),
     Rule(
         ("launch.ranks_per_node", _TP),
@@ -241,8 +241,8 @@ RULES: tuple[Rule, ...] = (
             and (tp := d.parallel.tensor_parallel_size) > per_node
             and tp % per_node
         ),
-        "{parallel.tensor_parallel_size} ranks are no multiple of {launch.ranks_per_node} a node: use a divisor of "
-        "{parallel.tensor_parallel_size}",
+        "{parallel.tensor_parallel_size} ranks are not a multiple of {launch.ranks_per_node} per node: use a divisor "
+        "of {parallel.tensor_parallel_size}",
     ),
     Rule(
         ("launch.hosts", _TP, "parallel.replicas"),
@@ -290,7 +290,7 @@ RULES: tuple[Rule, ...] = (
         lambda d: (
             d.metrics.enabled and d.metrics.port and (d.metrics.host, d.metrics.port) == (d.daemon.host, d.daemon.port)
         ),
-        "{metrics.port} is the daemon's: leave it out to share its listener",
+        "{metrics.port} is the daemon's port: leave it out to share the daemon's listener",
     ),
 )
 

@@ -86,7 +86,7 @@ def test_wirings_that_overlap_by_themselves_are_not_split(family: str, tmp_path:
         ("engine: {speculation: model, draft_model: d}\nparallel: {pipeline_parallel_size: 2}", "needs one stage"),
         ("engine: {speculation: auto, device: cuda}", "needs engine.device: cpu"),
         ("parallel: {split_steps: always, tensor_parallel_size: 2, overlap: false}", "always needs overlap: true"),
-        ("parallel: {split_steps: always}", "nothing to hide with tensor_parallel_size 1"),
+        ("parallel: {split_steps: always}", "tensor_parallel_size is 1"),
     ],
 )
 def test_a_pair_that_is_refused(keys: str, says: str, tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_check_tells_everything_at_once(capsys: pytest.CaptureFixture[str]) -> N
     for flags in ([], ["--no-model"]):
         assert cli.main(["check", config, "--set", "parallel.tensor_parallel_size=12", *flags]) == 2
         said = capsys.readouterr().err
-        assert "launch.ranks_per_node: 12 ranks are no multiple of 8 a node" in said
+        assert "launch.ranks_per_node: 12 ranks are not a multiple of 8 per node" in said
         assert "128 heads % 12 = 8" in said
         assert "use 1, 2, 4, 8, 16, 32, 64 or 128 (llama-3.1-405b by its folder's name)" in said
         assert ("no such folder" in said) == (not flags)
