@@ -148,14 +148,14 @@ class DeviceDraw:
     def _agreed(
         self, own: Tensor, score: Tensor, at: Tensor, peak: Tensor, slots: Tensor, routing: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's digest, best scores, their columns and peaks -> all digests, the ids drawn, which are now the
-        slots' latest, and which rows are bad."""
+        """This rank's digest, best scores, their columns and peaks -> of every rank the digest and, if there is one,
+        the routing; the ids drawn, which are now the slots' latest; and which rows are bad."""
         ids = torch.where(score > -torch.inf, at + self._shard.first, NO_ID)
-        own = own if routing is None else own + routing
-        every = self._gather(torch.cat([own, score.view(torch.int64), ids, peak.view(torch.int64)]))
-        drawn, bad = _winner(every[:, 1:].view(len(every), 3, len(slots)))
+        heads = [own] if routing is None else [own, routing]
+        every = self._gather(torch.cat([*heads, score.view(torch.int64), ids, peak.view(torch.int64)]))
+        drawn, bad = _winner(every[:, len(heads) :].reshape(len(every), 3, len(slots)))
         self.latest.index_copy_(0, slots, drawn)
-        return every[:, 0], drawn, bad
+        return every[:, : len(heads)].flatten(), drawn, bad
 
     def start(
         self,
@@ -167,9 +167,9 @@ class DeviceDraw:
         routing: Tensor | None = None,
     ) -> Arriving:
         """Draws for raw logits [B, columns] of a plan, `position` [max_slots] output ids being there already; edits: of
-        its edited rows; routing: int64 [1], which the ranks' digests are compared with. What arrives, int64: the
-        digests that all ranks brought [tp], ids [B], whether each row was broken (1) or had nothing to draw (2) [B],
-        and as bits of float64 device_rule.report's of the scored rows."""
+        its edited rows; routing: int64 [1], which is to be the same on every rank. What arrives, int64: the digest that
+        each rank brought, followed by its routing [tp, 1 or 2], ids [B], whether each row was broken (1) or had nothing
+        to draw (2) [B], and as bits of float64 device_rule.report's of the scored rows."""
         fixed = self._fixed(plan, edits)
         changing = upload(np.concatenate([digest.view(np.int64), position[plan.at]]), self._device)
         x, scored = self._processed(raw, fixed, changing[1:])

@@ -98,6 +98,7 @@ class Sampler:
         self.step, self.grammars = 0, grammars
         self._routed: Callable[[], bytes] = bytes
         self._routing: Tensor | None = None
+        self._seen = b""  # what `_routed` gave for the last step
         self._per_node = 1
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
@@ -147,7 +148,8 @@ class Sampler:
             sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
         self._slots.append(plan, sampled.ids, sampled.nonfinite, sampled.taken)
         self._add_digests(sampled, logits_BV, slots)
-        self._digest = _digest(self.step, plan.at, sampled.ids, fed, self._routed())
+        self._seen = self._routed()
+        self._digest = _digest(self.step, plan.at, sampled.ids, fed, self._seen)
         self.step += 1
         return sampled
 
@@ -193,12 +195,15 @@ class Sampler:
         plan, found = draw.plan, draw.read()
         count, top = len(plan.at), plan.most_logprobs
         ranks = len(found) - 2 * count - len(plan.scored) * (1 + 2 * top)
-        self._agreed(found[:ranks].view("<u8"), draw.step)
+        digests, *routings = found[:ranks].reshape(-1, 1 if self._routing is None else 2).T.copy()
+        self._agreed(digests.view("<u8"), draw.step)
+        for each in routings:
+            self._routed_alike(each, draw.step)
         drawn, bad, scores = np.split(found[ranks:], [count, 2 * count])
         ids = drawn.astype(np.int32)
         for row, edits in zip(plan.edited.tolist(), draw.edits, strict=True):
             edits.append(int(ids[row]))
-        self._digest = _digest(draw.step, plan.at, ids)
+        self._digest, self._seen = _digest(draw.step, plan.at, ids), b""
         logprobs: list[TokenLogprob | None] = [None] * count
         for row, values in zip(plan.scored.tolist(), scores.view(np.float64).reshape(-1, 1 + 2 * top), strict=True):
             if not bad[row]:
@@ -247,13 +252,16 @@ class Sampler:
         found = rule.disagreement(digests)
         if found is None:
             return
-        if own := self._routed():
-            (routed,) = self._exchange([np.frombuffer(own, "<u8")])
-            for number, each in enumerate(routed.T):  # of a stage
-                if (other := rule.disagreement(each)) is not None:
-                    stage = number if len(routed.T) > 1 else None
-                    raise DesyncError(*other, step - 1, len(digests), self._per_node, stage)
+        if self._seen:
+            (routed,) = self._exchange([np.frombuffer(self._seen, "<u8")])
+            for number, each in enumerate(routed.T):
+                self._routed_alike(each, step - 1, number if len(routed.T) > 1 else None)
         raise DesyncError(*found, step=step - 1, tp=len(digests))
+
+    def _routed_alike(self, routed: Array, step: int, stage: int | None = None) -> None:
+        """routed [tp]: digests of the experts of a step's rows, in a stage of a pipeline."""
+        if (found := rule.disagreement(routed)) is not None:
+            raise DesyncError(*found, step, len(routed), self._per_node, stage)
 
     def _exchange(self, parts: list[Array]) -> list[Array]:
         """One gather of several arrays: each part [...] comes back as [tp, ...]."""

@@ -271,6 +271,37 @@ def test_ranks_that_disagree_are_found_by_the_next_gather(after: str) -> None:
     assert Ranks(3, tamper).run(task) == [(1, (1,))] * 3
 
 
+@pytest.mark.parametrize("first", ["ids", "experts"])
+def test_experts_that_differ_are_named_unless_an_id_did_before(first: str) -> None:
+    """From the third step on rank 1 routes otherwise: its node is to blame, in that step; where its digest of the ids
+    before differs too, these are."""
+
+    def tamper(rank: int, number: int, payload: Bytes) -> Bytes:
+        if (rank, number, first) == (1, 2, "ids"):
+            payload[0] ^= 1
+        return payload
+
+    def task(rank: int, gather: Gather) -> str:
+        sampler, routing = make(40, 3, rank, gather, 1, []), torch.zeros(1, dtype=torch.int64)
+        sampler.follow(bytes, routing, 1)
+        sampler.admit(sequence(0, params()))
+        logits = cut(torch.randn(1, 40, generator=torch.Generator().manual_seed(3)), 3, rank)
+        for step in range(3):
+            routing += 1 + (rank == 1 and step == 2)
+            assert sampler.start(logits, [0])
+            if step < 2:
+                sampler.finish()
+        with pytest.raises(DesyncError) as caught:
+            sampler.finish()
+        return str(caught.value)
+
+    wanted = {
+        "ids": "sampling step 1: rank 1 of 3 drew other ids",
+        "experts": "sampling step 2: node 1 (rank 1 of 3) chose other experts",
+    }
+    assert all(said.startswith(wanted[first]) for said in Ranks(3, tamper).run(task))
+
+
 def test_ids_are_fed_by_slot() -> None:
     """What is not negative is an id; the rest names the slot whose last one it is."""
     latest = torch.tensor([70, 71, 72, 73])

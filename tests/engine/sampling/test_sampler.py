@@ -376,7 +376,8 @@ def wrong_digest(rank: int, gather: int) -> Callable[[int, int, Bytes], Bytes]:
 
 def test_a_different_id_on_one_rank_is_a_desync_within_a_step() -> None:
     """1. Rank 2 of 4 draws another id in step 1 (its memory lies: it commits id + 1). 2. The gather of step 2 brings
-    the digests together: every rank raises, naming rank 2 and step 1, before any id of step 2 exists."""
+    the digests together: every rank raises, naming rank 2 and step 1, before any id of step 2 exists; not the experts,
+    which differ since step 2 alone, by the id that its row is of."""
     steps = [torch.randn(2, 64) for _ in range(4)]
     raised: dict[int, DesyncError] = {}
     drawn: dict[int, int] = {}
@@ -388,8 +389,10 @@ def test_a_different_id_on_one_rank_is_a_desync_within_a_step() -> None:
         sampler = make(64, 4, rank, gather, 2)
         for slot in (0, 1):
             sampler.admit(sequence(slot, params()))
+        experts = [0]
+        sampler.follow(lambda: experts[0].to_bytes(8, "little"), None, 1)
         for number, step in enumerate(steps):
-            logits = cut(step, 4, rank)
+            logits, experts[0] = cut(step, 4, rank), 7 * (rank == 2 and number >= 2)
             sampler._gather = lying if rank == 2 and number == 1 else gather
             try:
                 sampler.sample(logits, [0, 1])
