@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _ODD = 0x1E3779B97F4A7C15
-"""Multiples of an odd number differ modulo 2^64."""
+"""Multiples of an odd number differ modulo 2^64; their high bits, mixed into the low ones, make a place's factor."""
 
 
 class LayerWeights(nn.Module):
@@ -420,7 +420,8 @@ class LlamaModel(nn.Module):
         if self.routing is None:
             self._routing.update(chosen.to(torch.int16).numpy().tobytes())
             return
-        factors = torch.arange(len(chosen), device=chosen.device).mul_(2 * _ODD).add_(_ODD)
+        factors = torch.arange(1, len(chosen) + 1, device=chosen.device).mul_(_ODD)
+        factors.bitwise_xor_(factors >> 29).mul_(_ODD).bitwise_or_(1)
         self.routing.add_(factors.mul_(chosen + 1).sum())
 
     def routed(self) -> bytes:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from laddertron.models.config.experts import Router
 from laddertron.models.experts import TorchExperts, choose
+from laddertron.models.llama import LlamaModel
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -127,3 +130,15 @@ def test_the_portable_product_is_that_of_a_loop(kind: str, rows: int) -> None:
                 want[row] += w * (down[number].double() @ (silu(gate) * up))
     got = TorchExperts(gate_up, down)(x, chosen, weight)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_digest_of_a_gpu_tells_experts_apart_that_differ_in_proportion() -> None:
+    """In a row's first two places, by amounts that cancel out where a place counts by its number."""
+
+    def digest(*chosen: int) -> int:
+        model: Any = SimpleNamespace(routing=torch.zeros(1, dtype=torch.int64))
+        LlamaModel._follow(model, torch.tensor(chosen, dtype=torch.int32))
+        return int(model.routing)
+
+    assert digest(2, 9, 4) == digest(2, 9, 4)
+    assert len({digest(2, 9, 4), digest(5, 8, 4), digest(4, 8, 4), digest(9, 2, 4), digest(2, 14, 1)}) == 5
