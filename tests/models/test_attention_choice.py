@@ -18,7 +18,7 @@ from laddertron.models.cuda.workspace import kernels_missing
 from test_flashinfer import CPU, CUDA, make_cache
 
 BF16 = torch.bfloat16
-CONFIG = SimpleNamespace(head_dim=64, num_layers=2, sliding_window=None, attention_scale=None, latent=None)
+CONFIG: Any = SimpleNamespace(head_dim=64, num_layers=2, sliding_window=None, attention_scale=None, latent=None)
 SHARD: Any = SimpleNamespace(config=CONFIG, num_heads=4)
 
 

@@ -52,8 +52,16 @@ def drawn(
             sampler.admit(sequence(slots[row], request, output=[5] * (row % 3), choice=row % 2))
         out, replayed = [], list[int]()
         rows = torch.full((16, width(steps[0].shape[1], tp)), math.nan)
+
+        def counted(compute: Callable[[], Any]) -> Callable[[], Any]:
+            def replay() -> Any:
+                replayed.append(1)
+                return compute()
+
+            return replay
+
         if recorded:
-            sampler.record(rows, (4, 16), lambda compute: lambda: (replayed.append(1), compute())[1])
+            sampler.record(rows, (4, 16), counted)
         for step in steps:
             logits = cut(step, tp, rank)
             if there:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from laddertron.models import ops
@@ -94,10 +95,8 @@ def in_pieces() -> bool:
     chosen = torch.randint(-1, 2, (50, 2), generator=DICE, dtype=torch.int32)
     x, weight = normal(50, 16), torch.rand(50, 2, generator=DICE)
     want = GroupedExperts(gate_up, down, 2)(x, chosen, weight)
-    from laddertron.models.cuda import experts
-
-    experts.expert_rows = lambda *_: 16
-    return torch.allclose(want, GroupedExperts(gate_up, down, 2)(x, chosen, weight), atol=1e-6)
+    with patch("laddertron.models.cuda.experts.expert_rows", lambda *_: 16):
+        return torch.allclose(want, GroupedExperts(gate_up, down, 2)(x, chosen, weight), atol=1e-6)
 
 
 def latents() -> dict[str, float]:
@@ -132,11 +131,12 @@ def lanes() -> dict[str, bool]:
         found[name] = torch.equal(fused.join_lanes(*arguments), plain.join_lanes(*arguments))
     found["sum"] = torch.equal(fused.sum_lanes(x), plain.sum_lanes(x))
     weights, one = normal(3, 24, 40) / 6, Norm(normal(40), 1e-5)
-    for name, norms in {
+    behind: dict[str, list[Norm | None]] = {
         "same": [one] * 3,
         "each": [Norm(normal(40), 1e-5) for _ in range(3)],
         "none": [None] * 3,
-    }.items():
+    }
+    for name, norms in behind.items():
         for gated in (False, True)[: 1 + (name != "none")]:
             got, want = (each.lane_products(weights, norms, gated)(x) for each in (fused, plain))
             found[f"{name} {gated}"] = torch.allclose(got, want, atol=1e-5)

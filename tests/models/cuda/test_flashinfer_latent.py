@@ -48,9 +48,9 @@ def test_the_same_attention_as_the_portable_one(counts: list[int], before: list[
     norm, angle = Norm(torch.rand(RANK, generator=dice) + 0.5, 1e-6), torch.rand(tokens, 1, ROTARY // 2, generator=dice)
     caches = make_cache(blocks), make_cache(blocks)
     plain = LatentAttention(caches[0], 0.3)
-    ours: Any = FlashInferLatent(caches[1], 0.3, HEADS, torch.float32, SIZES, fake_flashinfer.LIBRARY)
-    assert isinstance(ours, Capturable)
-    ours = ours.captured([len(counts)], 40)[len(counts)] if recorded else ours.twin()
+    latents = FlashInferLatent(caches[1], 0.3, HEADS, torch.float32, SIZES, fake_flashinfer.LIBRARY)
+    assert isinstance(latents, Capturable)
+    ours: Any = latents.captured([len(counts)], 40)[len(counts)] if recorded else latents.twin()
     found = []
     for backend in (plain, ours):
         backend.plan(layout, angle.cos(), angle.sin())
